@@ -1,0 +1,49 @@
+# One word per task. Every target works as the first command on a machine with Python 3.11+, make and git.
+PYTHON ?= python3
+UV = .bootstrap/bin/uv
+RUN = .venv/bin/python
+STORE ?= file
+
+.PHONY: venv demo test test-fast test-cluster lint types contracts proto bench clean
+venv: .venv/.synced
+
+$(UV):
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "deltashard needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv .bootstrap
+	.bootstrap/bin/pip install -q 'uv>=0.9'
+
+.venv/.synced: $(UV) pyproject.toml uv.lock setup.py checkpoint/deltashard_checkpoint/codecs/_native.c
+	$(UV) sync --frozen --all-extras --python $(PYTHON)
+	touch $@
+
+demo: venv
+	$(RUN) examples/demo/run.py --store $(STORE)
+
+# A file's tests share their processes and servers, so a file stays on one worker.
+test: venv
+	$(RUN) -m pytest tests --numprocesses 2 --dist loadfile
+
+test-fast: venv
+	$(RUN) -m pytest tests/unit
+
+# A real Kubernetes on this machine, as root: it changes the host while it runs, and puts it back.
+test-cluster: venv
+	tests/cluster/packages
+	UV=$(abspath $(UV)) DELTASHARD_TEST_CLUSTER=1 $(RUN) -m pytest tests/cluster --durations=10
+
+lint: venv
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+types: venv
+	.venv/bin/mypy
+
+contracts: venv
+	.venv/bin/lint-imports --no-cache
+	proto/generate --check
+
+bench: venv
+	$(RUN) bench/run.py
+
+clean:
+	rm -rf .venv .bootstrap out build

@@ -1,0 +1,82 @@
+"""The two quantizers of Check-N-Run's comparison that are not worth building: symmetric, and k-means per row.
+
+Plain numpy, float64, slow; the yardsticks of tests/unit/codecs and of bench/codec_speeds.py. They return the
+dequantized rows, so that errors compare.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+F64 = npt.NDArray[np.float64]
+
+
+def symmetric(x: npt.NDArray[np.floating], bits: int) -> F64:
+    """Uniform over [-max|x|, max|x|] of each row."""
+    v = x.astype(np.float64)
+    high = np.abs(v).max(axis=1, keepdims=True)
+    return uniform(v, -high, high, bits)
+
+
+def asymmetric(x: npt.NDArray[np.floating], bits: int) -> F64:
+    """Uniform over [min x, max x] of each row, with exact scale and bias."""
+    v = x.astype(np.float64)
+    return uniform(v, v.min(axis=1, keepdims=True), v.max(axis=1, keepdims=True), bits)
+
+
+def uniform(v: F64, low: F64, high: F64, bits: int) -> F64:
+    """Rows [n, D] at the nearest of 2**bits equal steps of [low, high] (each [n, 1])."""
+    scale = (high - low) / (2**bits - 1)
+    scale[scale == 0] = 1
+    return np.clip(np.rint((v - low) / scale), 0, 2**bits - 1) * scale + low
+
+
+def k_means(x: npt.NDArray[np.floating], bits: int, iterations: int = 15) -> F64:
+    """Lloyd's algorithm within each row: 2**bits centroids, at first uniform between min and max."""
+    v = x.astype(np.float64)
+    low, high = v.min(axis=1, keepdims=True), v.max(axis=1, keepdims=True)
+    centroids = low + (high - low) * np.linspace(0, 1, 2**bits)
+    for _ in range(iterations):
+        nearest = np.abs(v[:, :, None] - centroids[:, None, :]).argmin(axis=2)
+        for c in range(2**bits):
+            held = nearest == c
+            count = held.sum(axis=1)
+            mean = (v * held).sum(axis=1) / np.maximum(count, 1)
+            centroids[:, c] = np.where(count > 0, mean, centroids[:, c])
+    nearest = np.abs(v[:, :, None] - centroids[:, None, :]).argmin(axis=2)
+    return np.take_along_axis(centroids, nearest, axis=1)
+
+
+def greedy(x: npt.NDArray[np.floating], bits: int, bins: int, ratio: float) -> F64:
+    """The greedy range search as published, in float64: the oracle of the fast ones."""
+    v = x.astype(np.float64)
+    low, high = v.min(axis=1, keepdims=True), v.max(axis=1, keepdims=True)
+    step = (high - low) / bins
+
+    def loss(a: F64, b: F64) -> F64:
+        return ((uniform(v, a, b, bits) - v) ** 2).sum(axis=1, keepdims=True)
+
+    best, best_low, best_high = loss(low, high), low, high
+    for _ in range(int(bins * ratio + 1e-9)):
+        left, right = loss(low + step, high), loss(low, high - step)
+        low, high = np.where(left < right, low + step, low), np.where(left < right, high, high - step)
+        found = np.minimum(left, right)
+        best_low, best_high = np.where(found < best, low, best_low), np.where(found < best, high, best_high)
+        best = np.minimum(found, best)
+    return uniform(v, best_low, best_high, bits)
+
+
+def rows_like(kind: str, rows: int, columns: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    """Rows of the two distributions that errors are quoted for: `gaussian` with row means, or `student`-t(3)."""
+    rng = np.random.default_rng(seed)
+    if kind == "gaussian":
+        x = rng.normal(0, 0.05, (rows, columns)) + rng.normal(0, 0.03, (rows, 1))
+    else:
+        x = 0.03 * rng.standard_t(3, (rows, columns))
+    return x.astype(np.float32)
+
+
+def mean_l2(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
+    """Mean over rows of the L2 distance."""
+    return float(np.sqrt(((x.astype(np.float64) - y) ** 2).sum(axis=1)).mean())

@@ -1,0 +1,333 @@
+"""The field: torch.save, torch.distributed.checkpoint (DCP) and torchsnapshot behind one small interface.
+
+Each saves the state a script would hand it, to a directory or to a real MinIO, and says how long the training
+thread was held (`stall_s`) and how long until the checkpoint could be read back (`durable_s`). Everybody gets the
+road to MinIO that serves it best: torch.save a multipart upload by minio-py, DCP its own FsspecWriter over s3fs
+with as many threads as there are cores, torchsnapshot its own S3 plugin. Both asynchronous peers are also measured
+with their staging memory already allocated, as it is from the second save on where they support that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from states import TrainingState
+
+THREADS = os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One save as the training loop saw it."""
+
+    stall_s: float
+    stall_cpu_s: float
+    """Processor time of the training thread within the stall: what is left of it on a busy machine."""
+    durable_s: float
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instant:
+    """Both clocks of the training thread."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def now(cls) -> Self:
+        """Read them."""
+        return cls(wall_s=time.perf_counter(), cpu_s=time.thread_time())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where checkpoints go: a directory, or a bucket of a running MinIO when `endpoint` is set."""
+
+    name: str
+    root: str
+    """A directory, or `bucket/prefix`."""
+    endpoint: str = ""
+    access_key: str = ""
+    secret_key: str = ""
+
+    @property
+    def remote(self) -> bool:
+        """Whether this is an object store."""
+        return bool(self.endpoint)
+
+    def client(self):
+        """A minio-py client, for sizes, deletion and torch.save's uploads."""
+        from minio import Minio
+
+        return Minio(self.endpoint.removeprefix("http://"), self.access_key, self.secret_key, secure=False)
+
+    def filesystem_options(self) -> dict[str, object]:
+        """s3fs's arguments."""
+        return {
+            "key": self.access_key,
+            "secret": self.secret_key,
+            "client_kwargs": {"endpoint_url": self.endpoint},
+        }
+
+    def split(self, tag: str) -> tuple[str, str]:
+        """Bucket and key prefix of one checkpoint."""
+        bucket, _, prefix = self.root.partition("/")
+        return bucket, f"{prefix}/{tag}"
+
+    def size_bytes(self, tag: str) -> int:
+        """What one checkpoint holds there."""
+        if self.remote:
+            bucket, prefix = self.split(tag)
+            return sum(
+                item.size or 0 for item in self.client().list_objects(bucket, prefix=prefix, recursive=True)
+            )
+        total = 0
+        for folder, _, names in os.walk(Path(self.root, tag)):  # gc may delete while we look
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    total += Path(folder, name).stat().st_size
+        return total
+
+    def remove(self, tag: str) -> None:
+        """Delete one checkpoint."""
+        if self.remote:
+            client = self.client()
+            bucket, prefix = self.split(tag)
+            for item in list(client.list_objects(bucket, prefix=prefix, recursive=True)):
+                client.remove_object(bucket, item.object_name)
+        else:
+            shutil.rmtree(Path(self.root, tag), ignore_errors=True)
+
+
+class Peer(ABC):
+    """One way to save and load a `TrainingState`."""
+
+    name: str
+    asynchronous = False
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+
+    @abstractmethod
+    def save(self, state: TrainingState, tag: str) -> Saved:
+        """Save under `tag` and wait until it is durable."""
+
+    @abstractmethod
+    def load(self, state: TrainingState, tag: str) -> float:
+        """Load `tag` into `state`; seconds."""
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Release what is held between saves."""
+
+    def _saved(self, tag: str, begun: Instant, released: Instant) -> Saved:
+        durable_s = time.perf_counter() - begun.wall_s
+        return Saved(
+            stall_s=released.wall_s - begun.wall_s,
+            stall_cpu_s=released.cpu_s - begun.cpu_s,
+            durable_s=durable_s,
+            stored_bytes=self.place.size_bytes(tag),
+        )
+
+
+class TorchSave(Peer):
+    """torch.save to a file, synced; uploaded afterwards, in parts, where the place is MinIO."""
+
+    name = "torch.save"
+
+    def _file(self, tag: str) -> Path:
+        folder = Path("/tmp" if self.place.remote else self.place.root, tag)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / "state.pt"
+
+    def save(self, state: TrainingState, tag: str) -> Saved:
+        path = self._file(tag)
+        begun = Instant.now()
+        with path.open("wb") as out:
+            torch.save(state.as_dict(), out)
+            if not self.place.remote:
+                out.flush()
+                os.fsync(out.fileno())
+        if self.place.remote:
+            bucket, prefix = self.place.split(tag)
+            self.place.client().fput_object(
+                bucket, f"{prefix}/state.pt", str(path), num_parallel_uploads=THREADS
+            )
+            path.unlink()
+        return self._saved(tag, begun, Instant.now())
+
+    def load(self, state: TrainingState, tag: str) -> float:
+        path = self._file(tag)
+        begun = time.perf_counter()
+        if self.place.remote:
+            bucket, prefix = self.place.split(tag)
+            self.place.client().fget_object(bucket, f"{prefix}/state.pt", str(path))
+        state.load(torch.load(path, weights_only=True, mmap=True))
+        seconds = time.perf_counter() - begun
+        if self.place.remote:
+            path.unlink()
+        return seconds
+
+
+class DcpSave(Peer):
+    """torch.distributed.checkpoint.save, one process without collectives."""
+
+    name = "dcp.save"
+
+    def writer(self, tag: str):
+        """A storage writer for one checkpoint; it is also the stager of an asynchronous save."""
+        if self.place.remote:
+            bucket, prefix = self.place.split(tag)
+            return _fsspec().FsspecWriter(
+                f"s3://{bucket}/{prefix}", thread_count=THREADS, **self.place.filesystem_options()
+            )
+        return dcp.FileSystemWriter(Path(self.place.root, tag), thread_count=THREADS)
+
+    def save(self, state: TrainingState, tag: str) -> Saved:
+        begun = Instant.now()
+        with _quiet():
+            dcp.save(state.as_dict(), storage_writer=self.writer(tag), no_dist=True)
+        return self._saved(tag, begun, Instant.now())
+
+    def load(self, state: TrainingState, tag: str) -> float:
+        begun = time.perf_counter()
+        target = state.as_dict()
+        with _quiet():
+            if self.place.remote:
+                bucket, prefix = self.place.split(tag)
+                reader = _fsspec().FsspecReader(f"s3://{bucket}/{prefix}", **self.place.filesystem_options())
+            else:
+                reader = dcp.FileSystemReader(Path(self.place.root, tag))
+            dcp.load(target, storage_reader=reader, no_dist=True)
+        state.load(target)
+        return time.perf_counter() - begun
+
+
+class DcpAsyncSave(DcpSave):
+    """torch.distributed.checkpoint.async_save as it comes."""
+
+    name = "dcp.async_save"
+    asynchronous = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def stager(self):
+        """None: the writer stages, into fresh memory each time."""
+        return
+
+    def save(self, state: TrainingState, tag: str) -> Saved:
+        with _quiet():
+            begun = Instant.now()
+            future = dcp.async_save(
+                state.as_dict(), storage_writer=self.writer(tag), async_stager=self.stager()
+            )
+            released = Instant.now()
+            future.result()
+        return self._saved(tag, begun, released)
+
+
+class DcpAsyncSaveReusing(DcpAsyncSave):
+    """... and with a stager that keeps its memory between saves."""
+
+    name = "dcp.async_save (cached staging)"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        # Pinned and shared memory, and staging on a stream, are for CUDA; this one keeps its storages between saves.
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))
+
+    def close(self) -> None:
+        self._stager.close()
+
+    def stager(self):
+        return self._stager
+
+
+class TorchSnapshotTake(Peer):
+    """torchsnapshot.Snapshot.take."""
+
+    name = "torchsnapshot.take"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        with _quiet():
+            import torchsnapshot
+        self.library = torchsnapshot
+        # The library asks for the current event loop, which newer Pythons no longer make by themselves.
+        asyncio.set_event_loop(asyncio.new_event_loop())
+
+    def _url(self, tag: str) -> str:
+        if self.place.remote:
+            bucket, prefix = self.place.split(tag)
+            return f"s3://{bucket}/{prefix}"
+        return str(Path(self.place.root, tag))
+
+    def _app_state(self, state: TrainingState):
+        return {"state": self.library.StateDict(**state.as_dict())}
+
+    def save(self, state: TrainingState, tag: str) -> Saved:
+        with _quiet():
+            begun = Instant.now()
+            self.library.Snapshot.take(self._url(tag), self._app_state(state))
+        return self._saved(tag, begun, Instant.now())
+
+    def load(self, state: TrainingState, tag: str) -> float:
+        with _quiet():
+            begun = time.perf_counter()
+            target = self._app_state(state)
+            self.library.Snapshot(self._url(tag)).restore(target)
+            state.load(dict(target["state"]))
+            return time.perf_counter() - begun
+
+
+class TorchSnapshotAsyncTake(TorchSnapshotTake):
+    """torchsnapshot.Snapshot.async_take."""
+
+    name = "torchsnapshot.async_take"
+    asynchronous = True
+
+    def save(self, state: TrainingState, tag: str) -> Saved:
+        with _quiet():
+            begun = Instant.now()
+            pending = self.library.Snapshot.async_take(self._url(tag), self._app_state(state))
+            released = Instant.now()
+            pending.wait()
+        return self._saved(tag, begun, released)
+
+
+def _fsspec():
+    import torch.distributed.checkpoint._fsspec_filesystem as module
+
+    return module
+
+
+def _quiet():
+    """The peers' own deprecation warnings are not ours to print."""
+    return warnings.catch_warnings(action="ignore")
+
+
+PEERS: tuple[type[Peer], ...] = (
+    TorchSave,
+    DcpSave,
+    DcpAsyncSave,
+    DcpAsyncSaveReusing,
+    TorchSnapshotTake,
+    TorchSnapshotAsyncTake,
+)

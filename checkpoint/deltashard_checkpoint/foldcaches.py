@@ -1,0 +1,129 @@
+"""`cache/fold-{seq}.json`: the folded state up to a slot, so that a cold reader need not read the log from genesis.
+
+A cache and never an authority: it carries its own hash and the hash of the log entry it was folded up to; a reader
+compares that with the entry itself, and folds from genesis when anything does not fit. gc does not read it, nothing
+is decided by it that the log would not decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, TypeVar
+
+from deltashard_checkpoint.entries import (
+    Checkpoint,
+    Compacted,
+    Entry,
+    Reader,
+    Sealed,
+    canonical,
+    document_of,
+    is_prefix,
+    parse,
+)
+from deltashard_checkpoint.entries import (
+    load as load_json,
+)
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.folds import Attempt, RunState
+
+FORMAT = 1
+E = TypeVar("E", bound=Entry)
+
+
+def fold_key(seq: int) -> str:
+    """Key of the fold up to `seq`, relative to the run's root."""
+    return f"cache/fold-{seq:020d}.json"
+
+
+def dump(state: RunState) -> bytes:
+    """`state` as bytes; only of a log that is not stopped."""
+    assert state.stopped is None
+    document = {
+        "format": FORMAT,
+        "run": state.run,
+        "owner": state.owner,
+        "tip": state.tip,
+        "tip_hash": state.tip_hash,
+        "attempt": state.attempt,
+        "attempts": [
+            [n, a.world_size, a.resumes_from, a.resumes_attempt, a.last_cut, a.last_seq, a.last_step]
+            for n, a in sorted(state.attempts.items())
+        ],
+        "checkpoints": [_sealed(c) for _, c in sorted(state.checkpoints.items())],
+        "compactions": [_sealed(c) for _, c in sorted(state.compactions.items())],
+        "superseded": [[prefix, seq] for prefix, seq in sorted(state.superseded.items())],
+        "retired": [[prefix, seq] for prefix, seq in sorted(state.retired.items())],
+        "committed": state.committed,
+    }
+    return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
+
+
+def _sealed(entry: Entry) -> dict[str, Any]:
+    document = document_of(entry)
+    return {**document, "hash": hashlib.sha256(canonical(document)).hexdigest()}
+
+
+def load(data: bytes, run: str, seq: int) -> RunState:
+    """The state in `data`; raises `CorruptObject`, `UnsupportedVersion` or `ForeignObject` when it is not that fold."""
+    where = fold_key(seq)
+    document = load_json(data, where)
+    digest = document.pop("hash", None)
+    if hashlib.sha256(canonical(document)).hexdigest() != digest:
+        raise CorruptObject("cached fold does not match its own hash", where=where)
+    r = Reader(document, where)
+    if r.integer("format") != FORMAT:
+        raise UnsupportedVersion("cached fold of another format", where=where)
+    if r.text("run") != run or r.integer("tip") != seq:
+        raise ForeignObject("cached fold of another run or slot", where=where)
+    attempts = {}
+    for item in r.items("attempts"):
+        number, *rest = r.as_list(item, "attempt", 7)
+        world_size, *optional = (None if n is None else r.as_integer(n, "attempt") for n in rest)
+        if world_size is None:
+            r.fail("attempt without a world size")
+        resumes_from, resumes_attempt, last_cut, last_seq, last_step = optional
+        attempts[r.as_integer(number, "attempt")] = Attempt(
+            world_size=world_size,
+            resumes_from=resumes_from,
+            resumes_attempt=resumes_attempt,
+            last_cut=last_cut,
+            last_seq=last_seq,
+            last_step=last_step,
+        )
+    checkpoints = [_entry(r, item, Checkpoint) for item in r.items("checkpoints")]
+    compactions = [_entry(r, item, Compacted) for item in r.items("compactions")]
+    superseded, retired = _prefixes(r, "superseded"), _prefixes(r, "retired")
+    if not all(is_prefix(prefix) for prefix in (*superseded, *retired)):
+        r.fail("a prefix is neither a cut's nor a compaction's")
+    state = RunState(
+        run=run,
+        owner=r.text("owner"),
+        tip=seq,
+        tip_hash=r.text("tip_hash"),
+        attempt=r.nullable("attempt"),
+        attempts=attempts,
+        checkpoints={c.seq: c for c in checkpoints},
+        compactions={c.replaces: c for c in compactions},
+        superseded=superseded,
+        retired=retired,
+        committed=r.integer("committed"),
+    )
+    r.end()
+    return state
+
+
+def _prefixes(r: Reader, key: str) -> dict[str, int]:
+    found = {}
+    for item in r.items(key):
+        prefix, seq = r.as_list(item, key, 2)
+        found[r.as_text(prefix, key)] = r.as_integer(seq, key)
+    return found
+
+
+def _entry(r: Reader, document: Any, kind: type[E]) -> E:
+    seq = document.get("seq") if isinstance(document, dict) else None
+    sealed: Sealed = parse(canonical(document), r.as_integer(seq, "seq"))
+    if not isinstance(sealed.entry, kind):
+        r.fail(f"{kind.__name__} expected")
+    return sealed.entry

@@ -1,0 +1,371 @@
+"""The state of a run: a pure fold over the entries of its log.
+
+`fold` takes slots in order and gives a `RunState`, an immutable value. Each entry is judged against the state before
+it (`judge`): an older attempt is fenced, cuts increase, what a part covers is live in its lineage, nothing names a
+retired prefix, a retire entry leaves every remaining chain whole. Writers judge their own entry against the state at
+its slot before they put it, and a slot is won create-only on top of the very entry it names as `previous`; so the
+judgement of the writer and that of every reader is one and the same, and a healthy log breaks no rule.
+
+A slot that does hold one (bit rot, a hostile or broken writer), or that cannot be read, *stops* the fold there:
+`state.stopped` says where and why, everything before it stays restorable, gc is blocked. If its bytes are really bad
+(never if they are merely newer than this library) the next attempt may say `voids=k`: the slots from k up to that
+attempt's own count for nothing, for every reader. That loses what was committed in them, so it is loud.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from deltashard_checkpoint import lineages
+from deltashard_checkpoint.entries import (
+    AttemptOpened,
+    Checkpoint,
+    Compacted,
+    Entry,
+    Genesis,
+    Ignored,
+    Part,
+    Retired,
+    Sealed,
+    cut_of,
+)
+from deltashard_checkpoint.errors import DeltashardError, FormatError
+
+
+class EntryRefused(FormatError):
+    """An entry breaks a rule of the log given the entries before it."""
+
+
+class VoidedBehind(FormatError):
+    """Slots that were folded already are void now: fold again from before them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What is remembered of an attempt."""
+
+    world_size: int
+    resumes_from: int | None
+    resumes_attempt: int | None
+    """Attempt of the checkpoint it resumed from."""
+    last_cut: int | None = None
+    """Highest cut committed under it; lower ones are abandoned."""
+    last_seq: int | None = None
+    """Seq of that commit."""
+    last_step: int | None = None
+    """Step of that commit, or of the checkpoint it resumed from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """A slot whose entry could not be read, or breaks a rule."""
+
+    seq: int
+    error: DeltashardError
+    voidable: bool
+    """The bytes themselves are bad for everyone; false: perhaps only this library is too old."""
+    hash: str = ""
+    """Hash of the entry when it is well-formed and merely breaks a rule."""
+
+
+Slot = Sealed | Unreadable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """A run after the entries 0..tip. Mappings are read-only by convention: a new state shares what did not change."""
+
+    run: str
+    """As asked for; genesis must agree."""
+    owner: str = ""
+    tip: int = -1
+    """The last slot folded in (or, with `stopped`, known to exist); -1: the log is empty."""
+    tip_hash: str = ""
+    attempt: int | None = None
+    """The newest attempt: every lower one is fenced."""
+    attempts: Mapping[int, Attempt] = field(default_factory=dict)
+    checkpoints: Mapping[int, Checkpoint] = field(default_factory=dict)
+    """Live checkpoints by seq, oldest first."""
+    compactions: Mapping[int, Compacted] = field(default_factory=dict)
+    """The live compaction of a live checkpoint, by the checkpoint's seq."""
+    superseded: Mapping[str, int] = field(default_factory=dict)
+    """Prefix -> checkpoint that no longer reads it because of its compaction: retire may name it."""
+    retired: Mapping[str, int] = field(default_factory=dict)
+    """Prefix -> seq of the retire entry that named it."""
+    committed: int = 0
+    """Checkpoints ever committed."""
+    stopped: Unreadable | None = None
+    """Where the fold had to stop; None in a healthy log."""
+
+    def newest(self) -> Checkpoint | None:
+        """The newest live checkpoint."""
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
+
+    def damage(self) -> str | None:
+        """What to tell whoever reads this run, when its log cannot be followed to its end; None in a healthy one."""
+        if self.stopped is None:
+            return None
+        seq, newest = self.stopped.seq, self.newest()
+        lost = f"entry {seq} counts" if seq == self.tip else f"entries {seq} to {self.tip} count"
+        before = (
+            "there is no checkpoint before it"
+            if newest is None
+            else f"the newest checkpoint before it is {newest.seq} (step {newest.step})"
+        )
+        return (
+            f"the log cannot be followed past entry {seq}: {self.stopped.error.what}; {lost} for nothing, newer "
+            f"checkpoints may be lost, {before}"
+        )
+
+    def loading(self) -> int | None:
+        """Seq of the checkpoint that the newest attempt resumed from, while it has not committed anything itself."""
+        if self.attempt is None or self.attempts[self.attempt].last_seq is not None:
+            return None
+        return self.attempts[self.attempt].resumes_from
+
+    def live_prefixes(self) -> frozenset[str]:
+        """Prefixes that some live checkpoint may read."""
+        return frozenset(part.prefix for seq in self.checkpoints for part in lineages.parts_of(self, seq))
+
+    def commit_of(self, attempt: int, cut: int) -> Checkpoint | None:
+        """The live checkpoint of a cut."""
+        opened = self.attempts.get(attempt)
+        if opened is None or opened.last_cut is None or cut > opened.last_cut:
+            return None
+        if cut == opened.last_cut and opened.last_seq is not None:
+            return self.checkpoints.get(opened.last_seq)
+        return next((c for c in self.checkpoints.values() if c.attempt == attempt and c.cut == cut), None)
+
+
+def fold(state: RunState, slots: Sequence[Slot]) -> RunState:
+    """`state` after `slots`, which follow its tip without a gap (the caller sees to that). Pure.
+
+    A slot that is void according to a later attempt among `slots` counts for nothing. When an attempt voids a slot
+    that `state` already holds, `VoidedBehind` asks the caller to fold again from before it.
+    """
+    if not slots:
+        return state
+    base = state.tip + 1
+    void = _void(slots)
+    if void and min(void) < base:
+        raise VoidedBehind(
+            f"slots from {min(void)} were made void after they were folded", where=f"run {state.run}"
+        )
+    for position, slot in enumerate(slots):
+        seq = base + position
+        if seq in void or state.stopped is not None:
+            state = replace(state, tip=seq, tip_hash=slot.hash)
+        elif isinstance(slot, Unreadable):
+            state = replace(state, tip=seq, tip_hash=slot.hash, stopped=slot)
+        else:
+            try:
+                state = advance(state, slot)
+            except EntryRefused as error:
+                bad = Unreadable(seq=seq, error=error, voidable=True, hash=slot.hash)
+                state = replace(state, tip=seq, tip_hash=slot.hash, stopped=bad)
+    return state
+
+
+def _void(slots: Iterable[Slot]) -> frozenset[int]:
+    """Slots that count for nothing: ranges named by attempts which are not void themselves, the latest word wins."""
+    ranges: list[tuple[int, int]] = []
+    for slot in slots:
+        if (
+            isinstance(slot, Sealed)
+            and isinstance(slot.entry, AttemptOpened)
+            and slot.entry.voids is not None
+        ):
+            start, stop = slot.entry.voids, slot.entry.seq
+            ranges = [r for r in ranges if not start <= r[1] < stop]
+            ranges.append((start, stop))
+    return frozenset(seq for start, stop in ranges for seq in range(start, stop))
+
+
+def advance(state: RunState, sealed: Sealed) -> RunState:
+    """`state` after one more entry; raises `EntryRefused` when the entry breaks a rule. Pure."""
+    entry = sealed.entry
+    judge(state, entry)
+    state = replace(state, tip=entry.seq, tip_hash=sealed.hash)
+    match entry:
+        case Genesis():
+            return replace(state, owner=entry.owner)
+        case AttemptOpened():
+            resumed = None if entry.resumes_from is None else state.checkpoints[entry.resumes_from]
+            opened = Attempt(
+                world_size=entry.world_size,
+                resumes_from=entry.resumes_from,
+                resumes_attempt=None if resumed is None else resumed.attempt,
+                last_step=None if resumed is None else resumed.step,
+            )
+            return replace(
+                state, owner=entry.owner, attempt=entry.seq, attempts={**state.attempts, entry.seq: opened}
+            )
+        case Checkpoint():
+            opened = replace(
+                state.attempts[entry.attempt], last_cut=entry.cut, last_seq=entry.seq, last_step=entry.step
+            )
+            return replace(
+                state,
+                attempts={**state.attempts, entry.attempt: opened},
+                checkpoints={**state.checkpoints, entry.seq: entry},
+                committed=state.committed + 1,
+            )
+        case Compacted():
+            before = {part.prefix for part in lineages.parts_of(state, entry.replaces)}
+            return replace(
+                state,
+                compactions={**state.compactions, entry.replaces: entry},
+                superseded={**state.superseded, **dict.fromkeys(sorted(before), entry.replaces)},
+            )
+        case Retired():
+            gone, prefixes = frozenset(entry.checkpoints), frozenset(entry.prefixes)
+            return replace(
+                state,
+                checkpoints={seq: c for seq, c in state.checkpoints.items() if seq not in gone},
+                compactions={seq: c for seq, c in state.compactions.items() if seq not in gone},
+                superseded={p: seq for p, seq in state.superseded.items() if p not in prefixes},
+                retired={
+                    **state.retired,
+                    **dict.fromkeys(sorted(prefixes - state.retired.keys()), entry.seq),
+                },
+            )
+    return state
+
+
+def judge(state: RunState, entry: Entry) -> None:
+    """Raise `EntryRefused` if `entry` may not follow `state`. Pure.
+
+    IMPORTANT: this is the law of the log. Writers call it before they put (through `logs.RunLog.append`), readers
+    when they fold; a rule that only one side kept would let a run's history mean two things.
+    """
+    if entry.seq != state.tip + 1:
+        raise InternalOrder(state, entry)
+    void_before = isinstance(entry, AttemptOpened) and entry.voids is not None
+    if entry.previous != state.tip_hash and not void_before:
+        raise _refused(entry, "it does not follow the entry before it: `previous` is another hash")
+    match entry:
+        case Genesis():
+            _judge_genesis(state, entry)
+        case _ if state.tip < 0:
+            raise _refused(entry, "a log begins with genesis")
+        case AttemptOpened():
+            _judge_attempt(state, entry)
+        case Checkpoint():
+            _judge_checkpoint(state, entry)
+        case Compacted():
+            _judge_compact(state, entry)
+        case Retired():
+            _judge_retire(state, entry)
+        case Ignored():
+            pass
+
+
+class InternalOrder(EntryRefused):
+    """The caller folds out of order."""
+
+    def __init__(self, state: RunState, entry: Entry) -> None:
+        super().__init__(f"slot {entry.seq} was folded after slot {state.tip}", where=f"run {state.run}")
+
+
+def _refused(entry: Entry, why: str) -> EntryRefused:
+    return EntryRefused(f"log entry {entry.seq} breaks a rule: {why}", where=f"log slot {entry.seq}")
+
+
+def _judge_genesis(state: RunState, entry: Genesis) -> None:
+    if state.tip >= 0:
+        raise _refused(entry, "only slot 0 is genesis")
+    if entry.run != state.run:
+        raise _refused(entry, f"it is of run {entry.run!r}, not {state.run!r}")
+
+
+def _judge_attempt(state: RunState, entry: AttemptOpened) -> None:
+    if entry.owner != state.owner and not entry.takeover:
+        raise _refused(entry, f"{entry.owner!r} opens an attempt of {state.owner!r} without takeover")
+    if entry.resumes_from is not None and entry.resumes_from not in state.checkpoints:
+        raise _refused(entry, f"it resumes from {entry.resumes_from}, which is not live")
+
+
+def _judge_checkpoint(state: RunState, entry: Checkpoint) -> None:
+    opened = state.attempts.get(entry.attempt)
+    if opened is None:
+        raise _refused(entry, f"attempt {entry.attempt} was never opened")
+    if entry.attempt != state.attempt:
+        raise _refused(entry, f"attempt {entry.attempt} is fenced by attempt {state.attempt}")
+    if opened.last_cut is not None and entry.cut <= opened.last_cut:
+        raise _refused(entry, f"cut {entry.cut} is not newer than cut {opened.last_cut}")
+    if opened.last_step is not None and entry.step < opened.last_step:
+        raise _refused(entry, f"step {entry.step} lies before step {opened.last_step} of the lineage")
+    if len(entry.parts) != opened.world_size:
+        raise _refused(entry, f"{len(entry.parts)} parts of {opened.world_size} ranks")
+    _judge_covers(state, entry)
+    _judge_prefixes(state, entry, {part.prefix for part in entry.parts})
+
+
+def _judge_covers(state: RunState, entry: Checkpoint) -> None:
+    """What a part covers must be live, in the lineage, at this very slot: or its other rows come from nowhere."""
+    for covers in sorted({part.covers for part in entry.parts if part.covers is not None}):
+        if not lineages.in_lineage(state, entry.attempt, covers):
+            raise _refused(
+                entry, f"it covers {covers}, which is not live in the lineage of attempt {entry.attempt}"
+            )
+
+
+def _judge_prefixes(state: RunState, entry: Entry, prefixes: set[str]) -> None:
+    if dead := sorted(prefixes & state.retired.keys()):
+        raise _refused(entry, f"it references {dead[0]}, which is retired and may be deleted")
+
+
+def _judge_compact(state: RunState, entry: Compacted) -> None:
+    replaced = state.checkpoints.get(entry.replaces)
+    if replaced is None:
+        raise _refused(entry, f"it replaces {entry.replaces}, which is not live")
+
+    def boxes(parts: Iterable[Part]) -> list[tuple[str, int, int, int, int]]:
+        return sorted(
+            (b.table, b.row_start, b.row_stop, b.col_start, b.col_stop) for part in parts for b in part.boxes
+        )
+
+    if boxes(entry.parts) != boxes(replaced.parts):
+        raise _refused(entry, f"its boxes are not those of checkpoint {entry.replaces}")
+    prefixes = {part.prefix for part in entry.parts}
+    if prefixes & state.live_prefixes():
+        raise _refused(entry, "it re-uses the prefix of another compaction")
+    _judge_prefixes(state, entry, prefixes)
+
+
+def _judge_retire(state: RunState, entry: Retired) -> None:
+    gone = frozenset(entry.checkpoints)
+    if strangers := sorted(gone - state.checkpoints.keys()):
+        raise _refused(entry, f"it retires {strangers[0]}, which is not live")
+    kept = state.checkpoints.keys() - gone
+    if state.checkpoints and not kept:
+        raise _refused(entry, "it retires every checkpoint")
+    if torn := sorted(lineages.closure(state, kept) & gone):
+        raise _refused(entry, f"it retires {torn[0]}, which a remaining checkpoint's chain reads")
+    if (loading := state.loading()) is not None:
+        # Its trainers may be reading it this moment, by a plan made before any compaction since.
+        reading = lineages.written_closure(state, (loading,))
+        if torn := sorted(reading & gone):
+            raise _refused(
+                entry, f"it retires {torn[0]}, which the newest attempt, resuming from {loading}, may read"
+            )
+        if named := sorted(p for p in entry.prefixes if state.superseded.get(p) in reading):
+            raise _refused(entry, f"it names {named[0]}, which the newest attempt may still read")
+    live = {part.prefix for seq in kept for part in lineages.parts_of(state, seq)}
+    for prefix in entry.prefixes:
+        if prefix in live:
+            raise _refused(entry, f"it names {prefix}, which a live checkpoint reads")
+        place = cut_of(prefix)
+        if place is not None and not over(state, *place):
+            raise _refused(entry, f"it names {prefix}, whose cut may still be committed")
+
+
+def over(state: RunState, attempt: int, cut: int) -> bool:
+    """Whether this cut can never be committed any more: a higher attempt, or an equal or later cut, is in the log."""
+    opened = state.attempts.get(attempt)
+    if state.attempt is None or attempt > state.attempt:
+        return False
+    return attempt < state.attempt or (
+        opened is not None and opened.last_cut is not None and cut <= opened.last_cut
+    )

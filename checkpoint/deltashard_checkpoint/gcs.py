@@ -1,0 +1,132 @@
+"""Garbage collection: deletes what `retire` entries have named, after a grace, and nothing else.
+
+The log decides, not the listing: an object goes only if its prefix is named by a retire entry of the log, and that
+entry is older than the grace by the store's own clock (its Last-Modified against the store's now): our clock has no
+say. Because no entry may reference a retired prefix any more, what gc may delete once it may delete for ever: it can
+be killed and run again, run twice at once, and run on an old state. The grace is for readers that still restore a
+checkpoint which was live when they began.
+
+A log that cannot be followed to its end blocks gc: what cannot be read might say that something is still needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from deltashard_checkpoint.crashpoints import crash_point
+from deltashard_checkpoint.entries import cut_of, entry_key, prefix_of
+from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.folds import RunState, over
+from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.stores.abc import ObjectInfo
+
+DEFAULT_GRACE_S = 600.0
+COMPACTION_PATIENCE_S = 24 * 3600.0
+"""A compaction that has not been committed for so long is given up (its entry would be refused from then on)."""
+_BATCH = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What one collection did, or would do."""
+
+    objects: int
+    bytes: int
+    prefixes: tuple[str, ...]
+    """Prefixes that were (or would be) emptied."""
+    waiting: tuple[str, ...]
+    """Prefixes with objects whose grace is not over yet."""
+    dry_run: bool
+
+
+def collect(
+    log: RunLog,
+    *,
+    grace_s: float = DEFAULT_GRACE_S,
+    dry_run: bool = False,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+) -> Collected:
+    """Delete the objects under retired prefixes whose grace is over. Idempotent.
+
+    Raises `LogStopped` when an entry is unreadable, `LogGap`, `StoreUnavailable`.
+    """
+    state = log.refresh(deadline_s=deadline_s)
+    if state.stopped is not None:
+        raise stopped(state)
+    ripe: dict[int, bool] = {}
+    now_s = log.store.now_s()
+    doomed: list[str] = []
+    prefixes: set[str] = set()
+    waiting: set[str] = set()
+    objects = size_bytes = 0
+    for prefix, info in data_objects(log):
+        # IMPORTANT: only what a retire entry names, and only after its grace. No live checkpoint can read it: the law
+        # of the log refuses an entry that references a retired prefix, and a retire entry that names a live one.
+        named_by = state.retired.get(prefix)
+        if named_by is None:
+            continue
+        if named_by not in ripe:
+            ripe[named_by] = now_s - log.store.head(log.key(entry_key(named_by))).modified_at_s >= grace_s
+        if not ripe[named_by]:
+            waiting.add(prefix)
+            continue
+        prefixes.add(prefix)
+        objects += 1
+        size_bytes += info.size_bytes
+        doomed.append(info.key)
+        if len(doomed) >= _BATCH:
+            _delete(log, doomed, dry_run=dry_run)
+            doomed = []
+    _delete(log, doomed, dry_run=dry_run)
+    return Collected(
+        objects=objects,
+        bytes=size_bytes,
+        prefixes=tuple(sorted(prefixes)),
+        waiting=tuple(sorted(waiting)),
+        dry_run=dry_run,
+    )
+
+
+def _delete(log: RunLog, keys: list[str], *, dry_run: bool) -> None:
+    if dry_run or not keys:
+        return
+    log.store.delete(keys[: len(keys) // 2])
+    crash_point("gc.during_delete")
+    log.store.delete(keys[len(keys) // 2 :])
+    crash_point("gc.after_delete")
+
+
+def data_objects(log: RunLog) -> Iterator[tuple[str, ObjectInfo]]:
+    """(deletable prefix, object) of all that lies under `data/` and is a cut's or a compaction's."""
+    for info in log.store.list(log.key("data/")):
+        try:
+            yield prefix_of(info.key[len(log.run) + 1 :]), info
+        except CorruptObject:
+            continue
+
+
+def debris(
+    log: RunLog, state: RunState, *, compaction_patience_s: float = COMPACTION_PATIENCE_S
+) -> tuple[str, ...]:
+    """Prefixes in the store that no live checkpoint reads and no retire entry names yet, and that may be named.
+
+    Of cuts: those that can never be committed any more. Of compactions: those whose youngest object is older
+    than `compaction_patience_s` by the store's clock.
+    """
+    youngest_s: dict[str, float] = {}
+    for prefix, info in data_objects(log):
+        youngest_s[prefix] = max(info.modified_at_s, youngest_s.get(prefix, 0.0))
+    live = state.live_prefixes()
+    now_s = log.store.now_s()
+    found = []
+    for prefix, modified_at_s in sorted(youngest_s.items()):
+        if prefix in live or prefix in state.retired:
+            continue
+        place = cut_of(prefix)
+        if place is None:
+            if now_s - modified_at_s >= compaction_patience_s:
+                found.append(prefix)
+        elif over(state, *place):
+            found.append(prefix)
+    return tuple(found)

@@ -1,0 +1,118 @@
+"""What a store must do: immutable objects by key, one create-only put, ranges, ordered listing, a clock.
+
+Keys are relative to the store's root (`s3://bucket/prefix`, `file:///dir`, `memory://name`), '/'-separated, ASCII.
+A back-end makes one bounded attempt per call and classifies what went wrong; who retries, how long and how is
+the business of `retries.py` alone. Read-after-write and list-after-write consistency are required.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, UserError
+
+Buffer = bytes | bytearray | memoryview
+
+
+class StoreUnavailable(EnvironmentFault):
+    """The attempt's outcome is unknown or it failed in a way that a retry may mend (timeout, reset, 5xx, throttle).
+
+    A put that raises this may still have happened: only reading back tells.
+    """
+
+
+class ObjectNotFound(DeltashardError):
+    """The store answered for sure that no object has this key (a confirmed 404)."""
+
+
+class ObjectExists(DeltashardError):
+    """A create-only put found its key taken (by another writer, or by this put's own lost acknowledgement)."""
+
+
+class AccessDenied(UserError):
+    """Wrong, expired or insufficient credentials."""
+
+
+class BucketMissing(UserError):
+    """The bucket or root does not exist."""
+
+
+class StoreFull(EnvironmentFault):
+    """Quota or disk full."""
+
+
+class ConditionalPutUnsupported(UserError):
+    """The store overwrites where it was asked to create only: two trainers could not be told apart."""
+
+
+class ClockSkew(UserError):
+    """The store refuses our signature because the two clocks differ too much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """One object as the store lists it."""
+
+    key: str
+    size_bytes: int
+    modified_at_s: float
+    """Last-Modified by the store's own clock, seconds since the epoch."""
+
+
+class Store(ABC):
+    """Conformance is defined by `conformance.StoreTests`, which every back-end's test runs."""
+
+    url: str
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer) -> None:
+        """Write `data` whole under `key`, replacing what was there; the buffer must not change until it returns."""
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create `key` with `data`, atomically; raises `ObjectExists` if the key is taken."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """The whole object; raises `ObjectNotFound`."""
+
+    @abstractmethod
+    def get_into(self, key: str, offset: int, out: memoryview) -> None:
+        """Fill `out` with the object's bytes [offset, offset + len(out)); a short object raises `CorruptObject`."""
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """`length` bytes from `offset`; same errors as `get_into`."""
+        out = bytearray(length)
+        self.get_into(key, offset, memoryview(out))
+        return bytes(out)
+
+    @abstractmethod
+    def head(self, key: str) -> ObjectInfo:
+        """Size and Last-Modified; raises `ObjectNotFound`."""
+
+    @abstractmethod
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """All objects whose key starts with `prefix` and sorts after `start_after`, in key order."""
+
+    @abstractmethod
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete; keys that do not exist are no error."""
+
+    @abstractmethod
+    def now_s(self) -> float:
+        """The store's own clock, seconds since the epoch: the only clock that ages what it holds."""
+
+    def close(self) -> None:  # noqa: B027 - most stores hold nothing to close
+        """Release connections."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,237 @@
+"""What every store must do, as a test class: a back-end's test inherits it and says how to make one.
+
+```python
+class TestMyStore(StoreTests):
+    @pytest.fixture
+    def store(self) -> Iterator[Store]:
+        yield MyStore(...)  # empty
+```
+
+Needs pytest, which only tests have; nothing else in the package imports this module.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, Store, StoreUnavailable
+from deltashard_checkpoint.stores.keys import BadKey
+from deltashard_checkpoint.stores.probes import probe
+
+
+class StoreTests:
+    """Inherit, and give a fixture `store`: an empty store."""
+
+    big_bytes = 24 * 1024 * 1024 + 13
+    racers = 8
+    raced_keys = 50
+    listed_keys = 1100
+    """More than one page of an S3 listing."""
+
+    def test_an_object_reads_as_it_was_put(self, store: Store) -> None:
+        """Any bytes, also none; from bytes, bytearray and memoryview."""
+        for number, data in enumerate([b"", b"\0", bytes(range(256)) * 5]):
+            store.put(f"some/{number}", data)
+            assert store.get(f"some/{number}") == data
+            assert store.head(f"some/{number}").size_bytes == len(data)
+        store.put("array", bytearray(b"array"))
+        store.put("view", memoryview(b"a view")[2:])
+        assert store.get("array") == b"array"
+        assert store.get("view") == b"view"
+
+    def test_put_replaces(self, store: Store) -> None:
+        """The last put is what is read, when it is shorter too."""
+        store.put("hint", b"a long one")
+        store.put("hint", b"short")
+        assert store.get("hint") == b"short"
+
+    def test_what_is_missing_is_not_found(self, store: Store) -> None:
+        """Every read of a missing key says so, also where the key is another's prefix."""
+        store.put("there/is", b"one")
+        for key in ("missing", "there", "there/is/no", "there/isn't"):
+            with pytest.raises(ObjectNotFound):
+                store.get(key)
+            with pytest.raises(ObjectNotFound):
+                store.head(key)
+            with pytest.raises(ObjectNotFound):
+                store.get_range(key, 0, 1)
+
+    def test_ranges(self, store: Store) -> None:
+        """Any range within an object, into the middle of a buffer; beyond its end is corrupt, never padded."""
+        data = random.Random(1).randbytes(10_000)  # noqa: S311 - test data
+        store.put("ranged", data)
+        for offset, length in [(0, 10_000), (0, 1), (9_999, 1), (17, 4_096), (10_000, 0), (0, 0)]:
+            assert store.get_range("ranged", offset, length) == data[offset : offset + length]
+        out = bytearray(20)
+        store.get_into("ranged", 100, memoryview(out)[5:15])
+        assert out == bytes(5) + data[100:110] + bytes(5)
+        for offset, length in [(0, 10_001), (9_999, 2), (10_000, 1), (50_000, 10)]:
+            with pytest.raises(CorruptObject):
+                store.get_range("ranged", offset, length)
+
+    def test_a_big_object_survives(self, store: Store) -> None:
+        """As big as a pack, written from a view and read back into a buffer, and in part."""
+        data = random.Random(2).randbytes(self.big_bytes)  # noqa: S311 - test data
+        store.put("big.pack", memoryview(data))
+        out = bytearray(len(data))
+        store.get_into("big.pack", 0, memoryview(out))
+        assert out == data
+        middle = len(data) // 2
+        assert store.get_range("big.pack", middle, 100_000) == data[middle : middle + 100_000]
+
+    def test_create_only_refuses_a_taken_key(self, store: Store) -> None:
+        """The second create finds the key taken, and the first's bytes stay; after a delete it is free."""
+        store.put_if_absent("log/0", b"first")
+        with pytest.raises(ObjectExists):
+            store.put_if_absent("log/0", b"second")
+        with pytest.raises(ObjectExists):
+            store.put_if_absent("log/0", b"first")
+        assert store.get("log/0") == b"first"
+        store.put("plain", b"x")
+        with pytest.raises(ObjectExists):
+            store.put_if_absent("plain", b"y")
+        store.delete(["log/0"])
+        store.put_if_absent("log/0", b"third")
+        assert store.get("log/0") == b"third"
+
+    def test_of_racing_creators_one_wins(self, store: Store) -> None:
+        """Many threads create the same keys at once: one winner each, and the content is the winner's."""
+        barrier = threading.Barrier(self.racers)
+
+        def content(racer: int, number: int) -> bytes:
+            return f"{racer} won {number}".encode() * 50
+
+        def race(racer: int) -> list[bool | None]:
+            won: list[bool | None] = []
+            try:
+                for number in range(self.raced_keys):
+                    barrier.wait(60)
+                    try:
+                        store.put_if_absent(f"race/{number:03d}", content(racer, number))
+                        won.append(True)
+                    except ObjectExists:
+                        won.append(False)
+                    except StoreUnavailable:  # the answer was lost: only the content will tell
+                        won.append(None)
+            except BaseException:
+                barrier.abort()
+                raise
+            return won
+
+        with ThreadPoolExecutor(self.racers) as pool:
+            racing = [pool.submit(race, racer) for racer in range(self.racers)]
+        failures = [error for each in racing if (error := each.exception()) is not None]
+        if failures:  # the first cause, not that the others were let down
+            raise next((e for e in failures if not isinstance(e, threading.BrokenBarrierError)), failures[0])
+        results = [each.result() for each in racing]
+        for number in range(self.raced_keys):
+            found = store.get(f"race/{number:03d}")
+            claims = [racer for racer in range(self.racers) if results[racer][number] is True]
+            unsure = [racer for racer in range(self.racers) if results[racer][number] is None]
+            winners = claims or [racer for racer in unsure if found == content(racer, number)]
+            assert len(winners) == 1, f"key {number} has winners {winners}"
+            assert found == content(winners[0], number)
+
+    def test_listing_is_in_key_order(self, store: Store) -> None:
+        """Byte order of whole keys: `a-b` and `a.b` before `a/b`, whatever directories there are."""
+        keys = ["a-b", "a.b", "a/b/c", "a/b-c", "a/b.c", "ab", "a0", "B", "z/1/2", "z/10", "z-"]
+        for key in keys:
+            store.put(key, key.encode())
+        listed = list(store.list(""))
+        assert [found.key for found in listed] == sorted(keys)
+        assert [found.size_bytes for found in listed] == [len(key) for key in sorted(keys)]
+        for start_after in [*keys, "a", "a/", "a/b", "a/b/", "zz", "A"]:
+            expected = [key for key in sorted(keys) if key > start_after]
+            assert [found.key for found in store.list("", start_after=start_after)] == expected, start_after
+
+    def test_listing_by_prefix(self, store: Store) -> None:
+        """A prefix is a prefix of the key's characters, not only of its segments; with start_after both hold."""
+        keys = ["log/1", "log/2", "log/20", "log/3", "logs/1", "data/1/x", "data/10/x", "data/2/x"]
+        for key in keys:
+            store.put(key, b"")
+        for prefix in ["", "log", "log/", "log/2", "data/1", "data/1/", "nothing", "data/1/x", "data/1/x/"]:
+            expected = sorted(key for key in keys if key.startswith(prefix))
+            assert [found.key for found in store.list(prefix)] == expected, prefix
+        assert [found.key for found in store.list("log/", start_after="log/2")] == ["log/20", "log/3"]
+        assert [found.key for found in store.list("log/", start_after="data/1")] == [  # all
+            "log/1",
+            "log/2",
+            "log/20",
+            "log/3",
+        ]
+        assert [found.key for found in store.list("data/", start_after="log/1")] == []
+
+    def test_listing_goes_over_pages(self, store: Store) -> None:
+        """Every key once and in order, when they are more than one answer holds; a put is listed at once."""
+        keys = [f"many/{number:05d}" for number in range(self.listed_keys)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda key: store.put(key, b"x"), keys))
+        assert [found.key for found in store.list("many/")] == keys
+        assert [found.key for found in store.list("many/", start_after=keys[-3])] == keys[-2:]
+        store.delete(keys)
+        assert list(store.list("many/")) == []
+
+    def test_delete_is_idempotent(self, store: Store) -> None:
+        """Deleting what is not there, or twice, or nothing, is no error, and leaves the others."""
+        store.put("keep/a", b"1")
+        store.put("drop/a", b"2")
+        store.put("drop/b", b"3")
+        store.delete(["drop/a", "never/was", "drop/b"])
+        store.delete(["drop/a", "keep"])
+        store.delete([])
+        assert [found.key for found in store.list("")] == ["keep/a"]
+        store.put("drop/a", b"again")
+        assert store.get("drop/a") == b"again"
+
+    def test_the_clock_dates_objects(self, store: Store) -> None:
+        """Last-Modified is by the store's own clock: not before a reading before the put, nor after one after it."""
+        before_s = store.now_s()
+        store.put("dated", b"x")
+        after_s = store.now_s()
+        for modified_at_s in (store.head("dated").modified_at_s, next(store.list("dated")).modified_at_s):
+            assert before_s - 1.0 <= modified_at_s <= after_s + 1.0  # S3's clock ticks in whole seconds
+        assert abs(store.now_s() - time.time()) < 60.0
+
+    @pytest.mark.parametrize(
+        "key",
+        [
+            *("", "/", "/absolute", "a//b", "a/", "../up", "a/../../up", "a/./b", "..", "."),
+            *("a\\b", "a\nb", "é", "a\0b", "x" * 900, "a/.tmp-b"),
+        ],
+    )
+    def test_keys_that_lead_elsewhere_are_refused(self, store: Store, key: str) -> None:
+        """No key leaves the store's root, and none is accepted that another store could not hold."""
+        with pytest.raises(BadKey):
+            store.put(key, b"x")
+        with pytest.raises(BadKey):
+            store.get(key)
+        with pytest.raises(BadKey):
+            store.delete([key])
+        assert list(store.list("")) == []
+
+    def test_the_probe_passes(self, store: Store) -> None:
+        """The start-up probe finds create-only at work, and leaves nothing behind."""
+        probe(store)
+        assert list(store.list("")) == []
+
+    def test_many_threads_at_once(self, store: Store) -> None:
+        """Puts, reads and deletes of different keys do not disturb one another."""
+
+        def work(worker: int) -> None:
+            for number in range(20):
+                key = f"worker/{worker}/{number}"
+                data = f"{worker}-{number}".encode() * 1000
+                store.put(key, data)
+                assert store.get(key) == data
+                if number % 2:
+                    store.delete([key])
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        assert len(list(store.list("worker/"))) == 80

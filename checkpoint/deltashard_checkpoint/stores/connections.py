@@ -1,0 +1,76 @@
+"""The HTTP connections of an S3 store: no retries, no redirects, and no wait beyond the caller's deadline.
+
+urllib3's connect time-out also bounds each `send` on a fresh connection (Python bounds a whole `sendall` by it), so a
+body is sent in slices: each gets the time-out anew, and between two the deadline is looked at. The same for what is
+received: `read1` returns what is there, so that a server which trickles cannot keep a call for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import certifi
+import urllib3
+from urllib3.response import BaseHTTPResponse
+
+from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.stores.deadlines import remaining_s
+
+SLICE_BYTES = 1024 * 1024
+_SHORTEST_S = 0.01
+
+
+class Connections(urllib3.PoolManager):
+    """A connection pool that obeys `deadlines` and remembers, per thread, when the store says it is."""
+
+    def __init__(self, *, connect_timeout_s: float, silence_timeout_s: float, connections: int) -> None:
+        ca_certs = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
+        super().__init__(maxsize=connections, cert_reqs="CERT_REQUIRED", ca_certs=ca_certs)
+        self._connect_timeout_s = connect_timeout_s
+        self._silence_timeout_s = silence_timeout_s
+        self._seen = threading.local()
+
+    def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> BaseHTTPResponse:  # type: ignore[override]  # noqa: ARG002 - the base's signature; redirects are never followed
+        """One request, bounded by the time-outs and the deadline."""
+        check_deadline(url.partition("?")[0])
+        left_s = max(_SHORTEST_S, remaining_s())
+        kw["timeout"] = urllib3.Timeout(
+            connect=min(self._connect_timeout_s, left_s), read=min(self._silence_timeout_s, left_s)
+        )
+        kw["retries"] = False
+        response = super().urlopen(method, url, redirect=False, **kw)
+        date = response.headers.get("Date")
+        self._seen.skew_s = None
+        self._seen.date_s = None
+        if date is not None:
+            self._seen.date_s = parsedate_to_datetime(date).timestamp()
+            self._seen.skew_s = time.time() - self._seen.date_s
+        return response
+
+    @property
+    def date_s(self) -> float | None:
+        """The Date of this thread's last answer, seconds since the epoch."""
+        return getattr(self._seen, "date_s", None)
+
+    @property
+    def skew_s(self) -> float | None:
+        """How far this machine's clock was ahead of the store's at this thread's last answer."""
+        return getattr(self._seen, "skew_s", None)
+
+
+def slices(data: memoryview, where: str) -> Iterator[memoryview]:
+    """`data` in views of `SLICE_BYTES`, as long as the deadline lasts."""
+    for start in range(0, len(data), SLICE_BYTES):
+        check_deadline(where)
+        yield data[start : start + SLICE_BYTES]
+
+
+def check_deadline(where: str) -> None:
+    """Raises `StoreUnavailable` when the deadline has passed."""
+    if remaining_s() <= 0:
+        raise StoreUnavailable("the call's deadline passed", where=where)

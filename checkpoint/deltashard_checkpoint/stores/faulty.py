@@ -1,0 +1,249 @@
+"""A store that fails as stores fail, on purpose: around any store, by seed, by script, or by a switch.
+
+Random faults come with the probabilities of `rates` from one seeded generator, so that a schedule that
+failed once fails again.
+`fail_next` arms one fault for the next operation that matches. `down = True` refuses everything. The faults are those
+that object stores and networks have been seen to commit; each keeps the promises of `Store`, or rather breaks none
+that a client could rely on:
+
+- `UNAVAILABLE`: 503 or connection refused; nothing happened.
+- `LOST_ACK`: it happened, the answer was lost (also: a time-out after success).
+- `LANDS_LATE`: a put that the client saw time out, and that takes effect later: after some other operation, at
+  `settle()`, or never if the process that sent it is gone by then. A 404 read in between proves nothing.
+- `TRUNCATED`: a read breaks off; half of the destination is overwritten.
+- `FLIPPED`: a read delivers one wrong bit, once.
+- `STALE_LIST`: a listing would lack what was put last; a store that keeps its promise refuses to serve it.
+- `STALLED`: the call hangs until `release()`, then goes on.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+
+from deltashard_checkpoint.stores.abc import Buffer, ObjectExists, ObjectInfo, Store, StoreUnavailable
+
+
+class Fault(StrEnum):
+    """What may go wrong; see the module's text."""
+
+    UNAVAILABLE = "unavailable"
+    LOST_ACK = "lost_ack"
+    LANDS_LATE = "lands_late"
+    TRUNCATED = "truncated"
+    FLIPPED = "flipped"
+    STALE_LIST = "stale_list"
+    STALLED = "stalled"
+
+
+_APPLIES: dict[str, frozenset[Fault]] = {
+    "put": frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.LANDS_LATE, Fault.STALLED}),
+    "put_if_absent": frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.LANDS_LATE, Fault.STALLED}),
+    "get": frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.FLIPPED, Fault.STALLED}),
+    "get_into": frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.FLIPPED, Fault.STALLED}),
+    "head": frozenset({Fault.UNAVAILABLE, Fault.STALLED}),
+    "list": frozenset({Fault.UNAVAILABLE, Fault.TRUNCATED, Fault.STALE_LIST, Fault.STALLED}),
+    "delete": frozenset({Fault.UNAVAILABLE, Fault.LOST_ACK, Fault.STALLED}),
+    "now": frozenset({Fault.UNAVAILABLE, Fault.STALLED}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One operation that reached the store, and the fault it met."""
+
+    operation: str
+    key: str
+    fault: Fault | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Armed:
+    fault: Fault
+    operation: str | None
+    key_contains: str
+    left: int
+
+
+class FaultyStore(Store):
+    """`inner` with faults; thread-safe; `calls` tells what happened."""
+
+    def __init__(self, inner: Store, *, seed: int = 0, rates: Mapping[Fault, float] | None = None) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.down = False
+        self.rates = dict(rates or {})
+        self.calls: list[Call] = []
+        self._random = random.Random(seed)  # noqa: S311 - schedules must repeat
+        self._armed: list[_Armed] = []
+        self._late: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._stalled = threading.Condition(self._lock)
+        self._stalled_now = 0
+        self._releases = 0
+
+    # -- what a test drives -------------------------------------------------------------------------------------
+
+    def fail_next(
+        self, fault: Fault, *, operation: str | None = None, key_contains: str = "", times: int = 1
+    ) -> None:
+        """Arm `fault` for the next `times` operations that match and that it applies to."""
+        if operation is not None and fault not in _APPLIES[operation]:
+            raise ValueError(f"{fault} does not apply to {operation}")
+        with self._lock:
+            self._armed.append(
+                _Armed(fault=fault, operation=operation, key_contains=key_contains, left=times)
+            )
+
+    def settle(self, *, land: bool = True) -> int:
+        """Let every late put take effect (or, `land` false, never); returns how many there were."""
+        with self._lock:
+            late, self._late = self._late, []
+        if land:
+            for effect in late:
+                effect()
+        return len(late)
+
+    def wait_stalled(self, count: int = 1, timeout_s: float = 30.0) -> bool:
+        """Wait until `count` calls hang; False when they do not in time."""
+        with self._stalled:
+            return self._stalled.wait_for(lambda: self._stalled_now >= count, timeout_s)
+
+    def release(self) -> None:
+        """Let every call that hangs now go on."""
+        with self._stalled:
+            self._releases += 1
+            self._stalled.notify_all()
+
+    # -- the store ----------------------------------------------------------------------------------------------
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Store.put`."""
+        self._write("put", key, data, self.inner.put)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """See `Store.put_if_absent`."""
+        self._write("put_if_absent", key, data, self.inner.put_if_absent)
+
+    def _write(self, operation: str, key: str, data: Buffer, write: Callable[[str, Buffer], None]) -> None:
+        fault = self._meet(operation, key)
+        if fault is Fault.LANDS_LATE:
+            copy = bytes(data)
+
+            def land() -> None:
+                with suppress(ObjectExists):
+                    write(key, copy)
+
+            with self._lock:
+                self._late.append(land)
+            raise StoreUnavailable("injected: timed out; the put may land later", where=key)
+        if fault is Fault.LOST_ACK:
+            with suppress(ObjectExists):  # then the lost answer was a refusal
+                write(key, data)
+            raise StoreUnavailable("injected: acknowledgement lost", where=key)
+        write(key, data)
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        fault = self._meet("get", key)
+        data = self.inner.get(key)
+        if fault is Fault.TRUNCATED:
+            raise StoreUnavailable("injected: answer truncated", where=key)
+        if fault is Fault.FLIPPED and data:
+            flipped = bytearray(data)
+            self._flip(memoryview(flipped))
+            return bytes(flipped)
+        return data
+
+    def get_into(self, key: str, offset: int, out: memoryview) -> None:
+        """See `Store.get_into`."""
+        fault = self._meet("get_into", key)
+        view = out.cast("B")
+        if fault is Fault.TRUNCATED:
+            self.inner.get_into(key, offset, view[: len(view) // 2])
+            raise StoreUnavailable("injected: answer truncated", where=key)
+        self.inner.get_into(key, offset, view)
+        if fault is Fault.FLIPPED and len(view):
+            self._flip(view)
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        self._meet("head", key)
+        return self.inner.head(key)
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        fault = self._meet("list", prefix)
+        found = self.inner.list(prefix, start_after=start_after)
+        return self._cut_short(prefix, list(found)) if fault is Fault.TRUNCATED else found
+
+    @staticmethod
+    def _cut_short(prefix: str, found: Sequence[ObjectInfo]) -> Iterator[ObjectInfo]:
+        yield from found[: len(found) // 2]
+        raise StoreUnavailable("injected: listing broke off", where=prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`."""
+        some = list(keys)
+        fault = self._meet("delete", some[0] if some else "")
+        self.inner.delete(some)
+        if fault is Fault.LOST_ACK:
+            raise StoreUnavailable("injected: acknowledgement lost", where=some[0] if some else "")
+
+    def now_s(self) -> float:
+        """See `Store.now_s`."""
+        self._meet("now", "")
+        return self.inner.now_s()
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self.inner.close()
+
+    # -- choosing -----------------------------------------------------------------------------------------------
+
+    def _meet(self, operation: str, key: str) -> Fault | None:
+        """Land a late put now and then; choose this call's fault; raise or stall if that is what it does."""
+        with self._lock:
+            landing = self._late.pop(0) if self._late and self._random.random() < 0.5 else None
+        if landing is not None:
+            landing()
+        with self._lock:
+            fault = Fault.UNAVAILABLE if self.down else self._choose(operation, key)
+            self.calls.append(Call(operation=operation, key=key, fault=fault))
+            if fault is Fault.STALLED:
+                self._stalled_now += 1
+                self._stalled.notify_all()
+                seen = self._releases
+                self._stalled.wait_for(lambda: self._releases > seen)
+                self._stalled_now -= 1
+        if fault is Fault.UNAVAILABLE:
+            raise StoreUnavailable("injected: 503 ServiceUnavailable", where=key)
+        if fault is Fault.STALE_LIST:
+            raise StoreUnavailable("injected: 503, no consistent listing now", where=key)
+        return fault
+
+    def _choose(self, operation: str, key: str) -> Fault | None:
+        applies = _APPLIES[operation]
+        for armed in self._armed:
+            if armed.fault in applies and armed.operation in {None, operation} and armed.key_contains in key:
+                armed.left -= 1
+                if armed.left == 0:
+                    self._armed.remove(armed)
+                return armed.fault
+        point = self._random.random() if self.rates else 1.0
+        for fault, rate in self.rates.items():
+            if fault in applies:
+                if point < rate:
+                    return fault
+                point -= rate
+        return None
+
+    def _flip(self, view: memoryview) -> None:
+        with self._lock:
+            position = self._random.randrange(len(view))
+            bit = self._random.randrange(8)
+        view[position] ^= 1 << bit

@@ -1,0 +1,285 @@
+"""A store in a directory: `file:///dir`, on a local disk or a shared file system.
+
+An object appears whole or not at all, and once it is acknowledged it survives a power cut: its bytes go to a temporary
+file beside it, are synced, and the name is made last, by `link` (create-only: fails if the name is taken, atomically,
+on NFS too) or `rename` (overwrite); then the directory is synced. Directories are synced when they are made.
+
+Listing walks one directory at a time in key order and enters only those that can hold answers. Temporary files
+that a crash left are invisible; they go when their directory is emptied. The clock is the file system's own: the mtime
+it gives a file made now. A key cannot be both an object and another key's "directory" here; no key of ours is.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from deltashard_checkpoint.errors import CorruptObject, DeltashardError
+from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
+    BucketMissing,
+    Buffer,
+    ConditionalPutUnsupported,
+    ObjectExists,
+    ObjectInfo,
+    ObjectNotFound,
+    Store,
+    StoreFull,
+    StoreUnavailable,
+)
+from deltashard_checkpoint.stores.keys import TEMPORARY, BadKey, check_key, check_prefix
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_STALE_TEMPORARY_S = 3600.0
+_RACES = 16
+"""How often a put makes its directory again because a deleter found it empty and removed it."""
+
+
+class FileStore(Store):
+    """Objects as files under `root`, which is made when `create` says so, else must exist."""
+
+    def __init__(self, root: str | os.PathLike[str], *, create: bool = True) -> None:
+        self.root = Path(root).absolute()
+        self.url = f"file://{self.root}"
+        if create:
+            try:
+                _make_directories(self.root)
+            except OSError as error:
+                raise self._translated(error, "") from error
+        if not self.root.is_dir():
+            raise BucketMissing(
+                "the store's directory does not exist",
+                where=self.url,
+                remedy="check the path, or create the directory",
+            )
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Store.put`."""
+        self._write(key, data, create_only=False)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """See `Store.put_if_absent`."""
+        self._write(key, data, create_only=True)
+
+    def _write(self, key: str, data: Buffer, *, create_only: bool) -> None:
+        path = self._path(key)
+        temporary = path.parent / f"{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            if create_only and path.exists():
+                raise ObjectExists("object exists", where=f"{self.url}/{key}")
+            descriptor = _open_new(temporary)
+            try:
+                try:
+                    _write_all(descriptor, memoryview(data).cast("B"))
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                if create_only:
+                    self._link(temporary, path, key)
+                else:
+                    # IMPORTANT: the rename is the commit point of an overwrite; before it the old object is whole.
+                    temporary.rename(path)
+            finally:
+                with suppress(FileNotFoundError):
+                    temporary.unlink()
+            with suppress(FileNotFoundError):  # deleted already
+                _sync_directory(path.parent)
+        except (NotADirectoryError, IsADirectoryError) as error:
+            raise BadKey(
+                "a key cannot be an object and a prefix of others here", where=f"{self.url}/{key}"
+            ) from error
+        except OSError as error:
+            raise self._translated(error, key) from error
+
+    def _link(self, temporary: Path, path: Path, key: str) -> None:
+        try:
+            # IMPORTANT: link is the commit point of a create-only put: atomic, and refused when the name is taken.
+            os.link(temporary, path)
+        except FileExistsError as error:
+            raise ObjectExists("object exists", where=f"{self.url}/{key}") from error
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            raise ConditionalPutUnsupported(
+                "the file system cannot make hard links, so objects cannot be created only-if-absent",
+                where=self.url,
+                remedy="use a file system with hard links (ext4, xfs, NFS), or an s3:// store",
+            ) from error
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        try:
+            return self._path(key).read_bytes()
+        except OSError as error:
+            raise self._translated(error, key) from error
+
+    def get_into(self, key: str, offset: int, out: memoryview) -> None:
+        """See `Store.get_into`."""
+        view = out.cast("B")
+        done = 0
+        try:
+            with self._path(key).open("rb", buffering=0) as file:
+                while done < len(view):
+                    count = os.preadv(file.fileno(), [view[done:]], offset + done)
+                    if count == 0:
+                        raise CorruptObject(
+                            f"object ends {len(view) - done} bytes before offset {offset} + {len(view)}",
+                            where=f"{self.url}/{key}",
+                        )
+                    done += count
+        except OSError as error:
+            raise self._translated(error, key) from error
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        path = self._path(key)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise self._translated(error, key) from error
+        if not path.is_file():
+            raise ObjectNotFound("no such object", where=f"{self.url}/{key}")
+        return ObjectInfo(key=key, size_bytes=status.st_size, modified_at_s=status.st_mtime)
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`."""
+        check_prefix(prefix)
+        if not self.root.is_dir():
+            raise BucketMissing(
+                "the store's directory does not exist", where=self.url, remedy="was it removed?"
+            )
+        directory, slash, _ = prefix.rpartition("/")
+        return self._walk(directory + slash, prefix, start_after)
+
+    def _walk(self, directory: str, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+        """Objects under `directory` ('' or ending in '/') in key order, one directory in memory at a time."""
+        try:
+            with os.scandir(self.root / directory) as entries:
+                # Sorted as keys are: a directory's keys all begin with its name and '/', and '-' sorts before '/'.
+                names = sorted(
+                    directory + entry.name + ("/" if entry.is_dir() else "")
+                    for entry in entries
+                    if not entry.name.startswith(TEMPORARY)
+                )
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise self._translated(error, directory) from error
+        for name in names:
+            if name.endswith("/"):
+                if not (name.startswith(prefix) or prefix.startswith(name)):
+                    continue
+                if name < start_after and not start_after.startswith(name):
+                    continue  # every key below sorts before start_after
+                yield from self._walk(name, prefix, start_after)
+            elif name.startswith(prefix) and name > start_after:
+                with suppress(
+                    ObjectNotFound, BadKey
+                ):  # deleted since the directory was read, or no key of ours
+                    yield self.head(name)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`; directories left empty are removed."""
+        parents: dict[Path, None] = {}
+        for key in keys:
+            path = self._path(key)
+            try:
+                path.unlink(missing_ok=True)
+            except NotADirectoryError:
+                continue
+            except IsADirectoryError:
+                continue
+            except OSError as error:
+                raise self._translated(error, key) from error
+            parents[path.parent] = None
+        for parent in parents:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                _sync_directory(parent)
+                self._prune(parent)
+
+    def _prune(self, directory: Path) -> None:
+        """Remove `directory` and its parents up to the root as far as they are empty but for stale temporaries."""
+        while directory != self.root:
+            try:
+                for left in directory.iterdir():
+                    if not left.name.startswith(TEMPORARY):
+                        return
+                    if self.now_s() - left.stat().st_mtime < _STALE_TEMPORARY_S:
+                        return
+                    left.unlink()
+                directory.rmdir()
+            except OSError:
+                return  # a writer came, or another deleter was faster
+            directory = directory.parent
+
+    def now_s(self) -> float:
+        """See `Store.now_s`: the mtime the file system gives a file made now."""
+        probe = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+            try:
+                return os.fstat(descriptor).st_mtime
+            finally:
+                os.close(descriptor)
+                probe.unlink()
+        except OSError as error:
+            raise self._translated(error, "") from error
+
+    def _path(self, key: str) -> Path:
+        return self.root / check_key(key)
+
+    def _translated(self, error: OSError, key: str) -> DeltashardError:
+        where = f"{self.url}/{key}"
+        reason = error.strerror or str(error)
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+            if not self.root.is_dir():
+                return BucketMissing(
+                    "the store's directory does not exist", where=self.url, remedy="was it removed?"
+                )
+            return ObjectNotFound("no such object", where=where)
+        if error.errno in _FULL:
+            return StoreFull(f"no room left: {reason}", where=where, remedy="free space, or raise the quota")
+        if error.errno in _DENIED:
+            return AccessDenied(
+                reason, where=where, remedy="check owner and permissions of the store's directory"
+            )
+        return StoreUnavailable(f"{errno.errorcode.get(error.errno or 0, 'OSError')}: {reason}", where=where)
+
+
+def _open_new(path: Path) -> int:
+    for _ in range(_RACES):
+        with suppress(FileNotFoundError):
+            return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        _make_directories(path.parent)
+    raise OSError(errno.ESTALE, "directory was removed again and again while an object was written")
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])
+
+
+def _make_directories(directory: Path) -> None:
+    """`mkdir -p` that also syncs the parent of every directory it makes."""
+    missing = []
+    while not directory.is_dir():
+        missing.append(directory)
+        directory = directory.parent
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        _sync_directory(directory.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,51 @@
+"""What an object key may look like, so that every store can hold it and none can be led outside its root.
+
+Keys are relative, '/'-separated, printable ASCII, at most `MAX_KEY_BYTES` long. Segments are neither empty, `.`
+nor `..`, and do not begin with `TEMPORARY` (a file store's half-written objects bear such names).
+"""
+
+from __future__ import annotations
+
+import re
+
+from deltashard_checkpoint.errors import UserError
+
+MAX_KEY_BYTES = 800
+"""S3 allows 1024; the rest is room for the store's own prefix."""
+TEMPORARY = ".tmp-"
+
+_PRINTABLE = re.compile(r"[!-\[\]-~ ]*")
+
+
+class BadKey(UserError):
+    """A key or prefix that not every store can hold, or that leads outside the store's root."""
+
+
+def check_key(key: str) -> str:
+    """`key` itself, when it is one; raises `BadKey`."""
+    segments = key.split("/")
+    if "" in segments:
+        raise BadKey("object key has an empty segment", where=repr(key))
+    if segments[-1].endswith(" ") or segments[0].startswith(" "):
+        raise BadKey("object key begins or ends with a space", where=repr(key))
+    _check_common(key, segments)
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """`prefix` itself, when keys may begin with it ('' and a trailing '/' are fine); raises `BadKey`."""
+    segments = prefix.split("/")
+    if "" in segments[:-1]:
+        raise BadKey("key prefix has an empty segment", where=repr(prefix))
+    _check_common(prefix, segments)
+    return prefix
+
+
+def _check_common(key: str, segments: list[str]) -> None:
+    if not _PRINTABLE.fullmatch(key):
+        raise BadKey("object key is not printable ASCII without backslash", where=repr(key))
+    if len(key) > MAX_KEY_BYTES:
+        raise BadKey(f"object key is longer than {MAX_KEY_BYTES} bytes", where=repr(key[:80] + "..."))
+    for segment in segments:
+        if segment in {".", ".."} or segment.startswith(TEMPORARY):
+            raise BadKey(f"object key has the reserved segment {segment!r}", where=repr(key))

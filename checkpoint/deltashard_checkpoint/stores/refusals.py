@@ -1,0 +1,174 @@
+"""What a store's refusal means: from S3 error codes and socket errors to our few named errors.
+
+The store's own code always stays in the message. What no rule knows and the server calls its own failure (5xx,
+429) may be mended by waiting; what it calls ours (4xx) will not, and is raised as such.
+"""
+
+from __future__ import annotations
+
+import http.client
+
+import urllib3
+from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
+
+from deltashard_checkpoint.errors import DeltashardError, UserError
+from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
+    BucketMissing,
+    ClockSkew,
+    ConditionalPutUnsupported,
+    ObjectExists,
+    ObjectNotFound,
+    StoreFull,
+    StoreUnavailable,
+)
+
+LARGEST_SKEW_S = 600.0
+"""A refused signature with clocks further apart than this is a clock's fault (S3 allows 900 s)."""
+
+EXPIRED = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "InvalidTokenId", "TokenRefreshRequired"}
+)
+_DENIED = EXPIRED | {
+    "AccessDenied",
+    "InvalidAccessKeyId",
+    "SignatureDoesNotMatch",
+    "AccountProblem",
+    "AllAccessDisabled",
+    "UnauthorizedAccess",
+    "Forbidden",
+    "InvalidSecurity",
+    "NotSignedUp",
+    "XMinioInvalidIAMCredentials",
+}
+_SKEWED = frozenset({"RequestTimeTooSkewed", "RequestExpired", "RequestNotValidYet"})
+_SKEWED_TEXTS = ("Request is not valid yet", "Request has expired", "not valid yet")
+_FULL = frozenset(
+    {"XMinioStorageFull", "XMinioAdminBucketQuotaExceeded", "QuotaExceeded", "InsufficientStorage"}
+)
+_WAIT = frozenset(
+    {
+        "SlowDown",
+        "SlowDownRead",
+        "SlowDownWrite",
+        "ServiceUnavailable",
+        "InternalError",
+        "RequestTimeout",
+        "OperationAborted",
+        "ConditionalRequestConflict",
+        "ServerNotInitialized",
+        "XMinioServerNotInitialized",
+        "BadDigest",
+        "XAmzContentChecksumMismatch",
+        "IncompleteBody",
+        "TooManyRequests",
+    }
+)
+_REGION = frozenset(
+    {"PermanentRedirect", "Redirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+)
+
+
+class RequestRefused(UserError):
+    """The store refused a request as malformed or not allowed, in a way no other error names."""
+
+
+class CertificateRefused(UserError):
+    """The store's TLS certificate is not one we trust."""
+
+
+def translated(
+    error: Exception, *, where: str, skew_s: float | None = None, source: str = ""
+) -> DeltashardError:
+    """The named error for what minio-py or urllib3 raised at `where`.
+
+    `skew_s` is how far our clock is ahead of the store's, when known; `source` names where the credentials came from.
+    """
+    if isinstance(error, DeltashardError):
+        return error
+    if isinstance(error, S3Error):
+        status = error.response.status
+        return refused(
+            error.code or "", error.message or "", status, where=where, skew_s=skew_s, source=source
+        )
+    if isinstance(error, ServerError):
+        return refused("", str(error), error.status_code, where=where, skew_s=skew_s, source=source)
+    if isinstance(error, InvalidResponseError):
+        text = " ".join(str(error).split())[:200]  # not S3's XML: a proxy or another service answered
+        status = getattr(error, "_code", 0)
+        return refused(
+            "", text, status if isinstance(status, int) else 0, where=where, skew_s=skew_s, source=source
+        )
+    if isinstance(error, urllib3.exceptions.SSLError):
+        return CertificateRefused(
+            f"TLS failed: {error}",
+            where=where,
+            remedy="set AWS_CA_BUNDLE to the authority that signed the store's certificate",
+        )
+    if isinstance(error, (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)):
+        return StoreUnavailable(_network_text(error), where=where)
+    if isinstance(error, (MinioException, ValueError)):
+        return RequestRefused(str(error), where=where)
+    return StoreUnavailable(f"{type(error).__name__}: {error}", where=where)
+
+
+def refused(
+    code: str, message: str, status: int, *, where: str, skew_s: float | None = None, source: str = ""
+) -> DeltashardError:
+    """The named error for an answer with this S3 error `code`, `message` and HTTP `status`."""
+    said = f"{code or status}: {message}".rstrip(": ")
+    if code in _SKEWED or any(text in message for text in _SKEWED_TEXTS):
+        return _skewed(said, where, skew_s)
+    if code in _DENIED or status in {401, 403}:
+        if skew_s is not None and abs(skew_s) > LARGEST_SKEW_S:
+            return _skewed(said, where, skew_s)
+        using = f"credentials come from {source}; " if source else ""
+        return AccessDenied(
+            said, where=where, remedy=f"{using}check key, secret and the policy of the bucket"
+        )
+    if code == "NoSuchBucket":
+        return BucketMissing(said, where=where, remedy="create the bucket, or correct the store URL")
+    if code in {"NoSuchKey", "NoSuchVersion"} or (status == 404 and not code):
+        return ObjectNotFound(said, where=where)
+    if code == "PreconditionFailed" or (status == 412 and not code):
+        return ObjectExists(said, where=where)
+    if code in {"NotImplemented", "MethodNotAllowed"} or status == 501:
+        return ConditionalPutUnsupported(
+            said,
+            where=where,
+            remedy="use a store that honours If-None-Match on PUT: S3, or MinIO of 2024 or newer",
+        )
+    if code in _FULL or status == 507:
+        return StoreFull(said, where=where, remedy="free space in the store, or raise the quota")
+    if code in _REGION or status in {301, 307, 308}:
+        return RequestRefused(
+            said, where=where, remedy="set the bucket's region: ?region=... in the URL, or AWS_REGION"
+        )
+    if code in _WAIT or status >= 500 or status in {408, 429}:
+        return StoreUnavailable(said, where=where)
+    return RequestRefused(said, where=where)
+
+
+def _skewed(said: str, where: str, skew_s: float | None) -> ClockSkew:
+    apart = ""
+    if skew_s is not None:
+        apart = f"; this machine is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the store"
+    return ClockSkew(said + apart, where=where, remedy="set this machine's clock (NTP), or the store's")
+
+
+def _network_text(error: Exception) -> str:
+    if isinstance(error, urllib3.exceptions.NewConnectionError):  # a ConnectTimeoutError too, so asked first
+        reason = str(error.__cause__ or error)
+        return f"no connection: {reason.rpartition(': ')[2]}"
+    if isinstance(error, urllib3.exceptions.ConnectTimeoutError):
+        return "no connection in time"
+    if isinstance(error, urllib3.exceptions.ReadTimeoutError):
+        return "the store went silent"
+    if isinstance(error, urllib3.exceptions.ProtocolError) and error.args:
+        cause = error.args[-1]
+        return (
+            f"connection broke: {cause!r}"
+            if isinstance(cause, Exception)
+            else f"connection broke: {error.args[0]}"
+        )
+    return f"{type(error).__name__}: {error}"

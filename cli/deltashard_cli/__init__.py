@@ -1,0 +1,1 @@
+"""The `deltashard` command: thin commands over pure functions, on any store."""

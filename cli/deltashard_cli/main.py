@@ -1,0 +1,136 @@
+"""`deltashard`: look at, check, restore, export and tidy runs on any store.
+
+Exit codes: 0 all well; 1 problems were found in what is stored, even when the command could do its work without the
+damaged part (or, for `diff`, differences); 2 the caller's to mend (usage, URL, credentials, output path, no such run or
+checkpoint); 3 the environment failed (store or disk), a retry may help; 4 a bug of ours; 130 interrupted. With `--json`
+an error is a JSON document on stdout too.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+import click
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UserError
+from rich.console import Console
+from rich.text import Text
+
+from deltashard_cli import readings, writings
+from deltashard_cli.outputs import nobody_reads, print_json, warnings
+
+OK = 0
+PROBLEMS = 1
+USAGE = 2
+ENVIRONMENT = 3
+INTERNAL = 4
+INTERRUPTED = 130
+
+_EXIT_CODES = """
+\b
+Exit codes:
+  0  all well
+  1  problems found in what is stored; `diff`: differences
+  2  the caller's to mend: usage, URL, credentials, no such run
+  3  the environment failed (store, disk); a retry may help
+  4  a bug in deltashard
+"""
+
+
+@click.group(epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="deltashard")
+def cli() -> None:
+    """Look at, check, restore, export and tidy deltashard checkpoints.
+
+    URL is a store (s3://bucket/prefix?endpoint=..., file:///dir or a path), or a run in it (URL/RUN).
+    Credentials come from AWS_* or MINIO_* variables or the shared credentials file.
+    """
+
+
+@cli.result_callback()
+@click.pass_context
+def _end(context: click.Context, /, _result: object, **_options: object) -> None:
+    """A command that read something damaged ends with 1, whatever it could do."""
+    if warnings(context):
+        context.exit(PROBLEMS)
+
+
+for command in (readings.ls, readings.inspect, readings.plan, readings.verify, readings.diff):
+    cli.add_command(command)
+for command in (writings.restore, writings.export, writings.gc, writings.compact):
+    cli.add_command(command)
+
+
+def exit_code(error: BaseException) -> int:
+    """What the process ends with for an error."""
+    match error:
+        case FormatError():
+            return PROBLEMS
+        case UserError() | click.UsageError():
+            return USAGE
+        case EnvironmentFault() | OSError():
+            return ENVIRONMENT
+        case KeyboardInterrupt() | click.Abort():
+            return INTERRUPTED
+        case click.ClickException():
+            return USAGE
+    return INTERNAL
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = cli.main(given, prog_name="deltashard", standalone_mode=False) or OK
+    except click.ClickException as error:
+        error.show()
+        code = exit_code(error)
+    except (KeyboardInterrupt, click.Abort):
+        sys.stderr.write("interrupted\n")
+        code = INTERRUPTED
+    except BrokenPipeError:
+        nobody_reads()
+        code = OK
+    except SystemExit:
+        # Only for a pipe that nobody reads does click leave by itself (with 1, which says something else here).
+        nobody_reads()
+        code = OK
+    except Exception as error:  # noqa: BLE001 - the outermost rim: every error becomes a message and a code
+        code = exit_code(error)
+        _show(error, code, as_json="--json" in given)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nobody_reads()
+    sys.exit(code if isinstance(code, int) else OK)
+
+
+def _show(error: Exception, code: int, *, as_json: bool) -> None:
+    what = error.what if isinstance(error, DeltashardError) else f"{type(error).__name__}: {error}"
+    where = error.where if isinstance(error, DeltashardError) else ""
+    remedy = error.remedy if isinstance(error, DeltashardError) else ""
+    if code == INTERNAL:
+        remedy = remedy or "this is a bug in deltashard: please report it with the trace above"
+        traceback.print_exc()
+    if as_json:
+        print_json(
+            {
+                "error": {
+                    "kind": type(error).__name__,
+                    "what": what,
+                    "where": where,
+                    "remedy": remedy,
+                    "exit": code,
+                }
+            }
+        )
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), what))
+    if where:
+        err.print(Text.assemble(("  where: ", "dim"), where))
+    if remedy:
+        err.print(Text.assemble(("  try:   ", "dim"), remedy))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""How results look: tables for people on stdout, one JSON document for programs, progress on a terminal's stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+_FOLDED = 28
+"""A column that may be folded keeps at least this width."""
+Advance = Callable[[int], None]
+"""Called with bytes done."""
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: dataclasses become objects, tuples and sets lists, NaN and infinities text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def warn(text: str) -> None:
+    """Say on stderr, and in the JSON document, that what was read is damaged; the command then ends with 1."""
+    warnings(click.get_current_context()).append(text)
+    Console(stderr=True, highlight=False, soft_wrap=True).print(
+        Text.assemble(("warning: ", "bold yellow"), text)
+    )
+
+
+def warnings(context: click.Context) -> list[str]:
+    """What `warn` was told during this command."""
+    found: list[str] = context.meta.setdefault("deltashard.warnings", [])
+    return found
+
+
+def print_json(value: Any) -> None:
+    """One document on stdout; an object gets the key `warning` when there was one."""
+    document = plain(value)
+    context = click.get_current_context(silent=True)
+    if context is not None and (said := warnings(context)):
+        document["warning"] = "; ".join(said)
+    try:
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nobody_reads()
+
+
+def nobody_reads() -> None:
+    """The reader of stdout has gone (`| head`): the command goes on to its own exit code, and says no more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def console() -> Console:
+    """Stdout for people; wide when it is no terminal, so that nothing is cut in files and pipes."""
+    found = _Console(highlight=False)
+    return found if found.is_terminal else _Console(highlight=False, width=200)
+
+
+class _Console(Console):
+    """A console whose command goes on, to its own exit code, when the reader of its output has gone (`| head`)."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nobody_reads()
+
+
+def show(
+    out: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    caption: str = "",
+    droppable: Sequence[str] = (),
+) -> None:
+    """Print a table; a column is right-aligned if its name begins with '>', may be folded if with '~'; empty ones go.
+
+    Where the terminal is too narrow, `droppable` columns are left out, first named first, and the table says so.
+    """
+    widths = [
+        max(len(column.lstrip(">~")), *(len(str(row[at])) for row in rows), 0)
+        for at, column in enumerate(columns)
+    ]
+    for at, column in enumerate(columns):
+        if column[0] == "~":
+            widths[at] = min(widths[at], _FOLDED)
+    kept = [at for at in range(len(columns)) if not rows or any(str(row[at]) for row in rows)]
+    dropped: list[str] = []
+    for name in droppable:
+        if sum(widths[at] + 2 for at in kept) - 2 <= out.width:
+            break
+        kept = [at for at in kept if columns[at].lstrip(">~") != name]
+        dropped.append(name)
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for at in kept:
+        folds = columns[at][0] == "~"
+        made.add_column(
+            columns[at].lstrip(">~"),
+            justify="right" if columns[at][0] == ">" else "left",
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
+            min_width=widths[at],
+        )
+    for row in rows:
+        made.add_row(
+            *(cell if isinstance(cell, Text) else Text(str(cell)) for cell in (row[at] for at in kept))
+        )
+    if title:
+        out.print(Text(title, style="bold"), soft_wrap=True)
+    out.print(made)
+    if dropped:
+        caption = f"{caption}; " if caption else ""
+        caption += f"no room for {', '.join(dropped)}: a wider terminal or --json has them"
+    if caption:
+        out.print(Text(caption, style="dim"))
+
+
+def facts(pairs: Sequence[tuple[str, object]]) -> Table:
+    """Names and values, two columns without a header."""
+    made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in pairs:
+        made.add_row(name, value if isinstance(value, Text) else Text(str(value)))
+    return made
+
+
+def size(count: float) -> str:
+    """Bytes with a binary unit: 3 digits that matter."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def number(count: int) -> str:
+    """An integer with thousands separated."""
+    return f"{count:,}"
+
+
+def age(at_s: float, now_s: float | None = None) -> str:
+    """How long ago, in the largest unit that is at least 2 (or seconds)."""
+    seconds = (time.time() if now_s is None else now_s) - at_s
+    if seconds < 0:
+        return "in the future"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
+
+
+def when(at_s: float) -> str:
+    """A moment in UTC, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at_s))
+
+
+def plural(count: int, noun: str, many: str | None = None) -> str:
+    """1 run, 2 runs."""
+    return f"{number(count)} {noun if count == 1 else many or noun + 's'}"
+
+
+@contextmanager
+def progress(label: str, total_bytes: int) -> Iterator[Advance]:
+    """A bar on stderr when that is a terminal; elsewhere nothing."""
+    err = Console(stderr=True)
+    if not err.is_terminal:
+        yield lambda _count: None
+        return
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(label, total=total_bytes)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,123 @@
+"""Checkpoints read table by table, so that memory is bounded by the largest table and progress can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from deltashard_checkpoint import dtypes
+from deltashard_checkpoint.attempts import select
+from deltashard_checkpoint.entries import Checkpoint
+from deltashard_checkpoint.fetches import Fetcher
+from deltashard_checkpoint.folds import RunState
+from deltashard_checkpoint.indexes import Index
+from deltashard_checkpoint.lineages import CheckpointNotFound, chain, parts_of
+from deltashard_checkpoint.logs import RunLog, stopped
+from deltashard_checkpoint.plans import Plan, Want
+from deltashard_checkpoint.readers import FrameApplier, TableTarget
+from deltashard_checkpoint.snapshots import TableArrays, load_indexes, plan_restore, whole_tables
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.tables import TableSchema
+
+from deltashard_cli.outputs import Advance, warn
+from deltashard_cli.targets import POLICY, Target
+
+
+def choose(state: RunState, which: str) -> Checkpoint:
+    """The live checkpoint that `which` names: latest, seq:N (or N alone), step:N or pin:NAME.
+
+    Raises `CheckpointNotFound`, `LogStopped` when it may stand in the part of the log that cannot be read, and
+    `UserError` for a word that means nothing.
+    """
+    try:
+        found = None if which == "none" else select(state, f"seq:{which}" if which.isdecimal() else which)
+    except CheckpointNotFound:
+        if state.stopped is None:
+            raise
+        raise stopped(state) from None
+    if found is None and state.stopped is not None and which != "none":
+        raise stopped(state)
+    if found is None:
+        raise CheckpointNotFound("nothing has been committed yet", where=f"run {state.run}")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCheckpoint:
+    """A chosen checkpoint with the indexes of its chain."""
+
+    store: Store
+    state: RunState
+    entry: Checkpoint
+    indexes: Mapping[str, Index]
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"run {self.state.run}, checkpoint {self.entry.seq} (step {self.entry.step})"
+
+    def plan(self, tables: Collection[TableSchema], *, blobs: bool, fields: bool = True) -> Plan:
+        """What a restore of these whole tables (and all blobs) reads."""
+        return plan_restore(
+            self.store,
+            self.state,
+            self.entry.seq,
+            whole_tables(tables),
+            blobs=blobs,
+            weights_only=not fields,
+            indexes=self.indexes,
+        )
+
+    def tables(
+        self, schemas: Collection[TableSchema] | None = None, *, fields: bool = True, advance: Advance
+    ) -> Iterator[TableArrays]:
+        """Whole tables, one after the other."""
+        for schema in self.entry.tables if schemas is None else schemas:
+            (want,) = whole_tables((schema,))
+            target = _target(want, fields=fields)
+            self._apply(FrameApplier([target]), self.plan((schema,), blobs=False, fields=fields), advance)
+            yield TableArrays(schema=schema, weights=target.weights, fields=target.fields)
+
+    def blobs(self, *, advance: Advance) -> Mapping[str, memoryview]:
+        """All blobs, by name."""
+        applier = FrameApplier([])
+        self._apply(applier, self.plan((), blobs=True), advance)
+        return applier.blobs
+
+    def _apply(self, applier: FrameApplier, plan: Plan, advance: Advance) -> None:
+        for fetched in Fetcher(self.store, self.state.run).fetch(plan):
+            applier.apply(fetched.data)
+            advance(len(fetched.data))
+        applier.finish(blobs=plan.blobs)
+
+
+def read_state(target: Target) -> RunState:
+    """The run at the tip of its log. Raises `LogGap`, `StoreUnavailable` and other store errors."""
+    return RunLog(target.store, target.run).refresh(deadline_s=POLICY.deadline_s)
+
+
+def open_checkpoint(target: Target, which: str, *, state: RunState | None = None) -> OpenCheckpoint:
+    """The checkpoint `which` of the run, with the indexes its restore needs.
+
+    Raises `CheckpointNotFound`, `InvalidCheckpoint`, `StoreUnavailable` and what the log raises.
+    """
+    if state is None:
+        state = read_state(target)
+        if (damage := state.damage()) is not None:
+            warn(damage)
+    entry = choose(state, which)
+    links = chain(state, entry.seq)
+    parts = [*(link.part for link in links), *parts_of(state, entry.seq)]
+    indexes = load_indexes(target.store, target.run, parts)
+    return OpenCheckpoint(store=target.store, state=state, entry=entry, indexes=indexes)
+
+
+def _target(want: Want, *, fields: bool) -> TableTarget:
+    schema = want.schema
+    held = {}
+    for spec in schema.fields if fields else ():
+        shape = (schema.rows, schema.columns) if spec.kind == "pointwise" else (schema.rows,)
+        held[spec.name] = np.zeros(shape, dtypes.by_name(spec.dtype).carrier)
+    weights = np.zeros((schema.rows, schema.columns), dtypes.by_name(schema.dtype).carrier)
+    return TableTarget(schema=schema, box=want.boxes[0], weights=weights, fields=held)

@@ -1,0 +1,110 @@
+"""Whether what came back is what was cut: a content comparison, not an assumption.
+
+The training process copies its live tensors when a checkpoint is cut and again right after a restore (`evidence.py`);
+neither copy passes through deltashard. A restored state is *exact* when
+
+* every optimizer state and every dense parameter has the same bits, and
+* every table row is `decode(encode(row))` of the row that was cut, bit for bit: what its encoding makes of it, no less.
+  A row that has not been trained since an earlier restore *is* already a decoded row; it must come back as itself.
+
+The encoding is done here once more, from the copy, so a row lost, swapped, torn or left over from another step shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from deltashard_checkpoint.codecs.decoders import decode_rows
+from deltashard_checkpoint.codecs.encodings import section_bytes
+from deltashard_checkpoint.codecs.quantizers import Search, encode_rows
+
+_CHUNK_ROWS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The outcome of comparing one restored state with what was cut."""
+
+    rows: int
+    """Table rows compared."""
+    wrong_rows: int
+    """Rows that are neither what was cut nor what the encoding makes of it."""
+    wrong_names: tuple[str, ...]
+    """Optimizer states and dense parameters that differ in any bit, or are missing."""
+    worst: float
+    """Largest difference of a restored weight from the one that was cut: the encoding's own error."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing differs."""
+        return not self.wrong_rows and not self.wrong_names
+
+
+def compare(
+    cut: Path, restored: dict[str, np.ndarray], *, encoding: str, search: Search | None = None
+) -> Comparison:
+    """Compare `restored` (by the names of the copies) with the copy in folder `cut`."""
+    names = sorted(path.name.removesuffix(".npy") for path in cut.glob("*.npy"))
+    wrong = [name for name in restored if name not in names]
+    rows = wrong_rows = 0
+    worst = 0.0
+    for name in names:
+        was = np.load(cut / f"{name}.npy", mmap_mode="r")
+        now = restored.get(name)
+        if now is None or now.shape != was.shape or now.dtype != was.dtype:
+            wrong.append(name)
+        elif _is_table(name, was):
+            rows += len(was)
+            count, error = _compare_rows(was, now, encoding, search)
+            wrong_rows += count
+            worst = max(worst, error)
+        elif was.tobytes() != now.tobytes():
+            wrong.append(name)
+    return Comparison(rows=rows, wrong_rows=wrong_rows, wrong_names=tuple(wrong), worst=worst)
+
+
+def load_copy(folder: Path) -> dict[str, np.ndarray]:
+    """A copy that `evidence.py` made, mapped."""
+    return {path.name.removesuffix(".npy"): np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+
+
+def _is_table(name: str, array: np.ndarray) -> bool:
+    return (
+        ":" not in name
+        and array.ndim == 2
+        and name.split(".", maxsplit=1)[0] in {"items", "candidates", "pairs"}
+    )
+
+
+def _compare_rows(
+    was: np.ndarray, now: np.ndarray, encoding: str, search: Search | None
+) -> tuple[int, float]:
+    wrong, worst = 0, 0.0
+    for start in range(0, len(was), _CHUNK_ROWS):
+        before = np.ascontiguousarray(was[start : start + _CHUNK_ROWS])
+        after = np.ascontiguousarray(now[start : start + _CHUNK_ROWS])
+        fine = _same_bits(before, after) | _same_bits(_round_trip(before, encoding, search), after)
+        wrong += int((~fine).sum())
+        worst = max(worst, float(np.abs(before - after).max()))
+    return wrong, worst
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return (a.view(np.uint32) == b.view(np.uint32)).all(axis=1)
+
+
+def _round_trip(rows: np.ndarray, encoding: str, search: Search | None) -> np.ndarray:
+    scales, biases, codes = (bytearray(size) for size in section_bytes(encoding, *rows.shape))
+    encoded = encode_rows(encoding, rows, scales, biases, codes, search=search)
+    return decode_rows(
+        encoding,
+        scales,
+        biases,
+        codes,
+        encoded.exponent,
+        rows=rows.shape[0],
+        columns=rows.shape[1],
+        exceptions=encoded.exceptions,
+    )

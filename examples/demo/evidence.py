@@ -1,0 +1,128 @@
+"""What the training process leaves for the demo's report: a line a step, and copies of what was cut and restored.
+
+`steps-*.jsonl`: wall time, step, loss, seconds inside `ckpt.step()`, a checksum of the batch's drawn candidates, and
+whether this call cut a checkpoint. The checksum shows that a resumed run sees the very batches (order, position and
+random draws) of the uninterrupted one.
+
+`cut-<step>/` and `restored-<pid>/`: every table's weights and optimizer state, the dense parameters and theirs, as
+plain .npy files written directly from the live tensors, past deltashard. They are what "exact" is measured against.
+None of this is needed in a training script of your own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from baskets import Batch
+from torch import nn
+
+KEPT_DUMPS = 4
+
+
+class Evidence:
+    """Writes into `folder`, or does nothing when it is None."""
+
+    def __init__(self, folder: str | None, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.folder = Path(folder) if folder else None
+        self.model = model
+        self.optimizers = optimizers
+        self._cuts = 0
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lines = (self.folder / f"steps-{time.time_ns()}-{os.getpid()}.jsonl").open("w", buffering=1)
+
+    def restored(self, resumed: Any) -> None:
+        """Keep what the model holds right after `restore()`, and what it reported."""
+        if not self.folder or resumed is None:
+            return
+        name = f"restored-{os.getpid()}"
+        self._dump(name)
+        report = {
+            "step": resumed.step,
+            "seq": resumed.seq,
+            "source": resumed.source,
+            "lost_steps": resumed.lost_steps,
+            "seconds": resumed.seconds,
+            "dump": name,
+        }
+        _write(self.folder / f"{name}.json", report)
+
+    @contextlib.contextmanager
+    def watching(self, step: int, loss: float, batch: Batch, ckpt: Any) -> Iterator[None]:
+        """Time the body, which is `ckpt.step()`, and write this step's line; if it cut a checkpoint, keep a copy."""
+        if not self.folder:
+            yield
+            return
+        before = time.perf_counter()
+        yield
+        held_s = time.perf_counter() - before
+        cut = ckpt is not None and ckpt.stats.cuts != self._cuts
+        crc = zlib.crc32(batch.candidates.numpy().tobytes())
+        self._lines.write(json.dumps([time.time(), step, loss, held_s, crc, cut]) + "\n")
+        if cut:
+            self._cuts = ckpt.stats.cuts
+            self._dump(f"cut-{step}")
+            for old in self._dumps("cut-*")[:-KEPT_DUMPS]:
+                shutil.rmtree(old)
+
+    def finished(self, step: int, auc: float) -> None:
+        """The result, and how large this state is in the ordinary format."""
+        if self.folder:
+            _write(self.folder / "result.json", {"step": step, "auc": auc, "full_bytes": self._full_bytes()})
+        print(f"step {step}: AUC on held-out baskets {auc:.4f}")
+
+    def _dumps(self, pattern: str) -> list[Path]:
+        assert self.folder
+        return sorted(self.folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+
+    def _dump(self, name: str) -> None:
+        """Live tensors to files, under their final name only when whole."""
+        assert self.folder
+        unfinished = self.folder / f".{name}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        names = {parameter: fqn for fqn, parameter in self.model.named_parameters()}
+        for fqn, parameter in self.model.named_parameters():
+            np.save(unfinished / f"{fqn}.npy", parameter.detach().numpy())
+        for optimizer in self.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    np.save(unfinished / f"{names[parameter]}:{key}.npy", torch.as_tensor(value).numpy())
+        unfinished.rename(self.folder / name)
+
+    def _full_bytes(self) -> int:
+        counter = _Counter()
+        state = {"model": self.model.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers]}
+        torch.save(state, counter)  # type: ignore[arg-type]
+        return counter.bytes
+
+
+class _Counter:
+    """A file that only counts."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def write(self, data: bytes) -> int:
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def _write(path: Path, value: object) -> None:
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(value))
+    unfinished.rename(path)

@@ -1,0 +1,246 @@
+"""The three accidents of the demo, and what is checked after each of them.
+
+`trainer`: SIGKILL the training process; its restart comes back from the sidecar's local cache.
+`sidecar`: SIGKILL the sidecar while a checkpoint is half uploaded; training goes on, and the next checkpoint covers
+    what the lost one would have.
+`node`: SIGKILL both, wipe shared memory and local cache; the restart has only the store.
+
+A moment counts as "half uploaded" when the store holds objects of a cut and its log does not hold the cut: the
+sidecar is stopped (SIGSTOP) to look, killed if it is so, and let go on if the commit came first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import checks
+import numpy as np
+from deltashard_checkpoint import trees
+from deltashard_checkpoint.snapshots import read_checkpoint
+from pods import Pod
+from records import StepLines, Watch
+
+T = TypeVar("T")
+DEADLINE_S = 60.0
+
+
+class DemoFailed(Exception):
+    """Something the demo waits for did not happen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One accident and how the run came out of it."""
+
+    what: str
+    source: str
+    """Where the state came back from."""
+    at_s: float
+    last_step: int
+    """The last step the training process had finished at that moment."""
+    last_committed_step: int
+    """By the store's log."""
+    restored_step: int
+    lost_steps: int
+    restore_s: float
+    back_s: float
+    """From the kill to the next finished step."""
+    comparison: checks.Comparison
+    same_batches: bool
+    """The steps trained from the restored state on saw the batches of the uninterrupted run."""
+    process: int
+    """Which training process went on from there."""
+
+    @property
+    def exact(self) -> bool:
+        """Content and batches."""
+        return self.comparison.exact and self.same_batches
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """All that a kill needs to know of the run."""
+
+    pod: Pod
+    watch: Watch
+    lines: StepLines
+    evidence: Path
+    url: str
+    run: str
+    encoding: str
+
+    def until(self, what: str, found: Callable[[], T | None], *, poll_s: float = 0.02) -> T:
+        """Wait for `found()` to be true; raises `DemoFailed` with the containers' last lines."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            value = found()
+            if value:
+                return value
+            if time.monotonic() > deadline or self.pod.finished.is_set():
+                logs = "\n".join(f"--- {name}\n{self.pod.log_tail(name)}" for name in ("trainer", "sidecar"))
+                raise DemoFailed(f"waited in vain for {what}\n{logs}")
+            time.sleep(poll_s)
+
+    def ready(self, *, step: int, commits: int) -> None:
+        """Wait for a step, and for so many checkpoints since the newest process took over."""
+        self.until(f"step {step}", lambda: self.lines.last >= step)
+        opened = self.watch.attempts[-1]
+        self.until(
+            f"{commits} checkpoints",
+            lambda: sum(s.checkpoint.seq > opened for s in self.watch.seen) >= commits,
+        )
+
+    def keep(self, name: str) -> Path:
+        """Keep a copy the training process would tidy away."""
+        self.until(f"the copy {name}", (self.evidence / name).is_dir)  # a commit may be faster than the copy
+        kept = self.evidence / f"kept-{name}"
+        shutil.copytree(self.evidence / name, kept, copy_function=os.link)
+        return kept
+
+    def compare(self, cut_step: int, restored: dict[str, np.ndarray]) -> checks.Comparison:
+        """What came back against what was cut at `cut_step`."""
+        cut = self.keep(f"cut-{cut_step}")
+        try:
+            return checks.compare(cut, restored, encoding=self.encoding)
+        finally:
+            shutil.rmtree(cut)
+
+
+def kill_trainer(scene: Scene, *, steps_after_commit: int) -> Kill:
+    """SIGKILL the trainer some steps after a checkpoint, so that there is something to lose."""
+    _wait_past_commit(scene, steps_after_commit)
+    return _restart(scene, "trainer", lambda: scene.pod.kill("trainer"))
+
+
+def kill_node(scene: Scene, *, steps_after_commit: int) -> Kill:
+    """SIGKILL both, wipe memory and cache."""
+    _wait_past_commit(scene, steps_after_commit)
+    return _restart(scene, "both, memory and cache wiped", scene.pod.kill_all_and_wipe)
+
+
+def kill_sidecar(scene: Scene) -> Kill:
+    """SIGKILL the sidecar while it uploads; the trainer must neither stop nor restart."""
+    trainer = scene.pod.pid("trainer")
+    process = scene.lines.read()[-1].process
+    while True:
+        scene.until("an upload to interrupt", scene.watch.uploading, poll_s=0.001)
+        with scene.pod.frozen("sidecar"):
+            scene.watch.poll()
+            if scene.watch.uploading() is None:
+                continue  # it committed before it stood still: the next one, then
+            last_step = scene.lines.last
+            before = scene.watch.newest()
+            assert before is not None
+            at_s = scene.pod.kill("sidecar")
+        break
+    following = scene.until(
+        "the next checkpoint after the sidecar's death",
+        lambda: next((s.checkpoint for s in scene.watch.seen if s.checkpoint.seq > before.seq), None),
+    )
+    cut = scene.keep(f"cut-{following.step}")
+    begun = time.perf_counter()
+    restored = _read_from_store(scene, following.seq)
+    restore_s = time.perf_counter() - begun
+    if scene.pod.pid("trainer") != trainer:
+        raise DemoFailed(f"the trainer did not survive its sidecar\n{scene.pod.log_tail('trainer')}")
+    comparison = checks.compare(cut, restored, encoding=scene.encoding)
+    shutil.rmtree(cut)
+    next_step = next(s for s in scene.lines.read() if s.at_s > at_s and s.process == process)
+    return Kill(
+        what="sidecar mid-upload",
+        source="none: training went on",
+        at_s=at_s,
+        last_step=last_step,
+        last_committed_step=before.step,
+        restored_step=following.step,
+        lost_steps=0,
+        restore_s=restore_s,
+        back_s=next_step.at_s - at_s,
+        comparison=comparison,
+        same_batches=False,  # judged at the end
+        process=process,
+    )
+
+
+def judge_batches(kill: Kill, lines: StepLines, reference: StepLines) -> Kill:
+    """Fill in `same_batches` once both runs are over."""
+    expected = {s.step: s.crc for s in reference.read()}
+    seen = [s for s in lines.read() if s.process == kill.process and s.at_s > kill.at_s]
+    return replace(kill, same_batches=bool(seen) and all(expected.get(s.step) == s.crc for s in seen))
+
+
+def _wait_past_commit(scene: Scene, steps: int) -> None:
+    def past() -> bool:
+        newest = scene.watch.newest()
+        return (
+            newest is not None and scene.lines.last >= newest.step + steps and scene.watch.uploading() is None
+        )
+
+    scene.until(f"{steps} steps after a checkpoint", past)
+
+
+def _restart(scene: Scene, what: str, kill: Callable[[], float]) -> Kill:
+    known = set(scene.evidence.glob("restored-*.json"))
+    attempts = set(scene.watch.attempts)
+    at_s = kill()
+    last = scene.lines.read()[-1]
+    report_path = scene.until(
+        "the restored state", lambda: next(iter(set(scene.evidence.glob("restored-*.json")) - known), None)
+    )
+    report = json.loads(report_path.read_text())
+    opened = scene.until("the new attempt", lambda: next(iter(set(scene.watch.attempts) - attempts), None))
+    committed = scene.watch.newest(before_seq=opened)
+    assert committed is not None
+    comparison = scene.compare(report["step"], checks.load_copy(scene.evidence / report["dump"]))
+    first = scene.until(
+        "the first step after the restart",
+        lambda: next((s for s in scene.lines.read() if s.process > last.process), None),
+    )
+    shutil.rmtree(scene.evidence / report["dump"])
+    return Kill(
+        what=what,
+        source=report["source"],
+        at_s=at_s,
+        last_step=last.step,
+        last_committed_step=committed.step,
+        restored_step=report["step"],
+        lost_steps=last.step - report["step"],
+        restore_s=report["seconds"],
+        back_s=first.at_s - at_s,
+        comparison=comparison,
+        same_batches=False,  # judged at the end
+        process=first.process,
+    )
+
+
+def _read_from_store(scene: Scene, seq: int) -> dict[str, np.ndarray]:
+    """The checkpoint as a third process reads it: this one, from nothing but the store."""
+    snapshot = read_checkpoint(scene.watch.store, scene.run, f"seq:{seq}")
+    found: dict[str, np.ndarray] = {}
+    for fqn, table in snapshot.tables.items():
+        found[fqn] = table.weights
+        for name, values in table.fields.items():
+            found[f"{fqn}:{name}"] = values
+    for name in snapshot.blobs:
+        kind, _, rest = name.partition("/")
+        if kind == "dense":
+            found[rest] = _array(snapshot.tree(name))
+        elif kind == "optim":
+            for fqn, entries in snapshot.tree(name)["state"].items():
+                found |= {f"{fqn}:{key}": _array(value) for key, value in entries.items()}
+    return found
+
+
+def _array(value: object) -> np.ndarray:
+    if isinstance(value, trees.Tagged):
+        value = value.value
+    if isinstance(value, trees.Tensor):
+        return np.frombuffer(value.data, value.dtype).reshape(value.shape)
+    return np.asarray(value)

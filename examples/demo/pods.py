@@ -1,0 +1,201 @@
+"""A pod in small: one sidecar and one trainer, restarted when they die, as the kubelet would restart the containers.
+
+The runtime directory (arena and socket) lies in memory, the cache directory on disk; only the sidecar gets the store's
+URL and credentials. A process that ends with anything but 0 is started again after `RESTART_S`, except while the pod
+is `held` for a kill with clean-up; when the trainer has finished with 0 the sidecar is asked to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RESTART_S = 0.3
+"""The kubelet restarts a container at once the first time, and backs off only when it keeps dying."""
+_CREDENTIALS = ("AWS_", "MINIO_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One process of the pod, from start to end."""
+
+    container: str
+    pid: int
+    started_s: float
+    ended_s: float
+    exit_code: int
+
+
+@dataclass(slots=True)
+class _Container:
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    started_s: float = 0.0
+    lives: list[Life] = field(default_factory=list)
+
+
+class Pod:
+    """Runs until the trainer exits with 0; `close` ends whatever still runs."""
+
+    def __init__(
+        self, folder: Path, *, memory: Path, url: str, run: str, sidecar: list[str], trainer: list[str]
+    ) -> None:
+        """`memory` is a directory in memory for arena and socket; `sidecar` and `trainer` are further arguments."""
+        self.folder = folder
+        self.memory = memory
+        self.cache = folder / "cache"
+        self.logs = folder / "logs"
+        self.logs.mkdir(parents=True)
+        here = Path(__file__).resolve().parent
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        without_store = {k: v for k, v in environment.items() if not k.startswith(_CREDENTIALS)}
+        self._sidecar = _Container(
+            "sidecar",
+            [
+                *(sys.executable, "-m", "deltashard_sidecar.main", "serve"),
+                *("--url", url, "--run", run, "--dir", str(memory), "--cache-dir", str(self.cache)),
+                *sidecar,
+            ],
+            environment,
+        )
+        self._trainer = _Container(
+            "trainer",
+            [sys.executable, str(here / "train.py"), *trainer],
+            without_store | {"DELTASHARD_SOCKET": str(memory / "sidecar.sock")},
+        )
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self.finished = threading.Event()
+        self._supervisor = threading.Thread(target=self._supervise, name="kubelet", daemon=True)
+
+    # Life
+
+    def start(self) -> None:
+        """Start both containers and watch over them."""
+        with self._lock:
+            for container in (self._sidecar, self._trainer):
+                self._start(container)
+        self._supervisor.start()
+
+    def _start(self, container: _Container) -> None:
+        self.memory.mkdir(parents=True, exist_ok=True)
+        with (self.logs / f"{container.name}.log").open("ab") as log:
+            container.process = subprocess.Popen(
+                container.command,
+                env=container.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        container.started_s = time.time()
+
+    def _supervise(self) -> None:
+        while not self._closing.wait(0.05):
+            with self._lock:
+                for container in (self._sidecar, self._trainer):
+                    self._look_after(container)
+
+    def _look_after(self, container: _Container) -> None:
+        process = container.process
+        if process is None:
+            due = container.lives[-1].ended_s + RESTART_S
+            if time.time() >= due and not self.finished.is_set():
+                self._start(container)
+        elif (code := process.poll()) is not None:
+            self._record_end(container, code)
+            if container is self._trainer and code == 0:
+                self.finished.set()
+
+    def _record_end(self, container: _Container, code: int) -> None:
+        assert container.process is not None
+        container.lives.append(
+            Life(
+                container=container.name,
+                pid=container.process.pid,
+                started_s=container.started_s,
+                ended_s=time.time(),
+                exit_code=code,
+            )
+        )
+        container.process = None
+
+    def close(self) -> None:
+        """Ask the sidecar to finish, as a pod that is deleted does; end what does not listen."""
+        self._closing.set()
+        if self._supervisor.is_alive():
+            self._supervisor.join()
+        for container in (self._trainer, self._sidecar):
+            process = container.process
+            if process is None:
+                continue
+            process.terminate()
+            try:
+                self._record_end(container, process.wait(30))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                self._record_end(container, process.wait())
+        shutil.rmtree(self.memory, ignore_errors=True)
+
+    # Looking and killing
+
+    @property
+    def lives(self) -> list[Life]:
+        """Processes that have ended, oldest first."""
+        with self._lock:
+            return sorted((*self._sidecar.lives, *self._trainer.lives), key=lambda life: life.ended_s)
+
+    def pid(self, name: str) -> int:
+        """Process id of "sidecar" or "trainer", waiting while it is being restarted."""
+        container = self._sidecar if name == "sidecar" else self._trainer
+        while True:
+            with self._lock:
+                if container.process is not None and container.process.poll() is None:
+                    return container.process.pid
+            time.sleep(0.01)
+
+    def kill(self, name: str) -> float:
+        """SIGKILL one container; the time it was dead."""
+        process = (self._sidecar if name == "sidecar" else self._trainer).process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        return time.time()
+
+    def kill_all_and_wipe(self) -> float:
+        """SIGKILL both, then remove shared memory and local cache: what is left of a lost node. Seconds since epoch."""
+        with self._lock:  # no restart in between
+            for container in (self._trainer, self._sidecar):
+                if container.process is not None:
+                    os.kill(container.process.pid, signal.SIGKILL)
+            for container in (self._trainer, self._sidecar):
+                if container.process is not None:
+                    container.process.wait()
+            shutil.rmtree(self.memory)
+            shutil.rmtree(self.cache, ignore_errors=True)
+            return time.time()
+
+    @contextlib.contextmanager
+    def frozen(self, name: str) -> Iterator[int]:
+        """The process stands still (SIGSTOP) inside the block; it goes on afterwards if it is still there."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield pid
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def log_tail(self, name: str, lines: int = 30) -> str:
+        """The last lines a container printed."""
+        return "\n".join((self.logs / f"{name}.log").read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,140 @@
+"""What the harness knows about a run: the training process's step lines, and the store's own commit log.
+
+`Watch` polls the log as any reader of the store would, in a thread of its own, and remembers when it first saw each
+checkpoint. Nothing here asks the trainer or the sidecar what was committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltashard_checkpoint.entries import Checkpoint
+from deltashard_checkpoint.errors import EnvironmentFault
+from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.stores.urls import open_store
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One training step of one process."""
+
+    at_s: float
+    step: int
+    loss: float
+    held_s: float
+    """Inside `ckpt.step()`."""
+    crc: int
+    """Of the batch's candidates: which samples, which random draws."""
+    cut: bool
+    process: int
+    """0 for the first trainer process, 1 for the one after it, ..."""
+
+
+class StepLines:
+    """All step lines of a folder, read on as they grow."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.steps: list[Step] = []
+        self._offsets: dict[Path, int] = {}
+
+    def read(self) -> list[Step]:
+        """Everything so far, in the order it happened."""
+        for path in sorted(self.folder.glob("steps-*.jsonl")):
+            process = list(self._offsets).index(path) if path in self._offsets else len(self._offsets)
+            offset = self._offsets.setdefault(path, 0)
+            with path.open("rb") as lines:
+                lines.seek(offset)
+                data = lines.read()
+            whole = data[: data.rfind(b"\n") + 1]  # a killed process may leave half a line
+            self._offsets[path] = offset + len(whole)
+            for line in whole.splitlines():
+                at_s, step, loss, held_s, crc, cut = json.loads(line)
+                self.steps.append(
+                    Step(at_s=at_s, step=step, loss=loss, held_s=held_s, crc=crc, cut=cut, process=process)
+                )
+        return self.steps
+
+    @property
+    def last(self) -> int:
+        """The newest step, 0 before the first."""
+        steps = self.read()
+        return steps[-1].step if steps else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A checkpoint of the log, and when the harness first saw it there."""
+
+    at_s: float
+    checkpoint: Checkpoint
+
+
+class Watch:
+    """Follows the commit log of a run until `close`."""
+
+    def __init__(self, url: str, run: str) -> None:
+        self.store = open_store(url)
+        self.log = RunLog(self.store, run)
+        self.run = run
+        self._seen: dict[int, Seen] = {}
+        self._attempts: list[int] = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="log watch", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._closing.wait(POLL_S):
+            with contextlib.suppress(EnvironmentFault):  # the next poll asks again
+                self.poll()
+
+    def poll(self) -> None:
+        """Look now."""
+        with self._lock:
+            state = self.log.refresh(deadline_s=10)
+            now = time.time()
+            for seq, checkpoint in state.checkpoints.items():
+                self._seen.setdefault(seq, Seen(at_s=now, checkpoint=checkpoint))
+            self._attempts = sorted(state.attempts)
+
+    @property
+    def seen(self) -> list[Seen]:
+        """All checkpoints so far, oldest first, those retired since included."""
+        with self._lock:
+            return [self._seen[seq] for seq in sorted(self._seen)]
+
+    @property
+    def attempts(self) -> list[int]:
+        """Log positions at which a training process took over."""
+        with self._lock:
+            return list(self._attempts)
+
+    def newest(self, *, before_seq: int | None = None) -> Checkpoint | None:
+        """The newest checkpoint in the log, or the newest before a position of it."""
+        found = [s.checkpoint for s in self.seen if before_seq is None or s.checkpoint.seq < before_seq]
+        return found[-1] if found else None
+
+    def uploading(self) -> tuple[int, int] | None:
+        """The (attempt, cut) whose objects are in the store but which is not in the log, if there is one now."""
+        newest = self.newest()
+        after = f"{self.run}/data/{newest.attempt:020d}/{newest.cut:08d}/~" if newest else ""
+        for item in self.store.list(f"{self.run}/data/", start_after=after):
+            parts = item.key.removeprefix(f"{self.run}/data/").split("/")
+            if parts[0].isdigit():
+                return int(parts[0]), int(parts[1])
+        return None
+
+    def close(self) -> None:
+        """Stop following; a last look is taken."""
+        self._closing.set()
+        self._thread.join()
+        self.poll()
+        self.store.close()

@@ -1,0 +1,447 @@
+# ruff: noqa: E501 - the page is prose
+"""The demo's page: what happened, drawn from the records. One self-contained file, no script, nothing fetched."""
+
+from __future__ import annotations
+
+import html
+import io
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import numpy as np
+from kills import Kill
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pods import Life
+from records import Seen, Step
+
+INK, FAINT, GRID = "#1d2733", "#7a8794", "#e6eaee"
+LIVES = ("#2563a8", "#c2571a", "#2c7a4b", "#7a4fa3", "#a83a5b")
+KILL = "#c22f2f"
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "deltashard",
+    "font.family": "sans-serif",
+    "font.size": 10.5,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "text.color": INK,
+    "legend.frameon": False,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """Everything the page shows."""
+
+    summary: dict[str, object]
+    """out/demo.json."""
+    store: str
+    encoding: str
+    policy: str
+    item_count: int
+    tables: dict[str, tuple[int, int]]
+    full_bytes: int
+    """One ordinary checkpoint."""
+    started_s: float
+    steps: list[Step]
+    reference: list[Step]
+    seen: list[Seen]
+    kills: list[Kill]
+    lives: list[Life]
+    took_s: float
+
+
+def render(story: Story) -> str:
+    """The page."""
+    with mpl.rc_context(STYLE):
+        figures = {
+            "progress": _svg(_progress(story)),
+            "loss": _svg(_loss(story)),
+            "bytes": _svg(_bytes(story)),
+            "stall": _svg(_stall(story)),
+            "age": _svg(_age(story)),
+        }
+    return _page(story, figures)
+
+
+# Figures
+
+
+def _figure(height: float = 3.1, width: float = 9.2) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _svg(figure: Figure) -> str:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _processes(steps: list[Step]) -> list[list[Step]]:
+    return [
+        [s for s in steps if s.process == process] for process in range(1 + max(s.process for s in steps))
+    ]
+
+
+def _short(kill: Kill) -> str:
+    return {"trainer": "trainer", "sidecar mid-upload": "sidecar"}.get(kill.what, "both + wipe")
+
+
+def _mark_kills(axes: Axes, story: Story, *, top: float) -> None:
+    for kill in story.kills:
+        at = kill.at_s - story.started_s
+        axes.axvline(at, color=KILL, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+        axes.annotate(
+            f"kill {_short(kill)}",
+            (at, top),
+            xytext=(4, -2),
+            textcoords="offset points",
+            va="top",
+            color=KILL,
+            fontsize=9.5,
+            annotation_clip=False,
+        )
+
+
+def _progress(story: Story) -> Figure:
+    figure, axes = _figure(3.6)
+    lives = _processes(story.steps)
+    for number, life in enumerate(lives):
+        color = LIVES[number % len(LIVES)]
+        t = [s.at_s - story.started_s for s in life]
+        axes.plot(
+            t, [s.step for s in life], color=color, linewidth=2.2, label=f"training process {number + 1}"
+        )
+        if number:
+            last = lives[number - 1][-1]
+            axes.plot(
+                [last.at_s - story.started_s, t[0]],
+                [last.step, life[0].step - 1],
+                color=FAINT,
+                linewidth=1.2,
+                linestyle=(0, (1, 1.5)),
+            )
+    cut_at = _cut_times(story)
+    committed = [s for s in story.seen if s.checkpoint.step in cut_at]
+    axes.plot(
+        [s.at_s - story.started_s for s in committed],
+        [s.checkpoint.step for s in committed],
+        "o",
+        markersize=5.5,
+        markerfacecolor="white",
+        markeredgecolor=INK,
+        label="checkpoint committed",
+    )
+    top = max(s.step for s in story.steps)
+    axes.set(xlabel="seconds since the start", ylabel="training step", ylim=(0, top * 1.12), xlim=(0, None))
+    _mark_kills(axes, story, top=top * 1.1)
+    axes.legend(loc="lower right")
+    return figure
+
+
+def _smooth(values: list[float], width: int = 100) -> np.ndarray:
+    """Mean of the last `width` values, of fewer at the start."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(1, len(values) + 1)
+    start = np.maximum(0, at - width)
+    return (total[at] - total[start]) / (at - start)
+
+
+def _loss(story: Story) -> Figure:
+    figure, axes = _figure(3.4)
+    steps = [s.step for s in story.reference]
+    axes.plot(
+        steps,
+        _smooth([s.loss for s in story.reference]),
+        color="#b7c0c9",
+        linewidth=5,
+        label="never interrupted",
+        zorder=2,
+    )
+    # Each process draws only what the final model went through: up to where the next one took over.
+    lives = _processes(story.steps)
+    final: dict[int, float] = {}
+    for life in lives:
+        final.update({s.step: s.loss for s in life})
+    smooth = dict(zip(sorted(final), _smooth([final[s] for s in sorted(final)]), strict=True))
+    for number, life in enumerate(lives):
+        stop = lives[number + 1][0].step if number + 1 < len(lives) else life[-1].step + 1
+        kept = [s.step for s in life if s.step < stop]
+        axes.plot(
+            kept,
+            [smooth[s] for s in kept],
+            color=LIVES[number % len(LIVES)],
+            linewidth=1.6,
+            label=f"training process {number + 1}",
+            zorder=3,
+        )
+    values = np.array(list(smooth.values()))[20:]
+    low, high = values.min(), values.max()
+    axes.set(
+        xlabel="training step",
+        ylabel="loss, mean of 100 steps",
+        ylim=(low - 0.02, high + 0.03),
+        xlim=(0, max(steps)),
+    )
+    for kill in story.kills:
+        axes.axvline(kill.last_step, color=KILL, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+        axes.annotate(
+            f"kill {_short(kill)}",
+            (kill.last_step, high + 0.03),
+            xytext=(4, -2),
+            textcoords="offset points",
+            va="top",
+            color=KILL,
+            fontsize=9.5,
+        )
+    axes.legend(loc="lower left", ncols=2)
+    return figure
+
+
+def _bytes(story: Story) -> Figure:
+    figure, axes = _figure(3.0)
+    checkpoints = [s.checkpoint for s in story.seen]
+    x = np.arange(len(checkpoints))
+    full = story.full_bytes / 1e6
+    axes.bar(
+        x,
+        [full] * len(x),
+        color="#eef1f4",
+        width=0.72,
+        label="an ordinary full checkpoint (torch.save, fp32)",
+    )
+    for baseline, color, label in (
+        (True, LIVES[0], "ours: all rows (a baseline)"),
+        (False, LIVES[2], "ours: the rows that changed"),
+    ):
+        of_kind = [i for i in x if checkpoints[i].baseline is baseline]
+        sizes = [checkpoints[i].stored_bytes / 1e6 for i in of_kind]
+        axes.bar(of_kind, sizes, color=color, width=0.72, label=label)
+        for i, size in zip(of_kind, sizes, strict=True) if len(x) <= 26 else ():
+            axes.text(i, size + full * 0.015, f"{size:.0f}", ha="center", fontsize=9, color=INK)
+    shown = x[:: 1 + len(x) // 27]
+    axes.set_xticks(shown, [str(checkpoints[i].step) for i in shown], fontsize=9.5)
+    axes.tick_params(axis="x", length=0)
+    axes.grid(visible=False, axis="x")
+    axes.set(xlabel="checkpoint of step", ylabel="MB", ylim=(0, full * 1.32), xlim=(-0.6, len(x) - 0.4))
+    axes.legend(loc="upper right", ncols=3, fontsize=9.5)
+    return figure
+
+
+def _stall(story: Story) -> Figure:
+    figure, axes = _figure(2.8, 4.5)
+    cuts = [s for s in story.steps if s.cut]
+    times = np.array([s.held_s for s in cuts]) * 1e3
+    axes.bar(np.arange(len(cuts)), times, color=LIVES[0], width=0.72)
+    p50 = float(np.median(times))
+    axes.axhline(p50, color=KILL, linewidth=1.2)
+    axes.annotate(
+        f"median {p50:.0f} ms",
+        (1, 1),
+        xycoords="axes fraction",
+        ha="right",
+        va="top",
+        color=KILL,
+        fontsize=9.5,
+    )
+    axes.grid(visible=False, axis="x")
+    axes.set_xticks([])
+    axes.set(xlabel="checkpoints, in order", ylabel="milliseconds", ylim=(0, max(times) * 1.25))
+    return figure
+
+
+def _cut_times(story: Story) -> dict[int, float]:
+    return {s.step: s.at_s for s in story.steps if s.cut}
+
+
+def _age(story: Story) -> Figure:
+    figure, axes = _figure(2.8, 4.5)
+    cut_at = _cut_times(story)
+    t, age = [], []
+    newest: float | None = None
+    for seen in story.seen:
+        cut = cut_at.get(seen.checkpoint.step)
+        if cut is None:  # cut by close(), after the last step line
+            continue
+        at = seen.at_s - story.started_s
+        if newest is not None:
+            t.append(at)
+            age.append(seen.at_s - newest)
+        t.append(at)
+        age.append(seen.at_s - cut)
+        newest = cut
+    axes.plot(t, age, color=LIVES[0], linewidth=1.6)
+    axes.fill_between(t, age, color=LIVES[0], alpha=0.1)
+    for kill in story.kills:
+        axes.axvline(kill.at_s - story.started_s, color=KILL, linewidth=1, linestyle=(0, (2, 2)))
+    axes.set(
+        xlabel="seconds since the start",
+        ylabel="seconds",
+        ylim=(0, None),
+        xlim=(0, None),
+    )
+    return figure
+
+
+# Page
+
+_CSS = """
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f5f7f9; color: #1d2733; font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "Helvetica Neue", sans-serif; }
+main { max-width: 980px; margin: 0 auto; padding: 44px 24px 64px; }
+h1 { font-size: 34px; line-height: 1.18; margin: 0 0 10px; letter-spacing: -.01em; }
+h2 { font-size: 20px; margin: 0 0 4px; }
+p { margin: 0 0 12px; } p.lead { font-size: 18px; color: #3c4956; max-width: 760px; }
+section { background: #fff; border: 1px solid #e2e7ec; border-radius: 10px; padding: 20px 24px 14px; margin: 18px 0; }
+section p { color: #4c5965; max-width: 800px; }
+svg { width: 100%; height: auto; display: block; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(160px, 1fr)); gap: 12px; margin: 26px 0 8px; }
+.tile { background: #fff; border: 1px solid #e2e7ec; border-radius: 10px; padding: 14px 16px; }
+.tile b { display: block; font-size: 27px; line-height: 1.2; letter-spacing: -.01em; }
+.tile span { color: #66737f; font-size: 13.5px; line-height: 1.35; display: block; margin-top: 3px; }
+.kills { display: grid; grid-template-columns: repeat(auto-fit, minmax(280px, 1fr)); gap: 14px; margin: 18px 0; }
+.kill { background: #fff; border: 1px solid #e2e7ec; border-top: 4px solid #c22f2f; border-radius: 10px; padding: 16px 18px; }
+.kill { display: grid; grid-row: span 4; grid-template-rows: subgrid; row-gap: 0; }
+.kill h3 { margin: 0 0 2px; font-size: 17px; line-height: 1.3; } .kill .from { color: #4c5965; margin: 0 0 10px; font-size: 14.5px; }
+dl { display: grid; grid-template-columns: 1fr auto; gap: 3px 12px; margin: 0; font-size: 14.5px; }
+dt { color: #66737f; } dd { margin: 0; text-align: right; font-variant-numeric: tabular-nums; }
+.verdict { margin-top: 12px; padding: 7px 10px; border-radius: 6px; font-size: 14px; }
+.good { background: #e6f4ea; color: #1c6137; } .bad { background: #fbe9e9; color: #a02222; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(400px, 1fr)); gap: 18px; }
+.pair section { margin: 0; } footer { color: #66737f; font-size: 14px; margin-top: 26px; } footer p { max-width: 860px; }
+code { font: 13.5px ui-monospace, "SF Mono", Menlo, Consolas, monospace; background: #eef1f4; padding: 1px 5px; border-radius: 4px; }
+a { color: #2563a8; }
+@media (max-width: 520px) { main { padding: 24px 12px; } .pair { grid-template-columns: 1fr; } h1 { font-size: 27px; } }
+"""
+
+
+def _page(story: Story, figures: dict[str, str]) -> str:
+    summary = story.summary
+    quality, stall = summary["quality"], summary["stall_ms"]
+    assert isinstance(quality, dict)
+    assert isinstance(stall, dict)
+    lost = sum(kill.lost_steps for kill in story.kills)
+    exact = all(kill.exact for kill in story.kills)
+    headline = (
+        f"Killed {_count(len(story.kills))} times, {lost} of {summary['steps']:,} steps done twice, nothing lost"
+        if exact
+        else "Something did not come back as it was saved"
+    )
+    tiles = [
+        (f"{len(story.seen)}", f"checkpoints in {summary['steps']:,} steps, every one committed whole"),
+        (f"{summary['reduction']:.1f} &times;", "fewer bytes than the same checkpoints written in full"),
+        (
+            f"{stall['p50']:.0f} ms",
+            f"training stood still per checkpoint (median; longest {stall['max']:.0f} ms)",
+        ),
+        (
+            f"{quality['with_kills']:.4f}",
+            f"AUC on held-out baskets; {quality['uninterrupted']:.4f} when nothing is saved or killed",
+        ),
+    ]
+    rows = sum(rows for rows, _ in story.tables.values())
+    columns = max(columns for _, columns in story.tables.values())
+    body = f"""
+<h1>{headline}</h1>
+<p class="lead">A recommendation model learns from {story.item_count:,} articles in real shopping baskets which one belongs
+into a basket: {rows:,} embedding rows of {columns} numbers, {summary["steps"]:,} steps. While it trains, its processes are
+killed with <code>SIGKILL</code>, and a small supervisor restarts them, as Kubernetes would. Nobody tells the training script.</p>
+<div class="tiles">{"".join(f'<div class="tile"><b>{b}</b><span>{s}</span></div>' for b, s in tiles)}</div>
+<div class="kills">{"".join(_kill_card(kill) for kill in story.kills)}</div>
+<section><h2>The run, second by second</h2>
+<p>A line falls back where a process died and its successor took over from the newest committed checkpoint; the steps in
+between are trained once more. The sidecar's death leaves no trace in the line: the trainer goes on, and the next checkpoint
+covers the one that was lost.</p>{figures["progress"]}</section>
+<section><h2>Loss across the kills</h2>
+<p>In grey the same training without checkpoints and without kills. After each restart the model sees the very same batches,
+in the same order, with the same random draws; what remains between the curves is the rounding of rows that came back
+from {html.escape(_encoding_name(story.encoding))}.</p>{figures["loss"]}</section>
+<section><h2>Bytes per checkpoint</h2>
+<p>A full checkpoint of this state is {story.full_bytes / 1e6:.0f} MB. Here rows are stored in
+{html.escape(_encoding_name(story.encoding))}, their optimizer state and everything else exactly, and most checkpoints hold only the
+rows that changed since the last baseline (policy: {html.escape(story.policy)}).</p>{figures["bytes"]}</section>
+<div class="pair">
+<section><h2>How long training stood still</h2><p>Changed rows are copied into shared memory; encoding and upload happen beside
+the training.</p>{figures["stall"]}</section>
+<section><h2>How much could be lost</h2><p>Age of the newest committed checkpoint, measured at the store. Dotted: the
+kills.</p>{figures["age"]}</section></div>
+<footer>
+<p><b>How &ldquo;exact&rdquo; is measured.</b> When a checkpoint is cut, and again right after a restore, the training script writes its live
+tensors to plain files, past deltashard. Optimizer state and dense parameters must have the same bits; every table row must
+be, bit for bit, what the encoding makes of the row that was cut; and every step after a restart must see the batch that the
+uninterrupted run saw. &ldquo;Last committed&rdquo; is read from the log in the store, not asked of the processes. After the sidecar's
+death the next checkpoint is read back from the store alone, by a third process.</p>
+<p>Store: {html.escape(story.store)}. The whole demo took {story.took_s:.0f} s. Numbers: <code>out/demo.json</code>. Again:
+<code>make demo</code>, or <code>make demo STORE=minio</code> with a real MinIO server.</p>
+<p>Data: <a href="https://doi.org/10.24432/C5BW33">Online Retail</a> by Daqing Chen, UCI Machine Learning Repository,
+<a href="https://creativecommons.org/licenses/by/4.0/">CC BY 4.0</a>, reduced to stock codes per invoice.</p>
+</footer>"""
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>deltashard demo</title><style>{_CSS}</style></head><body><main>{body}</main></body></html>
+"""
+
+
+def _kill_card(kill: Kill) -> str:
+    survived = kill.what.startswith("sidecar")
+    came_back = (
+        "Training did not notice. The next checkpoint, read back from the store, holds everything."
+        if survived
+        else f"Training came back from {html.escape(_source_name(kill.source))}"
+    )
+    facts = [
+        ("last step trained", f"{kill.last_step:,}"),
+        ("last committed step", f"{kill.last_committed_step:,}"),
+        ("next committed step" if survived else "restored step", f"{kill.restored_step:,}"),
+        ("steps lost", f"{kill.lost_steps:,}"),
+        ("read back in" if survived else "state restored in", f"{kill.restore_s:.2f} s"),
+        ("next step after" if survived else "training again after", _span(kill.back_s)),
+    ]
+    compared = f"{kill.comparison.rows:,} rows and all other state compared"
+    if kill.exact:
+        verdict = f'<div class="verdict good">Exact: {compared}</div>'
+    else:
+        why = f"{kill.comparison.wrong_rows} rows differ; " if kill.comparison.wrong_rows else ""
+        why += f"differs: {', '.join(kill.comparison.wrong_names)}; " if kill.comparison.wrong_names else ""
+        why += "" if kill.same_batches else "other batches than the uninterrupted run; "
+        verdict = f'<div class="verdict bad">Not exact: {html.escape(why)}{compared}</div>'
+    items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
+    return f'<div class="kill"><h3>{html.escape(_title(kill))}</h3><p class="from">{came_back}</p><dl>{items}</dl>{verdict}</div>'
+
+
+def _title(kill: Kill) -> str:
+    return {
+        "trainer": "Trainer killed",
+        "sidecar": "Sidecar killed mid-upload",
+        "both + wipe": "Both killed, memory and cache wiped",
+    }["sidecar" if kill.what.startswith("sidecar") else _short(kill)]
+
+
+def _source_name(source: str) -> str:
+    return {
+        "cache": "the local cache; the sidecar had outlived it.",
+        "store": "the store; the new sidecar reads ahead while the new trainer starts.",
+    }.get(source, source)
+
+
+def _encoding_name(encoding: str) -> str:
+    return f"{encoding[1:]}-bit codes" if encoding.startswith("q") else encoding
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _count(n: int) -> str:
+    return {1: "once", 2: "two", 3: "three", 4: "four"}.get(n, str(n))

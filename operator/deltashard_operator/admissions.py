@@ -1,0 +1,134 @@
+"""An AdmissionReview in, an AdmissionReview out. Pure: the policy comes from a function the caller gives.
+
+Nothing but the CREATE of an annotated Job or pod is ever changed or refused; the webhook configuration's conditions
+keep everything else away, and what comes anyway is admitted untouched. A refusal carries its code as the status'
+reason and a sentence as its message. What our own code gets wrong is raised, for the API server to treat by its
+failure policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_checkpoint.errors import UserError
+
+from deltashard_operator import advices, kinds, patches, policies
+from deltashard_operator import annotations as notes
+from deltashard_operator.injects import inject
+from deltashard_operator.refusals import Refusal
+from deltashard_operator.versions import VERSION
+
+Spec = Mapping[str, Any]
+SpecOf = Callable[[str, str], Spec]
+"""(namespace, name) -> the policy's merged spec; raises `Refusal` when there is none."""
+
+
+class BadReview(UserError):
+    """The request body is no AdmissionReview that can be answered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The review to send back, and what happened, for metrics."""
+
+    review: dict[str, Any]
+    kind: str
+    """Job, Pod or other."""
+    outcome: str
+    """injected, unchanged, or the code of a refusal."""
+    sentence: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The policy a request needs."""
+
+    namespace: str
+    name: str
+
+
+def asked(review: Mapping[str, Any]) -> Asked | None:
+    """Which policy has to be known to answer, or None when the answer needs none; raises `BadReview`."""
+    request = _request(review)
+    found = _annotated(request)
+    if found is None:
+        return None
+    try:
+        return Asked(namespace=str(request.get("namespace", "")), name=notes.read(*found.annotations).policy)
+    except Refusal:
+        return None  # `answer` says so
+
+
+def answer(review: Mapping[str, Any], spec_of: SpecOf) -> Answer:
+    """The answer to a review; raises `BadReview`, or `InternalBug` for a fault of ours."""
+    request = _request(review)
+    kind = str((request.get("kind") or {}).get("kind", ""))
+    kind = kind if kind in {"Job", "Pod"} else "other"
+    found = _annotated(request)
+    if found is None:
+        return Answer(review=_reply(request, allowed=True), kind=kind, outcome="unchanged")
+    try:
+        return _injected(request, found, spec_of)
+    except Refusal as refusal:
+        status = {
+            "code": 503 if refusal.code == "PolicyUnavailable" else 422,
+            "reason": refusal.code,
+            "message": refusal.sentence,
+        }
+        reply = _reply(request, allowed=False, status=status)
+        return Answer(review=reply, kind=kind, outcome=refusal.code, sentence=refusal.sentence)
+
+
+def _injected(request: Mapping[str, Any], found: kinds.Target, spec_of: SpecOf) -> Answer:
+    said = notes.read(*found.annotations)
+    document = request["object"]
+    policy = policies.resolve(said.policy, spec_of(str(request.get("namespace", "")), said.policy), said)
+    keep_grace = kinds.states_grace(document, found.grace_path)
+    after = inject(found.template, policy, found.recipe(found.template), keep_grace=keep_grace)
+    operations = patches.additions(document, found.put(document, after))
+    if after == found.template:
+        return Answer(review=_reply(request, allowed=True), kind=found.kind, outcome="unchanged")
+    warnings = advices.of_workload(found.kind, document, found.template, policy, keep_grace=keep_grace)
+    reply = _reply(
+        request,
+        allowed=True,
+        patchType="JSONPatch",
+        patch=patches.encoded(operations),
+        auditAnnotations={"injected": VERSION, "policy": policy.name},
+        **({"warnings": list(warnings)} if warnings else {}),
+    )
+    return Answer(review=reply, kind=found.kind, outcome="injected")
+
+
+def _request(review: Mapping[str, Any]) -> Mapping[str, Any]:
+    request = review.get("request") if isinstance(review, Mapping) else None
+    if (
+        not isinstance(request, Mapping)
+        or not isinstance(request.get("uid"), str)
+        or review.get("apiVersion") != "admission.k8s.io/v1"
+    ):
+        raise BadReview("no AdmissionReview of admission.k8s.io/v1 with a request", where="request body")
+    return request
+
+
+def _annotated(request: Mapping[str, Any]) -> kinds.Target | None:
+    document = request.get("object")
+    if (
+        request.get("operation") != "CREATE"
+        or request.get("subResource")
+        or not isinstance(document, Mapping)
+    ):
+        return None
+    kind = request.get("kind") or {}
+    found = kinds.target(str(kind.get("group", "")), str(kind.get("kind", "")), document)
+    return found if found is not None and notes.opted_in(*found.annotations) else None
+
+
+def _reply(request: Mapping[str, Any], *, allowed: bool, **more: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "response": {"uid": request["uid"], "allowed": allowed, **more},
+    }

@@ -1,0 +1,150 @@
+"""The process of the webhook: options, clients, sockets, signals.
+
+`deltashard-webhook` serves until SIGTERM or SIGINT, then drains (see `webhooks`) and exits 0; a second signal ends the
+draining. Every flag is also a variable: `--metrics-port` is `DELTASHARD_WEBHOOK_METRICS_PORT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+from deltashard_checkpoint.errors import UserError
+from kubernetes import client, config
+
+from deltashard_operator.caches import PolicyCache
+from deltashard_operator.certificates import Certificate
+from deltashard_operator.defaults import Defaults
+from deltashard_operator.webhooks import Webhook, WebhookMetrics
+
+EXIT_USAGE = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What can be set on the webhook."""
+
+    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
+    """Address both ports bind."""
+    port: int = 9443
+    """TLS port of /mutate."""
+    metrics_port: int = 9090
+    """Plain port of /healthz, /livez and /metrics."""
+    certificate_dir: Path = Path("/etc/deltashard/tls")
+    """Directory with tls.crt and tls.key; they may appear and change while serving."""
+    default_policy: Path | None = None
+    """YAML file with the default policy's spec."""
+    fleet_ca: Path | None = None
+    """PEM file of the authority of the controller's heartbeat service."""
+    kubeconfig: Path | None = None
+    """How to reach the API; without, as a pod."""
+    drain_s: float = 10.0
+    """How long admissions are answered after SIGTERM."""
+
+
+def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """Options from the command line over the environment over the defaults; exits on nonsense."""
+    parser = argparse.ArgumentParser(prog="deltashard-webhook", description=__doc__.splitlines()[0])
+    kinds = {"int": int, "float": float, "Path": Path, "Path | None": Path}
+    for field in fields(Options):
+        variable = f"DELTASHARD_WEBHOOK_{field.name.upper()}"
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=kinds.get(str(field.type), str),
+            default=environ.get(variable) or field.default,
+            help=f"default {field.default}; variable {variable}",
+        )
+    return Options(**vars(parser.parse_args(argv)))
+
+
+def api_client(kubeconfig: Path | None) -> client.ApiClient:
+    """A client of the API: by this kubeconfig, or as the pod's service account."""
+    configuration = client.Configuration()
+    if kubeconfig is None:
+        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    else:
+        config.load_kube_config(str(kubeconfig), client_configuration=configuration)  # type: ignore[no-untyped-call]
+    configuration.retries = False
+    return client.ApiClient(configuration)
+
+
+async def serve(options: Options, api: client.ApiClient) -> None:
+    """Serve until a signal, then drain."""
+    metrics = WebhookMetrics()
+    cache = PolicyCache(api, on_restart=metrics.watch_restarts.inc)
+    webhook = Webhook(
+        certificate=Certificate(options.certificate_dir),
+        cache=cache,
+        defaults=Defaults(options.default_policy, options.fleet_ca),
+        metrics=metrics,
+    )
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    cache.start()
+    webhook.reload()
+    watching = asyncio.create_task(webhook.watch_certificate())
+    watching.add_done_callback(lambda _: stop.set())  # it never ends but by a fault
+    secure, plain = (web.AppRunner(each, access_log=None) for each in webhook.applications())
+    try:
+        await secure.setup()
+        await plain.setup()
+        context = webhook.certificate.front
+        await web.TCPSite(secure, options.host, options.port, ssl_context=context).start()
+        await web.TCPSite(plain, options.host, options.metrics_port).start()
+        log = structlog.get_logger("deltashard.webhook")
+        log.info("webhook.serving", port=secure.addresses[0][1], metrics_port=plain.addresses[0][1])
+        await stop.wait()
+        if watching.done():
+            watching.result()
+        webhook.draining = True
+        log.info("webhook.draining", drain_s=options.drain_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(hurry.wait(), options.drain_s)
+        log.info("webhook.stopped")
+    finally:
+        watching.cancel()
+        cache.stop()
+        await secure.cleanup()
+        await plain.cleanup()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `deltashard-webhook`."""
+    options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        asyncio.run(serve(options, api_client(options.kubeconfig)))
+    except (UserError, config.ConfigException, OSError) as error:
+        sys.stderr.write(f"deltashard-webhook: {error}\n")
+        return EXIT_USAGE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Names the cluster sees: annotations, labels, containers, volumes, paths. One place, no logic.
+
+The chart, the controller and the sidecar lean on them, and templates are immutable: a name here is for good.
+"""
+
+from __future__ import annotations
+
+PREFIX = "deltashard.io/"
+POLICY = PREFIX + "policy"
+"""The one line that opts a workload in: the name of a CheckpointPolicy of the namespace, or `default`."""
+CONTAINER = PREFIX + "container"
+RUN_ID = PREFIX + "run-id"
+ARENA_SIZE = PREFIX + "arena-size"
+INTERVAL = PREFIX + "interval"
+BITS = PREFIX + "bits"
+INJECTED = PREFIX + "injected"
+"""Marker on an injected template; its value is the version that injected and is never compared."""
+MANAGED_BY = PREFIX + "managed-by"
+MANAGED_BY_VALUE = "deltashard"
+
+SIDECAR = "deltashard-sidecar"
+ISTIO = "istio-proxy"
+SHM_VOLUME = "deltashard-shm"
+CACHE_VOLUME = "deltashard-cache"
+STORE_VOLUME = "deltashard-store"
+TOKEN_VOLUME = "deltashard-token"  # noqa: S105 - a volume's name
+
+SHM_PATH = "/run/deltashard"
+CACHE_PATH = "/var/cache/deltashard"
+STORE_PATH = "/etc/deltashard/store"
+TOKEN_PATH = "/var/run/secrets/deltashard"  # noqa: S105 - a path
+SOCKET_PATH = SHM_PATH + "/sidecar.sock"
+SOCKET_VARIABLE = "DELTASHARD_SOCKET"
+FLEET_AUDIENCE = "deltashard-fleet"
+METRICS_PORT = 9464
+METRICS_PORT_NAME = "deltashard"
+
+USER_ID = 65532
+"""User the sidecar runs as, and the group it shares the arena with when the pod names none."""
+
+JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
+JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"
+JOB_INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
+JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
+JOBSET_REPLICA_LABEL = "jobset.sigs.k8s.io/job-global-index"
+POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"

@@ -1,0 +1,1 @@
+"""The contracts between the parts: generated messages and services (`v1`), and the layout of the arena (`arenas`)."""

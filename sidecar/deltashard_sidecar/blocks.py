@@ -1,0 +1,216 @@
+"""Who may touch which block of the arena: free list, grants, quarantine. Pure bookkeeping, no memory in it.
+
+A block is always in exactly one place:
+
+    FREE -> GRANTED (a trainer may write it) -> FILLED (handed over, being encoded) -> FREE
+    FREE -> SERVING (holds frames a trainer reads) -> FREE
+    GRANTED | SERVING -> QUARANTINED (its stream broke under a trainer that may be alive) -> FREE
+
+IMPORTANT: a block leaves GRANTED only by the trainer's own word (a descriptor, a seal, an abort after its copies
+stopped) or through quarantine, which ends when the rank's writer lock is free, or when the same process attached again
+or began its next save. A block under a live writer handed to anybody else would mix two cuts. After a restart nobody
+knows which blocks an older epoch had granted: while a writer of then may live (`embargo`), none is given out at all.
+
+Saves never take the last `RESERVED_PER_RANK` free blocks per attached rank: a restore can always move. Each rank may
+hold at most its fair share of the rest, so one rank's cut cannot starve another's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+from deltashard_checkpoint.errors import InternalBug, UserError
+
+RESERVED_PER_RANK = 2
+MIN_BLOCKS_PER_RANK = 4
+
+
+class Use(Enum):
+    """What a block is used for."""
+
+    FREE = "free"
+    GRANTED = "granted"
+    FILLED = "filled"
+    SERVING = "serving"
+    QUARANTINED = "quarantined"
+
+
+class BlockError(InternalBug):
+    """A block was asked to make a move its use does not allow."""
+
+
+class NotGranted(UserError):
+    """A trainer named a block it was not granted (an older epoch's, another rank's, or one it already closed)."""
+
+
+@dataclass(slots=True)
+class Block:
+    """One block: its use, whose it is, and how many of its batches are still to be encoded."""
+
+    index: int
+    use: Use = Use.FREE
+    rank: int = -1
+    pending: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All blocks of one arena. Not thread-safe: the arena shell holds a lock around every call."""
+
+    total: int
+    block_bytes: int
+    blocks: list[Block] = field(init=False)
+    ranks: set[int] = field(default_factory=set)
+    embargo: set[int] = field(default_factory=set)
+    """Local ranks that held their writer lock when this epoch began and have neither let it go nor attached since."""
+    _free: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = [Block(index) for index in range(self.total)]
+        # A stack: the block freed last is granted first, its pages are still in the caches.
+        self._free = list(range(self.total - 1, -1, -1))
+
+    def admit(self, rank: int) -> bool:
+        """Count `rank` in; False when the arena is too small for one more."""
+        if (len(self.ranks | {rank})) * MIN_BLOCKS_PER_RANK > self.total:
+            return False
+        self.ranks.add(rank)
+        return True
+
+    def dismiss(self, rank: int) -> None:
+        """`rank` is gone; what it held must have been freed or quarantined by its streams."""
+        self.ranks.discard(rank)
+
+    @property
+    def free(self) -> int:
+        """Blocks on the free list."""
+        return len(self._free)
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by use, for the metrics."""
+        found = Counter(block.use.value for block in self.blocks)
+        return {use.value: found.get(use.value, 0) for use in Use}
+
+    def held(self, rank: int, *uses: Use) -> list[int]:
+        """Blocks of `rank` in one of `uses`."""
+        return [block.index for block in self.blocks if block.rank == rank and block.use in uses]
+
+    def grant(self, rank: int, limit: int | None = None) -> list[int]:
+        """Grant `rank` what it may have now: up to its fair share, leaving the restore reserve free."""
+        if self.embargo:
+            return []
+        ranks = max(1, len(self.ranks))
+        reserve = ranks * RESERVED_PER_RANK
+        share = max(1, (self.total - reserve) // ranks)
+        room = min(share - len(self.held(rank, Use.GRANTED, Use.FILLED)), len(self._free) - reserve)
+        if limit is not None:
+            room = min(room, limit)
+        return [self._take(rank, Use.GRANTED) for _ in range(max(0, room))]
+
+    def take_serving(self, rank: int) -> int | None:
+        """A block to put frames for `rank` into, or None when all it may hold are in its hands.
+
+        A rank can always get its reserved ones; beyond them it leaves the other ranks' reserve alone.
+        """
+        ranks = max(1, len(self.ranks))
+        mine = len(self.held(rank, Use.SERVING))
+        others = (ranks - 1) * RESERVED_PER_RANK
+        if self.embargo or not self._free or (mine >= RESERVED_PER_RANK and len(self._free) <= others):
+            return None
+        return self._take(rank, Use.SERVING)
+
+    def _take(self, rank: int, use: Use) -> int:
+        block = self.blocks[self._free.pop()]
+        block.use, block.rank, block.pending = use, rank, 0
+        return block.index
+
+    def check_granted(self, rank: int, index: int) -> None:
+        """Raise `NotGranted` unless `rank` may hand over bytes in block `index` now."""
+        if (
+            not 0 <= index < self.total
+            or self.blocks[index].rank != rank
+            or self.blocks[index].use is not Use.GRANTED
+        ):
+            raise NotGranted(
+                f"block {index} is not granted to local rank {rank}",
+                where="arena",
+                remedy="blocks of an older epoch or stream are void: begin the save again",
+            )
+
+    def received(self, index: int) -> None:
+        """One batch in a granted block waits for encoding."""
+        block = self._expect(index, Use.GRANTED)
+        block.pending += 1
+
+    def closed(self, index: int) -> bool:
+        """The trainer wrote its last batch into this block; True if that freed it."""
+        block = self._expect(index, Use.GRANTED)
+        block.use = Use.FILLED
+        return self._settle(block)
+
+    def encoded(self, index: int) -> bool:
+        """One batch of the block is encoded; True if that freed it."""
+        block = self._expect(index, Use.GRANTED, Use.FILLED, Use.QUARANTINED)
+        if block.pending < 1:
+            raise BlockError(f"block {index} has no batch pending", where="arena")
+        block.pending -= 1
+        return self._settle(block)
+
+    def served(self, rank: int, index: int) -> None:
+        """The trainer applied every frame of a serving block."""
+        if (
+            not 0 <= index < self.total
+            or self.blocks[index].rank != rank
+            or self.blocks[index].use is not Use.SERVING
+        ):
+            raise NotGranted(f"block {index} does not hold frames for local rank {rank}", where="arena")
+        self._release(self.blocks[index])
+
+    def quarantine(self, rank: int, use: Use) -> list[int]:
+        """The save (GRANTED) or restore (SERVING) stream of `rank` broke: what its trainer may touch is set aside."""
+        moved = self.held(rank, use)
+        for index in moved:
+            self.blocks[index].use = Use.QUARANTINED
+        return moved
+
+    def surrender(self, rank: int) -> None:
+        """The trainer itself said that its copies have stopped: its granted blocks are closed."""
+        for index in self.held(rank, Use.GRANTED):
+            self.closed(index)
+
+    def read_all(self, rank: int) -> None:
+        """The trainer itself said that it reads no more: the blocks that served it are free."""
+        for index in self.held(rank, Use.SERVING):
+            self._release(self.blocks[index])
+
+    def quarantined_ranks(self) -> set[int]:
+        """Local ranks with a block in quarantine."""
+        return {block.rank for block in self.blocks if block.use is Use.QUARANTINED}
+
+    def settle(self, rank: int) -> int:
+        """No writer of `rank` lives (or it attached again): its quarantined blocks are freed; returns how many."""
+        found = self.held(rank, Use.QUARANTINED)
+        freed = 0
+        for index in found:
+            block = self.blocks[index]
+            block.use = Use.FILLED
+            freed += self._settle(block)
+        return freed
+
+    def _settle(self, block: Block) -> bool:
+        if block.use is Use.FILLED and block.pending == 0:
+            self._release(block)
+            return True
+        return False
+
+    def _release(self, block: Block) -> None:
+        block.use, block.rank, block.pending = Use.FREE, -1, 0
+        self._free.append(block.index)
+
+    def _expect(self, index: int, *uses: Use) -> Block:
+        block = self.blocks[index]
+        if block.use not in uses:
+            raise BlockError(f"block {index} is {block.use.value}", where="arena")
+        return block

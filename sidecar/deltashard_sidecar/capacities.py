@@ -1,0 +1,43 @@
+"""Can one whole cut be held at all? Pure arithmetic on what a trainer attaches with. Asked once, at Attach.
+
+While the store is away, an encoded full cut lies in the arena and the cache directory. If it cannot fit there, no
+baseline could ever be made to wait for the store; better to say so before the first step than after an outage.
+"""
+
+from __future__ import annotations
+
+from deltashard_checkpoint import dtypes
+from deltashard_checkpoint.codecs.encodings import effective_encoding, section_bytes
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.sessions import BadAttach
+from deltashard_sidecar.settings import Settings
+
+
+def encoded_bytes(request: pb.AttachRequest, *, encoding: str, state_encoding: str) -> int:
+    """Bytes of one full cut of what the trainer owns, as stored (row ids and headers left out: they are small)."""
+    tables = {table.fqn: table for table in request.tables}
+    total = request.blob_bytes
+    for box in request.boxes:
+        table = tables[box.table]
+        rows, columns = box.row_stop - box.row_start, box.col_stop - box.col_start
+        total += rows * sum(section_bytes(effective_encoding(encoding, table.dtype, columns), 1, columns))
+        for field in table.fields:
+            item = dtypes.by_name(field.dtype).itemsize_bytes
+            if field.pointwise and state_encoding == "bf16" and field.dtype == "float32":
+                item = 2
+            total += rows * item * (columns if field.pointwise else 1)
+    return total
+
+
+def check_capacity(request: pb.AttachRequest, settings: Settings) -> None:
+    """Raise `BadAttach` when arena and cache together cannot hold one encoded full cut."""
+    need = encoded_bytes(request, encoding=settings.encoding, state_encoding=settings.state_encoding)
+    have = settings.arena_bytes + settings.cache_bytes
+    if need > have:
+        raise BadAttach(
+            f"one full checkpoint takes about {need} bytes encoded as {settings.encoding}; the arena "
+            f"({settings.arena_bytes}) and the cache ({settings.cache_bytes}) hold {have}",
+            where="capacity",
+            remedy="give the cache more room (cache_bytes), or choose a smaller encoding",
+        )

@@ -1,0 +1,80 @@
+"""Structured logs: one JSON object a line on stderr, through structlog, with the run and the process in every line.
+
+An event is a short name (`save.staged`, `restore.failed`); everything else is a key. Errors of ours log their what,
+where and remedy; a traceback only for what no one foresaw.
+
+A child sidecar's stderr is a file in memory, `sidecar.log` in its runtime directory: `bound` moves it aside to
+`sidecar.log.1` when it is large, so that a long life of small events costs a bounded amount.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import structlog
+from deltashard_checkpoint.errors import DeltashardError
+
+Logger = structlog.stdlib.BoundLogger
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+LOG_BYTES = 4 << 20
+"""A log file is moved aside at this size; one older file is kept."""
+
+
+def bound(path: Path, *, limit_bytes: int = LOG_BYTES) -> bool:
+    """Begin a new log file when stderr is `path` and that has grown to the limit; whether it did.
+
+    Lines of other threads go to the one file or the other, whole: descriptors 1 and 2 are replaced atomically.
+    """
+    mine = os.fstat(2)
+    if mine.st_size < limit_bytes:
+        return False
+    try:
+        there = path.stat()
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
+            return False  # a terminal, a container's pipe, somebody's file
+        path.replace(path.with_name(f"{path.name}.1"))
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False  # it goes on in the old file
+    out = os.fstat(1)
+    os.dup2(fd, 2)
+    if (out.st_dev, out.st_ino) == (mine.st_dev, mine.st_ino):
+        os.dup2(fd, 1)
+    os.close(fd)
+    return True
+
+
+def configure(level: str, *, run: str) -> Logger:
+    """Set structlog up for this process and return its logger."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(default=str),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logger: Logger = structlog.get_logger().bind(run=run, pid=os.getpid())
+    return logger
+
+
+def explain(error: BaseException) -> dict[str, str]:
+    """What to log of an error: ours by its parts, others by type and text."""
+    if isinstance(error, DeltashardError):
+        return {
+            "error": type(error).__name__,
+            "what": error.what,
+            "where": error.where,
+            "remedy": error.remedy,
+        }
+    return {"error": type(error).__name__, "what": str(error)}

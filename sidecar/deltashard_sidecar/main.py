@@ -1,0 +1,212 @@
+"""The process: `serve` (the sidecar), `notify` (the preStop hook), `health` (an exec probe), `reference` (docs).
+
+One process owns a runtime directory, by a POSIX record lock on `LOCK` in it: a second one exits at once with code
+`EXIT_OWNED`, so that whoever started it attaches to the first. `serve` prints nothing on stdout; it writes `ready.json`
+(`pid`, `epoch`, `metrics_port`, `protocol`), atomically, when it serves. Nothing of the store is needed to get there.
+
+SIGTERM and SIGINT: no new save, what is in flight is finished or aborted by `term_deadline_s`, exit 0. A second signal
+ends the waiting. SIGUSR1 writes every thread's stack to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deltashard_checkpoint.errors import DeltashardError, UserError
+
+from deltashard_sidecar import lifecycles, settings
+
+if TYPE_CHECKING:
+    from deltashard_sidecar.logs import Logger
+
+EXIT_USAGE = 2
+EXIT_OWNED = 3
+EXIT_ENVIRONMENT = 4
+TICK_S = 0.1
+
+USAGE = """usage: deltashard-sidecar serve --url URL --run RUN --dir DIR --cache-dir DIR [--SETTING VALUE ...]
+       deltashard-sidecar notify [--reason eviction] [--deadline-s S] [--socket PATH]
+       deltashard-sidecar health [--socket PATH]
+       deltashard-sidecar reference DIRECTORY
+Settings: docs/reference/sidecar-settings.md; every one is also a variable DELTASHARD_<NAME>.
+"""
+
+
+def own(directory: Path) -> int | None:
+    """The descriptor of the runtime directory's lock, or None when another process owns the directory."""
+    directory.mkdir(mode=0o770, parents=True, exist_ok=True)
+    fd = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def write_ready(path: Path, facts: dict[str, int | None]) -> None:
+    """Say, atomically, that the sidecar serves."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(facts))
+    temporary.replace(path)
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Run the sidecar until a signal, or until it lingered long enough without a trainer."""
+    os.umask(0o007)
+    config = settings.load(argv, os.environ)
+    from deltashard_sidecar.logs import configure, explain
+
+    log = configure(config.log_level, run=config.run)
+    lock = own(config.dir)
+    if lock is None:
+        log.error("sidecar.owned", dir=str(config.dir))
+        return EXIT_OWNED
+    config.ready_path.unlink(missing_ok=True)
+    try:
+        return _serve(config, log)
+    except UserError as error:
+        log.error("sidecar.refused", **explain(error))  # noqa: TRY400 - an answer, not a crash
+        return EXIT_USAGE
+    except DeltashardError as error:
+        log.error("sidecar.failed", **explain(error))  # noqa: TRY400 - an answer, not a crash
+        return EXIT_ENVIRONMENT
+    finally:
+        os.close(lock)
+
+
+def _serve(config: settings.Settings, log: Logger) -> int:
+    from deltashard_sidecar.arenas import ArenaKeeper
+    from deltashard_sidecar.logs import bound
+    from deltashard_sidecar.metrics import Metrics
+    from deltashard_sidecar.runs import Run
+    from deltashard_sidecar.servers import Server
+    from deltashard_sidecar.sessions import PROTOCOL_MAX
+    from deltashard_sidecar.sidecars import Sidecar
+
+    stop = threading.Event()
+    hurry = threading.Event()
+
+    def on_signal(_number: int, _frame: object) -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    faulthandler.register(signal.SIGUSR1)
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    metrics = Metrics()
+    keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
+    run = Run(config, metrics=metrics, log=log)
+    sidecar = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
+    scraped = metrics.serve(config.metrics_host, config.metrics_port) if config.metrics_port >= 0 else None
+    server = Server(sidecar, config.socket_path)
+    server.start()
+    facts = {
+        "pid": os.getpid(),
+        "epoch": keeper.epoch,
+        "metrics_port": None if scraped is None else scraped[1],
+        "protocol": PROTOCOL_MAX,
+    }
+    write_ready(config.ready_path, facts)
+    log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
+    sidecar.start()
+    while not stop.wait(TICK_S):
+        bound(config.dir / "sidecar.log")
+        if not sidecar.tick():
+            log.info("sidecar.lingered", linger_s=config.linger_s)
+            break
+    log.info("sidecar.stopping", in_flight=len(sidecar.in_flight()))
+    server.stopping()
+    sidecar.terminate(hurry)
+    config.ready_path.unlink(missing_ok=True)
+    server.stop(0.5)
+    config.socket_path.unlink(missing_ok=True)
+    if scraped is not None:
+        scraped[0].shutdown()
+    run.close()
+    keeper.retire()
+    log.info("sidecar.stopped")
+    return 0
+
+
+def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:
+    """(flags of a client command, socket to talk to)."""
+    flags = dict(zip(argv[::2], argv[1::2], strict=True)) if len(argv) % 2 == 0 else {"": ""}
+    known = {"--socket", "--dir", "--reason", "--deadline-s"}
+    if set(flags) - known:
+        raise settings.SettingError(
+            f"unknown arguments {' '.join(argv)!r}", where="command line", remedy=USAGE
+        )
+    directory = flags.get("--dir") or os.environ.get("DELTASHARD_DIR") or "."
+    path = flags.get("--socket") or os.environ.get("DELTASHARD_SOCKET") or f"{directory}/sidecar.sock"
+    return flags, path
+
+
+def notify(argv: Sequence[str]) -> int:
+    """Tell the sidecar that its pod is going: every trainer saves now. Returns at once; 0 when nobody listens."""
+    import grpc
+    from deltashard_proto.v1 import trainer_pb2 as pb
+    from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
+
+    flags, path = _socket(argv)
+    request = pb.NotifyRequest(
+        reason=flags.get("--reason", "eviction"), deadline_s=float(flags.get("--deadline-s", "0"))
+    )
+    # A hook must never hold the pod's end up.
+    with grpc.insecure_channel(f"unix:{path}") as channel, contextlib.suppress(grpc.RpcError):
+        TrainerStub(channel).Notify(request, timeout=2.0)  # type: ignore[no-untyped-call]  # generated
+    return 0
+
+
+def health(argv: Sequence[str]) -> int:
+    """Exit 0 when the sidecar serves."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    _, path = _socket(argv)
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2.0)
+        except grpc.RpcError:
+            return 1
+    return 0 if reply.status == health_pb2.HealthCheckResponse.SERVING else 1
+
+
+def reference(argv: Sequence[str]) -> int:
+    """Write the generated pages of the reference into a directory."""
+    directory = Path(argv[0] if argv else "docs/reference")
+    (directory / "sidecar-settings.md").write_text(settings.reference())
+    (directory / "save-lifecycle.md").write_text(lifecycles.reference())
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `deltashard-sidecar` and `python -m deltashard_sidecar.main`."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = {"serve": serve, "notify": notify, "health": health, "reference": reference}
+    if not arguments or arguments[0] not in commands:
+        sys.stderr.write(USAGE)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else EXIT_USAGE
+    try:
+        status = commands[arguments[0]](arguments[1:])
+    except UserError as error:
+        sys.stderr.write(f"deltashard-sidecar: {error}\n")
+        return EXIT_USAGE
+    if arguments[0] == "serve" and argv is None:
+        # Everything is closed. A thread that still hangs in the store must not keep the process.
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

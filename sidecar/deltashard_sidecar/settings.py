@@ -1,0 +1,255 @@
+"""Settings: one frozen dataclass, filled from `DELTASHARD_*` variables and overridden by the command line.
+
+A field `every_s` is the variable `DELTASHARD_EVERY_S` and the flag `--every-s`. The docstring under each field is its
+reference entry: `reference()` renders docs/reference/sidecar-settings.md from this file; a test keeps the two equal.
+Sizes take plain bytes or a suffix (`KiB MiB GiB`). Everything is checked here, once; the rest of the sidecar trusts it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.keys import validate_run
+from deltashard_proto.arenas import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
+
+ENCODINGS = ("fp32", "fp16", "bf16", "q8", "q4", "q3", "q2")
+DIFFERENTIALS = ("full", "one-shot", "consecutive", "intermittent")
+_SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+class SettingError(UserError):
+    """A variable or flag is unknown, missing or malformed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that can be set on a sidecar."""
+
+    url: str
+    """Object store of the run: `s3://bucket/prefix` or `file:///dir`."""
+    run: str
+    """Name of the run, the logical training job; with the store it names everything that is stored."""
+    dir: Path
+    """Runtime directory: arena, socket, lock and ready.json. In a pod the memory volume shared with the trainer."""
+    cache_dir: Path
+    """Directory for spooled packs and the local cache of encoded frames. A disk, not the memory volume."""
+    socket: Path | None = None
+    """Unix socket to serve on; default `sidecar.sock` in the runtime directory."""
+    owner: str = ""
+    """Workload identity written to the run's first entry; another owner is refused unless it says takeover."""
+    arena_bytes: int = 256 << 20
+    """Shared memory for cuts and restores, allocated in full at start."""
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+    """Size of one block of the arena; at least the largest frame (8 MiB)."""
+    cache_bytes: int = 10 << 30
+    """Budget of the local cache, packs that wait for the store included."""
+    every_s: float = 0.0
+    """Save every so many seconds; 0 is off."""
+    every_steps: int = 0
+    """Save every so many steps; 0 is off."""
+    encoding: str = "q8"
+    """Encoding of embedding weights: fp32 fp16 bf16 q8 q4 q3 q2."""
+    state_encoding: str = "fp32"
+    """Encoding of point-wise optimizer state: fp32 or bf16. Row-wise state is always exact."""
+    search: str = "default"
+    """Range search of quantized rows: default (what the codecs measured best), plain, or tuned on each table."""
+    differential: str = "intermittent"
+    """Which rows a save holds: full, one-shot, consecutive or intermittent."""
+    encode_threads: int = 0
+    """Threads that encode; 0 is one per core, at most 4."""
+    upload_concurrency: int = 4
+    """Packs uploaded at once."""
+    pack_bytes: int = 64 << 20
+    """A pack object is closed at this size."""
+    stall_budget_s: float = 30.0
+    """Longest time a cut may hold the trainer, which then aborts it; after two such aborts the next waits it out."""
+    stream_idle_s: float = 120.0
+    """A save or restore whose trainer says nothing for so long is ended."""
+    save_deadline_s: float = 1800.0
+    """From staged to committed; beyond it the save fails and the next one covers its rows."""
+    attach_deadline_s: float = 60.0
+    """How long Attach waits for the save an earlier trainer of this rank left behind, before it aborts that save."""
+    open_deadline_s: float = 300.0
+    """How long Open waits for the store and for another pod's closing save."""
+    restore_deadline_s: float = 600.0
+    """How long a restore retries an unreachable store before it fails as unavailable."""
+    term_deadline_s: float = 25.0
+    """After SIGTERM: a save in flight is finished within this time or aborted."""
+    keep_last: int = 3
+    """Retention: the newest so many checkpoints are kept (with all that they cover)."""
+    keep_every_steps: int = 0
+    """Retention: besides, one checkpoint of every so many steps is kept; 0 is off."""
+    gc_grace_s: float = 3600.0
+    """Retired objects are deleted after this time, by the store's clock."""
+    housekeeping_s: float = 60.0
+    """Shortest time between rounds of retention, gc and compaction; 0: one after every commit; negative: off."""
+    compact_after: int = 16
+    """A chain of consecutive deltas longer than this is compacted into one part; 0 is off."""
+    prefetch: bool = True
+    """At start, bring the newest checkpoint's frames into the local cache before a trainer asks."""
+    metrics_port: int = -1
+    """Port of the Prometheus endpoint; 0 picks a free one (see ready.json), -1 is off."""
+    metrics_host: str = "127.0.0.1"
+    """Address the Prometheus endpoint binds; in a pod `0.0.0.0`."""
+    linger_s: float = -1.0
+    """Exit when no trainer has been attached and no save in flight for so long; -1 never exits (pods)."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
+
+    def __post_init__(self) -> None:
+        validate_run(self.run)
+        _one_of("encoding", self.encoding, ENCODINGS)
+        _one_of("state_encoding", self.state_encoding, ("fp32", "bf16"))
+        _one_of("search", self.search, ("default", "plain", "tuned"))
+        _one_of("differential", self.differential, DIFFERENTIALS)
+        _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
+        if self.block_bytes < MAX_FRAME_BYTES or self.block_bytes % 4096:
+            raise SettingError(
+                f"block_bytes is {self.block_bytes}",
+                where="block_bytes",
+                remedy=f"a multiple of 4096, at least {MAX_FRAME_BYTES} (one whole frame)",
+            )
+        if self.arena_bytes < 4 * self.block_bytes:
+            raise SettingError(
+                f"an arena of {self.arena_bytes} bytes is too small",
+                where="arena_bytes",
+                remedy=f"at least 4 blocks of {self.block_bytes} bytes for each trainer of the pod",
+            )
+        for each in fields(self):
+            if each.type == "float" and not math.isfinite(getattr(self, each.name)):
+                raise SettingError(
+                    f"{each.name} is {getattr(self, each.name)}",
+                    where=each.name,
+                    remedy="give a finite number of seconds",
+                )
+        for name in (
+            "every_s",
+            "every_steps",
+            "keep_every_steps",
+            "compact_after",
+            "encode_threads",
+            "stall_budget_s",
+        ):
+            if getattr(self, name) < 0:
+                raise SettingError(f"{name} is negative", where=name, remedy="0 is off")
+        if self.keep_last < 1:
+            raise SettingError(
+                "keep_last is below 1", where="keep_last", remedy="keep at least one checkpoint"
+            )
+
+    @property
+    def socket_path(self) -> Path:
+        """Where the sidecar listens."""
+        return self.socket if self.socket is not None else self.dir / "sidecar.sock"
+
+    @property
+    def arena_path(self) -> Path:
+        """The shared-memory file."""
+        return self.dir / "arena"
+
+    @property
+    def ready_path(self) -> Path:
+        """Written, atomically, once the sidecar serves."""
+        return self.dir / "ready.json"
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the arena."""
+        return self.arena_bytes // self.block_bytes
+
+    @property
+    def threads(self) -> int:
+        """Threads of the encode pool."""
+        return self.encode_threads or min(4, os.cpu_count() or 1)
+
+
+def _one_of(name: str, value: str, values: Sequence[str]) -> None:
+    if value not in values:
+        raise SettingError(f"{name} is {value!r}", where=name, remedy=f"one of {', '.join(values)}")
+
+
+def _parse(name: str, kind: str, text: str) -> object:
+    """One value from its text; `kind` is the field's annotation."""
+    try:
+        if kind == "bool":
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[
+                text.lower()
+            ]
+        if kind == "int":
+            for suffix, factor in _SUFFIXES.items():
+                if text.endswith(suffix):
+                    return int(float(text[: -len(suffix)]) * factor)
+            return int(text)
+        if kind == "float":
+            return float(text)
+    except (ValueError, KeyError):
+        raise SettingError(
+            f"{text!r} is no {kind}", where=name, remedy=f"see {name} in the settings reference"
+        ) from None
+    return Path(text) if "Path" in kind else text
+
+
+def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Settings from the environment, then from `--flag value` or `--flag=value`; raises `SettingError`."""
+    known = {f.name: str(f.type) for f in fields(Settings)}
+    values: dict[str, object] = {}
+    for name, kind in known.items():
+        text = environ.get(f"DELTASHARD_{name.upper()}")
+        if text is not None and text != "":
+            values[name] = _parse(f"DELTASHARD_{name.upper()}", kind, text)
+    rest = list(argv)
+    while rest:
+        flag, has_value, text = rest.pop(0).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in known:
+            raise SettingError(f"unknown argument {flag!r}", where="command line", remedy="see --help")
+        if not has_value:
+            if not rest:
+                raise SettingError(f"{flag} needs a value", where="command line")
+            text = rest.pop(0)
+        values[name] = _parse(flag, known[name], text)
+    missing = [f.name for f in fields(Settings) if f.default is MISSING and f.name not in values]
+    if missing:
+        names = ", ".join(f"--{name.replace('_', '-')} (DELTASHARD_{name.upper()})" for name in missing)
+        raise SettingError(f"missing: {names}", where="settings")
+    return Settings(**values)  # type: ignore[arg-type]  # _parse follows the annotations
+
+
+def entries() -> list[tuple[str, str, str, str]]:
+    """(name, type, default, docstring) of every setting, read from this file's source."""
+    node = ast.parse(inspect.getsource(sys.modules[__name__]))
+    body = next(n for n in node.body if isinstance(n, ast.ClassDef) and n.name == "Settings").body
+    rows = []
+    for field, doc in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            assert isinstance(doc, ast.Expr), f"{field.target.id} has no docstring"
+            assert isinstance(doc.value, ast.Constant), f"{field.target.id} has no docstring"
+            default = "required" if field.value is None else ast.unparse(field.value)
+            rows.append((field.target.id, ast.unparse(field.annotation), default, str(doc.value.value)))
+    return rows
+
+
+def reference() -> str:
+    """The settings page of the reference, in Markdown."""
+    lines = [
+        "# Sidecar settings",
+        "",
+        "Generated from `sidecar/deltashard_sidecar/settings.py`; do not edit.",
+        "",
+        "| flag | variable | type | default | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for name, kind, default, doc in entries():
+        meaning = doc.replace("|", "\\|")
+        flag, variable = f"--{name.replace('_', '-')}", f"DELTASHARD_{name.upper()}"
+        lines.append(f"| `{flag}` | `{variable}` | {kind.replace('|', 'or')} | `{default}` | {meaning} |")
+    return "\n".join(lines) + "\n"

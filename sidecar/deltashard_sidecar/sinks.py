@@ -1,0 +1,141 @@
+"""Where the batches of one save go: encoded into frames, spooled into packs, uploaded, committed.
+
+Each encoding thread has one buffer and reuses it: a frame's bytes are in a pack file when `add` returns, so the memory
+of encoding is one frame (8 MiB and a little) a thread, whatever the size of the cut.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deltashard_checkpoint.commits import PartReport, commit_part
+from deltashard_checkpoint.framings import encode_blob, encode_rows, frame_bound
+from deltashard_checkpoint.parts import PartTarget, PartWriter
+from deltashard_proto.arenas import MAX_FRAME_BYTES
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.batches import BadBatch, Rows
+from deltashard_sidecar.saves import Cut, Sealed
+from deltashard_sidecar.sessions import Session
+
+if TYPE_CHECKING:
+    from deltashard_sidecar.runs import Run
+
+_buffers = threading.local()
+
+
+def _buffer(size: int) -> memoryview:
+    """This thread's encode buffer, at least `size` bytes."""
+    held: bytearray | None = getattr(_buffers, "held", None)
+    if held is None or len(held) < size:
+        held = bytearray(size)
+        if size <= MAX_FRAME_BYTES + (1 << 20):  # a rare larger bound is not worth keeping
+            _buffers.held = held
+    return memoryview(held)
+
+
+class PartSink:
+    """The real `saves.Sink`."""
+
+    def __init__(self, run: Run, session: Session, cut: Cut) -> None:
+        settings = run.settings
+        self._run = run
+        self._session = session
+        self._cut = cut
+        self._log = run.log_of(session)
+        self._state_encoding = settings.state_encoding
+        if cut.covers is None:
+            run.searches.begin_baseline()
+        self._writer = PartWriter(
+            run.store,
+            PartTarget(
+                run=settings.run,
+                attempt=cut.attempt,
+                cut=cut.cut,
+                step=cut.step,
+                rank=session.rank,
+                token=run.token,
+                tables=session.tables,
+                boxes=session.boxes,
+                covers=cut.covers,
+            ),
+            run.cache,
+            pack_bytes=settings.pack_bytes,
+            uploads=settings.upload_concurrency,
+            deadline_s=settings.save_deadline_s,
+        )
+
+    def rows(self, batch: Rows, data: memoryview) -> None:
+        """See `saves.Sink`."""
+        frame = encode_rows(
+            table=batch.schema,
+            ids=batch.ids(data),
+            weights=batch.weights(data),
+            fields={spec.name: batch.field(i, data) for i, spec in enumerate(batch.schema.fields)},
+            encoding=self._cut.encoding,
+            step=self._cut.step,
+            col_start=batch.col_start,
+            col_stop=batch.col_stop,
+            state_encoding=self._state_encoding,
+            search=self._run.searches.of(batch, data, self._cut.encoding),
+            out=_buffer(frame_bound(batch.schema, batch.columns, batch.rows)),
+        )
+        self._writer.add(frame)
+        metrics, encoding = self._run.metrics, frame.info.encoding
+        metrics.rows.labels("in", encoding).inc(batch.rows)
+        metrics.raw_bytes.labels(encoding).inc(frame.raw_bytes)
+        metrics.frame_bytes.labels("in", encoding).inc(frame.info.length)
+
+    def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
+        """See `saves.Sink`."""
+        frame = encode_blob(
+            name=chunk.name,
+            offset=chunk.blob_offset,
+            blob_bytes=chunk.blob_bytes,
+            chunk=data,
+            step=self._cut.step,
+            out=_buffer(MAX_FRAME_BYTES),
+        )
+        self._writer.add(frame)
+        self._run.metrics.raw_bytes.labels("blob").inc(frame.raw_bytes)
+        self._run.metrics.frame_bytes.labels("in", "blob").inc(frame.info.length)
+
+    def commit(self, sealed: Sealed, *, deadline_s: float) -> pb.Commit:
+        """See `saves.Sink`."""
+        from deltashard_sidecar.runs import commit_message
+
+        if sealed.full:
+            self._writer.target = replace(self._writer.target, covers=None)
+        part = self._writer.finish()
+        stats = self._writer.stats
+        assert stats is not None
+        if stats.rows != sealed.rows:
+            raise BadBatch(f"{sealed.rows} rows were sealed, {stats.rows} arrived", where="seal")
+        committed = commit_part(
+            self._log,
+            attempt=self._cut.attempt,
+            cut=self._cut.cut,
+            step=self._cut.step,
+            world_size=self._session.world_size,
+            token=self._run.token,
+            report=PartReport(
+                part=part,
+                tables=self._session.tables,
+                encodings=stats.encodings,
+                rows=stats.rows,
+                raw_bytes=stats.raw_bytes,
+                stall_s=sealed.stall_s,
+                directive=self._cut.directive,
+                fingerprint=self._session.fingerprint,
+                metadata=sealed.metadata,
+                pins=() if sealed.pin is None else (sealed.pin,),
+            ),
+            deadline_s=deadline_s,
+        )
+        return commit_message(committed.entry)
+
+    def abandon(self) -> None:
+        """See `saves.Sink`."""
+        self._writer.abort()

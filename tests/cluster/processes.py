@@ -1,0 +1,158 @@
+"""Servers that the cluster is made of: started, waited for, ended by pid, and findable again after a test run was killed.
+
+Every process is written to a ledger file before anything depends on it, with its start time from /proc: so a later run
+can end what an earlier one left behind and can never hit a process that merely got the same number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+class ClusterError(Exception):
+    """The cluster cannot be built, or something in it did not happen in time."""
+
+
+def wait_until(
+    condition: Callable[[], object], *, timeout_s: float, what: str | Callable[[], str], every_s: float = 0.05
+) -> None:
+    """Poll until `condition()` is true; raises `ClusterError` that says `what` did not happen."""
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends_s:
+            raise ClusterError(f"not within {timeout_s:.0f} s: {what() if callable(what) else what}")
+        time.sleep(every_s)
+
+
+def start_time(pid: int) -> str | None:
+    """When the process began, in the kernel's ticks; None when there is none (or only its zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def end(pid: int, started: str | None, *, timeout_s: float = 10.0) -> None:
+    """SIGTERM, then SIGKILL; nothing when the number belongs to another process by now."""
+    for how, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, timeout_s)):
+        if start_time(pid) != started or started is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, how)
+            os.kill(pid, signal.SIGCONT)  # a stopped process would not hear it
+        ends_s = time.monotonic() + patience_s
+        while start_time(pid) == started and time.monotonic() < ends_s:
+            time.sleep(0.01)
+
+
+class Ledger:
+    """The processes that were started, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[tuple[str, int, str]]:
+        """(name, pid, start time), oldest first."""
+        if not self.path.exists():
+            return []
+        rows = (json.loads(line) for line in self.path.read_text().splitlines())
+        return [(row["name"], row["pid"], row["started"]) for row in rows]
+
+    def add(self, name: str, pid: int) -> None:
+        """Remember a process."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"name": name, "pid": pid, "started": start_time(pid)}) + "\n")
+
+    def end_all(self) -> None:
+        """End what still runs, newest first."""
+        for _name, pid, started in reversed(self.read()):
+            end(pid, started)
+        self.path.unlink(missing_ok=True)
+
+
+class Server:
+    """One long-running process with a log file; `start` after `kill` begins it anew."""
+
+    def __init__(self, name: str, command: Sequence[str | Path], *, folder: Path, ledger: Ledger) -> None:
+        self.name = name
+        self.command = [str(word) for word in command]
+        self.log = folder / f"{name}.log"
+        self._ledger = ledger
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id; raises `ClusterError` when it is not running."""
+        if self._process is None:
+            raise ClusterError(f"{self.name} was not started")
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start it in a session of its own; returns at once."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"},
+            )
+        self._ledger.add(self.name, self._process.pid)
+
+    def wait_ready(self, condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
+        """Wait for `condition()`; a process that ended meanwhile fails at once, with its last words."""
+
+        def settled() -> bool:
+            if not self.alive:
+                raise ClusterError(f"{self.name} ended:\n{self.tail()}")
+            return bool(condition())
+
+        wait_until(settled, timeout_s=timeout_s, what=lambda: f"{self.name} ready:\n{self.tail()}")
+
+    def tail(self, size_bytes: int = 3000) -> str:
+        """The end of its log."""
+        return self.log.read_bytes()[-size_bytes:].decode(errors="replace") if self.log.exists() else ""
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if it lives."""
+        if self.alive:
+            os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """End it, with patience."""
+        if self.alive:
+            end(self.pid, start_time(self.pid))
+        if self._process is not None:
+            self._process.wait(10)
+        self._process = None
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait(10)
+        self._process = None
+
+
+def run(*command: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
+    """Run a command, return its output; raises `ClusterError` with what it said."""
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    if check and done.returncode:
+        raise ClusterError(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stderr or done.stdout}")
+    return done.stdout

@@ -1,0 +1,81 @@
+"""What every step must look like: the same training without deltashard and without failures, and the store read on its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from deltashard_checkpoint.entries import Checkpoint
+from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.stores.urls import open_store
+
+from tests.cluster.trainers.model import Training
+
+
+class Reference:
+    """Trains on demand, in this process; digests and weights by step."""
+
+    def __init__(self) -> None:
+        self._training = Training()
+        self._batches = iter(self._training.loader)
+        self._step = 0
+        self._digests: dict[int, str] = {}
+
+    def _advance(self) -> None:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._batches = iter(self._training.loader)
+            batch = next(self._batches)
+        self._training.train(batch)
+        self._step += 1
+        self._digests[self._step] = self._training.digest()
+
+    def digest(self, step: int) -> str:
+        """Digest of everything after `step` steps."""
+        while self._step < step:
+            self._advance()
+        return self._digests[step]
+
+
+def weights_at(step: int) -> dict[str, torch.Tensor]:
+    """The model's parameters after `step` steps."""
+    reference = Reference()
+    reference.digest(step)
+    return dict(reference._training.model.state_dict())
+
+
+def checkpoints(url: str, run: str) -> list[Checkpoint]:
+    """The live checkpoints of a run, oldest first, by the log alone."""
+    with open_store(url) as store:
+        state = RunLog(store, run).refresh()
+    return [state.checkpoints[seq] for seq in sorted(state.checkpoints)]
+
+
+def newest_step(url: str, run: str) -> int:
+    """Step of the newest committed checkpoint; 0 when there is none."""
+    found = checkpoints(url, run)
+    return found[-1].step if found else 0
+
+
+def command_line(*arguments: str) -> dict[str, Any]:
+    """`deltashard ... --json`, which must succeed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deltashard_cli.main", *arguments, "--json"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def exported(url: str, run: str, seq: int, folder: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights, as the command line exports them."""
+    file = folder / f"{seq}.pt"
+    command_line("export", url, str(file), "--run", run, "--checkpoint", f"seq:{seq}")
+    found: dict[str, torch.Tensor] = torch.load(file)
+    return found

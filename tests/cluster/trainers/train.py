@@ -1,0 +1,76 @@
+"""The training script in the pods, as a user would write it, plus a witness.
+
+That is a TCP connection to the test, which hears of every step before deltashard does. So what was lost is counted by
+somebody who does not ask deltashard.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import deltashard
+from model import Training  # type: ignore[import-not-found]  # beside this script, in the image
+
+STEPS = int(os.environ["STEPS"])
+PACE_S = float(os.environ.get("PACE_S", "0"))
+"""Stands for the accelerator's work of one step."""
+
+
+class Witness:
+    """Lines of JSON to the test."""
+
+    def __init__(self) -> None:
+        host, port = os.environ["WITNESS"].rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)))
+        self._life = f"{os.environ['POD_NAME']}/{time.time_ns()}"
+
+    def say(self, kind: str, **facts: Any) -> None:
+        """One event."""
+        line = {"kind": kind, "life": self._life, "pod": os.environ["POD_NAME"], **facts}
+        self._socket.sendall(json.dumps(line).encode() + b"\n")
+
+
+def main() -> None:
+    """Train for STEPS steps, from wherever the last checkpoint left off."""
+    witness = Witness()
+    training = Training()
+    ckpt = deltashard.Checkpointer(training.model, training.optimizers, content_hash=True)
+    resumed = ckpt.restore()
+    step = resumed.step if resumed else 0
+    witness.say(
+        "began",
+        step=step,
+        seq=resumed.seq if resumed else None,
+        source=resumed.source if resumed else None,
+        exact=resumed.exact if resumed else None,
+        attempt=ckpt.attempt,
+        digest=training.digest() if resumed else None,
+        library=deltashard.__file__,
+        node=os.environ["NODE_NAME"],
+        secrets=Path("/etc/deltashard/store").exists() or any(name.startswith("AWS_") for name in os.environ),
+    )
+    loader = ckpt.wrap(training.loader)
+    with ckpt:
+        while step < STEPS:
+            for batch in loader:
+                training.train(batch)
+                step += 1
+                witness.say("step", step=step)
+                try:
+                    ckpt.step()
+                except deltashard.FencedError as error:
+                    witness.say("fenced", step=step, why=str(error))
+                    raise
+                if step == STEPS:
+                    break
+                time.sleep(PACE_S)
+    witness.say("finished", step=step, digest=training.digest())
+
+
+if __name__ == "__main__":
+    main()

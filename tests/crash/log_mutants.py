@@ -1,0 +1,459 @@
+"""The rules of the log, each with a way to take it away.
+
+A mutant patches the real code (or, for the rules that bind trainers, the model's trainer) so that one sentence of the
+format page no longer holds. The model must then find a schedule in which something is lost or mixed: a rule whose absence
+nobody notices is either not needed or not tested. `marked` are the sentences that carry [M] in the format page.
+
+`python -m tests.crash.log_mutants` prints the table: rule, schedules until the model complained, what it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from deltashard_checkpoint import commits, folds, gcs, lineages, logs, retentions
+from deltashard_checkpoint.entries import entry_key
+from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
+
+from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutant:
+    """A rule taken away: `patches` are (object, attribute, replacement)."""
+
+    name: str
+    rule: str
+    marked: bool
+    patches: tuple[tuple[Any, str, Any], ...]
+    bound: int = 3000
+    """Schedules within which it must be found."""
+    first: int = 0
+    """Seed to begin with: near one that finds it, for a rule that few schedules lean on (1,638 from 0)."""
+    weights: tuple[tuple[str, float], ...] = ()
+    """Moves made more (or less) likely while hunting it, for rules that few schedules lean on."""
+
+
+@contextmanager
+def applied(mutant: Mutant) -> Iterator[None]:
+    """The code without the mutant's rule."""
+    patchers = [mock.patch.object(where, name, new) for where, name, new in mutant.patches]
+    for patcher in patchers:
+        patcher.start()
+    try:
+        yield
+    finally:
+        for patcher in reversed(patchers):
+            patcher.stop()
+
+
+def hunt(mutant: Mutant, *, bound: int | None = None) -> tuple[int, str] | None:
+    """(schedules until the model complained, what it said); None when it never did."""
+    with applied(mutant), mock.patch.dict(MOVES, dict(mutant.weights)):
+        for seed in range(mutant.first, mutant.first + (bound or mutant.bound)):
+            try:
+                run_schedule(seed)
+            except Exception as error:
+                return seed - mutant.first + 1, f"{type(error).__name__}: {error}"
+    return None
+
+
+# The log
+
+
+def _overwrite(self: logs.RunLog, key: str, data: bytes) -> None:
+    self.store.put(key, data)
+
+
+def _overwrite_on_retry(self: logs.RunLog, sealed: Any, patience: Any) -> bool:
+    key = self.key(entry_key(sealed.entry.seq))
+    try:
+        self.store.put_if_absent(key, sealed.data)
+    except ObjectExists:
+        return bool(self._settle(sealed))
+    except StoreUnavailable:
+        while True:
+            try:
+                self.store.put(key, sealed.data)
+            except StoreUnavailable:
+                if not patience.pause():
+                    raise
+                continue
+            return True
+    return True
+
+
+_collect = gcs.collect
+
+
+def _collect_and_trim(log: logs.RunLog, **options: Any) -> gcs.Collected:
+    done = _collect(log, **options)
+    live = [*log.state.checkpoints, log.state.tip]
+    log.store.delete([log.key(entry_key(seq)) for seq in range(1, min(live))])
+    return done
+
+
+def _tip_is_hint(self: logs.RunLog, state: folds.RunState, floor: int) -> int:
+    if floor < 0:
+        return _list_tip(self, state, floor)
+    return (
+        max(state.tip, floor) if not self._exists(max(state.tip, floor) + 1) else _list_tip(self, state, -1)
+    )
+
+
+def _tip_by_get(self: logs.RunLog, state: folds.RunState, floor: int) -> int:
+    tip = state.tip
+    while self._exists(tip + 1):
+        tip += 1
+    return tip
+
+
+def _gap_is_end(self: logs.RunLog, state: folds.RunState, floor: int) -> int:
+    expected = state.tip + 1
+    for info in self.store.list(
+        self.key("log/"), start_after=self.key(entry_key(state.tip) if state.tip >= 0 else "log/")
+    ):
+        if self._slot(info) == expected:
+            expected += 1
+    return expected - 1
+
+
+_list_tip = logs.RunLog._list_tip
+
+# Covers
+
+
+_chain = lineages.chain
+
+
+def _rewired(rewire: Callable[[folds.RunState, Any, Any], Any]) -> Callable[..., Any]:
+    """`chain` over a state whose parts cover something else than they say."""
+
+    def chain(state: folds.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
+        checkpoints = {
+            s: replace(c, parts=tuple(replace(p, covers=rewire(state, c, p)) for p in c.parts))
+            for s, c in state.checkpoints.items()
+        }
+        return _chain(replace(state, checkpoints=checkpoints), seq, boxes, strict=strict)
+
+    return chain
+
+
+def _log_order(state: folds.RunState, entry: Any, part: Any) -> int | None:
+    if part.covers is None:
+        return None
+    return max((seq for seq in state.checkpoints if seq < entry.seq), default=part.covers)
+
+
+def _one_for_all(state: folds.RunState, entry: Any, part: Any) -> int | None:
+    return entry.parts[0].covers
+
+
+def _same_rank(state: folds.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
+    """Follow rank r of one checkpoint to rank r of the next, whatever boxes it had there."""
+    links = []
+    for part in lineages.parts_of(state, seq):
+        at, here = seq, part
+        while True:
+            links.append(lineages.ChainLink(seq=at, part=here, boxes=part.boxes))
+            if here.covers is None:
+                break
+            at = here.covers
+            older = lineages.parts_of(state, at)
+            here = older[min(part.rank, len(older) - 1)]
+    return tuple(sorted(links, key=lambda link: -link.seq))
+
+
+def _no_check(*_: Any) -> None:
+    return None
+
+
+def _drop_at_upload(self: Rank, job: Any) -> None:
+    if job is self.jobs[-1]:
+        self.fresh_pending = set()
+
+
+_acknowledge = Rank.acknowledge
+
+
+def _drop_base_at_any_commit(self: Rank, job: Any) -> None:
+    _acknowledge(self, job)
+    if job is self.jobs[-1]:
+        self.base_pending = set()
+        self.base = set(self.fresh)
+
+
+def _own_marks_only(self: Rank) -> set[Any]:
+    return set(self.fresh)
+
+
+def _no_reseed(self: Rank, seq: int, links: Any, cells: Any) -> None:
+    mine = set(cells_of(self.boxes))
+    roots = {link.seq for link in links if link.part.covers is None and mine & set(cells_of(link.boxes))}
+    self.known_commit, self.known_base = seq, roots.pop() if len(roots) == 1 else None
+
+
+def _late_acknowledge(self: Rank, job: Any) -> None:
+    """Any acknowledgement counts, also one that comes after the next cut was taken."""
+    job.acknowledged = True
+    self.fresh_pending = set()
+    self.known_commit = job.committed
+    if job.full:
+        self.base_pending = set()
+        self.known_base = job.committed
+
+
+_cut = Rank.cut
+
+
+def _covers_of_rank_0(self: Rank, cut: int, step: int, mode: str) -> Any:
+    """One `covers` for the whole cut, as rank 0 knows it; rows by each rank's own marks."""
+    job = _cut(self, cut, step, mode)
+    first = self.gang.ranks[0].jobs[-1]
+    if job.covers is not None and first.covers is not None:
+        job.covers = first.covers
+    return job
+
+
+# Fencing, committing, deleting
+
+
+_judge_checkpoint = folds._judge_checkpoint
+
+
+def _judge_without_fence(state: folds.RunState, entry: Any) -> None:
+    _judge_checkpoint(replace(state, attempt=entry.attempt), entry)
+
+
+def _settled_without_fence(self: Any, state: folds.RunState) -> Any:
+    return _settled(self, replace(state, attempt=self.attempt))
+
+
+_settled = commits._Commit.settled
+
+
+def _settled_in_any_order(self: Any, state: folds.RunState) -> Any:
+    if entry := state.commit_of(self.attempt, self.cut):
+        return commits.Committed(seq=entry.seq, entry=entry, by_us=False)
+    if state.attempt is not None and state.attempt > self.attempt:
+        raise commits.FencedError(self.attempt, state.attempt, self.log.run)
+    return None
+
+
+def _judge_in_any_order(state: folds.RunState, entry: Any) -> None:
+    opened = replace(state.attempts[entry.attempt], last_cut=None, last_step=None)
+    _judge_checkpoint(replace(state, attempts={**state.attempts, entry.attempt: opened}), entry)
+
+
+_append = logs.RunLog.append
+
+
+def _append_chosen_early(self: logs.RunLog, build: Any, **options: Any) -> Any:
+    """An attempt's resume point is chosen once, before the slot is won."""
+    if not options.get("voiding"):
+        return _append(self, build, **options)
+    early = self.refresh()
+    return _append(self, lambda _state, seq, writer: build(early, seq, writer), **options)
+
+
+def _closure_is_itself(state: folds.RunState, seqs: Any) -> frozenset[int]:
+    return frozenset(seq for seq in seqs if seq in state.checkpoints)
+
+
+def _not_loading(self: folds.RunState) -> None:
+    return None
+
+
+def _over_at_once(state: folds.RunState, attempt: int, cut: int) -> bool:
+    return True
+
+
+def _collect_unnamed(log: logs.RunLog, **options: Any) -> gcs.Collected:
+    """Deletes what no live checkpoint reads, named or not."""
+    done = _collect(log, **options)
+    live = log.state.live_prefixes()
+    log.store.delete([info.key for prefix, info in gcs.data_objects(log) if prefix not in live])
+    return done
+
+
+MUTANTS = (
+    Mutant(
+        name="log: put instead of create-only",
+        rule="log entries are created only if absent",
+        marked=True,
+        patches=((logs.RunLog, "_put_slot", _overwrite),),
+    ),
+    Mutant(
+        name="log: a retry overwrites",
+        rule="log entries are never changed",
+        marked=True,
+        patches=((logs.RunLog, "_create", _overwrite_on_retry),),
+    ),
+    Mutant(
+        name="log: gc trims old entries",
+        rule="log entries are never deleted",
+        marked=True,
+        patches=((gcs, "collect", _collect_and_trim),),
+    ),
+    Mutant(
+        name="tip: HINT is believed",
+        rule="HINT is only the start-after of a LIST: the tip is what a LIST shows",
+        marked=True,
+        patches=((logs.RunLog, "_list_tip", _tip_is_hint),),
+    ),
+    Mutant(
+        name="tip: the first 404",
+        rule="a 404 never proves the tip",
+        marked=True,
+        patches=((logs.RunLog, "_list_tip", _tip_by_get),),
+    ),
+    Mutant(
+        name="tip: a gap is the end",
+        rule="a gap is an error",
+        marked=True,
+        patches=((logs.RunLog, "_list_tip", _gap_is_end),),
+    ),
+    Mutant(
+        name="covers: log order instead",
+        rule="restore follows covers, never mere log order",
+        marked=True,
+        patches=((lineages, "chain", _rewired(_log_order)),),
+    ),
+    Mutant(
+        name="covers: one for all parts",
+        rule="restore follows covers per part",
+        marked=True,
+        patches=((lineages, "chain", _rewired(_one_for_all)),),
+    ),
+    Mutant(
+        name="covers: rank to rank",
+        rule="restore follows covers box by box",
+        marked=True,
+        patches=((lineages, "chain", _same_rank),),
+    ),
+    Mutant(
+        name="covers: not judged at the slot",
+        rule="a commit whose covers is not live in its lineage at its slot is abandoned",
+        marked=True,
+        patches=((folds, "_judge_covers", _no_check),),
+    ),
+    Mutant(
+        name="marks: consecutive drops at upload",
+        rule="a consecutive delta drops its bits when its own commit is known",
+        marked=True,
+        patches=((Rank, "staged", _drop_at_upload),),
+    ),
+    Mutant(
+        name="marks: one-shot drops at any commit",
+        rule="one-shot and intermittent drop theirs only when a baseline's commit is known",
+        marked=True,
+        patches=((Rank, "acknowledge", _drop_base_at_any_commit),),
+    ),
+    Mutant(
+        name="marks: not those in flight",
+        rule="a cut taken while another is in flight includes that one's bits",
+        marked=True,
+        patches=((Rank, "since_commit", _own_marks_only),),
+    ),
+    Mutant(
+        name="marks: restore does not re-seed",
+        rule="a restore re-seeds bits from the delta frames it used",
+        marked=True,
+        patches=((Rank, "reseed", _no_reseed),),
+    ),
+    Mutant(
+        name="marks: a late acknowledgement drops",
+        rule="ranks may learn of a commit at different times, or never (a late word drops newer bits)",
+        marked=True,
+        patches=((Rank, "acknowledge", _late_acknowledge),),
+    ),
+    Mutant(
+        name="covers: rank 0's for all ranks",
+        rule="ranks may learn of a commit at different times, or never (covers is each rank's own)",
+        marked=True,
+        patches=((Rank, "cut", _covers_of_rank_0),),
+    ),
+    Mutant(
+        name="fencing: none",
+        rule="an older attempt that tries to commit gets FencedError",
+        marked=False,
+        patches=(
+            (folds, "_judge_checkpoint", _judge_without_fence),
+            (commits._Commit, "settled", _settled_without_fence),
+        ),
+    ),
+    Mutant(
+        name="attempt: resume point chosen early",
+        rule="an opener that loses the slot to a zombie's commit resumes from that commit",
+        marked=False,
+        patches=((logs.RunLog, "append", _append_chosen_early),),
+        weights=(("open", 10),),
+    ),
+    Mutant(
+        name="commit: any order of cuts",
+        rule="cuts commit in increasing order",
+        marked=False,
+        patches=(
+            (folds, "_judge_checkpoint", _judge_in_any_order),
+            (commits._Commit, "settled", _settled_in_any_order),
+        ),
+    ),
+    Mutant(
+        name="retire: chains are not closed",
+        rule="the live set is closed over covers",
+        marked=False,
+        patches=(
+            (retentions, "closure", _closure_is_itself),
+            (folds.lineages, "closure", _closure_is_itself),
+        ),
+    ),
+    Mutant(
+        name="retire: what is being loaded",
+        rule="the newest attempt's resume point is not retired before that attempt's first commit",
+        marked=False,
+        patches=((folds.RunState, "loading", _not_loading),),
+        first=1600,
+    ),
+    Mutant(
+        name="retire: cuts that may still commit",
+        rule="an uncommitted cut is named only when a higher attempt or an equal or later cut is in the log, "
+        "and an entry that references a retired prefix is refused",
+        marked=False,
+        patches=(
+            (folds, "over", _over_at_once),
+            (retentions, "over", _over_at_once),
+            (gcs, "over", _over_at_once),
+            (folds, "_judge_prefixes", _no_check),
+        ),
+    ),
+    Mutant(
+        name="gc: deletes what nobody named",
+        rule="gc deletes only prefixes named by a retire entry",
+        marked=False,
+        patches=((gcs, "collect", _collect_unnamed),),
+    ),
+)
+
+
+def main() -> int:
+    """Hunt every mutant; exit status 1 when one was not found."""
+    survivors = 0
+    print("| rule taken away | mutant | [M] | schedules | what the model said |\n|---|---|---|---|---|")
+    for mutant in MUTANTS:
+        found = hunt(mutant)
+        survivors += found is None
+        schedules, said = found or (f"> {mutant.bound}", "nothing")
+        text = " ".join(said.split())[:110].replace("|", "/")
+        print(
+            f"| {mutant.rule} | {mutant.name} | {'yes' if mutant.marked else ''} | {schedules} | {text} |",
+            flush=True,
+        )
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

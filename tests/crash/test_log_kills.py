@@ -1,0 +1,107 @@
+"""SIGKILL at every commit point of the log, for real: a process, a file store, and what is left of them.
+
+After each: the newest committed checkpoint restores exactly, everything live is whole, and the next save succeeds.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deltashard_checkpoint import attempts, gcs, retentions
+from deltashard_checkpoint.snapshots import read_checkpoint
+
+from tests.crash import log_victim
+from tests.crash.log_victim import ROWS, log_of, save, values
+
+POINTS = [
+    ("pack.before_put", "save", 4),
+    ("pack.during_put", "save", 4),
+    ("pack.after_put", "save", 4),
+    ("index.before_put", "save", 4),
+    ("index.after_put", "save", 4),
+    ("commit.after_list", "save", 4),
+    ("commit.before_log_put", "save", 4),
+    ("commit.after_log_put", "save", 5),
+    ("attempt.before_open", "open", 4),
+    ("attempt.after_open", "open", 4),
+    ("retire.before_put", "retire", 4),
+    ("retire.after_put", "retire", 4),
+    ("gc.during_delete", "gc", 4),
+    ("gc.after_delete", "gc", 4),
+    ("compact.after_packs", "compact", 4),
+    ("compact.after_index", "compact", 4),
+    ("compact.before_log_put", "compact", 4),
+    ("compact.after_log_put", "compact", 4),
+]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    log_victim.prepare(directory)
+    return directory
+
+
+def expected(step: int) -> np.ndarray:
+    """Step 3 everywhere, the first eight rows of step 4, the next eight of step 5."""
+    rows = np.arange(ROWS)
+    whole = values(min(step, 3), rows)
+    for delta, changed in ((4, rows[:8]), (5, rows[8:16])):
+        if step >= delta:
+            whole[changed] = values(delta, changed)
+    return whole
+
+
+def restored(directory: Path, which: str = "latest") -> tuple[int, np.ndarray]:
+    snapshot = read_checkpoint(log_of(directory).store, "job", which)
+    return snapshot.entry.step, snapshot.tables["items"].weights
+
+
+@pytest.mark.parametrize(("point", "action", "step"), POINTS, ids=[point for point, _, _ in POINTS])
+def test_killed_at(prepared, tmp_path, point, action, step):
+    directory = tmp_path / "run"
+    shutil.copytree(prepared, directory)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.crash.log_victim", str(directory), action],
+        env={**os.environ, "DELTASHARD_CRASH_AT": point},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, f"it did not pass {point}: {done.stderr}"
+    assert restored(directory)[0] == step
+    np.testing.assert_array_equal(restored(directory)[1], expected(step))
+
+    log = log_of(directory)
+    state = log.refresh()
+    assert state.stopped is None
+    for seq, entry in state.checkpoints.items():
+        found, weights = restored(directory, f"seq:{seq}")
+        assert found == entry.step
+        np.testing.assert_array_equal(weights, expected(entry.step))
+
+    opened = attempts.open_attempt(log, owner="me")
+    assert opened.resume is not None
+    assert opened.resume.step == step
+    seq = save(directory, log, opened.attempt, 1, 6, np.arange(4), opened.resume.seq)
+    whole = expected(step)
+    whole[:4] = values(6, np.arange(4))
+    assert log.refresh().newest().seq == seq
+    np.testing.assert_array_equal(restored(directory)[1], whole)
+
+    retentions.append_retirement(
+        log, retentions.Retention(keep_last=1), debris=gcs.debris(log, log.refresh())
+    )
+    gcs.collect(log, grace_s=0.0)
+    np.testing.assert_array_equal(restored(directory)[1], whole)
+    left = {prefix for prefix, _ in gcs.data_objects(log)}
+    assert left <= log.refresh().live_prefixes() | set(gcs.collect(log, grace_s=1e9).waiting) | {
+        prefix for prefix in left if "compact" in prefix
+    }

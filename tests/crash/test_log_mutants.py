@@ -1,0 +1,14 @@
+"""Taking away any rule of the log makes the model fail: each rule is needed, and the model sees it."""
+
+import pytest
+
+from tests.crash.log_mutants import MUTANTS, hunt
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_model_notices_that_the_rule_is_gone(mutant, record_property):
+    found = hunt(mutant)
+    assert found is not None, f"no violation in {mutant.bound} schedules without: {mutant.rule}"
+    schedules, said = found
+    record_property("schedules", schedules)
+    print(f"{mutant.rule}: found after {schedules} schedules: {said}")

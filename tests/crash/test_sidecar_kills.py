@@ -1,0 +1,332 @@
+"""kill -9 of the sidecar at every named instant, and of its trainer at every stage of a cut or restore.
+
+After each: the newest committed checkpoint restores and equals, by content, what was cut for it; every live checkpoint
+reads back whole and equals its cut; the next save succeeds. Whether the cut that was interrupted counts is not a matter
+of luck: before the log entry it does not, after it it does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.snapshots import read_checkpoint
+from deltashard_checkpoint.stores.urls import open_store
+
+from tests.sidecar_client import (
+    Model,
+    SaveRefused,
+    SidecarProcess,
+    Trainer,
+    lock_is_free,
+    same,
+    sidecar,
+    until,
+)
+
+States = dict[tuple[int, int], list[np.ndarray]]
+
+# Instants of a save, and whether the interrupted cut is committed afterwards.
+SAVE_POINTS = {
+    "stage.granted": False,
+    "stage.batch_received": False,
+    "stage.batch_received:3": False,
+    "encode.first": False,
+    "encode.first:2": False,
+    "stage.sealed": False,
+    "pack.before_put": False,
+    "pack.during_put": False,
+    "pack.after_put": False,
+    "index.before_put": False,
+    "index.after_put": False,
+    "commit.after_list": False,
+    "commit.before_log_put": False,
+    "commit.after_log_put": True,
+    "ack.before_send": True,
+    "ack.after_send": True,
+}
+
+
+class Story:
+    """A run with one committed baseline and one committed delta, and the memory of every cut's content."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = f"file://{root}/store"
+        self.states: States = {}
+        self.model = Model()
+
+    def sidecar(self, **flags: object) -> SidecarProcess:
+        return SidecarProcess(self.root, self.url, encoding="fp32", **flags)  # type: ignore[arg-type]
+
+    def cut(self, trainer: Trainer) -> int:
+        self.model.train()
+        assert trainer.attempt is not None
+        self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
+        return trainer.save()
+
+    def newest(self) -> tuple[int, int] | None:
+        state = RunLog(open_store(self.url), "run").refresh()
+        newest = state.newest()
+        return None if newest is None else (newest.attempt, newest.cut)
+
+    def check(self) -> None:
+        """Every live checkpoint, read straight from the store, equals its cut."""
+        store = open_store(self.url)
+        state = RunLog(store, "run").refresh()
+        assert state.stopped is None
+        for seq, entry in state.checkpoints.items():
+            snapshot = read_checkpoint(store, "run", f"seq:{seq}", state=state)
+            cut = self.states[entry.attempt, entry.cut]
+            assert np.array_equal(snapshot.tree("dense/w"), cut[0])
+            for i, name in enumerate(("big.weight", "small.weight")):
+                table = snapshot.tables[name]
+                got = [table.weights, table.fields["sum"], table.fields["exp_avg"]]
+                assert same(got, cut[2 + 3 * i : 5 + 3 * i])
+
+    def comes_back(self, process: SidecarProcess) -> None:
+        """A new trainer restores the newest checkpoint, exactly, and its next save commits and restores."""
+        expected = self.newest()
+        self.check()
+        trainer = Trainer(process.socket, self.model)
+        opened = trainer.open()
+        if expected is None:
+            assert not opened.HasField("resume_seq")
+        else:
+            assert (opened.resume_attempt, opened.cut) == expected
+            self.model.wipe()
+            trainer.restore(opened.resume_seq)
+            assert same(self.model.state(), self.states[expected])
+        commit = trainer.committed(self.cut(trainer))
+        self.model.wipe()
+        trainer.restore(commit.seq)
+        assert trainer.attempt is not None
+        assert same(self.model.state(), self.states[trainer.attempt, commit.cut])
+        self.check()
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Story:
+    """A run with a baseline and a delta; tests work on copies."""
+    story = Story(tmp_path_factory.mktemp("begun"))
+    with sidecar(story.root, story.url, encoding="fp32") as process:
+        trainer = Trainer(process.socket, story.model)
+        trainer.open()
+        for _ in range(2):
+            trainer.committed(story.cut(trainer))
+        trainer.close()
+        assert process.terminate() == 0
+    return story
+
+
+@pytest.fixture
+def story(begun: Story, tmp_path: Path) -> Story:
+    """A copy of the begun run, at the same model."""
+    shutil.copytree(begun.root / "store", tmp_path / "store")
+    shutil.copytree(begun.root / "cache", tmp_path / "cache")
+    copy = Story(tmp_path)
+    copy.states = dict(begun.states)
+    return copy
+
+
+def interrupted(process: SidecarProcess) -> None:
+    assert process.died() == -signal.SIGKILL, process.log()[-2000:]
+
+
+@pytest.mark.parametrize(("point", "committed"), SAVE_POINTS.items(), ids=list(SAVE_POINTS))
+def test_sidecar_killed_during_a_save(story: Story, point: str, committed: bool) -> None:
+    """At every instant between the first grant and the acknowledgement."""
+    before = story.newest()
+    process = story.sidecar(crash_at=point)
+    trainer = Trainer(process.socket, story.model)
+    opened = trainer.open()
+    trainer.restore(opened.resume_seq)
+    with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
+        trainer.committed(story.cut(trainer))
+        # The acknowledgement itself arrived: the death is what is left to see.
+        assert point == "ack.after_send"
+        raise SaveRefused("gone", "acknowledged, then killed")
+    interrupted(process)
+    assert trainer.attempt is not None
+    assert story.newest() == ((trainer.attempt, 1) if committed else before)
+    trainer.close()
+    with sidecar(story.root, story.url, encoding="fp32") as again:
+        story.comes_back(again)
+
+
+@pytest.mark.parametrize("point", ["stage.batch_received", "index.after_put", "commit.after_log_put"])
+def test_the_trainer_lives_through_a_killed_sidecar(story: Story, point: str) -> None:
+    """It attaches to the next sidecar under its own attempt; the next save covers the rows of the lost one."""
+    process = story.sidecar(crash_at=point)
+    trainer = Trainer(process.socket, story.model)
+    opened = trainer.open()
+    trainer.restore(opened.resume_seq)
+    epoch = trainer.reply.epoch
+    with pytest.raises((SaveRefused, grpc.RpcError)):
+        trainer.committed(story.cut(trainer))
+    interrupted(process)
+    with sidecar(story.root, story.url, encoding="fp32"):
+        reply = trainer.attach()
+        assert reply.epoch != epoch
+        known = reply.last_commit.cut if reply.HasField("last_commit") else 0
+        assert known == (1 if point == "commit.after_log_put" else 0)
+        commit = trainer.committed(story.cut(trainer))
+        story.check()
+        assert commit.attempt == trainer.attempt
+        story.model.wipe()
+        trainer.restore(commit.seq)
+        assert same(story.model.state(), story.states[commit.attempt, commit.cut])
+    trainer.close()
+
+
+@pytest.mark.parametrize("point", ["attempt.before_genesis", "attempt.after_genesis"])
+def test_sidecar_killed_while_a_run_is_created(tmp_path: Path, point: str) -> None:
+    """Nothing was committed: the next attempt starts from nothing, and saves."""
+    story = Story(tmp_path)
+    process = story.sidecar(crash_at=point)
+    trainer = Trainer(process.socket, story.model)
+    with pytest.raises(grpc.RpcError):
+        trainer.open()
+    interrupted(process)
+    trainer.close()
+    with sidecar(story.root, story.url, encoding="fp32") as again:
+        story.comes_back(again)
+
+
+@pytest.mark.parametrize(
+    "point", ["attempt.before_open", "attempt.after_open", "restore.planned", "restore.first_filled"]
+)
+def test_sidecar_killed_while_a_trainer_comes_back(story: Story, point: str) -> None:
+    """Opening or restoring: the next sidecar does both from the start."""
+    process = story.sidecar(crash_at=point)
+    trainer = Trainer(process.socket, story.model)
+    with pytest.raises((SaveRefused, grpc.RpcError)):
+        trainer.restore(trainer.open().resume_seq)
+    interrupted(process)
+    trainer.close()
+    with sidecar(story.root, story.url, encoding="fp32") as again:
+        story.comes_back(again)
+
+
+@pytest.mark.parametrize(
+    "point", ["retire.before_put", "retire.after_put", "gc.during_delete", "gc.after_delete"]
+)
+def test_sidecar_killed_while_it_keeps_house(story: Story, point: str) -> None:
+    """Retention and gc after every commit, with no grace: whatever they were doing, what is live is whole."""
+    flags = {"housekeeping-s": 0, "keep-last": 1, "gc-grace-s": 0, "differential": "full"}
+    process = story.sidecar(crash_at=point, **flags)
+    trainer = Trainer(process.socket, story.model)
+    trainer.restore(trainer.open().resume_seq)
+    with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
+        for _ in range(6):
+            trainer.committed(story.cut(trainer))
+        until(lambda: process.poll() is not None)
+        raise SaveRefused("gone", "killed between saves")
+    interrupted(process)
+    trainer.close()
+    with sidecar(story.root, story.url, encoding="fp32", **flags) as again:
+        story.comes_back(again)
+
+
+@pytest.mark.parametrize("point", ["compact.after_packs", "compact.after_index", "compact.after_log_put"])
+def test_sidecar_killed_while_it_compacts(story: Story, point: str) -> None:
+    """A chain grew too long and is being moved into one part: half a compaction is nobody's, a whole one reads the same."""
+    flags = {"housekeeping-s": 0, "compact-after": 2, "differential": "consecutive", "keep-last": 20}
+    process = story.sidecar(crash_at=point, **flags)
+    trainer = Trainer(process.socket, story.model, consecutive=True)
+    trainer.restore(trainer.open().resume_seq)
+    with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
+        for _ in range(6):
+            trainer.committed(story.cut(trainer))
+        until(lambda: process.poll() is not None)
+        raise SaveRefused("gone", "killed between saves")
+    interrupted(process)
+    trainer.close()
+    compactions = RunLog(open_store(story.url), "run").refresh().compactions
+    assert bool(compactions) == (point == "compact.after_log_put")
+    with sidecar(story.root, story.url, encoding="fp32", **flags) as again:
+        story.comes_back(again)
+
+
+# The trainer dies.
+
+TRAINER = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, {tests!r})
+from tests.sidecar_client import Model, Trainer
+
+stage = sys.argv[2]
+def die(at):
+    if stage == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+model = Model()
+trainer = Trainer(Path(sys.argv[1]), model)
+die("attached")
+opened = trainer.open()
+die("opened")
+trainer.restore(opened.resume_seq, hold=lambda n: die("restoring"))
+die("restored")
+model.train()
+cut = trainer.begin()
+die("begun")
+cut.rows_of(0, None)
+die("first table")
+cut.rows_of(1, None)
+for name, data in model.blobs().items():
+    cut.blob(name, data)
+die("before seal")
+np.savez(sys.argv[3], *model.state())
+cut.seal(full=True)
+die("staged")
+trainer.committed(cut.number)
+die("committed")
+"""
+STAGES = {
+    "attached": False,
+    "opened": False,
+    "restoring": False,
+    "restored": False,
+    "begun": False,
+    "first table": False,
+    "before seal": False,
+    "staged": True,
+    "committed": True,
+}
+
+
+@pytest.mark.parametrize(("stage", "commits"), STAGES.items(), ids=list(STAGES))
+def test_trainer_killed(story: Story, stage: str, commits: bool) -> None:
+    """Before the seal nothing of the cut is in the log; after it the sidecar finishes and commits alone."""
+    before = story.newest()
+    saved = story.root / "cut.npz"
+    with sidecar(story.root, story.url, encoding="fp32") as process:
+        code = TRAINER.format(tests=str(Path(__file__).parents[2]))
+        child = subprocess.run(
+            [sys.executable, "-c", code, str(process.socket), stage, str(saved)], capture_output=True, text=True,
+            timeout=60, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert child.returncode == -signal.SIGKILL, child.stderr
+        assert lock_is_free(process.dir / "arena", 0), "a lock dies with its process"
+        if commits:
+            until(lambda: story.newest() != before, what="the sidecar commits alone")
+            newest = story.newest()
+            assert newest is not None
+            with np.load(saved) as arrays:
+                story.states[newest] = [arrays[name] for name in arrays.files]
+        story.comes_back(process)
+        assert (story.newest() != before) or not commits
+        events = [event["event"] for event in process.events()]
+        assert "save.unexpected" not in events
+        assert "restore.unexpected" not in events

@@ -1,0 +1,60 @@
+"""SIGKILL of the trainer at each of its crash points: the newest committed checkpoint comes back, exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.stores.urls import open_store
+
+FIRST, SECOND = 6, 10
+POINTS = (
+    "cut.begun",
+    "cut.first_batch",
+    "cut.before_seal",
+    "cut.after_seal",
+    "restore.first_applied",
+    "restore.before_dense",
+)
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """Every point's story, told by trainer_kills.py."""
+    work = tmp_path_factory.mktemp("kills")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(work / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(Path(__file__).parent / "trainer_kills.py"), str(work), *POINTS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return work, {each["point"]: each for each in told}, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # the first one waits for all of the processes
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at(point: str, lives: tuple[Path, dict[str, Any], str]) -> None:
+    """Nothing before the seal becomes a checkpoint; what is sealed is the sidecar's to finish; the next save works."""
+    work, told, said = lives
+    assert point in told, said
+    life = told[point]
+    # Once it is sealed the sidecar commits alone, unless the seal itself was lost with the process.
+    assert life["step"] in ((FIRST, SECOND) if point == "cut.after_seal" else (FIRST,))
+    assert life["exact"] is True
+    assert (life["next"], life["closed"]) == (3, 5)
+    if point.startswith("cut."):
+        assert life["lost_steps"] == SECOND - life["step"]
+    state = RunLog(open_store(f"file://{work / 'store'}"), point).refresh()
+    newest = state.checkpoints[max(state.checkpoints)]
+    assert newest.step == life["step"] + 5

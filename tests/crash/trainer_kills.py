@@ -1,0 +1,124 @@
+"""Kills a trainer at one of its crash points and comes back: run as a script, `trainer_kills.py WORKDIR POINT...`.
+
+Every process is forked from this one, which has imported everything and started no thread. For a save's point: train to
+step 6, save (durable), train on, die inside the next save; then come back. For a restore's point: come back, die inside
+the restore, come back again. Prints one JSON line per point: what the last process restored.
+"""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import deltashard
+import torch
+from deltashard_checkpoint import crashpoints
+from torch import nn
+
+ROWS, FIRST, SECOND = 4000, 6, 10
+
+
+def arm(point: str) -> None:
+    """As DELTASHARD_CRASH_AT would, for this forked process only (its sidecar shall live)."""
+    crashpoints._armed, crashpoints._left = point, 1
+
+
+class Trained:
+    """A model under a Checkpointer."""
+
+    def __init__(self, work: Path, run: str) -> None:
+        torch.manual_seed(1)
+        self.table = nn.Embedding(ROWS, 16, sparse=True)
+        self.top = nn.Linear(16, 1)
+        model = nn.ModuleDict({"table": self.table, "top": self.top})
+        self.optimizers = [
+            torch.optim.Adagrad(self.table.parameters(), lr=0.1),
+            torch.optim.Adam(self.top.parameters(), lr=0.01),
+        ]
+        self.ckpt = deltashard.Checkpointer(
+            model, self.optimizers, url=work / "store", run=run, encoding="q4", arena_bytes=64 << 20,
+            content_hash=True, sidecar={"linger_s": 20.0},
+        )  # fmt: skip
+
+    def train(self, to: int) -> None:
+        while self.ckpt.steps < to:
+            x = torch.randint(ROWS, (16, 8))
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.top(self.table(x).mean(1)).square().mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            self.ckpt.step()
+
+
+def first_life(work: Path, run: str) -> None:
+    trained = Trained(work, run)
+    assert trained.ckpt.restore() is None
+    trained.train(FIRST)
+    trained.ckpt.save().wait(60)
+    if run.startswith("cut."):
+        arm(run)
+        trained.train(SECOND)
+        trained.ckpt.save().wait(60)
+    os.kill(os.getpid(), 9)
+
+
+def dying_restore(work: Path, run: str) -> None:
+    trained = Trained(work, run)
+    arm(run)
+    trained.ckpt.restore()
+
+
+def last_life(work: Path, run: str) -> None:
+    trained = Trained(work, run)
+    restored = trained.ckpt.restore()
+    assert restored is not None
+    trained.train(restored.step + 3)
+    commit = trained.ckpt.save().wait(60)
+    trained.train(restored.step + 5)
+    trained.ckpt.close(deadline_s=60)
+    found = {
+        "point": run,
+        "step": restored.step,
+        "exact": restored.exact,
+        "lost_steps": restored.lost_steps,
+        "next": commit.step - restored.step,
+        "closed": trained.ckpt.stats.last_commit.step - restored.step,
+    }
+    print(json.dumps(found), flush=True)
+
+
+def forked(life: Callable[[Path, str], None], work: Path, run: str) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            life(work, run)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore", "Sparse invariant checks")
+    torch.set_num_threads(1)
+    work = Path(sys.argv[1])
+    for point in sys.argv[2:]:
+        if forked(first_life, work, point) != -9:
+            return 1
+        if point.startswith("restore.") and forked(dying_restore, work, point) != -9:
+            return 1
+        if forked(last_life, work, point) != 0:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

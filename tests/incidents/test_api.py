@@ -1,0 +1,237 @@
+"""What a stranger tried on the trainer's API: each was silence, a wait of minutes, or a message of somebody else's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard.errors import AnotherTrainer, CheckpointMismatch, SidecarUnavailable, UserError
+from deltashard.launchers import ChildLauncher, SidecarOptions, environment_hash
+
+from tests.incidents.toys import ROWS, Run, Toy, kill
+
+SECRET = "the-corrected-secret"
+
+
+def launcher(root: Path, **flags: object) -> ChildLauncher:
+    return ChildLauncher(
+        SidecarOptions(url=f"file://{root}/store", run="run", flags={"linger_s": 20.0, **flags})
+    )
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A store with one checkpoint of a toy."""
+    with Run(tmp_path / "store", sidecar={"linger_s": 0.5}) as run:
+        run.train(2)
+        run.save()
+    return tmp_path / "store"
+
+
+def test_a_corrected_environment_replaces_the_lingering_sidecar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that ended without close(), restarted with other credentials, must not meet the sidecar with the old."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    first = launcher(tmp_path)
+    first.ensure()
+    again = launcher(tmp_path)
+    again.ensure()
+    assert again.pid == first.pid, "nothing changed: the living one is used"
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    corrected = launcher(tmp_path)
+    corrected.ensure()
+    try:
+        assert corrected.pid not in (None, first.pid)
+        with pytest.raises(ProcessLookupError):
+            os.kill(first.pid or 0, 0)
+        assert SECRET in Path(f"/proc/{corrected.pid}/environ").read_bytes().decode()
+        assert SECRET not in (corrected.runtime / "arguments.json").read_text()
+    finally:
+        for each in (corrected, again, first):
+            each.close()
+
+
+def test_only_what_a_sidecar_reads_counts_as_another_environment() -> None:
+    """Variables of the trainer, and anybody else's, replace nothing; the hash differs with its salt."""
+    was = {"AWS_REGION": "eu", "MINIO_ACCESS_KEY": "a", "DELTASHARD_EVERY_S": "3", "PATH": "/bin"}
+    for same in ({"PATH": "/usr/bin"}, {"DELTASHARD_CONTENT_HASH": "1"}, {"DELTASHARD_SOCKET": "/x"}):
+        assert environment_hash(was | same, "s") == environment_hash(was, "s")
+    for name in ("AWS_REGION", "MINIO_ACCESS_KEY", "DELTASHARD_EVERY_S", "SSL_CERT_FILE", "AWS_CA_BUNDLE"):
+        assert environment_hash(was | {name: "other"}, "s") != environment_hash(was, "s")
+    assert environment_hash(was, "s") != environment_hash(was, "t")
+
+
+def test_a_closed_checkpointer_says_so_at_once(stored: Path) -> None:
+    """Not a restore that looks for a sidecar for minutes, nor steps and saves that nobody will ever write."""
+    run = Run(stored)
+    run.ckpt.close()
+    began_s = time.monotonic()
+    for call in (run.ckpt.restore, run.ckpt.save, run.ckpt.step, run.ckpt.step):
+        with pytest.raises(UserError, match="this Checkpointer is closed"):
+            call()
+    assert time.monotonic() - began_s < 1.0
+    run.ckpt.close()
+
+
+def test_wrong_settings_are_the_users_error_in_the_sidecars_own_words(tmp_path: Path) -> None:
+    """Before and after the sidecar has its log: what, where and remedy, no JSON, no "read its log"."""
+    with pytest.raises(UserError) as caught:
+        Run(tmp_path / "store", encoding="q9")
+    assert (caught.value.what, caught.value.where) == ("encoding is 'q9'", "encoding")
+    assert caught.value.remedy.startswith("one of fp32")
+    with pytest.raises(UserError) as caught:
+        Run("gopher://store", restore=False)
+    assert "gopher" in str(caught.value)
+    assert "{" not in str(caught.value)
+
+
+def test_a_killed_sidecar_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last line in the log, a friendly one, is not why."""
+    child = launcher(tmp_path)
+    child.log_path.write_text(json.dumps({"event": "sidecar.serving"}) + "\n")
+    spawn = child._spawn
+
+    def killed() -> int:
+        pid = spawn()
+        kill(pid)
+        return pid
+
+    monkeypatch.setattr(child, "_spawn", killed)
+    try:
+        with pytest.raises(SidecarUnavailable, match=r"the sidecar was killed by signal 9 \[") as caught:
+            child.ensure()
+    finally:
+        child.close()
+    assert "serving" not in str(caught.value)
+
+
+def resized(stored: Path, *, rows: int = ROWS, width: int = 16, dtype: torch.dtype = torch.float32) -> Any:
+    """A Checkpointer of a toy whose table differs, and its model; no optimizer."""
+    model = Toy()
+    model.items = torch.nn.EmbeddingBag(rows, width, mode="sum", sparse=True, dtype=dtype)
+    return model, deltashard.Checkpointer(model, url=stored, run="run", encoding="fp32", arena_bytes=64 << 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        ({"rows": ROWS + 7}, f"[{ROWS + 7}, 16]"),
+        ({"rows": ROWS - 7}, f"[{ROWS - 7}, 16]"),
+        ({"width": 32}, f"[{ROWS}, 32]"),
+        ({"dtype": torch.float64}, f"float64 [{ROWS}, 16]"),
+    ],
+)
+def test_a_table_that_changed_is_refused_with_both_shapes(
+    stored: Path, change: dict[str, Any], now: str
+) -> None:
+    """The table, what is stored, what the model has, one remedy; nothing of what would have been done otherwise."""
+    _, ckpt = resized(stored, **change)
+    try:
+        with pytest.raises(CheckpointMismatch) as caught:
+            ckpt.restore(weights_only=True)
+    finally:
+        ckpt.close()
+    said = caught.value.what
+    for part in ("items.weight", f"[{ROWS}, 16]", now):
+        assert part in said
+    assert not re.search("keep|converted|left out", said)
+    assert "restore(strict=False)" in caught.value.remedy
+
+
+def test_another_optimizer_class_takes_no_state_of_the_old_one(stored: Path) -> None:
+    """Strict refuses by name; strict=False leaves its state out, says so, and the optimizer can step."""
+    model = Toy()
+    adam = torch.optim.SparseAdam([model.items.weight], lr=0.1)
+    head = torch.optim.Adam(model.head.parameters(), lr=0.01)
+    ckpt = deltashard.Checkpointer(
+        model, [adam, head], url=stored, run="run", encoding="fp32", arena_bytes=64 << 20
+    )
+    try:
+        with pytest.raises(
+            CheckpointMismatch, match=r"optimizer 0 was a .*Adagrad and is a .*SparseAdam now"
+        ):
+            ckpt.restore()
+        restored = ckpt.restore(strict=False)
+        assert restored is not None
+        assert any("SparseAdam" in note and "no state" in note for note in restored.notes)
+        assert "sum" not in adam.state.get(model.items.weight, {})
+        assert head.state[model.head.weight]["step"] == 2
+        model(torch.arange(8).view(2, 4)).sum().backward()
+        adam.step()
+        head.step()
+        ckpt.step()
+    finally:
+        ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+
+def test_other_parameter_groups_are_refused_before_anything_is_written(stored: Path) -> None:
+    """Strict refuses by name and the model is as it was built; strict=False leaves that optimizer's state out."""
+    model = Toy()
+    built = model.items.weight.detach().clone()
+    tables = torch.optim.Adagrad([model.items.weight], lr=0.1)
+    groups = [{"params": [model.head.weight]}, {"params": [model.head.bias], "lr": 0.5}]
+    head = torch.optim.Adam(groups, lr=0.01)
+    ckpt = deltashard.Checkpointer(
+        model, [tables, head], url=stored, run="run", encoding="fp32", arena_bytes=64 << 20
+    )
+    try:
+        with pytest.raises(CheckpointMismatch, match="optimizer 1 had 1 parameter groups and has 2 now"):
+            ckpt.restore()
+        assert torch.equal(model.items.weight, built)
+        restored = ckpt.restore(strict=False)
+        assert restored is not None
+        assert any("parameter groups" in note for note in restored.notes)
+        assert not torch.equal(model.items.weight, built)
+        assert head.param_groups[1]["lr"] == 0.5
+        assert not head.state
+    finally:
+        ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+
+SECOND = """
+import sys, time
+from deltashard.launchers import ChildLauncher, SidecarOptions
+from deltashard.errors import AnotherTrainer
+began = time.monotonic()
+try:
+    ChildLauncher(SidecarOptions(url=sys.argv[1], run="run"))
+except AnotherTrainer as error:
+    print(time.monotonic() - began, error)
+"""
+
+
+def test_a_second_trainer_of_a_run_on_one_machine_is_told_within_seconds(tmp_path: Path) -> None:
+    """Who holds it, and what to do; a living trainer is not waited for."""
+    url = f"file://{tmp_path}/store"
+    first = ChildLauncher(SidecarOptions(url=url, run="run"))
+    try:
+        second = subprocess.run(
+            [sys.executable, "-c", SECOND, url], capture_output=True, text=True, check=True, timeout=120
+        )
+    finally:
+        first.close()
+    seconds, said = second.stdout.split(maxsplit=1)
+    assert float(seconds) < 5.0
+    assert f"process {os.getpid()} already trains this run" in said
+
+
+def test_a_second_checkpointer_of_a_run_in_one_process_is_told_at_once(stored: Path) -> None:
+    """Re-running a notebook's cell: the two would replace each other's session for ever; after close() it is fine."""
+    with Run(stored) as first:
+        with pytest.raises(AnotherTrainer, match="another Checkpointer of this process") as caught:
+            Run(stored)
+        assert "close()" in caught.value.remedy
+        first.train(1)
+        assert first.save().step == 3, "the first one is not disturbed"
+    with Run(stored) as again:
+        assert again.ckpt.steps == 3

@@ -1,0 +1,206 @@
+"""Failures that other systems shipped, in restoring."""
+
+from __future__ import annotations
+
+import traceback
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import deltashard
+import numpy as np
+import pytest
+import torch
+from deltashard_checkpoint.entries import entry_key
+from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.policies import History, decide
+from deltashard_checkpoint.stores.urls import open_store
+
+from tests.incidents.toys import Run, assert_holds, newest_step, stored
+from tests.minio import free_port
+
+
+def test_recsys_examples_477_deltas_of_an_earlier_run_are_never_replayed(tmp_path: Path) -> None:
+    """A fresh attempt under the same name starts from its own baseline; nothing of the old attempt is in its chain."""
+    with Run(tmp_path / "store") as run:
+        run.train(3)
+        run.save()
+        run.train(3)
+        run.save()
+    with Run(tmp_path / "store", restore=False, fresh=True) as fresh:
+        fresh.train(2)
+        commit = fresh.save()
+        assert commit.baseline
+        at_two = fresh.state()
+    assert_holds(stored(tmp_path / "store"), at_two)
+    with Run(tmp_path / "store") as again:
+        assert again.resumed is not None
+        assert (again.resumed.step, again.resumed.chain) == (2, (commit.seq,))
+
+
+def test_recsys_examples_477_a_fenced_trainer_never_commits(tmp_path: Path) -> None:
+    """The first trainer of a run goes on after a second one took over: its save is refused, its step raises."""
+    first = Run(tmp_path / "store")
+    first.train(3)
+    first.save()
+    newest = RunLog(open_store(f"file://{tmp_path}/store"), "run")
+    from deltashard_checkpoint.attempts import open_attempt
+
+    opened = open_attempt(newest, owner=newest.refresh().owner, world_size=1)
+    assert opened.resume is not None
+    first.train(1)
+    with pytest.raises(deltashard.FencedError):
+        first.save()
+    with pytest.raises(deltashard.FencedError):
+        first.train(2)
+    assert newest_step(tmp_path / "store") == 3
+    first.__exit__()
+
+
+def test_a_frame_of_another_place_is_refused_and_the_older_checkpoint_restores_loudly(tmp_path: Path) -> None:
+    """The newest checkpoint's pack is overwritten by the older one's: never loaded; fallback is told, steps counted."""
+    with Run(tmp_path / "store", differential="full", keep_last=5) as run:
+        run.train(3)
+        run.save()
+        old = run.state()
+        run.train(3)
+        run.save()
+    store = open_store(f"file://{tmp_path}/store")
+    packs = sorted(info.key for info in store.list("run/data/") if info.key.endswith(".pack"))
+    store.put(packs[-1], store.get(packs[0]))
+    for cached in (tmp_path / "caches").rglob("*"):
+        if cached.is_file():
+            cached.unlink()
+    with Run(tmp_path / "store") as again:
+        assert again.resumed is not None
+        assert again.resumed.fell_back
+        assert again.resumed.step == 3
+        assert again.kinds("fell_back")
+        now = again.state()
+        assert np.array_equal(now["weights"], old["weights"])
+        assert np.array_equal(now["sum"], old["sum"])
+        again.train(1)
+        again.save()
+    assert newest_step(tmp_path / "store") == 4
+
+
+def _flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize("damage", [_flipped, lambda _: b""], ids=["flipped", "empty"])
+def test_a_damaged_newest_log_entry_falls_back_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
+) -> None:
+    """The commit of the newest checkpoint cannot be read: the older one restores, and every channel says so."""
+    with Run(tmp_path / "store", keep_last=5) as run:
+        run.train(3)
+        run.save()
+        old = run.state()
+        run.train(3)
+        newest = run.save().seq
+    store = open_store(f"file://{tmp_path}/store")
+    key = f"run/{entry_key(newest)}"
+    store.put(key, damage(store.get(key)))
+    with Run(tmp_path / "store") as again:
+        assert again.resumed is not None
+        assert (again.resumed.step, again.resumed.fell_back) == (3, True)
+        said = f"the log cannot be followed past entry {newest}: "
+        assert again.resumed.notes[0].startswith(said)
+        assert [
+            record for record in caplog.records if record.levelname == "WARNING" and said in record.message
+        ]
+        assert again.kinds("fell_back")[0]["why"].startswith(said)
+        assert np.array_equal(again.state()["weights"], old["weights"])
+        again.train(1)
+        again.save()
+    with Run(tmp_path / "store") as healthy:
+        assert healthy.resumed is not None
+        assert (healthy.resumed.step, healthy.resumed.fell_back, healthy.resumed.notes) == (4, False, ())
+
+
+def test_a_warm_start_from_a_damaged_run_is_told(tmp_path: Path) -> None:
+    """`from_run` reads the other run's log: its damage is in the notes too, and in the sidecar's metrics."""
+    with Run(tmp_path / "store", "other", keep_last=5) as other:
+        other.train(3)
+        other.save()
+        other.train(1)
+        newest = other.save().seq
+    open_store(f"file://{tmp_path}/store").put(f"other/{entry_key(newest)}", b"")
+    port = free_port()
+    with Run(tmp_path / "store", restore=False, metrics_port=port) as warm:
+        restored = warm.ckpt.restore(from_run="other")
+        assert restored is not None
+        assert (restored.step, restored.fell_back) == (3, True)
+        assert f"past entry {newest}: " in restored.notes[0]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            assert b"\ndeltashard_log_damaged_total 1.0\n" in answer.read()
+
+
+def test_a_garbage_entry_after_the_newest_is_told(tmp_path: Path) -> None:
+    """Nothing of ours is lost, but nobody can know that: what is restored is named, with the entry that is not one."""
+    with Run(tmp_path / "store") as run:
+        run.train(3)
+        newest = run.save().seq
+    open_store(f"file://{tmp_path}/store").put(f"run/{entry_key(newest + 1)}", b"garbage")
+    with Run(tmp_path / "store") as again:
+        assert again.resumed is not None
+        assert (again.resumed.step, again.resumed.fell_back) == (3, True)
+        assert f"past entry {newest + 1}: " in again.resumed.notes[0]
+
+
+def test_a_run_whose_only_commit_is_unreadable_is_not_begun_anew(tmp_path: Path) -> None:
+    """`restore()` must not answer "nothing was ever committed"; the refusal is one error, without gRPC's trace."""
+    with Run(tmp_path / "store") as run:
+        run.train(3)
+        newest = run.save().seq
+    open_store(f"file://{tmp_path}/store").put(f"run/{entry_key(newest)}", b"")
+    refused = Run(tmp_path / "store", restore=False)
+    with pytest.raises(deltashard.errors.RestoreFailed, match="cannot be followed past entry") as raised:
+        refused.ckpt.restore()
+    trace = "".join(traceback.format_exception(raised.value))
+    assert "grpc" not in trace.lower().replace(str(Path(deltashard.__file__).parent).lower(), "")
+    refused.__exit__()
+    with Run(tmp_path / "store", restore=False, fresh=True) as anew:
+        anew.train(1)
+        assert anew.save().baseline
+
+
+def test_incrcp_the_predictor_keeps_the_one_and_forgets_its_history() -> None:
+    """With the paper's fractions a new baseline comes at the 7th increment, not after the first, and counting restarts."""
+    sizes = [0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46, 0.48]
+    decisions = [
+        decide("intermittent", History(baseline=1, newest=1 + i, increments=tuple(sizes[:i])))
+        for i in range(len(sizes))
+    ]
+    assert decisions[:7] == ["since_baseline"] * 7
+    assert decisions[7] == "full"
+    assert decide("intermittent", History(baseline=9, newest=10, increments=(0.26,))) == "since_baseline"
+
+
+def test_a_run_with_checkpoints_is_not_continued_from_initial_values(tmp_path: Path) -> None:
+    """Forgetting `restore()` on a run that has checkpoints is refused at the first step."""
+    with Run(tmp_path / "store") as run:
+        run.train(2)
+        run.save()
+    with Run(tmp_path / "store", restore=False) as forgetful, pytest.raises(deltashard.errors.NotRestored):
+        forgetful.train(1)
+
+
+def test_restored_tensors_are_the_models_own_memory(tmp_path: Path) -> None:
+    """Parameters are filled in place and never re-bound; state does not alias the arena, and keeps dtype and type."""
+    with Run(tmp_path / "store") as run:
+        run.train(3)
+        run.save()
+        want = run.state()
+    again = Run(tmp_path / "store", restore=False)
+    weight = again.model.items.weight
+    address = weight.data_ptr()
+    again.resumed = again.ckpt.restore()
+    assert again.model.items.weight is weight
+    assert weight.data_ptr() == address
+    again.ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert np.array_equal(again.state()["weights"], want["weights"])
+    assert np.array_equal(again.state()["sum"], want["sum"]), "readable after the arena is gone"
+    assert again.tables.state[weight]["sum"].dtype == torch.float32

@@ -1,0 +1,216 @@
+"""Servers that misbehave: a TCP proxy that loses answers, cuts them or hangs, and an HTTP server with one fixed answer."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
+
+
+class FaultyProxy:
+    """Forwards 127.0.0.1:`port` to an upstream port, byte for byte, until told otherwise.
+
+    `lose_acks(n, method)`: the next n answers to that method are dropped and the connection closed, after the upstream gave
+    them. `truncate(bytes, n)`: the next n answers to a GET break off after so many bytes. `hang = True`: nothing
+    goes on until `release()`. `rewrite` sees (and may change) every chunk of a request.
+    """
+
+    def __init__(self, upstream_port: int) -> None:
+        self.upstream_port = upstream_port
+        self.hang = False
+        self.rewrite: Callable[[bytes], bytes] = lambda chunk: chunk
+        self.lost = 0
+        self.truncated = 0
+        self._lose: dict[str, int] = {}
+        self._truncate_left = 0
+        self._truncate_at = 0
+        self._released = threading.Event()
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        self._spawn(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._released.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._lock:
+            open_sockets = list(self._sockets)
+        for one in open_sockets:
+            _close(one)
+        for thread in self._threads:
+            thread.join(10)
+
+    def lose_acks(self, count: int = 1, method: str = "PUT") -> None:
+        with self._lock:
+            self._lose[method] = count
+
+    def truncate(self, at_bytes: int, count: int = 1) -> None:
+        with self._lock:
+            self._truncate_at, self._truncate_left = at_bytes, count
+
+    def release(self) -> None:
+        self.hang = False
+        self._released.set()
+
+    def _spawn(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
+                upstream = socket.create_connection(("127.0.0.1", self.upstream_port))
+            except OSError:
+                _close(client)
+                continue
+            with self._lock:
+                self._sockets |= {client, upstream}
+            state = {"method": "", "sent": "0"}
+            self._spawn(self._requests, client, upstream, state)
+            self._spawn(self._answers, client, upstream, state)
+
+    def _requests(self, client: socket.socket, upstream: socket.socket, state: dict[str, str]) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := client.recv(1 << 16):
+                method = chunk.split(b" ", 1)[0]
+                if method in {b"GET", b"PUT", b"HEAD", b"POST", b"DELETE"} and b"HTTP/1.1\r\n" in chunk:
+                    state["method"], state["sent"] = method.decode(), "0"
+                if self.hang:
+                    self._released.wait()
+                upstream.sendall(self.rewrite(chunk))
+        _close(upstream)
+
+    def _answers(self, client: socket.socket, upstream: socket.socket, state: dict[str, str]) -> None:
+        with contextlib.suppress(OSError):
+            while chunk := upstream.recv(1 << 16):
+                with self._lock:
+                    if self._lose.get(state["method"], 0) > 0:
+                        self._lose[state["method"]] -= 1
+                        self.lost += 1
+                        break
+                    sent = int(state["sent"])
+                    cut = state["method"] == "GET" and self._truncate_left > 0
+                    cut = cut and sent + len(chunk) > self._truncate_at
+                    if cut:
+                        self._truncate_left -= 1
+                        self.truncated += 1
+                        chunk = chunk[: max(0, self._truncate_at - sent)]
+                    state["sent"] = str(sent + len(chunk))
+                client.sendall(chunk)
+                if cut:
+                    break
+        _close(client)
+        _close(upstream)
+
+
+class FixedAnswers:
+    """An HTTP server that gives every request the same answer, once it has read it."""
+
+    def __init__(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        self.requests = 0
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                outer.requests += 1
+                self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                self.send_response(status)
+                for name, value in ({"Content-Type": "application/xml"} | (headers or {})).items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = handle_any
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_: object) -> None:
+                pass  # a client that went away
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+
+
+class Trickle:
+    """A server that answers any request with a head and then a byte now and then, for ever."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._ended = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+
+    def __enter__(self) -> Self:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _accept(self) -> None:
+        while not self._ended.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._drip, args=(client,), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _drip(self, client: socket.socket) -> None:
+        with contextlib.suppress(OSError), client:
+            client.recv(1 << 16)
+            client.sendall(
+                b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nContent-Length: 100000\r\n\r\n"
+            )
+            while not self._ended.wait(self._interval_s):
+                client.sendall(b"x")
+
+
+def _close(one: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        one.shutdown(socket.SHUT_RDWR)
+    one.close()

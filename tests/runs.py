@@ -1,0 +1,143 @@
+"""Runs with known content, for tests of what reads them: two tables, dense tensors, states; a chain of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from deltashard_checkpoint import framings, trees
+from deltashard_checkpoint.attempts import open_attempt
+from deltashard_checkpoint.caches import PackCache
+from deltashard_checkpoint.commits import PartReport, commit_part
+from deltashard_checkpoint.keys import new_token
+from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.parts import PartTarget, PartWriter
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.tables import Box, FieldSpec, TableSchema
+
+ITEMS = TableSchema(
+    fqn="embeddings.items.weight",
+    rows=3000,
+    columns=16,
+    dtype="float32",
+    fields=(
+        FieldSpec(name="sum", kind="rowwise", dtype="float32"),
+        FieldSpec(name="exp_avg", kind="pointwise", dtype="float32"),
+    ),
+)
+HALF = TableSchema(fqn="embeddings.users.weight", rows=500, columns=8, dtype="bfloat16")
+
+
+@dataclass
+class LiveTable:
+    """What a trainer has in memory."""
+
+    schema: TableSchema
+    weights: np.ndarray
+    fields: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+class WrittenRun:
+    """A run written through the real writers, one rank; `cuts` has what each checkpoint must restore to."""
+
+    def __init__(self, store: Store, run: str, directory: Path, *, seed: int = 0) -> None:
+        self.store, self.run = store, run
+        self.rng = np.random.default_rng(seed)
+        self.log = RunLog(store, run)
+        self.cache = PackCache(directory / "cache", budget_bytes=64 << 20)
+        self.attempt = open_attempt(self.log, owner="tests").attempt
+        self.cut = 0
+        self.items = LiveTable(
+            ITEMS,
+            self.rng.standard_normal((ITEMS.rows, ITEMS.columns)).astype(np.float32),
+            {
+                "sum": self.rng.random(ITEMS.rows).astype(np.float32),
+                "exp_avg": self.rng.random((ITEMS.rows, ITEMS.columns)).astype(np.float32),
+            },
+        )
+        self.half = LiveTable(HALF, self.rng.integers(0, 0x4000, (HALF.rows, HALF.columns)).astype(np.uint16))
+        self.dense = self.rng.standard_normal((16, 4)).astype(np.float32)
+        self.saved: dict[int, tuple[LiveTable, LiveTable, np.ndarray]] = {}
+
+    def close(self) -> None:
+        self.cache.close()
+
+    def train(self, share: float = 0.1) -> np.ndarray:
+        """Change some rows of `items` and the dense tensor; their ids."""
+        ids = np.flatnonzero(self.rng.random(ITEMS.rows) < share).astype(np.int64)
+        self.items.weights[ids] += 1
+        self.items.fields["sum"][ids] += 1
+        self.items.fields["exp_avg"][ids] *= 0.5
+        self.dense += 0.25
+        return ids
+
+    def save(
+        self,
+        ids: np.ndarray | None = None,
+        *,
+        step: int,
+        covers: int | None = None,
+        encoding: str = "fp32",
+        pins: tuple[str, ...] = (),
+        metadata: Mapping[str, str] | None = None,
+    ) -> int:
+        """Commit these rows of `items` (None: all rows of both tables). The seq."""
+        self.cut += 1
+        token = new_token()
+        full = ids is None
+        boxes = tuple(
+            Box(table=t.fqn, row_start=0, row_stop=t.rows, col_start=0, col_stop=t.columns)
+            for t in (ITEMS, HALF)
+        )
+        target = PartTarget(
+            run=self.run, attempt=self.attempt, cut=self.cut, step=step, rank=0, token=token, tables=(ITEMS, HALF),
+            boxes=boxes, covers=covers,
+        )  # fmt: skip
+        rows = np.arange(ITEMS.rows) if ids is None else ids
+        with PartWriter(self.store, target, self.cache, pack_bytes=128 << 10) as writer:
+            for at in range(0, len(rows), 700):
+                some = rows[at : at + 700]
+                frame = framings.encode_rows(
+                    table=ITEMS, ids=some, weights=self.items.weights[some], step=step, encoding=encoding,
+                    fields={name: values[some] for name, values in self.items.fields.items()},
+                )  # fmt: skip
+                writer.add(frame)
+            if full:
+                writer.add(
+                    framings.encode_rows(
+                        table=HALF, ids=range(HALF.rows), weights=self.half.weights, fields={}, step=step,
+                        encoding="bf16",
+                    )
+                )  # fmt: skip
+            for name, tree in self.blobs(step).items():
+                for frame in framings.encode_blob_frames(name=name, data=tree, step=step):
+                    writer.add(frame)
+            part = writer.finish()
+        stats = writer.stats
+        assert stats is not None
+        report = PartReport(
+            part=part, tables=(ITEMS, HALF), encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
+            stall_s=0.012, pins=pins, metadata=metadata or {},
+        )  # fmt: skip
+        seq = commit_part(
+            self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, token=token, report=report
+        ).seq
+        self.saved[seq] = (
+            LiveTable(ITEMS, self.items.weights.copy(), {k: v.copy() for k, v in self.items.fields.items()}),
+            LiveTable(HALF, self.half.weights.copy()),
+            self.dense.copy(),
+        )
+        return seq
+
+    def blobs(self, step: int) -> dict[str, bytes]:
+        """The blobs of a cut now."""
+        shape = self.dense.shape
+        dense = trees.Tensor(dtype="float32", shape=shape, data=self.dense.reshape(-1).view(np.uint8).data)
+        return {
+            "dense/mlp.0.weight": trees.encode(dense).to_bytes(),
+            "dense/odd": trees.encode(trees.Tagged(tag="torch.sparse_coo", value={"shape": (3,)})).to_bytes(),
+            "meta": trees.encode({"step": step}).to_bytes(),
+            "optim/0": trees.encode({"param_groups": [{"lr": 0.1}], "state": {}}).to_bytes(),
+        }

@@ -1,0 +1,625 @@
+"""A trainer for tests, as small as it can be: numpy tables, every message of the contract, no torch.
+
+It owns tables of float32 weights with one row-wise and one point-wise field, writes batches into granted blocks exactly as
+the contract says, and restores by applying frames with the checkpoint package's own applier. `spawn` starts a real
+sidecar process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import json
+import os
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import numpy as np
+from deltashard_checkpoint import trees
+from deltashard_checkpoint.indexes import box_message, table_message
+from deltashard_checkpoint.readers import FrameApplier, TableTarget
+from deltashard_checkpoint.tables import Box, FieldSpec, TableSchema
+from deltashard_proto.arenas import STEP, Arena, aligned, sections
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
+
+DEADLINE_S = 20.0
+
+
+def until(
+    condition: Callable[[], object], *, deadline_s: float = DEADLINE_S, what: str = "condition"
+) -> None:
+    """Wait for a condition, polling; fails after the deadline."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"{what}: not within {deadline_s} s"
+        threading.Event().wait(0.005)
+
+
+class Zygote:
+    """The process that forks sidecars; one a test session."""
+
+    _one: Zygote | None = None
+
+    def __init__(self) -> None:
+        path = Path(__file__).with_name("sidecar_zygote.py")
+        env = {k: v for k, v in os.environ.items() if not k.startswith("DELTASHARD_")} | {
+            "OMP_NUM_THREADS": "1"
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        self.lock = threading.Lock()
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
+        atexit.register(self.close)
+
+    @classmethod
+    def get(cls) -> Zygote:
+        if cls._one is None:
+            cls._one = cls()
+        return cls._one
+
+    def ask(self, **request: object) -> int | None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with self.lock:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class SidecarProcess:
+    """A real sidecar over a runtime directory."""
+
+    def __init__(
+        self,
+        root: Path,
+        url: str,
+        *,
+        run: str = "run",
+        crash_at: str = "",
+        wait: bool = True,
+        **flags: object,
+    ):
+        self.dir = root / "run"
+        self.dir.mkdir(exist_ok=True)
+        self.log_path = root / "sidecar.log"
+        self.url = url
+        self.status: int | None = None
+        options = {
+            "url": url, "run": run, "dir": self.dir, "cache-dir": root / "cache", "arena-bytes": "64MiB",
+            "housekeeping-s": -1, "term-deadline-s": 5, "prefetch": "no", "cache-bytes": "512MiB", **flags,
+        }  # fmt: skip
+        self.argv = ["serve"]
+        for name, value in options.items():
+            self.argv += [f"--{name.replace('_', '-')}", str(value)]
+        env = {k: v for k, v in os.environ.items() if not k.startswith("DELTASHARD_")}
+        env |= {"OMP_NUM_THREADS": "1", "DELTASHARD_CRASH_AT": crash_at}
+        pid = Zygote.get().ask(argv=self.argv, env=env, cwd=str(root), log=str(self.log_path))
+        assert pid
+        self.pid: int = pid
+        if wait:
+            self.ready()
+
+    @property
+    def socket(self) -> Path:
+        return self.dir / "sidecar.sock"
+
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def events(self) -> list[dict[str, object]]:
+        return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
+
+    def ready(self) -> dict[str, int]:
+        path = self.dir / "ready.json"
+
+        def is_ready() -> bool:
+            assert self.poll() is None, self.log()
+            return path.exists() and json.loads(path.read_text())["pid"] == self.pid
+
+        until(is_ready, what="the sidecar serves")
+        return json.loads(path.read_text())
+
+    def poll(self) -> int | None:
+        """Exit status, or None while it lives."""
+        if self.status is None:
+            self.status = Zygote.get().ask(poll=self.pid)
+        return self.status
+
+    def died(self) -> int:
+        """Wait for its end; the exit status, negative for a signal."""
+        until(lambda: self.poll() is not None, what="the sidecar ends")
+        assert self.status is not None
+        return self.status
+
+    def signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.died()
+
+    def terminate(self) -> int:
+        self.signal(signal.SIGTERM)
+        return self.died()
+
+
+@contextmanager
+def sidecar(root: Path, url: str, **flags: object) -> Iterator[SidecarProcess]:
+    """A sidecar that is gone after the block."""
+    process = SidecarProcess(root, url, **flags)  # type: ignore[arg-type]
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+@dataclass
+class Table:
+    """float32 weights [rows, columns] with a row-wise `sum` and a point-wise `exp_avg`."""
+
+    fqn: str
+    weights: np.ndarray
+    sums: np.ndarray
+    averages: np.ndarray
+    dirty: set[int] = field(default_factory=set)
+    """Rows changed since the last baseline."""
+    at_risk: set[int] = field(default_factory=set)
+    """... those of a baseline that is not known to be committed yet."""
+
+    @classmethod
+    def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> Table:
+        return cls(
+            fqn,
+            rng.standard_normal((rows, columns)).astype(np.float32),
+            rng.random(rows).astype(np.float32),
+            rng.standard_normal((rows, columns)).astype(np.float32),
+        )
+
+    @property
+    def schema(self) -> TableSchema:
+        rows, columns = self.weights.shape
+        return TableSchema(
+            fqn=self.fqn, rows=rows, columns=columns, dtype="float32",
+            fields=(
+                FieldSpec(name="sum", kind="rowwise", dtype="float32"),
+                FieldSpec(name="exp_avg", kind="pointwise", dtype="float32"),
+            ),
+        )  # fmt: skip
+
+    @property
+    def box(self) -> Box:
+        rows, columns = self.weights.shape
+        return Box(table=self.fqn, row_start=0, row_stop=rows, col_start=0, col_stop=columns)
+
+    def target(self) -> TableTarget:
+        return TableTarget(
+            schema=self.schema,
+            box=self.box,
+            weights=self.weights,
+            fields={"sum": self.sums, "exp_avg": self.averages},
+        )
+
+
+class Model:
+    """Two tables and one blob; `train` changes some rows and everything dense; equality is by content."""
+
+    def __init__(self, *, rows: int = 300, columns: int = 8, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.tables = [
+            Table.make("big.weight", rows, columns, self.rng), Table.make("small.weight", 40, 4, self.rng)
+        ]  # fmt: skip
+        self.dense = self.rng.standard_normal(100).astype(np.float32)
+        self.step = 0
+
+    def train(self, fraction: float = 0.1) -> None:
+        self.step += 1
+        for table in self.tables:
+            rows = self.rng.choice(
+                len(table.weights), max(1, int(fraction * len(table.weights))), replace=False
+            )
+            table.weights[rows] += self.rng.standard_normal((len(rows), table.weights.shape[1])).astype(
+                np.float32
+            )
+            table.sums[rows] += 1
+            table.averages[rows] *= np.float32(0.9)
+            table.dirty.update(int(row) for row in rows)
+        self.dense += np.float32(self.step)
+
+    def state(self) -> list[np.ndarray]:
+        found = [self.dense.copy(), np.array([self.step])]
+        for table in self.tables:
+            found += [table.weights.copy(), table.sums.copy(), table.averages.copy()]
+        return found
+
+    def wipe(self) -> None:
+        self.dense[:] = np.nan
+        self.step = -1
+        for table in self.tables:
+            table.weights[:] = np.nan
+            table.sums[:] = np.nan
+            table.averages[:] = np.nan
+
+    def blobs(self) -> dict[str, bytes]:
+        return {
+            "dense/w": bytes(trees.encode(self.dense).to_bytes()),
+            "meta": bytes(trees.encode({"step": self.step}).to_bytes()),
+        }
+
+    def load_blobs(self, blobs: dict[str, memoryview]) -> None:
+        self.dense[:] = trees.decode(blobs["dense/w"])
+        self.step = trees.decode(blobs["meta"])["step"]
+
+
+def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+class SaveRefused(Exception):
+    """The sidecar answered Failed."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        self.cause = cause
+        super().__init__(f"{cause}: {message}")
+
+
+class Trainer:
+    """Attach, open, cut, restore: one process's side of the contract."""
+
+    def __init__(
+        self,
+        socket: Path,
+        model: Model,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        lock: bool = True,
+        consecutive: bool = False,
+    ) -> None:
+        self.model = model
+        self.rank = rank
+        self.world_size = world_size
+        self.channel = grpc.insecure_channel(
+            f"unix:{socket}", options=(("grpc.use_local_subchannel_pool", 1),)
+        )
+        self.stub = TrainerStub(self.channel)
+        self.lock = lock
+        self.consecutive = consecutive
+        self.commit_seq: int | None = None
+        self.attempt: int | None = None
+        self.cut = 0
+        self.commits: dict[int, pb.Commit] = {}
+        self.failures: dict[int, pb.Notice.SaveFailed] = {}
+        self.urgent: list[pb.Notice.SaveNow] = []
+        self.fenced: list[pb.Notice.Fenced] = []
+        self.base_seq: int | None = None
+        self.reply = self.attach()
+
+    def attach(self) -> pb.AttachReply:
+        request = pb.AttachRequest(
+            protocol_min=1, protocol_max=1, rank=self.rank, local_rank=self.rank, world_size=self.world_size,
+            attempt=self.attempt, pid=os.getpid(),
+            tables=[table_message(t.schema) for t in self.model.tables],
+            boxes=[box_message(t.box) for t in self.model.tables],
+            fingerprint={"test": "1"},
+        )  # fmt: skip
+        self.reply = self.stub.Attach(request, timeout=DEADLINE_S)
+        self.arena = Arena.open(Path(self.reply.arena_path))
+        if self.lock:
+            start, length = self.arena.line_lock_range(self.rank)
+            fcntl.lockf(self.arena.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+        self.gone = False
+        self._watch = self.stub.Watch(pb.WatchRequest(session=self.reply.session))
+        threading.Thread(target=self._notices, args=(self._watch,), daemon=True).start()
+        return self.reply
+
+    def _notices(self, watch: Iterator[pb.Notice]) -> None:
+        try:
+            for notice in watch:
+                match notice.WhichOneof("kind"):
+                    case "committed":
+                        self.commits[notice.committed.cut] = notice.committed
+                    case "save_failed":
+                        self.failures[notice.save_failed.cut] = notice.save_failed
+                    case "save_now":
+                        self.urgent.append(notice.save_now)
+                    case "fenced":
+                        self.fenced.append(notice.fenced)
+        except grpc.RpcError:
+            pass
+        if watch is self._watch:
+            self.gone = True
+
+    def open(self, which: str = "latest", **more: object) -> pb.OpenReply:
+        reply = self.stub.Open(
+            pb.OpenRequest(session=self.reply.session, which=which, **more), timeout=DEADLINE_S
+        )
+        self.attempt = reply.attempt
+        self.cut = 0
+        self.commits.clear()
+        self.failures.clear()
+        return reply
+
+    # A cut, in steps, so that tests can stop anywhere.
+
+    def begin(self, *, reason: str = "user", urgent: bool = False, full: bool = False) -> Cut:
+        self.cut += 1
+        for table in self.model.tables:
+            table.dirty |= table.at_risk
+        begin = pb.SaveRequest.Begin(
+            session=self.reply.session,
+            step=self.model.step,
+            cut=self.cut,
+            reason=reason,
+            urgent=urgent,
+            full=full,
+        )
+        if self.base_seq is not None and not full:
+            begin.since_baseline_seq = self.base_seq
+        if self.commit_seq is not None and self.consecutive and not full:
+            begin.since_commit_seq = self.commit_seq
+        return Cut(self, begin)
+
+    def save(self, **options: object) -> int:
+        """A whole cut up to `staged`; returns its number."""
+        cut = self.begin(**options)  # type: ignore[arg-type]
+        cut.write_all()
+        cut.seal()
+        return cut.number
+
+    def committed(self, number: int) -> pb.Commit:
+        """Wait for the commit of a cut; the baseline's marks are dropped when it is one."""
+        until(
+            lambda: number in self.commits or number in self.failures or self.gone, what=f"cut {number} ends"
+        )
+        if number not in self.commits and number not in self.failures:
+            raise SaveRefused("gone", "the sidecar is gone")
+        if number in self.failures:
+            raise SaveRefused(self.failures[number].cause, self.failures[number].message)
+        commit = self.commits[number]
+        self.commit_seq = commit.seq
+        if commit.baseline:
+            self.base_seq = commit.seq
+            for table in self.model.tables:
+                table.at_risk = set()
+        return commit
+
+    def save_and_commit(self, **options: object) -> pb.Commit:
+        return self.committed(self.save(**options))
+
+    def restore(
+        self, seq: int, *, hold: Callable[[int], None] | None = None, from_run: str = ""
+    ) -> pb.RestoreReply.Done:
+        """Fill the model from a checkpoint; `hold(n)` is called before the n-th frame is applied."""
+        outbox: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
+        want = pb.RestoreRequest.Want(
+            session=self.reply.session,
+            seq=seq,
+            blobs=True,
+            from_run=from_run,
+            boxes=[box_message(t.box) for t in self.model.tables],
+        )
+        outbox.put(pb.RestoreRequest(want=want))
+        applier = FrameApplier([table.target() for table in self.model.tables])
+        names: set[str] = set()
+        done: pb.RestoreReply.Done | None = None
+        count = 0
+        try:
+            for reply in self.stub.Restore(iter(outbox.get, None), timeout=DEADLINE_S):
+                kind = reply.WhichOneof("kind")
+                if kind == "filled":
+                    filled = reply.filled
+                    count += 1
+                    if hold is not None:
+                        hold(count)
+                    length = filled.frame.length
+                    frame = bytes(self.arena.block(filled.block)[filled.offset : filled.offset + length])
+                    for applied in applier.apply(memoryview(frame)):
+                        if not filled.baseline:
+                            table = next(t for t in self.model.tables if t.fqn == applied.target.schema.fqn)
+                            table.dirty.update(int(row) for row in applied.rows)
+                    if filled.frame.name:
+                        names.add(filled.frame.name)
+                    if filled.last:
+                        outbox.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block])))
+                elif kind == "failed":
+                    raise SaveRefused(reply.failed.cause, reply.failed.message)
+                elif kind == "done":
+                    done = reply.done
+                    break
+        finally:
+            outbox.put(None)
+        assert done is not None
+        applier.finish(blobs=names)
+        self.model.load_blobs(applier.blobs)
+        self.base_seq, self.commit_seq = done.baseline_seq, seq
+        return done
+
+    def stepped(self) -> None:
+        """Tell the control line the step, as `Checkpointer.step()` does."""
+        self.arena.line(self.rank)[STEP] = self.model.step
+
+    def detach(self, *, wait: bool = False) -> pb.DetachReply:
+        return self.stub.Detach(
+            pb.DetachRequest(session=self.reply.session, wait=wait, deadline_s=DEADLINE_S),
+            timeout=2 * DEADLINE_S,
+        )
+
+    def close(self) -> None:
+        self._watch.cancel()
+        self.channel.close()
+        self.arena.close()
+
+
+class Cut:
+    """One Save stream."""
+
+    def __init__(self, trainer: Trainer, begin: pb.SaveRequest.Begin) -> None:
+        self.trainer = trainer
+        self.number = begin.cut
+        self.outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
+        self.granted: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.end: pb.SaveReply | None = None
+        self.over = threading.Event()
+        self.began = threading.Event()
+        self.begun: pb.SaveReply.Begun | None = None
+        self.rows = 0
+        self.raw_bytes = 0
+        self.blocks_used = 0
+        self._block = -1
+        self._at = 0
+        self.call = trainer.stub.Save(iter(self.outbox.get, None), timeout=60.0)
+        threading.Thread(target=self._read, daemon=True).start()
+        self.outbox.put(pb.SaveRequest(begin=begin))
+        assert self.began.wait(DEADLINE_S)
+        if self.begun is None:
+            self.outbox.put(None)
+            assert self.over.wait(DEADLINE_S)
+            failed = self.end.failed if self.end is not None else None
+            raise SaveRefused(failed.cause if failed else "gone", failed.message if failed else "")
+
+    def _read(self) -> None:
+        try:
+            for reply in self.call:
+                match reply.WhichOneof("kind"):
+                    case "begun":
+                        self.begun = reply.begun
+                        self.began.set()
+                    case "blocks":
+                        for block in reply.blocks.granted:
+                            self.granted.put(block)
+                    case _:
+                        self.end = reply
+        except grpc.RpcError:
+            pass
+        finally:
+            self.over.set()
+            self.began.set()
+
+    def _room(self, length: int) -> int:
+        if self._block < 0 or self._at + length > self.trainer.reply.block_bytes:
+            end = time.monotonic() + DEADLINE_S
+            while True:
+                try:
+                    self._block, self._at = self.granted.get(timeout=0.05), 0
+                    break
+                except queue.Empty:
+                    if self.over.is_set() or self.end is not None:
+                        failed = self.end.failed if self.end is not None else None
+                        raise SaveRefused(
+                            failed.cause if failed else "gone", "while waiting for a block"
+                        ) from None
+                    assert time.monotonic() < end, "no block came"
+            self.blocks_used += 1
+        at = self._at
+        self._at += aligned(length)
+        return at
+
+    def rows_of(self, position: int, rows: np.ndarray | None) -> None:
+        """Hand over all rows (None) or these of one table."""
+        table = self.trainer.model.tables[position]
+        ids = None if rows is None else np.sort(np.asarray(rows, np.int64))
+        count = len(table.weights) if ids is None else len(ids)
+        columns = table.weights.shape[1]
+        widths = [4 * columns, 4, 4 * columns]
+        limit = max(1, (self.trainer.reply.block_bytes // 2) // (sum(widths) + 8))
+        for start in range(0, count, limit):
+            n = min(limit, count - start)
+            chosen = slice(start, start + n) if ids is None else ids[start : start + n]
+            offsets, length = sections(n, contiguous=ids is None, row_bytes=widths)
+            at = self._room(length)
+            view = self.trainer.arena.block(self._block)[at : at + length]
+            if ids is not None:
+                np.frombuffer(view, np.int64, n, offsets[0])[:] = chosen
+            np.frombuffer(view, np.float32, n * columns, offsets[1])[:] = table.weights[chosen].reshape(-1)
+            np.frombuffer(view, np.float32, n, offsets[2])[:] = table.sums[chosen]
+            np.frombuffer(view, np.float32, n * columns, offsets[3])[:] = table.averages[chosen].reshape(-1)
+            del view
+            message = pb.RowBatch(
+                block=self._block, offset=at, table=position, rows=n, contiguous=ids is None,
+                row_start=start if ids is None else 0, col_start=0, col_stop=columns,
+            )  # fmt: skip
+            self.outbox.put(pb.SaveRequest(rows=message))
+            self.rows += n
+            self.raw_bytes += n * sum(widths)
+
+    def blob(self, name: str, data: bytes) -> None:
+        chunk = 1 << 20
+        for start in range(0, len(data), chunk):
+            piece = data[start : start + chunk]
+            at = self._room(len(piece))
+            self.trainer.arena.block(self._block)[at : at + len(piece)] = piece
+            message = pb.BlobChunk(
+                block=self._block,
+                offset=at,
+                length=len(piece),
+                name=name,
+                blob_offset=start,
+                blob_bytes=len(data),
+            )
+            self.outbox.put(pb.SaveRequest(blob=message))
+        self.raw_bytes += len(data)
+
+    def write_all(self) -> None:
+        """Every table and blob, as much as `begun.covers` asks for."""
+        assert self.begun is not None
+        whole = not self.begun.HasField("covers")
+        for position, table in enumerate(self.trainer.model.tables):
+            if whole:
+                self.rows_of(position, None)
+            elif table.dirty:
+                self.rows_of(position, np.array(sorted(table.dirty)))
+        for name, data in self.trainer.model.blobs().items():
+            self.blob(name, data)
+
+    def seal(self, *, pin: str | None = None, full: bool = False, stall_s: float = 0.01) -> None:
+        """Seal and wait for `staged`."""
+        seal = pb.SaveRequest.Seal(
+            rows=self.rows, raw_bytes=self.raw_bytes, stall_s=stall_s, pin=pin, full=full
+        )
+        self.outbox.put(pb.SaveRequest(seal=seal))
+        self.outbox.put(None)
+        assert self.over.wait(DEADLINE_S)
+        kind = None if self.end is None else self.end.WhichOneof("kind")
+        if kind != "staged":
+            failed = self.end.failed if self.end is not None else None
+            raise SaveRefused(failed.cause if failed else "gone", failed.message if failed else "")
+        assert self.begun is not None
+        if full or not self.begun.HasField("covers"):
+            for table in self.trainer.model.tables:
+                table.at_risk |= table.dirty
+                table.dirty = set()
+
+    def abort(self, cause: str = "") -> None:
+        self.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause=cause)))
+        self.outbox.put(None)
+        assert self.over.wait(DEADLINE_S)
+
+    def vanish(self) -> None:
+        """Break the stream as a dying process would."""
+        self.call.cancel()
+        assert self.over.wait(DEADLINE_S)
+
+
+def lock_is_free(path: Path, rank: int) -> bool:
+    """Whether nobody but this process holds the rank's writer lock."""
+    with path.open("r+b") as file:
+        ask = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 4096 + 64 * rank, 64, 0)
+        return struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, ask))[0] == fcntl.F_UNLCK

@@ -1,0 +1,336 @@
+"""The shell around the fold: where the tip is, who won a slot, and what happens when the store misbehaves."""
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+from deltashard_checkpoint import foldcaches, logs
+from deltashard_checkpoint.attempts import open_attempt
+from deltashard_checkpoint.commits import _Commit
+from deltashard_checkpoint.entries import Genesis, Sealed, canonical, entry_key, seal
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.folds import EntryRefused, RunState
+from deltashard_checkpoint.logs import AppendUnknown, LogGap, LogStopped, RunLog
+from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
+from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
+from deltashard_checkpoint.stores.memory import MemoryStore
+
+from tests.unit.log.builders import Run, Time
+from tests.unit.log.test_entries import resealed
+
+
+def genesis(state: RunState, seq: int, writer: str) -> Genesis | None:
+    return (
+        None
+        if state.tip >= 0
+        else Genesis(seq=seq, previous="", writer=writer, at_s=0.0, run="job", owner="me")
+    )
+
+
+def faulty_run() -> tuple[Run, FaultyStore]:
+    run = Run()
+    run.store = FaultyStore(run.memory)
+    logs._probed.add(run.store)
+    run.log = run.reader()
+    return run, run.store
+
+
+def test_an_empty_run_has_no_tip():
+    state = Run().log.refresh()
+    assert (state.tip, state.newest(), state.attempt) == (-1, None, None)
+
+
+def test_a_reader_sees_what_another_wrote():
+    run = Run()
+    attempt = run.open().attempt
+    reader = run.reader()
+    assert reader.refresh() == run.log.state
+    seq = run.commit(attempt, 1)
+    assert reader.refresh().newest().seq == seq
+    assert reader.state == run.log.state
+
+
+def test_many_new_entries_are_read_in_parallel_and_in_order():
+    run = Run()
+    attempt = run.open().attempt
+    for cut in range(40):
+        run.commit(attempt, cut)
+    assert run.reader(readers=8).refresh() == run.reader(readers=1).refresh() == run.log.state
+
+
+def test_a_lost_acknowledgement_is_recognised_as_our_own_entry():
+    run, store = faulty_run()
+    store.fail_next(Fault.LOST_ACK, operation="put_if_absent")
+    sealed = run.log.append(genesis, before="", after="")
+    assert isinstance(sealed, Sealed)
+    assert run.memory.get("job/" + entry_key(0)) == sealed.data
+
+
+def test_a_put_that_lands_late_is_not_taken_for_absent():
+    run, store = faulty_run()
+    store.fail_next(Fault.LANDS_LATE, operation="put_if_absent")
+    sealed = run.log.append(genesis, before="", after="")
+    store.settle()
+    assert run.memory.get("job/" + entry_key(0)) == sealed.data
+    assert run.reader().refresh().tip == 0
+
+
+def test_losing_a_slot_builds_the_entry_anew_on_top_of_the_winner():
+    run = Run()
+    attempt = run.open().attempt
+    slow = run.reader()
+    slow.refresh()
+    run.commit(attempt, 1)
+    seen = []
+
+    def build(state, seq, writer):
+        seen.append(seq)
+        return None if len(seen) == 2 else run_checkpoint(run, attempt, 2, seq, writer)
+
+    assert slow.append(build, before="", after="") is None
+    assert seen == [2, 3]
+
+
+def run_checkpoint(run, attempt, cut, seq, writer):
+    return _Commit(run.log, attempt, cut, cut, 1).entry([run.report(attempt, cut)], seq, writer)
+
+
+def test_an_unavailable_store_is_waited_for_and_then_named():
+    run, store = faulty_run()
+    store.fail_next(Fault.UNAVAILABLE, times=4)
+    run.log.refresh(deadline_s=60)
+    assert len(run.time.slept) == 4
+    run.open()
+    store.down = True
+    with pytest.raises(StoreUnavailable):
+        run.log.refresh(deadline_s=60)
+    with pytest.raises(AppendUnknown, match="may or may not"):
+        run.log.append(
+            lambda state, seq, writer: run_checkpoint(run, 1, 1, seq, writer),
+            before="",
+            after="",
+            deadline_s=60,
+        )
+    assert sum(run.time.slept) < 300
+
+
+def test_a_gap_is_an_error_for_every_reader_and_nobody_writes_into_it():
+    run = Run()
+    attempt = run.open().attempt
+    run.commit(attempt, 1)
+    run.memory.delete(["job/" + entry_key(1)])
+    for reader in (run.reader(), run.log):
+        if reader is run.log:
+            run.memory.delete(["job/" + entry_key(2)])
+        with pytest.raises(LogGap, match="missing|ends before"):
+            reader.refresh()
+    run.memory.put("job/" + entry_key(2), b"the tip, and 1 is missing")
+    with pytest.raises(LogGap):
+        run.reader().append(lambda *_: pytest.fail("built on a gap"), before="", after="")
+
+
+def test_a_writer_that_knows_nothing_yet_looks_before_it_builds():
+    run = Run()
+    attempt = run.open().attempt
+    old = run.reader()
+    old.refresh()
+    base = run.commit(attempt, 1)
+    for log in (run.reader(), old):
+        run.log = log
+        base = run.commit(attempt, base + 9, base)
+    assert run.reader().refresh().newest().seq == base == 4
+
+
+def test_a_hint_that_lies_costs_nothing_but_time():
+    run = Run()
+    attempt = run.open().attempt
+    run.commit(attempt, 1)
+    truth = run.log.state
+    for hint in (
+        b"",
+        b"junk",
+        b'{"fold":-1,"seq":99}',
+        b'{"fold":7,"seq":7}',
+        b'{"fold":2,"seq":0}',
+        b"\xff" * 9999,
+    ):
+        run.memory.put("job/log/HINT", hint)
+        assert run.reader().refresh() == truth
+
+
+def test_a_listing_that_is_older_than_the_hint_is_not_believed():
+    run = Run()
+    attempt = run.open().attempt
+    run.commit(attempt, 1)
+    run.memory.put("job/log/HINT", b'{"fold":-1,"seq":2}')
+
+    class Stale(MemoryStore):
+        def list(self, prefix, *, start_after=""):
+            return iter(
+                [
+                    info
+                    for info in run.memory.list(prefix, start_after=start_after)
+                    if entry_key(2) not in info.key
+                ]
+            )
+
+    stale = Stale()
+    stale.get, stale.head = run.memory.get, run.memory.head
+    with pytest.raises(StoreUnavailable, match="stale listing"):
+        RunLog(stale, "job", clocks=run.time.clocks).refresh(deadline_s=1)
+
+
+def test_a_cached_fold_is_the_same_state_and_is_rebuilt_when_it_does_not_fit(monkeypatch):
+    monkeypatch.setattr(logs, "_FOLD_EVERY", 4)
+    run = Run()
+    attempt = run.open().attempt
+    for cut in range(1, 20):
+        run.commit(attempt, cut, None if cut % 3 == 1 else run.log.state.newest().seq, pins=("a",))
+    truth = run.log.state
+    key = "job/" + foldcaches.fold_key(json.loads(run.memory.get("job/log/HINT"))["fold"])
+    whole = run.memory.get(key)
+    reads = []
+    reader = run.reader()
+    monkeypatch.setattr(reader, "read_slot", lambda seq: reads.append(seq) or RunLog.read_slot(reader, seq))
+    assert reader.refresh() == truth
+    assert len(reads) < 6
+    for bad in (b"", whole[:-9], whole.replace(b'"owner":"me"', b'"owner":"us"')):
+        run.memory.put(key, bad)
+        assert run.reader().refresh() == truth
+
+
+def test_old_folds_do_not_add_up(monkeypatch):
+    """Each is as large as the run is long: only the last few are kept, and the one HINT names is among them."""
+    monkeypatch.setattr(logs, "_FOLD_EVERY", 4)
+    monkeypatch.setattr(logs, "_FOLDS_KEPT", 2)
+    run = Run()
+    attempt = run.open().attempt
+    for cut in range(1, 40):
+        run.commit(attempt, cut)
+    folds = [info.key for info in run.memory.list("job/cache/")]
+    assert 1 <= len(folds) <= 4
+    named = json.loads(run.memory.get("job/log/HINT"))["fold"]
+    assert "job/" + foldcaches.fold_key(named) in folds
+
+
+def test_cached_folds_are_read_strictly():
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    data = foldcaches.dump(run.log.state)
+    assert foldcaches.load(data, "job", 2) == run.log.state
+    document = json.loads(data)
+    with pytest.raises(ForeignObject):
+        foldcaches.load(data, "other", 2)
+    with pytest.raises(UnsupportedVersion):
+        foldcaches.load(resealed({**document, "format": 2}), "job", 2)
+    for key in document:
+        for bad in (None, -1, [[]], "x", {}, [1], [["a"]]):
+            if key != "hash" and document[key] != bad and not (key == "attempt" and bad is None):
+                try:
+                    foldcaches.load(resealed({**document, key: bad}), "job", 2)
+                except (CorruptObject, ForeignObject, UnsupportedVersion):
+                    continue
+                assert key in {"owner", "tip_hash"}
+
+
+def test_bad_bytes_stop_the_fold_there_and_nothing_builds_on_them():
+    run = Run()
+    attempt = run.open().attempt
+    first = run.commit(attempt, 1)
+    run.commit(attempt, 2)
+    run.memory.put("job/" + entry_key(3), b"rotten")
+    state = run.reader().refresh()
+    assert (state.stopped.seq, state.tip, state.newest().seq) == (3, 3, first)
+    run.log = run.reader()
+    run.log.refresh()
+    with pytest.raises(LogStopped, match="past entry 3"):
+        run.commit(attempt, 3)
+
+
+def test_a_bit_flipped_on_the_way_is_read_again():
+    run, store = faulty_run()
+    run.commit(run.open().attempt, 1)
+    store.fail_next(Fault.FLIPPED, operation="get", key_contains=entry_key(1))
+    assert run.reader().refresh().stopped is None
+
+
+def test_an_entry_of_a_newer_version_stops_the_fold_and_asks_for_an_upgrade():
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    document = json.loads(run.memory.get("job/" + entry_key(2)))
+    run.memory.put("job/" + entry_key(2), resealed({**document, "kind": "future"}))
+    state = run.reader().refresh()
+    assert state.stopped is not None
+    assert not state.stopped.voidable
+    assert "upgrade" in str(state.stopped.error)
+
+
+def test_an_entry_that_breaks_a_rule_stops_the_fold():
+    """A well-formed entry of a fenced attempt, written past our own judgement."""
+    run = Run()
+    first = run.open().attempt
+    run.open()
+    with pytest.raises(EntryRefused, match="fenced"):
+        run.log.append(
+            lambda state, seq, writer: run_checkpoint(run, first, 1, seq, writer), before="", after=""
+        )
+    entry = run_checkpoint(run, first, 1, 3, "w")
+    run.memory.put("job/" + entry_key(3), seal(replace(entry, previous=run.log.state.tip_hash)).data)
+    assert "fenced" in str(run.reader().refresh().stopped.error)
+
+
+def test_two_writers_of_one_slot_have_one_winner():
+    """Threads over one store: every append takes its own slot, and the log is dense."""
+    run = Run()
+    run.open()
+    failures = []
+
+    def work() -> None:
+        try:
+            log = RunLog(run.memory, "job")
+            for _ in range(10):
+                open_attempt(log, owner="me", closing_wait_s=0.0)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    state = run.reader().refresh()
+    assert state.tip == 41
+    assert len(state.attempts) == 41
+
+
+class Overwriting(MemoryStore):
+    """A store that ignores If-None-Match."""
+
+    def put_if_absent(self, key, data):
+        self.put(key, data)
+
+
+def test_a_store_that_overwrites_is_refused_unless_there_is_a_single_writer():
+    store = Overwriting()
+    with pytest.raises(ConditionalPutUnsupported, match="overwrote"):
+        RunLog(store, "job", clocks=Time().clocks).append(genesis, before="", after="")
+    log = RunLog(store, "job", clocks=Time().clocks, single_writer=True)
+    assert log.append(genesis, before="", after="") is not None
+    assert [info.key for info in store.list("job/log/0")] == ["job/" + entry_key(0)]
+    assert log.append(genesis, before="", after="") is None
+
+
+def test_the_probe_survives_a_store_that_loses_acknowledgements():
+    memory = MemoryStore()
+    store = FaultyStore(memory)
+    store.fail_next(Fault.LOST_ACK, operation="put_if_absent", times=2)
+    store.fail_next(Fault.UNAVAILABLE, operation="get", times=2)
+    log = RunLog(store, "job", clocks=Time().clocks)
+    assert log.append(genesis, before="", after="") is not None
+    assert not list(memory.list("job/probe/"))
+
+
+def test_canonical_json_is_ascii():
+    assert canonical({"b": 1, "a": "é"}) == b'{"a":"\\u00e9","b":1}'

@@ -1,0 +1,89 @@
+"""Policies, reviews and an independent way to apply patches, for the tests of injection."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jsonpatch
+from deltashard_operator import admissions
+from deltashard_operator.annotations import Annotations
+from deltashard_operator.policies import Policy, merged, resolve
+
+DEFAULTS: dict[str, Any] = {
+    "store": {
+        "url": "s3://checkpoints/team-a",
+        "secretName": "deltashard-store",
+        "endpoint": "http://minio:9000",
+    },
+    "sidecar": {"image": "registry.example/deltashard-sidecar:0.1.0", "imagePullSecrets": ["pull"]},
+    "fleet": {"address": "deltashard-operator.deltashard.svc:9443", "ca": "-----BEGIN CERTIFICATE-----\n"},
+}
+
+
+def policy(spec: Mapping[str, Any] | None = None, **annotations: Any) -> Policy:
+    """A resolved policy: `spec` over the defaults, annotations by field name."""
+    return resolve("default", merged(spec or {}, DEFAULTS), Annotations(policy="default", **annotations))
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    """A pod template with one container unless `spec` says otherwise."""
+    return {"metadata": {}, "spec": {"containers": [{"name": "trainer", "image": "train"}], **spec}}
+
+
+def review(
+    document: Mapping[str, Any], *, operation: str = "CREATE", namespace: str = "team-a"
+) -> dict[str, Any]:
+    """The AdmissionReview an API server would send for an object."""
+    group, _, version = document["apiVersion"].rpartition("/")
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "0b4f3c1e-0000-0000-0000-000000000001",
+            "kind": {"group": group, "version": version, "kind": document["kind"]},
+            "operation": operation,
+            "namespace": namespace,
+            "object": document,
+        },
+    }
+
+
+def answer(
+    document: Mapping[str, Any], spec: Mapping[str, Any] | None = None, **kwargs: Any
+) -> dict[str, Any]:
+    """The webhook's `response` for an object, every policy being `spec` over the defaults."""
+    found = admissions.answer(review(document, **kwargs), lambda _ns, _name: merged(spec or {}, DEFAULTS))
+    return found.review["response"]
+
+
+def operations(response: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The operations of a response's patch."""
+    return json.loads(base64.b64decode(response["patch"])) if "patch" in response else []
+
+
+def applied(document: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:
+    """The object after the response's patch, by a JSON patch library that knows nothing of ours."""
+    return jsonpatch.apply_patch(copy.deepcopy(document), operations(response))
+
+
+def sidecar_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The sidecar of a pod template."""
+    return next(c for c in document["spec"]["initContainers"] if c["name"] == "deltashard-sidecar")
+
+
+def expanded(container: Mapping[str, Any], fields: Mapping[str, str]) -> dict[str, str]:
+    """A container's environment as a kubelet would fill it, from the pod's fields by path ('' where there is none)."""
+    values: dict[str, str] = {}
+    for entry in container["env"]:
+        if "valueFrom" in entry:
+            values[entry["name"]] = fields.get(entry["valueFrom"]["fieldRef"]["fieldPath"], "")
+            continue
+        text = entry.get("value", "")
+        for name, value in values.items():
+            text = text.replace(f"$({name})", value)
+        values[entry["name"]] = text
+    return values

@@ -1,0 +1,70 @@
+"""The policy cache against a real API server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deltashard_operator.caches import GROUP, PLURAL, VERSION, PolicyCache
+from deltashard_operator.refusals import Refusal
+from kubernetes import client
+
+from tests.minio import free_port, wait_for
+
+
+def policy(name: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": name},
+        "spec": spec,
+    }
+
+
+@pytest.fixture
+def cache(api: client.ApiClient) -> Iterator[PolicyCache]:
+    cache = PolicyCache(api)
+    cache.start()
+    wait_for(lambda: cache.synced, what="the first list")
+    yield cache
+    cache.stop()
+
+
+def test_the_cache_follows_the_cluster(api: client.ApiClient, cache: PolicyCache) -> None:
+    """Created, changed, deleted: seen without being asked for."""
+    objects = client.CustomObjectsApi(api)
+    objects.create_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, policy("seen", bits=8))
+    wait_for(lambda: cache.get("default", "seen") == {"bits": 8}, what="the new policy")
+    change = {"spec": {"bits": 4}}
+    objects.patch_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, "seen", change)
+    wait_for(lambda: cache.get("default", "seen") == {"bits": 4}, what="the change")
+    objects.delete_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, "seen")
+    wait_for(lambda: cache.get("default", "seen") is None, what="the end")
+
+
+def test_a_live_look_sees_what_is_there_and_what_is_not(api: client.ApiClient, cache: PolicyCache) -> None:
+    """Past the cache, straight from the API."""
+    client.CustomObjectsApi(api).create_namespaced_custom_object(
+        GROUP, VERSION, "default", PLURAL, policy("looked", bits=2)
+    )
+    assert cache.look("default", "looked") == {"bits": 2}
+    assert cache.look("default", "nowhere") is None
+    assert cache.look("no-such-namespace", "looked") is None
+
+
+def test_an_api_that_does_not_answer_is_said() -> None:
+    """Not to be taken for a policy that is not there; and a cache without its first list is not synced."""
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{free_port()}"
+    configuration.retries = False
+    with client.ApiClient(configuration) as api:
+        restarts: list[int] = []
+        cache = PolicyCache(api, on_restart=lambda: restarts.append(1))
+        with pytest.raises(Refusal) as caught:
+            cache.look("default", "p")
+        assert caught.value.code == "PolicyUnavailable"
+        cache.start()
+        wait_for(lambda: len(restarts) >= 2, what="another try")
+        assert not cache.synced
+        cache.stop()

@@ -1,0 +1,322 @@
+"""The webhook as a process, over TLS, asked by a real API server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_operator import configurations, names
+
+from tests.apiserver import ApiServer, Authority, Reply, Rest
+from tests.minio import free_port, wait_for
+from tests.unit.operator import samples
+from tests.unit.operator.conftest import WebhookProcess
+from tests.unit.operator.test_caches import policy
+from tests.unit.operator.test_certificates import put
+
+HOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
+
+
+@pytest.fixture
+def rest(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as rest:
+        yield rest
+
+
+def job(name: str, annotations: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    pod = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}], **spec}
+    metadata: dict[str, Any] = {"name": name}
+    if annotations is not None:
+        metadata["annotations"] = annotations
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {"template": {"spec": pod}},
+    }
+
+
+def pod(name: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
+    found = job(name, annotations)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": found["metadata"],
+        "spec": found["spec"]["template"]["spec"],
+    }
+
+
+def opted(**more: str) -> dict[str, str]:
+    return {names.POLICY: "default"} | {names.PREFIX + key.replace("_", "-"): v for key, v in more.items()}
+
+
+def has_sidecar(reply: Reply) -> bool:
+    spec = reply.document.get("spec", {})
+    inits = spec.get("template", {"spec": spec})["spec"].get("initContainers") or []
+    return any(c["name"] == names.SIDECAR for c in inits)
+
+
+@contextmanager
+def registered(rest: Rest, client_config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """The webhook's configuration in the cluster, in force; yields how to change where it points."""
+
+    def probe() -> Reply:
+        return rest.create(job("probe", opted()), dry_run=True)
+
+    document = configurations.mutating(client_config)
+    path = f"{HOOKS}/{configurations.CONFIGURATION}"
+    assert rest("POST", HOOKS, document).status == 201
+
+    def change(client_config: dict[str, Any]) -> None:
+        document = configurations.mutating(client_config)
+        document["metadata"]["resourceVersion"] = rest("GET", path).document["metadata"]["resourceVersion"]
+        assert rest("PUT", path, document).status == 200
+
+    try:
+        wait_for(lambda: probe().status != 201 or has_sidecar(probe()), what="the configuration in force")
+        yield change
+    finally:
+        assert rest("DELETE", path).status == 200
+        wait_for(lambda: probe().status == 201 and not has_sidecar(probe()), what="the configuration's end")
+
+
+def test_with_every_replica_dead_nobody_else_notices(rest: Rest) -> None:
+    """Under failurePolicy Fail with nobody listening, what is not annotated is admitted, with or without any annotations map."""
+    dead = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
+    with registered(rest, dead):
+        for annotations in (None, {}, {"other.io/policy": "x"}, {names.BITS: "8"}):
+            assert rest.create(job("free", annotations), dry_run=True).status == 201
+            assert rest.create(pod("free", annotations), dry_run=True).status == 201
+        marked = pod("marked", {**opted(), names.INJECTED: "0.1.0"})
+        assert rest.create(marked, dry_run=True).status == 201, "an injected template's pods need no webhook"
+        mirror = pod("mirror", {**opted(), "kubernetes.io/config.mirror": "hash"})
+        mirror["spec"]["nodeName"] = "n1"
+        assert rest.create(mirror, dry_run=True).status == 201, "a static pod's copy cannot be changed"
+        for document in (job("asked", opted()), pod("asked", opted())):
+            refused = rest.create(document, dry_run=True)
+            assert refused.status == 500
+            assert "failed calling webhook" in refused.document["message"]
+        inner = job("inner")
+        inner["spec"]["template"]["metadata"] = {"annotations": opted()}
+        assert rest.create(inner, dry_run=True).status == 500, "the annotation counts on the template, too"
+
+
+def test_an_annotated_job_is_injected(rest: Rest, webhook: WebhookProcess) -> None:
+    """What is stored has the sidecar and the labels; the pod its template makes needs the webhook no more."""
+    with registered(rest, webhook.client_config()):
+        made = rest.create(job("trains", opted(interval="90s")))
+        assert made.status == 201, made
+        assert not made.warnings
+        assert made.document["metadata"]["labels"][names.MANAGED_BY] == "deltashard"
+        template = made.document["spec"]["template"]
+        values = samples.expanded(samples.sidecar_of(template), {})
+        assert values["DELTASHARD_EVERY_S"] == "90"
+        child = {"apiVersion": "v1", "kind": "Pod", **template}
+        child["metadata"] = {**template["metadata"], "name": "trains-x"}
+        webhook.stop()
+        made = rest.create(child, dry_run=True)
+        assert made.status == 201
+        assert sum(c["name"] == names.SIDECAR for c in made.document["spec"]["initContainers"]) == 1
+
+
+def test_a_pod_of_another_controller_is_injected(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """At its own CREATE, with its controller's identity."""
+    document = pod("online-0", opted())
+    document["metadata"]["ownerReferences"] = [
+        {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "online", "uid": "u-1", "controller": True}
+    ]
+    with registered(rest, shared_webhook.client_config()):
+        made = rest.create(document, dry_run=True)
+    assert made.status == 201, made
+    values = samples.expanded(samples.sidecar_of(made.document), {"metadata.namespace": "default"})
+    assert values["DELTASHARD_RUN"] == "default/online-u-1"
+
+
+def test_refusals_and_warnings_reach_the_user(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """The client shows the sentence, the code is the reason, warnings are headers; metrics count by code."""
+    with registered(rest, shared_webhook.client_config()):
+        refused = rest.create(job("wrong", opted(bits="7")), dry_run=True)
+        assert refused.status == 422
+        assert refused.document["reason"] == "BadAnnotation"
+        assert "deltashard.io/bits: '7' is not possible" in refused.document["message"]
+        warned = rest.create(job("short", opted(), terminationGracePeriodSeconds=45), dry_run=True)
+        assert warned.status == 201
+        assert "terminationGracePeriodSeconds is 45 s" in warned.warnings[0]
+        _, page = shared_webhook.get("metrics")
+    counted = next(line for line in page.splitlines() if 'kind="Job",outcome="BadAnnotation"' in line)
+    assert float(counted.split()[-1]) >= 1
+    assert "deltashard_webhook_ready 1.0" in page
+
+
+def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
+    rest: Rest, shared_webhook: WebhookProcess
+) -> None:
+    """A miss in the cache is one live look, then a refusal that names the policy; a namespace's policy is its own."""
+    mine = {names.POLICY: "mine"}
+    with registered(rest, shared_webhook.client_config()):
+        refused = rest.create(job("early", mine), dry_run=True)
+        assert refused.document["reason"] == "PolicyNotFound"
+        assert (
+            "there is no CheckpointPolicy 'mine' in the workload's namespace" in refused.document["message"]
+        )
+        assert rest.create(policy("mine", bits=4, store={"url": "s3://own-bucket"})).status == 201
+        made = rest.create(job("late", mine), dry_run=True)  # at once
+        assert made.status == 201, made
+        values = samples.expanded(samples.sidecar_of(made.document["spec"]["template"]), {})
+        assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
+        assert rest.create(policy("broken", bits=5)).status == 201
+        refused = rest.create(job("late", {names.POLICY: "broken"}), dry_run=True)
+        assert refused.document["reason"] == "BadPolicy"
+        assert "CheckpointPolicy broken: spec.bits is '5'" in refused.document["message"]
+
+
+@pytest.mark.parametrize(
+    "grace", [{}, {"terminationGracePeriodSeconds": 30}, {"terminationGracePeriodSeconds": 200}]
+)
+@pytest.mark.parametrize("how", [[], ["--server-side"]])
+def test_an_unchanged_manifest_can_be_applied_again(
+    rest: Rest, shared_webhook: WebhookProcess, tmp_path: Path, how: list[str], grace: dict[str, int]
+) -> None:
+    """No field is immutable in the user's way: kubectl apply, twice, by either way of applying."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("no kubectl")
+    manifest = tmp_path / "job.json"
+    name = f"again-{len(how)}-{grace.get('terminationGracePeriodSeconds', 0)}"
+    inits = [{"name": "one", "image": "i"}, {"name": "two", "image": "i"}]
+    spec = {**grace, "initContainers": inits, "securityContext": {"supplementalGroups": [7]}}
+    manifest.write_text(json.dumps(job(name, opted(), **spec)))
+    command = [
+        kubectl,
+        f"--kubeconfig={shared_webhook.apiserver.kubeconfig}",
+        "apply",
+        *how,
+        "-f",
+        str(manifest),
+    ]
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    with registered(rest, shared_webhook.client_config()):
+        for _ in range(2):
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, check=False, timeout=60
+            )
+            assert done.returncode == 0, done.stderr
+    found = rest("GET", f"/apis/batch/v1/namespaces/default/jobs/{name}")
+    assert has_sidecar(found)
+    stated = grace.get("terminationGracePeriodSeconds", 120)
+    assert found.document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == stated
+
+
+def test_rotation_under_load_fails_no_admission(rest: Rest, webhook: WebhookProcess) -> None:
+    """Old and new authority in the bundle, then the new certificate, then the old authority out: nobody notices."""
+    old, new = webhook.authority, Authority("new")
+    failed: list[Reply] = []
+    done = threading.Event()
+    answered = [0] * 3
+
+    def load(worker: int) -> None:
+        with webhook.apiserver.http() as own:
+            while not done.is_set():
+                reply = own.create(job("load", opted()), dry_run=True)
+                answered[worker] += 1
+                if reply.status != 201 or not has_sidecar(reply):
+                    failed.append(reply)
+
+    def more(n: int = 20) -> None:
+        goal = sum(answered) + n
+        wait_for(lambda: sum(answered) >= goal or failed, what="more admissions")
+
+    def loaded() -> float:
+        _, page = webhook.get("metrics")
+        line = next(each for each in page.splitlines() if 'loads_total{outcome="loaded"}' in each)
+        return float(line.split()[-1])
+
+    with registered(rest, webhook.client_config()) as change:
+        workers = [threading.Thread(target=load, args=(n,)) for n in range(3)]
+        for worker in workers:
+            worker.start()
+        try:
+            more()
+            change(webhook.client_config(old, new))
+            more(60)  # the API server has the new bundle by then, or fails below
+            for _ in range(2):
+                before = loaded()
+                put(webhook.directory, new.issue())
+                wait_for(lambda before=before: loaded() > before, what="the new certificate in service")
+                more()
+            change(webhook.client_config(new))
+            more(60)
+        finally:
+            done.set()
+            for worker in workers:
+                worker.join()
+    assert not failed, failed[0]
+    assert webhook.get("healthz")[0] == 200
+
+
+def test_from_no_certificate_to_the_last_admission(rest: Rest, apiserver: ApiServer, tmp_path: Path) -> None:
+    """Alive before its certificate exists, ready with it; after SIGTERM not ready, yet answering until it drained."""
+    webhook = WebhookProcess(apiserver, tmp_path, drain_s=60.0)
+    webhook.start(certificate=False)
+    wait_for(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")
+    put(tmp_path, webhook.authority.issue())
+    wait_for(lambda: webhook.get("healthz")[0] == 200, what="ready")
+    assert webhook.process is not None
+    with registered(rest, webhook.client_config()):
+        webhook.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: webhook.get("healthz")[0] == 503, what="not ready")
+        assert webhook.get("healthz")[1] == "stopping"
+        assert webhook.get("livez")[0] == 200
+        for _ in range(20):
+            assert has_sidecar(rest.create(job("last", opted()), dry_run=True))
+    assert webhook.stop() == 0, "a second signal ends the drain"
+
+
+def test_what_holds_without_the_webhook(rest: Rest) -> None:
+    """An annotated Job or pod without sidecar is denied, an annotation that comes too late draws a warning."""
+    documents = configurations.validating()
+    for document in documents:
+        kind = POLICIES if document["kind"] == "ValidatingAdmissionPolicy" else BINDINGS
+        assert rest("POST", kind, document).status == 201, document
+    ours = [{"name": names.SIDECAR, "image": "s", "restartPolicy": "Always"}]
+    try:
+        wait_for(
+            lambda: rest.create(job("bare", opted()), dry_run=True).status == 422, what="policies in force"
+        )
+        wait_for(
+            lambda: rest.create(pod("bare", opted()), dry_run=True).status == 422, what="policies in force"
+        )
+        said = rest.create(job("bare", opted()), dry_run=True).document["message"]
+        assert "it has the annotation deltashard.io/policy but no deltashard-sidecar" in said
+        assert rest.create(job("whole", opted(), initContainers=ours), dry_run=True).status == 201
+        assert rest.create(job("free"), dry_run=True).status == 201
+        assert rest.create(pod("free"), dry_run=True).status == 201
+        assert rest.create(job("late")).status == 201
+        path = "/apis/batch/v1/namespaces/default/jobs/late"
+        patch = {"metadata": {"annotations": opted()}}
+
+        def late() -> Reply:
+            return rest("PATCH", path, patch, dry_run=True, content="application/merge-patch+json")
+
+        wait_for(lambda: late().warnings, what="the warning")
+        assert late().status == 200
+        assert "was added to a Job that exists" in late().warnings[0]
+        other = {"metadata": {"labels": {"a": "b"}}}
+        assert not rest("PATCH", path, other, dry_run=True, content="application/merge-patch+json").warnings
+    finally:
+        for document in reversed(documents):
+            kind = POLICIES if document["kind"] == "ValidatingAdmissionPolicy" else BINDINGS
+            rest("DELETE", f"{kind}/{document['metadata']['name']}")
+        wait_for(lambda: rest.create(job("bare", opted()), dry_run=True).status == 201, what="policies gone")
+        wait_for(lambda: rest.create(pod("bare", opted()), dry_run=True).status == 201, what="policies gone")

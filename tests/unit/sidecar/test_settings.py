@@ -1,0 +1,59 @@
+"""Settings: environment, command line, refusals with a remedy, and the reference page."""
+
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_sidecar.settings import Settings, entries, load, reference
+
+DOCS = Path(__file__).parents[3] / "docs/reference/sidecar-settings.md"
+NEEDED = ["--url", "file:///s", "--run", "r", "--dir", "/d", "--cache-dir", "/c"]
+
+
+def test_flags_override_the_environment() -> None:
+    """And both override the default."""
+    env = {
+        "DELTASHARD_EVERY_S": "30",
+        "DELTASHARD_ENCODING": "q4",
+        "DELTASHARD_ARENA_BYTES": "64MiB",
+        "HOME": "/x",
+    }
+    got = load([*NEEDED, "--every-s=5", "--prefetch", "no"], env)
+    assert (got.every_s, got.encoding, got.arena_bytes, got.prefetch) == (5.0, "q4", 64 << 20, False)
+    assert got.socket_path == Path("/d/sidecar.sock")
+    assert got.blocks == 8
+
+
+def test_the_socket_variable_names_the_socket() -> None:
+    """As injected into pods."""
+    assert load(NEEDED, {"DELTASHARD_SOCKET": "/run/x.sock"}).socket_path == Path("/run/x.sock")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "missing: --url"),
+        ([*NEEDED, "--colour", "red"], "unknown argument '--colour'"),
+        ([*NEEDED, "url"], "unknown argument 'url'"),
+        ([*NEEDED, "--every-s"], "--every-s needs a value"),
+        ([*NEEDED, "--every-s", "soon"], "'soon' is no float"),
+        ([*NEEDED, "--every-steps", "-1"], "every_steps is negative"),
+        ([*NEEDED, "--encoding", "q5"], "one of fp32"),
+        ([*NEEDED, "--differential", "some"], "one of full"),
+        ([*NEEDED, "--block-bytes", "1000"], "block_bytes is 1000"),
+        ([*NEEDED, "--arena-bytes", "24MiB"], "too small"),
+        ([*NEEDED, "--run", "../other"], "cannot name a run"),
+        ([*NEEDED, "--keep-last", "0"], "keep_last is below 1"),
+        ([*NEEDED, "--prefetch", "perhaps"], "no bool"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(argv: list[str], says: str) -> None:
+    """With a sentence that names the setting."""
+    with pytest.raises(UserError, match=says):
+        load(argv, {})
+
+
+def test_every_setting_is_documented_and_the_page_is_fresh() -> None:
+    """Regenerate with `python -m deltashard_sidecar.main reference docs/reference`."""
+    assert [row[0] for row in entries()] == list(Settings.__dataclass_fields__)
+    assert DOCS.read_text() == reference()

@@ -1,0 +1,51 @@
+"""A sidecar in this process, without its transport: what it keeps of sessions that are over."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from deltashard_checkpoint.indexes import box_message, table_message
+from deltashard_checkpoint.tables import Box, TableSchema
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar import settings
+from deltashard_sidecar.arenas import ArenaKeeper
+from deltashard_sidecar.logs import configure
+from deltashard_sidecar.metrics import Metrics
+from deltashard_sidecar.runs import Run
+from deltashard_sidecar.sidecars import Sidecar
+
+TABLE = TableSchema(fqn="t", rows=100, columns=8, dtype="float32")
+
+
+def made(tmp_path: Path) -> Sidecar:
+    """A sidecar of a run that has no checkpoint."""
+    config = settings.load(
+        ["--url", (tmp_path / "store").as_uri(), "--run", "r", "--dir", str(tmp_path / "dir"),
+         "--cache-dir", str(tmp_path / "cache"), "--arena-bytes", "64MiB"],
+        {},
+    )  # fmt: skip
+    config.dir.mkdir()
+    metrics, log = Metrics(), configure("error", run="r")
+    keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
+    return Sidecar(config, keeper=keeper, run=Run(config, metrics=metrics, log=log), metrics=metrics, log=log)
+
+
+def test_the_log_of_a_session_goes_with_the_session(tmp_path: Path) -> None:
+    """Attachments come and go (a crash loop): after each, no handle on the log is left; a live one keeps its own."""
+    sidecar = made(tmp_path)
+    box = Box(table="t", row_start=0, row_stop=100, col_start=0, col_stop=8)
+    request = pb.AttachRequest(
+        protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid(), attempt=1,
+        tables=[table_message(TABLE)], boxes=[box_message(box)],
+    )  # fmt: skip
+    for _ in range(3):
+        session = sidecar.sessions.get(sidecar.attach(request).session)
+        sidecar.tick()
+        assert sidecar.run.log_of(session) is not sidecar.run.log
+        sidecar.detach(pb.DetachRequest(session=session.id))
+        sidecar.tick()
+        assert sidecar.run.log_of(session) is sidecar.run.log
+    sidecar.pool.shutdown()
+    sidecar.run.close()
+    sidecar.keeper.retire()

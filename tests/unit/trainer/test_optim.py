@@ -1,0 +1,90 @@
+"""Row-wise Adagrad against a loop over rows written from the formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deltashard.optim import RowWiseAdagrad
+from deltashard_checkpoint.errors import UserError
+from torch import nn
+
+
+def by_hand(weight, total, ids, grads, lr, eps):
+    for row in sorted(set(ids)):
+        g = sum(grad for i, grad in zip(ids, grads, strict=True) if i == row)
+        total[row] += float(g.square().mean())
+        weight[row] -= lr / (total[row].sqrt() + eps) * g
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("initial", [0.0, 0.25])
+def test_duplicates_are_summed_before_one_addition_per_row(sparse, initial):
+    """Repeated rows in a batch, several steps: weights and accumulators follow the formula."""
+    torch.manual_seed(0)
+    table = nn.Embedding(20, 4, sparse=sparse)
+    weight, total = table.weight.detach().clone(), torch.full((20,), initial)
+    optimizer = RowWiseAdagrad(table.parameters(), lr=0.1, eps=1e-6, initial_accumulator_value=initial)
+    for _ in range(4):
+        ids = torch.randint(20, (12,))
+        grads = torch.randn(12, 4)
+        optimizer.zero_grad()
+        (table(ids) * grads).sum().backward()
+        optimizer.step()
+        by_hand(weight, total, ids.tolist(), list(grads), 0.1, 1e-6)
+    torch.testing.assert_close(table.weight.detach(), weight)
+    torch.testing.assert_close(optimizer.state[table.weight]["sum"], total)
+
+
+def test_sparse_and_dense_gradients_give_the_same_rows():
+    """Both paths are the same mathematics, to the last few bits; other rows keep their exact bits."""
+    torch.manual_seed(0)
+    tables = [nn.Embedding(50, 8, sparse=s) for s in (True, False)]
+    tables[1].weight.data.copy_(tables[0].weight.data)
+    start = tables[0].weight.detach().clone()
+    for table in tables:
+        optimizer = RowWiseAdagrad(table.parameters())
+        (table(torch.tensor([1, 1, 30])) * torch.arange(24.0).view(3, 8)).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(tables[0].weight, tables[1].weight)
+    for table in tables:
+        assert (table.weight != start).any(1).nonzero().view(-1).tolist() == [1, 30]
+
+
+def test_low_precision_weights_keep_a_float32_accumulator():
+    """bfloat16 weights are updated in float32 and rounded once."""
+    table = nn.Embedding(10, 4, sparse=True, dtype=torch.bfloat16)
+    before = table.weight.detach().float()
+    optimizer = RowWiseAdagrad(table.parameters(), lr=0.5)
+    table(torch.tensor([2, 2])).float().sum().backward()
+    optimizer.step()
+    assert optimizer.state[table.weight]["sum"].dtype == torch.float32
+    assert optimizer.state[table.weight]["sum"][2] == 4.0
+    assert torch.equal(table.weight.detach()[2], (before[2] - 0.5).bfloat16())
+
+
+def test_closures_and_empty_gradients():
+    """step(closure) returns the loss; a batch without rows changes nothing."""
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = RowWiseAdagrad(table.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = table(torch.tensor([1])).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) is not None
+    before = table.weight.detach().clone()
+    optimizer.zero_grad()
+    table(torch.tensor([], dtype=torch.int64)).sum().backward()
+    optimizer.step()
+    assert torch.equal(before, table.weight)
+
+
+@pytest.mark.parametrize("arguments", [{"lr": -1}, {"eps": 0}, {"initial_accumulator_value": -1}])
+def test_arguments_out_of_range_are_refused(arguments):
+    """With eps = 0 a row without a gradient would become NaN."""
+    with pytest.raises(UserError, match="out of range"):
+        RowWiseAdagrad([nn.Parameter(torch.zeros(2, 2))], **arguments)
+    with pytest.raises(UserError, match="no rows"):
+        RowWiseAdagrad([nn.Parameter(torch.zeros(2))])

@@ -1,0 +1,397 @@
+"""Optimizers, tables and training events that the tracking tests put together at random."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deltashard.optim import RowWiseAdagrad
+from torch import Tensor, nn
+from torch.nn import functional
+
+ROWS, COLUMNS = 120, 6
+LR = 0.05
+
+
+class Lazy(torch.optim.Optimizer):
+    """A user's own class: state appears at the first step, and a moving average changes rows without gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": LR})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["calls"] = 0
+                    state["seen"] = torch.zeros(p.shape[0], 1) if p.dim() == 2 else torch.zeros(p.shape[0])
+                    state["mean"] = torch.zeros_like(p)
+                state["calls"] += 1
+                grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+                state["mean"].mul_(0.5).add_(grad)
+                state["seen"] += (grad != 0).any(1, keepdim=True) if p.dim() == 2 else grad != 0
+                p.sub_(state["mean"], alpha=group["lr"])
+
+
+class Lookahead:
+    """No torch optimizer itself; every second step it pulls the weights half way to slow copies of its own."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base = base
+        self.param_groups = base.param_groups
+        self.state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self.count = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.base.step(closure)
+        self.count += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                if self.count % 2 == 0:
+                    slow.lerp_(p.data, 0.5)
+                    p.data.copy_(slow)
+
+
+class WrappedLookahead(torch.optim.Optimizer):
+    """The other kind: a torch optimizer that wraps one and writes through `.data`."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self._inner = base
+        super().__init__(base.param_groups, {})
+        self.param_groups = base.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self._inner.step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow_buffer", p.detach().clone())
+                slow.lerp_(p.data, 0.5)
+                p.data.copy_(slow)
+
+
+# name -> (factory, takes sparse gradients, takes dense ones)
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], bool, bool]] = {
+    "sgd": (lambda ps: torch.optim.SGD(ps, lr=LR), True, True),
+    "sgd_foreach_off": (lambda ps: torch.optim.SGD(ps, lr=LR, foreach=False), True, True),
+    "sgd_fused": (lambda ps: torch.optim.SGD(ps, lr=LR, fused=True), False, True),
+    "sgd_momentum": (lambda ps: torch.optim.SGD(ps, lr=LR, momentum=0.9), True, True),
+    "sgd_decay": (lambda ps: torch.optim.SGD(ps, lr=LR, weight_decay=0.01), False, True),
+    "adagrad": (lambda ps: torch.optim.Adagrad(ps, lr=LR), True, True),
+    "adagrad_lr_decay": (lambda ps: torch.optim.Adagrad(ps, lr=LR, lr_decay=0.1), True, True),
+    "adam": (lambda ps: torch.optim.Adam(ps, lr=LR), False, True),
+    "adamw": (lambda ps: torch.optim.AdamW(ps, lr=LR), False, True),
+    "sparse_adam": (lambda ps: torch.optim.SparseAdam(ps, lr=LR), True, False),
+    "rmsprop": (lambda ps: torch.optim.RMSprop(ps, lr=LR), False, True),
+    "rowwise_adagrad": (lambda ps: RowWiseAdagrad(ps, lr=LR), True, True),
+    "adafactor": (lambda ps: torch.optim.Adafactor(ps, lr=LR), False, True),
+    "lazy": (Lazy, True, True),
+    "lookahead": (lambda ps: Lookahead(torch.optim.SGD(ps, lr=LR)), True, True),
+    "lookahead_wrapped": (lambda ps: WrappedLookahead(torch.optim.Adagrad(ps, lr=LR)), True, True),
+}
+EXACT = {
+    "sgd", "sgd_foreach_off", "sgd_fused", "adagrad", "adagrad_lr_decay", "sparse_adam", "rowwise_adagrad",
+}  # fmt: skip
+
+TABLES = ("embedding", "padded", "bag_sum", "bag_mean", "bag_max", "bag_weighted", "bag_offsets", "max_norm")
+
+
+def make_table(kind: str, sparse: bool) -> nn.Module:
+    if kind == "embedding":
+        return nn.Embedding(ROWS, COLUMNS, sparse=sparse)
+    if kind == "padded":
+        return nn.Embedding(ROWS, COLUMNS, padding_idx=3, sparse=sparse)
+    if kind == "max_norm":
+        return nn.Embedding(ROWS, COLUMNS, max_norm=1.0, sparse=sparse)
+    mode = {"bag_mean": "mean", "bag_max": "max"}.get(kind, "sum")
+    return nn.EmbeddingBag(
+        ROWS, COLUMNS, mode=mode, sparse=sparse, padding_idx=3 if kind == "bag_offsets" else None
+    )
+
+
+class Training:
+    """One table under one optimizer, and the things that may happen to it."""
+
+    def __init__(self, optimizer: str, kind: str, sparse: bool, seed: int) -> None:
+        self.rng = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        self.kind = kind
+        self.model = nn.ModuleDict({"table": make_table(kind, sparse), "dense": nn.Linear(COLUMNS, 1)})
+        factory = OPTIMIZERS[optimizer][0]
+        self.optimizer = factory([self.model["table"].weight])
+        self.dense = torch.optim.SGD(self.model["dense"].parameters(), lr=LR)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.cleared = True
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.model["table"].weight
+
+    def ids(self, n: int = 6) -> Tensor:
+        return torch.randint(ROWS, (n,), generator=self.rng)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        table = self.model["table"]
+        if not self.kind.startswith("bag"):
+            return table(ids)
+        if self.kind == "bag_offsets":
+            return table(ids, torch.tensor([0, 2, 2, 5]))
+        if self.kind == "bag_weighted":
+            weights = torch.rand(ids.numel(), generator=self.rng)
+            return table(ids.view(-1, 2), per_sample_weights=weights.view(-1, 2))
+        return table(input=ids.view(-1, 2))
+
+    def loss(self) -> Tensor:
+        return self.model["dense"](self.look_up(self.ids())).square().mean()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Weights and every piece of optimizer state that has rows, found without deltashard's help."""
+        found = {"weight": self.weight.detach().clone()}
+        seen = []
+        for owner in (
+            self.optimizer,
+            getattr(self.optimizer, "base", None),
+            getattr(self.optimizer, "_inner", None),
+        ):
+            if owner is None or any(owner.state is s for s in seen):
+                continue
+            seen.append(owner.state)
+            for key, value in owner.state.get(self.weight, {}).items():
+                if (
+                    isinstance(value, Tensor)
+                    and not value.is_sparse
+                    and value.dim()
+                    and value.shape[0] == ROWS
+                ):
+                    found[f"{type(owner).__name__}.{key}"] = value.detach().clone()
+        return found
+
+    # -- events
+
+    def train(self, *losses: Tensor, clear: bool = True) -> None:
+        if clear:
+            self.optimizer.zero_grad()
+            self.dense.zero_grad()
+        sum(losses or (self.loss(),)).backward()
+        self.optimizer.step()
+        self.dense.step()
+
+    def train_twice_looked_up(self) -> None:
+        self.train(self.loss(), self.loss())
+
+    def train_functional(self) -> None:
+        extra = functional.embedding(
+            self.ids(), self.weight, sparse=getattr(self.model["table"], "sparse", False)
+        )
+        self.train(self.loss(), extra.square().sum())
+
+    def train_functional_first(self) -> None:
+        extra = functional.embedding(
+            self.ids(), self.weight, sparse=getattr(self.model["table"], "sparse", False)
+        )
+        self.train(extra.square().sum(), self.loss())
+
+    def train_only_functional(self) -> None:
+        self.train(
+            functional.embedding(self.ids(), self.weight, sparse=self.model["table"].sparse).square().sum()
+        )
+
+    def train_tied(self) -> None:
+        """The whole table as the output layer: every row gets a gradient."""
+        if self.model["table"].sparse:
+            return
+        self.train(functional.linear(self.look_up(self.ids())[:1], self.weight).square().sum())
+
+    def accumulate(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+
+    def accumulate_and_step(self) -> None:
+        self.loss().backward()
+        self.optimizer.step()
+
+    def step_again(self) -> None:
+        """Without zeroing: the gradient that is still there is applied once more."""
+        if self.weight.grad is not None:
+            self.optimizer.step()
+
+    def forward_early(self) -> None:
+        """The lookup happens before another step, its backward pass after it (a pipeline)."""
+        early = self.look_up(self.ids()).sum()
+        self.train()
+        with warnings.catch_warnings():
+            self.optimizer.zero_grad()
+            try:
+                early.backward()
+            except RuntimeError:  # some lookups need the weights they saw
+                return
+            self.optimizer.step()
+
+    def closure(self) -> None:
+        def evaluate() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            return loss
+
+        self.optimizer.step(evaluate)
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.look_up(self.ids(20))
+        self.model.train()
+
+    def evaluate_with_graph(self) -> None:
+        self.model.eval()
+        self.look_up(self.ids(20))
+        self.model.train()
+
+    def train_in_eval_mode(self) -> None:
+        self.model.eval()
+        self.train()
+        self.model.train()
+
+    def detached(self) -> None:
+        self.train(self.loss() + self.look_up(self.ids()).detach().sum())
+
+    def refill_batch(self) -> None:
+        """The batch's memory is reused between backward and step."""
+        ids = self.ids()
+        self.optimizer.zero_grad()
+        self.look_up(ids).sum().backward()
+        ids.fill_(0)
+        self.optimizer.step()
+
+    def scaled(self, skip: bool = False) -> None:
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            return
+        self.optimizer.zero_grad()
+        loss = self.loss() * (float("inf") if skip else 1.0)
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def scaled_skip(self) -> None:
+        self.scaled(skip=True)
+
+    def clip(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        if not self.weight.grad.is_sparse:
+            nn.utils.clip_grad_norm_([self.weight], 0.1)
+        self.optimizer.step()
+
+    def edit_gradient(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        if not self.weight.grad.is_sparse:
+            self.weight.grad[self.ids()] += 0.5
+        self.optimizer.step()
+
+    def edit_between_passes(self) -> None:
+        """The gradient is edited after the first of two accumulated backward passes."""
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        if not self.weight.grad.is_sparse:
+            self.weight.grad[self.ids()] += 0.5
+        self.loss().backward()
+        self.optimizer.step()
+
+    def own_gradient(self) -> None:
+        if self.model["table"].sparse:
+            return
+        self.optimizer.zero_grad()
+        (grad,) = torch.autograd.grad(self.loss(), [self.weight])
+        grad[self.ids()] += 1.0
+        self.weight.grad = grad
+        self.optimizer.step()
+
+    def zero_in_place(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        if self.weight.grad is not None and self.weight.grad.is_sparse:
+            self.weight.grad = None
+        self.train(clear=False)
+
+    def momentum_on(self) -> None:
+        for group in self.optimizer.param_groups:
+            if "nesterov" in group and not group["fused"]:  # SGD; RMSprop itself cannot switch it on
+                group["momentum"] = 0.9
+        self.train()
+        self.train()
+
+    def decay_on(self) -> None:
+        if self.model["table"].sparse:
+            return
+        for group in self.optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.1
+        self.train()
+
+    def write(self) -> None:
+        with torch.no_grad():
+            self.weight[self.ids()] += 1.0
+
+    def write_between(self) -> None:
+        """Between the backward pass and the step, where the next hook could take it for the optimizer's."""
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        self.write()
+        self.optimizer.step()
+
+    def write_data(self) -> None:
+        self.weight.data[self.ids()] = 0.125
+
+    def rebind_data(self) -> None:
+        self.weight.data = self.weight.data.clone().mul_(1.5)
+
+    def write_state(self) -> None:
+        for value in self.optimizer.state.get(self.weight, {}).values():
+            if isinstance(value, Tensor) and not value.is_sparse and value.dim() and len(value) == ROWS:
+                value[self.ids()] += 1.0
+
+    def reload_optimizer(self) -> None:
+        if isinstance(self.optimizer, torch.optim.Optimizer) and not isinstance(
+            self.optimizer, WrappedLookahead
+        ):
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+            self.write_state()
+
+    def renormalise(self) -> None:
+        """max_norm of a functional lookup writes weights in a forward pass."""
+        with torch.no_grad():
+            functional.embedding(self.ids(), self.weight, max_norm=0.5)
+
+
+EVENTS = [
+    *sorted(
+        name
+        for name, value in vars(Training).items()
+        if callable(value)
+        and not name.startswith("_")
+        and name not in ("ids", "look_up", "loss", "snapshot", "scaled")
+    ),
+    "scaled",
+]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch warns of sparse invariants once per process, and schedulers of order: not what is tested here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield

@@ -1,0 +1,44 @@
+"""deltashard in a training script: `Checkpointer`, what `restore()` returns, the errors, and an exact optimizer.
+
+```python
+ckpt = deltashard.Checkpointer(model, optimizer, url="file:///data/ckpt", run="dlrm", every_s=30)
+resumed = ckpt.restore()        # None: nothing was ever committed
+loader = ckpt.wrap(loader)
+for batch in loader:
+    ...
+    optimizer.step()
+    ckpt.step()                 # the last statement of the loop body
+ckpt.close()
+```
+"""
+
+from __future__ import annotations
+
+import os
+
+# The library's channel is never used in a forked DataLoader worker: gRPC's own fork handlers would only complain, on
+# stderr, at every fork.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+from deltashard import errors, optim
+from deltashard.checkpointers import Checkpointer
+from deltashard.errors import DeltashardError, FencedError, SaveFailed
+from deltashard.restores import Restored
+from deltashard.saves import Commit, SaveHandle, Stats
+from deltashard.tables import TableSettings
+from deltashard.tracking import TrackingSettings
+
+__all__ = [
+    "Checkpointer",
+    "Commit",
+    "DeltashardError",
+    "FencedError",
+    "Restored",
+    "SaveFailed",
+    "SaveHandle",
+    "Stats",
+    "TableSettings",
+    "TrackingSettings",
+    "errors",
+    "optim",
+]

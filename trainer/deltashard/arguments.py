@@ -1,0 +1,128 @@
+"""What `Checkpointer(...)` was given, looked at before anything is started.
+
+Every refusal names the argument, what it takes, and what to do instead. Only what would otherwise be taken silently,
+or fail far from its cause, is checked here. Values that the sidecar knows better (encodings, names of runs) are refused
+by the sidecar, whose words `launchers` hands on.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from deltashard.errors import UserError
+from deltashard.optimstates import views_of
+
+
+def _refusal(name: str, value: object, takes: str, remedy: str) -> UserError:
+    shown = repr(value)
+    if len(shown) > 80 or isinstance(value, nn.Module):
+        shown = f"a {type(value).__name__}"
+    return UserError(f"{name}= takes {takes}, not {shown}", where="Checkpointer()", remedy=remedy)
+
+
+def check_model(model: object) -> None:
+    """Raises `UserError` for anything that is no module."""
+    if not isinstance(model, nn.Module):
+        raise _refusal("model", model, "a torch.nn.Module", "give the module that is trained")
+
+
+def check_state(state: object) -> None:
+    """Raises `UserError` for anything but a mapping by name (None is none)."""
+    if state is None:
+        return
+    remedy = 'give names, for example state={"scheduler": scheduler}'
+    if not isinstance(state, Mapping):
+        raise _refusal("state", state, "a dict of objects by name", remedy)
+    for name in state:
+        if not isinstance(name, str):
+            raise _refusal("state", name, "names that are strings", remedy)
+
+
+def check_place(url: object, run: object) -> None:
+    """Raises `UserError` unless both are text, or None (the environment says)."""
+    if url is not None and not (isinstance(url, os.PathLike) or (isinstance(url, str) and url.strip())):
+        raise _refusal(
+            "url", url, "text or a path", 'give "s3://bucket/prefix", "file:///some/dir" or a directory'
+        )
+    if run is not None and not (isinstance(run, str) and run.strip()):
+        raise _refusal("run", run, "text", 'give the name of the training job, for example run="ads-ctr"')
+
+
+def check_seconds(name: str, value: object, *, off: str) -> None:
+    """Raises `UserError` unless `value` is None or a finite number of seconds, 0 or more."""
+    if value is None:
+        return
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, numbers.Real)
+        or not math.isfinite(value)
+        or value < 0
+    ):
+        raise _refusal(name, value, "seconds: a finite number, 0 or more", off)
+
+
+def check_count(name: str, value: object, *, least: int, remedy: str) -> None:
+    """Raises `UserError` unless `value` is None or a whole number of at least `least`."""
+    if value is None:
+        return
+    try:
+        count = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        count = least - 1
+    if count < least or isinstance(value, bool):
+        raise _refusal(name, value, f"a whole number, {least} or more", remedy)
+
+
+def check_callable(name: str, value: object, *, takes: str) -> None:
+    """Raises `UserError` unless `value` is None or can be called."""
+    if value is not None and not callable(value):
+        raise _refusal(name, value, takes, f"give the function itself, or leave {name}= out")
+
+
+def check_sidecar(settings: object) -> None:
+    """Raises `UserError` unless `settings` is None or a mapping by name."""
+    if settings is not None and not (
+        isinstance(settings, Mapping) and all(isinstance(name, str) for name in settings)
+    ):
+        raise _refusal(
+            "sidecar", settings, "a dict of settings by name", 'for example sidecar={"cache_bytes": "4GiB"}'
+        )
+
+
+def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
+    """The optimizers that were handed over: one, several, or none; wrappers count.
+
+    Raises:
+        UserError: something is no optimizer, or steps nothing of `model`.
+    """
+    remedy = "give the optimizer that steps the model, or a list of them; schedulers belong in state="
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, Mapping):
+        handed = list(optimizer.values())
+    elif views_of([optimizer], {}, ()) or not isinstance(optimizer, Iterable) or isinstance(optimizer, str):
+        handed = [optimizer]
+    else:
+        handed = list(optimizer)
+    mine = set(model.parameters()) | {p for p in model.buffers() if p.requires_grad}
+    for each in handed:
+        views = views_of([each], {}, ())
+        if not views or isinstance(each, torch.optim.lr_scheduler.LRScheduler):
+            raise _refusal("optimizer", each, "torch optimizers", remedy)
+        params = [p for view in views for group in view.target.param_groups for p in group["params"]]
+        if mine.isdisjoint(params):
+            raise UserError(
+                f"none of the {len(params)} parameters of {type(each).__name__} belongs to the model",
+                where="Checkpointer(optimizer=)",
+                remedy="build the optimizer from this very model's parameters, after the model was copied, converted "
+                "or built anew; parameters of another module need that module inside the model",
+            )
+    return handed

@@ -1,0 +1,220 @@
+"""What a Checkpointer knows, and how news changes it: the state of one trainer, owned by the training thread.
+
+News comes from the session thread as events (an attachment, its loss, a commit, a failed save, a notice) and is only
+applied here, at a step boundary or while the training thread waits: marks, handles and counters need no locks.
+
+    save in flight --commit--> its marks drop, its handles are told, the covers of the next cut move on
+                   --failed, or the sidecar restarted--> its marks merge back, handles are told, back off
+    fenced         every boundary from now on raises
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deltashard_proto.arenas import STEP
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.contents import Contents
+from deltashard.errors import UserError
+from deltashard.fingerprints import fingerprint
+from deltashard.launchers import Launcher
+from deltashard.loaders import WrappedLoader
+from deltashard.orders import OrderWatch
+from deltashard.saves import Commit, Flight, SaveHandle, Stats
+from deltashard.sessions import Attached, FencedOff, Link, Lost, Session
+from deltashard.signals import TermHandler
+from deltashard.states import check_value, sources
+from deltashard.streams import CutFailed
+from deltashard.tracking import Tracking
+
+log = logging.getLogger("deltashard")
+
+LONGEST_BACK_OFF_S = 60.0
+
+
+def _settled(handle: SaveHandle, timeout_s: float | None) -> None:
+    handle.settled.wait(timeout_s)
+
+
+class Boundary:
+    """State and events; `Resuming`, `Saving` and `Checkpointer` build on it, one subject each."""
+
+    _session: Session
+    _launcher: Launcher
+    _term: TermHandler | None
+    _line: Any
+    url: str
+    run: str
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        state: dict[str, Any],
+        *,
+        fresh: bool,
+        validate: Callable[[], bool] | None,
+        content_hash: bool | None,
+        on_event: Callable[[str, Mapping[str, Any]], None] | None,
+    ) -> None:
+        self._tracking = tracking
+        self._state = state
+        self._sources = sources(self._state)
+        self._fresh = fresh
+        self._validate = validate
+        self._on_event = on_event
+        wanted = (
+            content_hash
+            if content_hash is not None
+            else os.environ.get("DELTASHARD_CONTENT_HASH", "0") == "1"
+        )
+        self._contents = Contents() if wanted else None
+        self._loaders: dict[str, WrappedLoader] = {}
+        self._pending_loaders: dict[str, Any] = {}
+        self._pending_rng: Any = None
+        self._fingerprint = fingerprint()
+        self._order = OrderWatch(self._tracking, self._state)
+        for view in self._tracking.optimizers:
+            check_value(view.capture(), where=f"optimizer {view.index}")
+
+        self.stats = Stats()
+        self._step = 0
+        self._step_is_boundary = True
+        self._attention = True
+        self._awake = threading.Event()
+        self._thread = threading.get_ident()
+        self._opened = False
+        self._attempt: int | None = None
+        self._cut = 0
+        self._flight: Flight | None = None
+        self._requests: list[SaveHandle] = []
+        self._urgent: str | None = None
+        self._since_commit: int | None = None
+        self._since_baseline: int | None = None
+        self._force_full = False
+        self._committed_step: int | None = None
+        self._resumed_step: int | None = None
+        self._not_before_s = 0.0
+        self._back_off_s = 0.0
+        self._said: set[str] = set()
+        self._closed = False
+        self._policy = pb.Policy()
+        self._epoch = 0
+
+    def _alert(self) -> None:
+        self._attention = True
+        self._awake.set()
+
+    def _refuse_closed(self, where: str) -> None:
+        """Raises `UserError` after `close()`."""
+        if self._closed:
+            raise UserError(
+                "this Checkpointer is closed", where=where, remedy="make a new one, it resumes with restore()"
+            )
+
+    def _apply_events(self) -> None:
+        """What the session thread heard since the last time; raises `FencedError`."""
+        events = self._session.events
+        while events:
+            event = events.popleft()
+            if isinstance(event, Attached):
+                self._adopt(event.link)
+                self._emit("attached", session=event.link.session)
+            elif isinstance(event, Lost):
+                self._emit("sidecar_lost", why=event.why)
+            elif isinstance(event, FencedOff):
+                pass
+            elif isinstance(event, pb.Notice):
+                self._apply_notice(event)
+            else:
+                event()
+        if self._session.fenced is not None:
+            self._attention = True  # every later step() raises as well
+            if self._flight is not None:
+                self._flight.failed(self._session.fenced)
+                self._flight = None
+            raise self._session.fenced
+
+    def _apply_notice(self, notice: pb.Notice) -> None:
+        kind = notice.WhichOneof("kind")
+        if kind == "committed":
+            self._committed(Commit.of(notice.committed))
+        elif kind == "save_failed":
+            failed = notice.save_failed
+            self._flight_failed(failed.cut, failed.cause, CutFailed(failed.cause, failed.message))
+        elif kind == "save_now":
+            if notice.save_now.urgent:
+                self._urgent = notice.save_now.reason or "urgent"
+            else:
+                handle = SaveHandle(reason=notice.save_now.reason, pin=None, metadata={}, waiter=_settled)
+                self._requests.append(handle)
+        elif kind == "policy":
+            self._policy = notice.policy
+
+    def _adopt(self, link: Link) -> None:
+        """A new attachment: its line, its policy, and what it knows of the save in flight."""
+        restarted = link.reply.epoch != self._epoch
+        self._line, self._epoch, self._policy = link.line, link.reply.epoch, link.reply.policy
+        self._line[STEP] = self._step
+        if link.reply.HasField("last_commit"):
+            self._committed(Commit.of(link.reply.last_commit))
+        flight = self._flight
+        if flight is not None and restarted:
+            self._flight_failed(
+                flight.cut, "gone", CutFailed("gone", "the sidecar was restarted during the save")
+            )
+
+    def _committed(self, commit: Commit) -> None:
+        if commit.attempt != self._attempt:
+            return
+        if self._since_commit is not None and commit.seq <= self._since_commit:
+            return
+        self._tracking.committed(commit.cut, baseline=commit.baseline)
+        self._since_commit = commit.seq
+        if commit.baseline:
+            self._since_baseline = commit.seq
+        self._committed_step = commit.step
+        self.stats.commits += 1
+        self.stats.last_commit = commit
+        self._said.clear()
+        self._back_off_s = self._not_before_s = 0.0
+        if self._flight is not None and self._flight.cut == commit.cut:
+            flight, self._flight = self._flight, None
+            for handle in flight.handles:
+                handle.settle(commit=commit)
+        self._emit("committed", commit=commit)
+
+    def _flight_failed(self, cut: int, cause: str, error: Exception) -> None:
+        self._tracking.failed(cut)
+        flight = self._flight
+        if flight is None or flight.cut != cut:
+            return
+        self._flight = None
+        flight.failed(error)
+        self._save_failed(cause, error)
+
+    def _save_failed(self, cause: str, error: Exception) -> None:
+        """Count it, say it once per cause until a save succeeds, and do not try again at every step."""
+        self.stats.failures[cause] += 1
+        if cause != "busy":
+            self._back_off_s = min(max(0.5, 2 * self._back_off_s), LONGEST_BACK_OFF_S)
+            self._not_before_s = time.monotonic() + self._back_off_s
+        if cause not in self._said:
+            self._said.add(cause)
+            log.warning("a save failed at step %d, the next one covers its rows: %s", self._step, error)
+        self._emit("save_failed", cause=cause, error=str(error), step=self._step)
+
+    def _skip(self, cause: str, *, quiet: bool = False) -> None:
+        if quiet:
+            return
+        self.stats.skipped[cause] += 1
+        self._emit("skipped", cause=cause, step=self._step)
+
+    def _emit(self, name: str, **facts: Any) -> None:
+        if self._on_event is not None:
+            self._on_event(name, facts)

@@ -1,0 +1,56 @@
+"""Everything of a cut that is no table row, as blobs: a name and a typed tree each.
+
+    dense/<fqn>   one parameter or persistent buffer        loader   positions of the wrapped loaders
+    optim/<i>     groups, dense state, scalars of tables    rng      the global generators
+    state/<name>  an entry of the user's `state=`           meta     version, step, fingerprint, content hashes
+
+They are encoded one after the other and refer to living tensors until they have been written into the arena, which
+happens before the training thread goes on. The generators are read first: asking a loader for its state may create
+its iterator, which draws; they are put back afterwards, so that a cut leaves no trace in the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from deltashard_checkpoint.trees import EncodedTree
+
+from deltashard.loaders import Stateful, WrappedLoader
+from deltashard.rngs import apply_globals, capture_globals
+from deltashard.states import Source, encode_value
+from deltashard.tracking import Tracking
+
+
+def blobs_of(
+    tracking: Tracking,
+    sources: Sequence[Source],
+    loaders: Mapping[str, WrappedLoader],
+    waiting: Mapping[str, Any],
+    meta: Mapping[str, Any],
+) -> Iterator[tuple[str, EncodedTree]]:
+    """Yield (name, tree) of every blob; each must be written before the next is asked for.
+
+    Args:
+        tracking: names the dense tensors and holds the optimizers.
+        sources: entries of `state=`; those that are wrapped as loaders are left to them.
+        loaders: wrapped loaders by name.
+        waiting: restored positions of loaders that were not wrapped yet.
+        meta: the `meta` blob.
+    """
+    rng: Any = capture_globals()
+    moved = [r for r in (loader.boundary_rng() for loader in loaders.values()) if r is not None]
+    positions = {name: loader.capture() for name, loader in loaders.items()}
+    wrapped = [loader.loader for loader in loaders.values()]
+    if any(isinstance(loader, Stateful) for loader in wrapped):
+        apply_globals(rng)
+    for name, tensor in tracking.dense().items():
+        yield f"dense/{name}", encode_value(tensor)
+    for view in tracking.optimizers:
+        yield f"optim/{view.index}", encode_value(view.capture())
+    for source in sources:
+        if not any(source.subject is loader for loader in wrapped):
+            yield f"state/{source.name}", encode_value(source.get())
+    yield "loader", encode_value(positions | dict(waiting))
+    yield "rng", encode_value(moved[0] if moved else rng)
+    yield "meta", encode_value(dict(meta))

@@ -1,0 +1,57 @@
+"""The trainer's errors. Each says what, where and the remedy; its family says who can act (user, surroundings, us)."""
+
+from __future__ import annotations
+
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, InternalBug, UserError
+
+__all__ = [
+    "AnotherTrainer",
+    "CheckpointMismatch",
+    "DeltashardError",
+    "EnvironmentFault",
+    "FencedError",
+    "InternalBug",
+    "NotRestored",
+    "RestoreFailed",
+    "SaveFailed",
+    "SidecarUnavailable",
+    "StateError",
+    "UserError",
+    "WaitError",
+]
+
+
+class StateError(UserError):
+    """Something given in `state=`, or found in the optimizer, cannot be saved or restored exactly."""
+
+
+class NotRestored(UserError):
+    """Training began on a run that has checkpoints, without `restore()` and without `fresh=True`."""
+
+
+class CheckpointMismatch(UserError):
+    """The checkpoint and the model disagree about tables, fields, dense tensors or optimizers."""
+
+
+class WaitError(UserError):
+    """`wait()` on the training thread before the cut happened would wait for itself."""
+
+
+class AnotherTrainer(UserError):
+    """A live process already trains this run on this machine."""
+
+
+class SidecarUnavailable(EnvironmentFault):
+    """The sidecar cannot be started or reached, or refuses this trainer."""
+
+
+class SaveFailed(EnvironmentFault):
+    """A save that was waited for did not become durable."""
+
+
+class RestoreFailed(EnvironmentFault):
+    """The checkpoint could not be read: the store or the sidecar failed, or no whole checkpoint is left."""
+
+
+class FencedError(EnvironmentFault):
+    """A newer attempt has taken over this run: this process must not train on. Never re-opened from here."""

@@ -1,0 +1,502 @@
+"""Restore into the living model: tables in place, frame by frame; everything else last; nothing half done is kept.
+
+    blobs     read first, decoded, and checked against the program before a byte of the model changes
+    rows      every frame is decoded and scattered straight into the parameter and the optimizer's row state (views of
+              their memory; tables on an accelerator go through a staging copy), newest frame first
+    dense     parameters, buffers, optimizers, the user's state, loader, generators, step: only after all rows arrived
+
+Parameters are copied in place and never re-bound. Optimizer state lands in memory of its own with its saved type.
+A table the checkpoint does not know, grown, shrunk or missing tables are refused unless `strict=False`, which says
+what it did in `Restored.notes`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import numpy as np
+import torch
+from deltashard_checkpoint.crashpoints import crash_point
+from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.indexes import box_message, box_of
+from deltashard_checkpoint.readers import FrameApplier, TableTarget
+from deltashard_checkpoint.tables import Box, FieldSpec, TableSchema
+from deltashard_proto.v1 import trainer_pb2 as pb
+from torch import Tensor
+
+from deltashard.errors import CheckpointMismatch, RestoreFailed
+from deltashard.optimstates import OptimizerView
+from deltashard.sessions import Link, translate
+from deltashard.states import copy_tensor, decode_value
+from deltashard.tracking import TrackedTable, Tracking
+
+RESTORE_DEADLINE_S = 6 * 3600.0
+DRAIN_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What `restore()` brought back."""
+
+    step: int
+    """Training goes on after this step."""
+    seq: int
+    """Number of the checkpoint in the commit log."""
+    attempt: int
+    """The attempt that this process trains under."""
+    source: str
+    """"cache": every byte came from this machine; "store": at least one did not."""
+    lost_steps: int | None
+    """Steps the lost trainer had done beyond this one; None when nobody saw them (another machine)."""
+    seconds: float
+    """From the call to the model being whole."""
+    stored_bytes: int
+    """Bytes read, as stored."""
+    chain: tuple[int, ...]
+    """Checkpoints whose frames were used, newest first."""
+    fell_back: bool
+    """A newer checkpoint exists but is not whole, or may have been lost with a damaged log: see `notes`."""
+    notes: tuple[str, ...] = ()
+    """Entries lost with the log, what did not match and was let pass (`strict=False`), what differs of this process."""
+    exact: bool | None = None
+    """Whether content hashes taken at the cut equal those of the restored state; None: none were recorded."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Received:
+    """Totals of the streams of one restore."""
+
+    chain: tuple[int, ...] = ()
+    cache_bytes: int = 0
+    store_bytes: int = 0
+    baseline_seq: int | None = None
+
+    def add(self, done: pb.RestoreReply.Done, chain: tuple[int, ...]) -> None:
+        """Count one stream."""
+        self.cache_bytes += done.cache_bytes
+        self.store_bytes += done.store_bytes
+        if chain:
+            self.chain, self.baseline_seq = chain, done.baseline_seq or None
+
+
+def read_frames(
+    link: Link, want: pb.RestoreRequest.Want, take: Callable[[memoryview, pb.RestoreReply.Filled], None]
+) -> tuple[pb.RestoreReply.Plan, pb.RestoreReply.Done]:
+    """Run one Restore call; `take` gets every frame's bytes, valid only during the call.
+
+    Raises:
+        InvalidCheckpoint: the checkpoint's bytes are wrong or gone for sure: fall back.
+        RestoreFailed: the store or the sidecar failed.
+        FencedError: a newer attempt runs.
+    """
+    out: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
+    out.put(pb.RestoreRequest(want=want))
+    call = link.stub.Restore(iter(out.get, None), timeout=RESTORE_DEADLINE_S)
+    plan = pb.RestoreReply.Plan()
+    try:
+        for reply in call:
+            kind = reply.WhichOneof("kind")
+            if kind == "plan":
+                plan = reply.plan
+            elif kind == "filled":
+                filled = reply.filled
+                block = link.arena.block(filled.block)
+                take(block[filled.offset : filled.offset + filled.frame.length], filled)
+                if filled.last:
+                    out.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block])))
+            elif kind == "done":
+                return plan, reply.done
+            elif kind == "failed":
+                if reply.failed.cause == "invalid":
+                    raise InvalidCheckpoint(reply.failed.message, where=f"checkpoint {want.seq}")
+                if reply.failed.cause == "mismatch":
+                    raise CheckpointMismatch(reply.failed.message, where=f"checkpoint {want.seq}")
+                raise RestoreFailed(
+                    f"{reply.failed.cause}: {reply.failed.message}",
+                    where=f"checkpoint {want.seq}",
+                    remedy="the checkpoint is not lost: call restore() again once the store can be reached",
+                )
+    except grpc.RpcError as error:
+        raise translate(error, where="restore", fallback=RestoreFailed) from None
+    finally:
+        # Half-close, then read to the end: that is our word that no block is looked at any more.
+        out.put(None)
+        _drain(call)
+    raise RestoreFailed("the sidecar ended the restore without a word", where=f"checkpoint {want.seq}")
+
+
+def _drain(call: Any) -> None:
+    timer = threading.Timer(DRAIN_DEADLINE_S, call.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        for _ in call:
+            pass
+    except grpc.RpcError:
+        pass  # whoever called has its result, or its error, already
+    finally:
+        timer.cancel()
+
+
+def read_blobs(link: Link, seq: int, from_run: str, received: Received) -> dict[str, memoryview]:
+    """The blobs of a checkpoint, whole; raises as `read_frames` does."""
+    applier = FrameApplier([])
+    want = pb.RestoreRequest.Want(session=link.session, seq=seq, blobs=True, from_run=from_run)
+    _, done = read_frames(link, want, lambda frame, _filled: _nothing(applier.apply(frame)))
+    applier.finish(blobs=("rng", "meta"))
+    received.add(done, ())
+    received.chain = (seq,)
+    received.baseline_seq = seq
+    return applier.blobs
+
+
+def read_rows(link: Link, seq: int, from_run: str, targets: ModelTargets, received: Received) -> None:
+    """Scatter the rows of a checkpoint into the targets; raises as `read_frames` does, or for rows that never came."""
+    if not targets.placed:
+        return
+    want = pb.RestoreRequest.Want(
+        session=link.session,
+        seq=seq,
+        boxes=[box_message(placed.target.box) for placed in targets.placed],
+        from_run=from_run,
+        mapping=targets.renames,
+        # What fits is judged here, where lazily created optimizer state is known; `finish` insists on every row.
+        lenient=True,
+        weights_only=targets.weights_only,
+    )
+    applier = FrameApplier(
+        [placed.target for placed in targets.placed], mapping=targets.renames, strict=targets.strict
+    )
+    plan, done = read_frames(link, want, targets.taker(applier))
+    applier.finish(initial=[] if targets.strict else [box_of(box) for box in plan.initial])
+    targets.notes += [note for note in applier.notes if note not in targets.notes]
+    targets.finish()
+    received.add(done, tuple(plan.chain))
+
+
+def _nothing(_value: object) -> None:
+    return None
+
+
+def array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's memory as the format's carrier type."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _in_place(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and (
+        tensor.dim() == 1 or tensor.stride(1) == 1 or tensor.shape[1] == 1
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Placed:
+    """One table under restore."""
+
+    table: TrackedTable
+    target: TableTarget
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(staging, live): what to copy when all rows are there."""
+    from_deltas: np.ndarray[Any, np.dtype[np.bool_]]
+    """Rows that came from delta frames."""
+
+
+def _differences(table: TrackedTable, held: TableSchema, *, strict: bool) -> list[str]:
+    """How a table differs from what is stored; unless `strict`, with what becomes of it.
+
+    Raises:
+        CheckpointMismatch: rows of another width cannot be taken at all.
+    """
+    rows, columns = table.param.shape
+    was = f"[{held.rows}, {held.columns}]"
+    now = f"[{rows}, {columns}]"
+    if held.columns != columns:
+        raise CheckpointMismatch(
+            f"table {table.fqn} has other columns: {was} is stored, the model has {now}",
+            where="tables",
+            remedy=f"build it with {held.columns} columns as it was; a table of another width needs another name, "
+            "and restore(strict=False) leaves it initial",
+        )
+    found = []
+    if held.rows != rows:
+        change = "grew" if held.rows < rows else "shrank"
+        fate = (
+            "the new rows keep their initial values" if held.rows < rows else "the rows beyond are left out"
+        )
+        found.append((f"table {table.fqn} {change}: {was} is stored, the model has {now}", fate))
+    if held.dtype != table.schema.dtype:
+        types = f"{held.dtype} {was} is stored, the model has {table.schema.dtype} {now}"
+        found.append((f"table {table.fqn} has another type: {types}", "values are converted"))
+    return [what if strict else f"{what}; {fate}" for what, fate in found]
+
+
+class ModelTargets:
+    """The model's tables as targets of a restore, after they were compared with what is stored."""
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        stored: Sequence[TableSchema],
+        *,
+        strict: bool,
+        weights_only: bool,
+        renames: Mapping[str, str],
+        strangers: Collection[int] = (),
+    ) -> None:
+        """`renames` gives the stored name of a table by the model's name for it.
+
+        `strangers` are the optimizers that were others when this was stored: they get no row state of those.
+
+        Raises:
+            CheckpointMismatch: tables differ in a way that is not allowed.
+        """
+        self.notes: list[str] = []
+        self.placed: list[_Placed] = []
+        self.renames = dict(renames)
+        self.strict = strict
+        self.weights_only = weights_only
+        self._strangers = frozenset(strangers)
+        by_name = {schema.fqn: schema for schema in stored}
+        named = {renames.get(table.fqn, table.fqn): table for table in tracking.tables}
+        faults = [f"table {fqn} is stored, the model has none" for fqn in by_name.keys() - named.keys()]
+        plans: list[tuple[TrackedTable, TableSchema]] = []
+        for fqn, table in named.items():
+            held = by_name.get(fqn)
+            if held is None:
+                faults.append(
+                    f"table {table.fqn} is not stored" + ("" if strict else ": it keeps its initial values")
+                )
+                continue
+            faults += _differences(table, held, strict=strict)
+            plans.append((table, held))
+        if faults and strict:
+            raise CheckpointMismatch(
+                "; ".join(faults),
+                where="tables",
+                remedy="build the tables as they were, or restore(strict=False) to take what fits (values are "
+                "converted, other rows stay initial); renames={'new': 'stored'} maps names",
+            )
+        self.notes += faults
+        # A delta says its tables' names: what it covers must have stored them under the same.
+        self._alike = not faults and all(table.fqn == held.fqn for table, held in plans)
+        for table, held in plans:
+            self.placed.append(self._place(table, held, weights_only=weights_only))
+
+    def taker(self, applier: FrameApplier) -> Callable[[memoryview, pb.RestoreReply.Filled], None]:
+        """The consumer of frames: decode, scatter, note what came from deltas."""
+        by_target = {id(p.target): p for p in self.placed}
+        first = True
+
+        def take(frame: memoryview, filled: pb.RestoreReply.Filled) -> None:
+            nonlocal first
+            for applied in applier.apply(frame):
+                if not filled.baseline:
+                    placed = by_target[id(applied.target)]
+                    placed.from_deltas[applied.rows - placed.target.box.row_start] = True
+            if first:
+                first = False
+                crash_point("restore.first_applied")
+
+        return take
+
+    def finish(self) -> None:
+        """All rows arrived: copy what was staged for other devices."""
+        with torch.no_grad():
+            for placed in self.placed:
+                for staging, live in placed.copies:
+                    live.copy_(staging.view(live.shape))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row and row field of the model is stored: a delta may follow. Ask when all is applied."""
+        return self._alike and all(
+            p.table.state_tensors().keys() <= p.target.fields.keys() for p in self.placed
+        )
+
+    def covers(self, other: ModelTargets) -> list[str]:
+        """Tables of which `other` may have written more than this one will."""
+        mine = {p.table.fqn: p.target.box.row_stop for p in self.placed}
+        return [p.table.fqn for p in other.placed if mine.get(p.table.fqn, 0) < p.target.box.row_stop]
+
+    def _place(self, table: TrackedTable, held: TableSchema, *, weights_only: bool) -> _Placed:
+        rows = min(held.rows, table.param.shape[0])
+        copies: list[tuple[Tensor, Tensor]] = []
+        weights = self._memory(table.param, rows, copies)
+        fields: dict[str, np.ndarray[Any, Any]] = {}
+        specs: list[FieldSpec] = []
+        for spec in () if weights_only else held.fields:
+            if not table.views and not self.strict:
+                self.notes.append(f"{table.fqn}: no optimizer owns its stored state {spec.name}")
+                continue
+            if (owner := table.owner_of(spec)) is not None and owner.index in self._strangers:
+                continue
+            live = table.allocate_state(spec)
+            specs.append(spec)
+            fields[spec.name] = self._memory(
+                live.reshape(-1) if spec.kind == "rowwise" and live.is_contiguous() else live, rows, copies
+            ).reshape((rows,) if spec.kind == "rowwise" else (rows, held.columns))
+        schema = TableSchema(
+            fqn=table.fqn,
+            rows=table.param.shape[0],
+            columns=held.columns,
+            dtype=table.schema.dtype,
+            fields=tuple(specs),
+        )
+        box = Box(table=table.fqn, row_start=0, row_stop=rows, col_start=0, col_stop=held.columns)
+        return _Placed(
+            table=table,
+            target=TableTarget(schema=schema, box=box, weights=weights, fields=fields),
+            copies=copies,
+            from_deltas=np.zeros(rows, np.bool_),
+        )
+
+    @staticmethod
+    def _memory(live: Tensor, rows: int, copies: list[tuple[Tensor, Tensor]]) -> np.ndarray[Any, Any]:
+        part = live.detach()[:rows]
+        if _in_place(part):
+            return array_of(part)
+        staging = torch.empty(part.shape, dtype=part.dtype)
+        copies.append((staging, part))
+        return array_of(staging)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blobs:
+    """The dense half of a checkpoint, decoded but not applied."""
+
+    dense: dict[str, Tensor]
+    optimizers: dict[int, Any]
+    state: dict[str, Any]
+    rng: Any
+    loaders: dict[str, Any]
+    meta: dict[str, Any]
+
+    @classmethod
+    def decode(cls, raw: Mapping[str, memoryview]) -> Blobs:
+        """From the assembled blobs; accelerator tensors stay on the CPU until they are copied to their place."""
+        found: dict[str, dict[Any, Any]] = {"dense": {}, "optim": {}, "state": {}}
+        single: dict[str, Any] = {"rng": None, "loader": {}, "meta": {}}
+        for name, data in raw.items():
+            value = decode_value(data)
+            kind, _, key = name.partition("/")
+            if kind in found and key:
+                found[kind][int(key) if kind == "optim" else key] = value
+            else:
+                single[name] = value
+        return cls(
+            dense=found["dense"],
+            optimizers=found["optim"],
+            state=found["state"],
+            rng=single["rng"],
+            loaders=single["loader"],
+            meta=single["meta"],
+        )
+
+    def check(
+        self, tracking: Tracking, *, strict: bool, weights_only: bool, names: Sequence[str]
+    ) -> list[str]:
+        """Compare with the program before anything is changed; returns notes.
+
+        Raises:
+            CheckpointMismatch: with `strict`, anything that is missing, extra or of another shape or class.
+        """
+        faults = []
+        live = tracking.dense()
+        saved = {tracking.inventory.aliases.get(name, name): value for name, value in self.dense.items()}
+        for name in sorted(saved.keys() | live.keys()):
+            if name not in live:
+                faults.append(f"dense tensor {name} is stored, the model has none")
+            elif name not in saved:
+                faults.append(f"dense tensor {name} is not stored")
+            elif saved[name].shape != live[name].shape or saved[name].dtype != live[name].dtype:
+                faults.append(
+                    f"dense tensor {name} is stored as {saved[name].dtype} {tuple(saved[name].shape)}, "
+                    f"the model has {live[name].dtype} {tuple(live[name].shape)}"
+                )
+        if not weights_only:
+            if len(self.optimizers) != len(tracking.optimizers):
+                faults.append(
+                    f"{len(self.optimizers)} optimizers are stored, there are {len(tracking.optimizers)}"
+                )
+            for i, view in enumerate(tracking.optimizers):
+                if (misfit := self._misfit(i, view)) is not None:
+                    fate = "" if strict else ": it starts with no state of the checkpoint's"
+                    faults.append(f"optimizer {i} {misfit} now{fate}")
+            for name in sorted(set(names) ^ self.state.keys()):
+                what = "not stored" if name in names else "stored, but not given now"
+                faults.append(f"state[{name!r}] is {what}")
+        if faults and strict:
+            raise CheckpointMismatch(
+                "; ".join(faults),
+                where="dense state",
+                remedy="build model, optimizers and state= as they were, or restore(strict=False) to take what fits",
+            )
+        return faults
+
+    def strangers(self, tracking: Tracking) -> frozenset[int]:
+        """Optimizers that do not fit the one stored in their place (class, groups): they keep their own state."""
+        return frozenset(
+            view.index for i, view in enumerate(tracking.optimizers) if self._misfit(i, view) is not None
+        )
+
+    def _misfit(self, position: int, view: OptimizerView) -> str | None:
+        """How the optimizer stored in this place differs, in words; None when it fits, or none is stored."""
+        stored = self.optimizers.get(position)
+        if stored is None:
+            return None
+        if stored["class"] != view.class_name:
+            return f"was a {stored['class']} and is a {view.class_name}"
+        groups, live = len(stored["groups"]), len(view.target.param_groups)
+        return None if groups == live else f"had {groups} parameter groups and has {live}"
+
+    def apply_dense(self, tracking: Tracking, *, strict: bool, weights_only: bool) -> list[str]:
+        """Parameters and buffers in place, then the optimizers."""
+        notes: list[str] = []
+        live = tracking.dense()
+        for stored_name, value in self.dense.items():
+            name = tracking.inventory.aliases.get(stored_name, stored_name)
+            target = live.get(name)
+            fits = target is not None and target.shape == value.shape and target.dtype == value.dtype
+            if target is not None and (strict or fits):
+                copy_tensor(target, value, where=f"dense tensor {name}")
+        if not weights_only:
+            strangers = self.strangers(tracking)
+            for i, view in enumerate(tracking.optimizers):
+                if i in self.optimizers and view.index not in strangers:
+                    notes += view.restore(self.optimizers[i])
+        return notes
+
+
+def opened_or_raise(call: Callable[[], pb.OpenReply]) -> pb.OpenReply:
+    """Run an Open; raises `FencedError`, `UserError` or `RestoreFailed`."""
+    try:
+        return call()
+    except grpc.RpcError as error:
+        failure = translate(error, where="open attempt", fallback=RestoreFailed)
+        # What the sidecar said is all in it: gRPC's own trace would only bury it.
+        raise failure from None
+
+
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Elapsed."""
+        return time.monotonic() - self._start_s
+
+
+def delta_rows(placed: Sequence[_Placed]) -> Iterator[tuple[TrackedTable, Tensor]]:
+    """(table, int64 ids that came from delta frames), for re-seeding marks."""
+    for each in placed:
+        yield each.table, torch.from_numpy(np.flatnonzero(each.from_deltas))

@@ -1,0 +1,118 @@
+"""The random number generators a training step draws from, captured and re-applied as plain trees.
+
+The *global* generators are Python's `random`, NumPy's legacy `numpy.random`, torch's default CPU generator and, once
+CUDA is in use, every device's default generator. *Own* generators (`torch.Generator`, `numpy.random.Generator`,
+`random.Random`) are objects of the user's, captured by kind. A captured value holds only ints, floats, tuples, bytes
+and arrays, so it passes through the typed tree unchanged and nothing is ever unpickled.
+
+Capturing copies: a value taken at a cut does not change when training draws on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from deltashard.errors import CheckpointMismatch, StateError
+
+Generator = torch.Generator | np.random.Generator | random.Random
+
+
+def _bytes_of(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _python_state(generator_state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`random`'s state with its 625 words as one array: a leaf of the tree instead of 625."""
+    version, words, gauss = generator_state
+    return version, np.array(words, dtype=np.uint32), gauss
+
+
+def _python_state_of(captured: tuple[Any, ...]) -> tuple[Any, ...]:
+    version, words, gauss = captured
+    return version, tuple(int(word) for word in words), gauss
+
+
+def capture_globals() -> dict[str, Any]:
+    """The state of all global generators, as a tree. About 30 microseconds without CUDA."""
+    captured: dict[str, Any] = {
+        "python": _python_state(random.getstate()),
+        "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the legacy global is what programs draw from
+        "torch": _bytes_of(torch.get_rng_state()),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+        captured["cuda"] = [_bytes_of(state.cpu()) for state in torch.cuda.get_rng_state_all()]
+    return captured
+
+
+def apply_globals(captured: Mapping[str, Any]) -> None:
+    """Re-apply what `capture_globals` took.
+
+    Raises:
+        CheckpointMismatch: the captured process drew from more CUDA devices than this one has.
+    """
+    random.setstate(_python_state_of(captured["python"]))
+    np.random.set_state(captured["numpy"])  # noqa: NPY002 - see capture_globals
+    torch.set_rng_state(_tensor_of(captured["torch"]))
+    cuda = captured.get("cuda")
+    if cuda:
+        if not torch.cuda.is_available() or torch.cuda.device_count() < len(cuda):
+            have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise CheckpointMismatch(
+                f"the checkpoint holds generators of {len(cuda)} CUDA devices, this process sees {have}",
+                where="rng",
+                remedy="resume on as many devices, or restore(strict=False) to leave the CUDA generators alone",
+            )
+        for device, state in enumerate(cuda):
+            torch.cuda.set_rng_state(_tensor_of(state), device)
+
+
+def is_generator(value: object) -> bool:
+    """Whether `capture_own` takes it."""
+    return isinstance(value, (torch.Generator, np.random.Generator, random.Random))
+
+
+def capture_own(generator: Generator) -> dict[str, Any]:
+    """One generator object's state, tagged with its kind."""
+    if isinstance(generator, torch.Generator):
+        return {
+            "kind": "torch",
+            "device": generator.device.type,
+            "state": _bytes_of(generator.get_state().cpu()),
+        }
+    if isinstance(generator, np.random.Generator):
+        return {"kind": "numpy", "state": dict(generator.bit_generator.state)}
+    if isinstance(generator, random.SystemRandom):
+        raise StateError(
+            "random.SystemRandom has no state", where="state=", remedy="use random.Random or leave it out"
+        )
+    return {"kind": "python", "state": _python_state(generator.getstate())}
+
+
+def apply_own(generator: Generator, captured: Mapping[str, Any]) -> None:
+    """Put a captured state back into a generator of the same kind.
+
+    Raises:
+        CheckpointMismatch: the generator is of another kind than the captured one.
+    """
+    kind = captured.get("kind")
+    if kind == "torch" and isinstance(generator, torch.Generator):
+        generator.set_state(_tensor_of(captured["state"]))
+    elif kind == "numpy" and isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = captured["state"]
+    elif kind == "python" and isinstance(generator, random.Random):
+        generator.setstate(_python_state_of(captured["state"]))
+    else:
+        raise CheckpointMismatch(
+            f"the checkpoint holds a {kind} generator, the program a {type(generator).__name__}",
+            where="state=",
+            remedy="give the same kind of generator under the same name",
+        )

@@ -1,0 +1,138 @@
+"""What a save is from the outside: a handle that can be waited for, the commit it became, and counts of what happened.
+
+A handle goes through: requested -> cut (its bytes left the trainer) -> committed | failed. Only the training thread
+moves it, at a step boundary or while it waits itself; other threads may wait as long as they like.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.errors import SaveFailed
+from deltashard.marks import Mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A durable checkpoint."""
+
+    seq: int
+    """Its number in the run's commit log: `restore(which=f"seq:{seq}")`."""
+    attempt: int
+    cut: int
+    step: int
+    """Step it holds."""
+    baseline: bool
+    """Whether it holds every row by itself."""
+    durable_s: float
+    """Seconds from the begin of the save to its log entry."""
+    stored_bytes: int
+    raw_bytes: int
+    rows: int
+
+    @classmethod
+    def of(cls, message: pb.Commit) -> Commit:
+        """From the sidecar's message."""
+        return cls(
+            seq=message.seq,
+            attempt=message.attempt,
+            cut=message.cut,
+            step=message.step,
+            baseline=message.baseline,
+            durable_s=message.durable_s,
+            stored_bytes=message.stored_bytes,
+            raw_bytes=message.raw_bytes,
+            rows=message.rows,
+        )
+
+
+class SaveHandle:
+    """A requested save; made by `Checkpointer.save`."""
+
+    def __init__(
+        self,
+        *,
+        reason: str,
+        pin: str | None,
+        metadata: Mapping[str, str],
+        waiter: Callable[[SaveHandle, float | None], None],
+    ) -> None:
+        self.reason = reason
+        self.pin = pin
+        self.metadata = dict(metadata)
+        self.step: int | None = None
+        """Step that was cut; None while the cut has not happened."""
+        self.cut: int | None = None
+        self.commit: Commit | None = None
+        self.error: Exception | None = None
+        self.settled = threading.Event()
+        self._waiter = waiter
+
+    def __repr__(self) -> str:
+        state = "committed" if self.commit else "failed" if self.error else "cut" if self.cut else "requested"
+        return f"<SaveHandle {self.reason!r} {state} step={self.step}>"
+
+    @property
+    def done(self) -> bool:
+        """Committed or failed."""
+        return self.settled.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> Commit:
+        """Block until the checkpoint is durable.
+
+        Raises:
+            WaitError: called on the training thread before the cut happened, it would wait for itself.
+            SaveFailed: the save failed (the next one covers its rows).
+            TimeoutError: not durable within `timeout_s`.
+        """
+        self._waiter(self, timeout_s)
+        if self.error is not None:
+            raise self.error
+        if self.commit is None:
+            raise TimeoutError(f"the save {self.reason!r} is not durable after {timeout_s} s")
+        return self.commit
+
+    def settle(self, *, commit: Commit | None = None, error: Exception | None = None) -> None:
+        """The training thread knows the end of it."""
+        if not self.settled.is_set():
+            self.commit, self.error = commit, error
+            self.settled.set()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Flight:
+    """The save whose fate is not known yet."""
+
+    cut: int
+    step: int
+    mode: Mode
+    full: bool
+    reason: str
+    handles: list[SaveHandle] = field(default_factory=list)
+
+    def failed(self, error: Exception) -> None:
+        """Tell who waits."""
+        for handle in self.handles:
+            handle.settle(error=SaveFailed(str(error), where=f"save of step {self.step}"))
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    """Counts of this trainer, for people and tests; the sidecar's metrics are the ones to alert on."""
+
+    cuts: int = 0
+    """Cuts whose bytes were handed over."""
+    commits: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Due cuts that were not taken, by cause: in flight, sidecar away, backing off, vetoed."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Saves that failed, by cause."""
+    audit_faults: int = 0
+    stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+    """How long each of the last 1,000 cuts held the training thread."""
+    last_commit: Commit | None = None

@@ -1,0 +1,101 @@
+"""SIGTERM: save first, then do what would have been done.
+
+The handler only notes the signal. At the next `step()` an urgent cut is taken and waited for; then the previous handler
+runs (the default one ends the process). The grace budget bounds all of it: when no step comes, or the save is not
+durable in time, the previous handler runs anyway. A second SIGTERM does not wait any longer.
+
+The first process of a container is another matter: the kernel withholds from process 1 every signal that has the
+default action, so it could not end itself that way and would train on until the pod's grace period kills it. It exits
+with `EXIT_SIGTERM`, the code that a shell gives a process ended by SIGTERM. Not 0: a Job would count as complete.
+
+Python runs handlers on the main thread only, so a Checkpointer built elsewhere leaves signals alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger("deltashard")
+
+EXIT_SIGTERM = 128 + signal.SIGTERM
+"""Exit code of a container's first process after SIGTERM: 143."""
+
+
+class TermHandler:
+    """Installed for one Checkpointer; `notice` is called from the handler and must only set flags."""
+
+    def __init__(self, *, grace_s: float, notice: Callable[[], None]) -> None:
+        self._grace_s = grace_s
+        self._notice = notice
+        self._previous: Any = None
+        self._installed = False
+        self._timer: threading.Timer | None = None
+        self.until_s: float | None = None
+        """Monotonic end of the grace budget; None before a SIGTERM."""
+
+    def install(self) -> bool:
+        """Take SIGTERM over, if this is the main thread and nobody ignores the signal."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+            return False
+        self._previous = signal.signal(signal.SIGTERM, self._on_term)
+        self._installed = True
+        return True
+
+    def remove(self) -> None:
+        """Put the previous handler back, unless somebody took the signal over from us."""
+        if self._timer is not None:
+            self._timer.cancel()
+        # `==`: bound methods are made anew at each access.
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._on_term:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(
+                    signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL
+                )
+            self._installed = False
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the grace budget after a SIGTERM."""
+        return 0.0 if self.until_s is None else max(0.0, self.until_s - time.monotonic())
+
+    def _on_term(self, signum: int, frame: FrameType | None) -> None:
+        if self.until_s is not None:
+            self.chain(signum, frame)
+            return
+        self.until_s = time.monotonic() + self._grace_s
+        self._timer = threading.Timer(self._grace_s, self._expired)
+        self._timer.daemon = True
+        self._timer.start()
+        self._notice()
+
+    def _expired(self) -> None:
+        # Wakes the main thread even out of a blocking call; the handler then sees a second signal.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def chain(self, signum: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        """Do what SIGTERM did before us."""
+        if self._timer is not None:
+            self._timer.cancel()
+        previous = self._previous
+        self.remove()
+        if callable(previous):
+            previous(signum, frame)
+        elif previous is not signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            if os.getpid() == 1:
+                for stream in (sys.stdout, sys.stderr):
+                    with contextlib.suppress(OSError, ValueError):
+                        stream.flush()
+                os._exit(EXIT_SIGTERM)

@@ -1,0 +1,159 @@
+"""Discovery: which parameters of a model are tables, and what everything is called whatever wraps the model.
+
+A *table* is a 2-D floating-point parameter whose rows are saved one by one: the weight of every `nn.Embedding` and
+`nn.EmbeddingBag`, and any other 2-D parameter with at least `min_rows` rows and `min_weights` values. All other
+parameters and the persistent buffers are *dense* and are saved whole.
+
+Names are fully qualified attribute paths without what wrappers add: `_orig_mod` (torch.compile) always, `module`
+where the parent is a data-parallel wrapper or an averaged model. A parameter reachable by several paths is one
+tensor: its first path in `named_modules` order is the canonical name, the others are aliases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from deltashard_checkpoint.errors import UserError
+from torch import Tensor, nn
+
+LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
+TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSettings:
+    """What counts as a table."""
+
+    min_rows: int = 65_536
+    """A 2-D parameter outside of nn.Embedding and nn.EmbeddingBag is a table from this many rows on."""
+    min_weights: int = 1 << 20
+    """... and from this many values on."""
+    lookups_min_rows: int = 1
+    """An nn.Embedding or nn.EmbeddingBag with fewer rows is saved whole, as a dense parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundTable:
+    """A parameter that is a table, and the modules that hold it."""
+
+    fqn: str
+    param: nn.Parameter
+    aliases: tuple[str, ...]
+    """Other canonical paths of the same parameter (tied weights)."""
+    owners: tuple[tuple[nn.Module, str], ...]
+    """Every (module, attribute) that holds it."""
+
+    @property
+    def lookups(self) -> tuple[nn.Module, ...]:
+        """The owners that look rows up."""
+        return tuple(module for module, _ in self.owners if isinstance(module, LOOKUPS))
+
+
+@dataclass(slots=True, kw_only=True)
+class Inventory:
+    """Everything of a model that a checkpoint holds, by canonical name."""
+
+    tables: dict[str, FoundTable] = field(default_factory=dict)
+    dense: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters that are no tables, and persistent buffers (live tensors)."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Alias -> canonical name, for tied parameters and shared buffers."""
+    names: dict[Tensor, str] = field(default_factory=dict)
+    """Parameter (by identity) -> canonical name."""
+
+
+def canonical_prefixes(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """Yield (canonical prefix, module) for every module, parents first, shared modules once per path."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel)
+    stack: list[tuple[str, nn.Module, tuple[int, ...]]] = [("", model, ())]
+    while stack:
+        prefix, module, above = stack.pop()
+        yield prefix, module
+        children = []
+        for name, child in module._modules.items():  # noqa: SLF001 - named_children() drops repeated modules
+            if child is None or id(child) in above:
+                continue
+            transparent = name == "_orig_mod" or (name == "module" and isinstance(module, wrappers))
+            path = prefix if transparent else f"{prefix}.{name}" if prefix else name
+            children.append((path, child, (*above, id(module))))
+        stack.extend(reversed(children))
+
+
+def discover(model: nn.Module, settings: TableSettings | None = None) -> Inventory:
+    """The inventory of `model`.
+
+    Raises:
+        UserError: two different tensors share a canonical name, a lookup table has a type that cannot be stored,
+            or a lazy parameter is not initialised yet.
+    """
+    settings = settings or TableSettings()
+    inventory = Inventory()
+    owners: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    aliases: dict[Tensor, list[str]] = {}
+    for prefix, module in canonical_prefixes(model):
+        persistent = module._non_persistent_buffers_set  # noqa: SLF001 - torch offers no accessor
+        held: list[tuple[str, Tensor]] = [(n, p) for n, p in module._parameters.items() if p is not None]  # noqa: SLF001 - as above
+        held += [(n, b) for n, b in module._buffers.items() if b is not None and n not in persistent]  # noqa: SLF001
+        for name, tensor in held:
+            fqn = f"{prefix}.{name}" if prefix else name
+            if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+                raise UserError(
+                    "A lazy parameter has no shape yet",
+                    where=fqn,
+                    remedy="run one forward pass before building the Checkpointer",
+                )
+            if isinstance(tensor, nn.Parameter):
+                owners.setdefault(tensor, [])
+                if not any(m is module for m, _ in owners[tensor]):
+                    owners[tensor].append((module, name))
+            known = inventory.names.get(tensor)
+            if known is not None:
+                if known != fqn:
+                    inventory.aliases[fqn] = known
+                    aliases.setdefault(tensor, []).append(fqn)
+                continue
+            if fqn in inventory.dense:
+                raise UserError(
+                    "Two tensors have the same name once wrappers are removed",
+                    where=fqn,
+                    remedy="rename one of the attributes",
+                )
+            inventory.names[tensor] = fqn
+            inventory.dense[fqn] = tensor
+    for param, holders in owners.items():
+        if not _is_table(param, holders, settings):
+            continue
+        fqn = inventory.names[param]
+        if param.dtype not in TABLE_DTYPES:
+            raise UserError(
+                f"A table of {param.dtype} cannot be stored",
+                where=fqn,
+                remedy=f"use one of {', '.join(str(d) for d in TABLE_DTYPES)}",
+            )
+        del inventory.dense[fqn]
+        inventory.tables[fqn] = FoundTable(
+            fqn=fqn,
+            param=param,  # type: ignore[arg-type]  # keys of `owners` are parameters
+            aliases=tuple(dict.fromkeys(aliases.get(param, ()))),
+            owners=tuple(holders),
+        )
+    return inventory
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The numpy-style name of a torch type: float32, bfloat16, int64, ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _is_table(param: Tensor, holders: list[tuple[nn.Module, str]], settings: TableSettings) -> bool:
+    if param.dim() != 2 or param.is_sparse or 0 in param.shape:
+        return False
+    if any(isinstance(module, LOOKUPS) and name == "weight" for module, name in holders):
+        return param.shape[0] >= settings.lookups_min_rows
+    return (
+        param.dtype in TABLE_DTYPES
+        and param.shape[0] >= settings.min_rows
+        and param.numel() >= settings.min_weights
+    )

@@ -1,0 +1,548 @@
+"""The facade of tracking: which rows a cut must take, and the live tensors it takes them from.
+
+One `TrackedTable` per table of the model. How it is tracked is decided here and may change while training:
+
+    gradients  exactly one optimizer owns it, that optimizer is on the whitelist as it stands (checked before every
+               step), and no lookup renormalises (max_norm)
+    hashes     everything else, and small tables, for which one look per cut costs less than anything per step
+
+A table goes over from gradients to hashes for good when the whitelist stops to hold, when rows cannot be proven, when
+an audit fails or when it is written from outside repeatedly. It is marked whole at that moment, so nothing is missed;
+the reason is logged once. A single write from outside (a version counter or address that moved between our hooks, an
+optimizer's `load_state_dict`) marks the table whole.
+
+Order at a step boundary, all on the training thread:
+
+    step_done()                         every step
+    refresh() -> DirtyCounts            a cut is due: audits, looks at hash tables, refreshes schemas; then counts
+    table.prepare_cut(mode)             per table; ... rows are copied ...
+    cut_taken(cut, mode, full=...)      flags move to pending
+    audit_after_cut()                   draw the next sample
+    committed(cut, ...) | failed(cut)   whenever the news arrives
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.tables import FieldSpec, TableSchema
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from deltashard.audits import Audit, AuditFault
+from deltashard.marks import DirtyCounts, Marks, Mode, RowSelection
+from deltashard.optimizers import innermost, why_inexact
+from deltashard.optimstates import OptimizerView, allocate, views_of
+from deltashard.tables import FoundTable, Inventory, TableSettings, discover, dtype_name
+from deltashard.trackers import HashTracker, RowTracker, Untracked, version
+
+_log = logging.getLogger("deltashard.tracking")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingSettings:
+    """How tables are found and tracked."""
+
+    tables: TableSettings = field(default_factory=TableSettings)
+    hash_below_bytes: int = 256 << 10
+    """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
+    audit_rows: int = 2048
+    """Rows sampled per table and cut; 0 switches the audit off (see `audits.miss_probability`)."""
+    outside_writes: int = 2
+    """After so many writes from outside a table is tracked by hashes."""
+    seed: int = 0x5EED
+    """Of the hashes and of the audit's samples."""
+
+
+class TrackedTable:
+    """One table: its live tensors, its marks and how it is tracked."""
+
+    def __init__(self, found: FoundTable, settings: TrackingSettings) -> None:
+        self.fqn = found.fqn
+        self.found = found
+        self.param = found.param
+        self._lookups = found.lookups
+        self.aliases = found.aliases
+        self.marks = Marks(found.param.shape[0], found.param.device)
+        self.views: list[OptimizerView] = []
+        """Those that hold state of this table, innermost first."""
+        self.sole: Any = None
+        """The optimizer that alone owns this table, else None."""
+        self.reason = ""
+        """Why it is tracked by hashes; empty while it is tracked by gradients."""
+        self.schema_version = 0
+        self._settings = settings
+        self._seed = settings.seed ^ zlib.crc32(found.fqn.encode())
+        self._rows: RowTracker | None = None
+        self._hashes: HashTracker | None = None
+        self._audit = Audit(found.fqn, self._seed)
+        self._outside = 0
+        self._signature: tuple[int, ...] = ()
+        self._pinned: list[Any] = []
+        self._schema = self._read_schema()
+
+    # -- what a cut and a restore need
+
+    @property
+    def schema(self) -> TableSchema:
+        """As of the last `refresh`: `schema_version` counts its changes (a lazy field appeared)."""
+        return self._schema
+
+    @property
+    def tracker(self) -> str:
+        """How rows are found: "gradients" or "hashes"."""
+        return "gradients" if self._rows is not None else "hashes"
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live row fields in schema order: [R], [R, 1] or [R, D], possibly on another device than `param`."""
+        return {name: tensor for name, (_, tensor) in self._fields().items()}
+
+    def scalar_state(self) -> dict[str, Any]:
+        """The table's other optimizer state by canonical key (`step`, factored moments, ...); live values."""
+        found: dict[str, Any] = {}
+        for nth, view in enumerate(self.views):
+            fields = view.fields(self.param)
+            for key, value in (view.state.get(self.param) or {}).items():
+                if str(key) not in fields:
+                    found[_name(str(key), nth)] = value
+        return found
+
+    def allocate_state(self, spec: FieldSpec) -> Tensor:
+        """The live tensor to scatter restored values of `spec` into; see `optimstates.allocate`.
+
+        Raises:
+            UserError: no optimizer owns this table.
+        """
+        owner = self.owner_of(spec)
+        if owner is None:
+            raise UserError(
+                f"The checkpoint holds optimizer state {spec.name!r}, but no optimizer of this run would own it",
+                where=self.fqn,
+                remedy="pass the optimizer to the Checkpointer, or restore with weights_only=True",
+            )
+        return allocate(owner, self.param, spec, spec.name.partition("@")[0])
+
+    def owner_of(self, spec: FieldSpec) -> OptimizerView | None:
+        """The optimizer that holds row field `spec`, by the name it is stored under; None: none here would."""
+        nth = int(spec.name.partition("@")[2] or 0)
+        return self.views[nth] if nth < len(self.views) else None
+
+    def prepare_cut(self, mode: Mode) -> RowSelection:
+        """The rows a cut of this mode takes, as of the last `Tracking.refresh`."""
+        return self.marks.select(mode)
+
+    # -- tracking
+
+    def attach(self, owners: Iterable[Any], views: Iterable[OptimizerView]) -> None:
+        """Set the optimizers: those handed over that own this table, and the views that hold its state."""
+        self.views = list(views)[::-1]
+        owners = list(owners)
+        self.sole = owners[0] if len(owners) == 1 else None
+        reason = self._why_hashes(owners)
+        small = self.param.numel() * self.param.element_size() < self._settings.hash_below_bytes
+        if reason is None and not small:
+            if self._rows is None and self._hashes is None:
+                self._rows = RowTracker(self.found, self.marks)
+        elif self._rows is not None or self._hashes is None:
+            self.go_over(reason or "it is small", quiet=reason is None)
+        self._schema = self._read_schema()
+        self.sign()
+
+    def go_over(self, reason: str, *, quiet: bool = False) -> None:
+        """Track by hashes from now on."""
+        if self._hashes is not None:
+            return
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+        self._hashes = HashTracker(self._seed)
+        self.marks.mark_all()
+        self.reason = reason
+        level = logging.DEBUG if quiet else logging.INFO
+        _log.log(level, "table %s is tracked by row hashes at each cut: %s", self.fqn, reason)
+
+    def before_step(self, inexact: str | None) -> None:
+        """Before the sole owner's step: is the whitelist still true, was the table written from outside?
+
+        `inexact` is what `why_inexact` says of the owner now.
+        """
+        if self._rows is None:
+            return
+        reason = inexact or self._why_not_lookups()
+        if reason is not None:
+            self.go_over(reason)
+        elif self._signature != self._sign():
+            self._written_outside()
+
+    def after_step(self) -> None:
+        """After the sole owner's step."""
+        if self._rows is None:
+            return
+        try:
+            if self.param.is_cuda and torch.cuda.is_current_stream_capturing():
+                self.go_over("its optimizer runs inside a CUDA graph, where no hook does")
+                return
+            self._rows.stepped()
+        except Untracked as untracked:
+            self.go_over(str(untracked))
+        signature = self._sign()
+        if len(signature) != len(self._signature) or signature[1::2] != self._signature[1::2]:
+            self.sign()  # state appeared or was re-bound within the step: pin it
+        else:
+            self._signature = signature
+
+    def refresh(self) -> None:
+        """Bring marks and schema up to date for a cut."""
+        if self._rows is not None and self._signature != self._sign():
+            self._written_outside()
+            self.sign()
+        if self._rows is not None and self.marks.flags.device != self.param.device:
+            self.go_over("it moved to another device")
+        if self.marks.flags.device != self.param.device:
+            self.marks = Marks(self.param.shape[0], self.param.device)
+        schema = self._read_schema()
+        if schema != self._schema:
+            self._schema = schema
+            self.schema_version += 1
+            self.marks.mark_all()
+        if self._hashes is not None:
+            self._hashes.look(self._sections(), self.marks)
+
+    def cut_taken(self, cut: int, *, full: bool) -> None:
+        """See `Marks.cut_taken`."""
+        self.marks.cut_taken(cut, full=full)
+        if self._rows is not None:
+            self._rows.cut_taken()
+
+    def reseed(self, ids: Tensor | None) -> None:
+        """See `Marks.reseed`; call it when weights *and* row fields are restored."""
+        self._schema = self._read_schema()
+        self.marks.reseed(ids)
+        self._audit.forget()
+        if self._hashes is not None:
+            self._hashes.adopt(self._sections())
+        if self._rows is not None:
+            self._rows.cut_taken()
+        self.sign()
+
+    def audit_sample(self) -> None:
+        """Draw the audit's next sample."""
+        if self._rows is not None and self._settings.audit_rows:
+            self._audit.sample(self._sections(), min(self._settings.audit_rows, self.marks.rows))
+
+    def audit_check(self) -> AuditFault | None:
+        """Check the sample; a fault marks everything and ends tracking by gradients."""
+        if self._rows is None:
+            return None
+        fault = self._audit.check(self._sections(), self.marks)
+        if fault is not None:
+            self.go_over("an audit found rows that changed unseen")
+        return fault
+
+    def rebind(self, param: nn.Parameter) -> None:
+        """The module holds another parameter of the same shape now."""
+        if param.shape != self.param.shape or param.dtype != self.param.dtype:
+            raise UserError(
+                f"The table was {tuple(self.param.shape)} {self.param.dtype} and is {tuple(param.shape)} {param.dtype}",
+                where=self.fqn,
+                remedy="build a new Checkpointer after changing a table",
+            )
+        self.found = FoundTable(fqn=self.fqn, param=param, aliases=self.aliases, owners=self.found.owners)
+        self.param = param
+        self._lookups = self.found.lookups
+        self.go_over("its parameter was replaced")
+        self.marks.mark_all()
+
+    def sign(self) -> None:
+        """Take versions and addresses as they are.
+
+        The memory is pinned meanwhile, so that an address that was seen cannot come back as another tensor's.
+        """
+        self._signature = self._sign()
+        tensors = [self.param, *(v for e in self._entries() for v in e.values() if isinstance(v, Tensor))]
+        self._pinned = (
+            [t.untyped_storage() for t in tensors if t.layout == torch.strided] if self._rows else []
+        )
+
+    def mark_outside(self) -> None:
+        """Someone wrote this table, or its state, outside of an optimizer's step."""
+        if self._rows is not None:
+            self._written_outside()
+            self.sign()
+
+    def _written_outside(self) -> None:
+        self.marks.mark_all()
+        self._outside += 1
+        if self._outside >= self._settings.outside_writes:
+            self.go_over("it is written outside of its optimizer's steps")
+        else:
+            _log.warning(
+                "table %s was written outside of its optimizer's step: all of its rows count as changed. "
+                "If this happens again it will be tracked by row hashes",
+                self.fqn,
+            )
+
+    def _why_hashes(self, owners: list[Any]) -> str | None:
+        if len(owners) != 1:
+            return "no optimizer owns it" if not owners else "several optimizers own it"
+        return why_inexact(owners[0]) or self._why_not_lookups()
+
+    def _why_not_lookups(self) -> str | None:
+        if not self.param.requires_grad:
+            return "it is frozen"
+        for module in self._lookups:
+            if module.max_norm is not None:
+                return "max_norm renormalises rows at lookup"
+        return None
+
+    def _sign(self) -> tuple[int, ...]:
+        if self._rows is None:
+            return ()
+        param = self.param
+        parts = [version(param), param.data_ptr()]
+        for entry in self._entries():
+            for value in entry.values():
+                if isinstance(value, Tensor):
+                    parts.append(version(value))
+                    parts.append(value.data_ptr())
+        return tuple(parts)
+
+    def _entries(self) -> list[Mapping[Any, Any]]:
+        return [entry for view in self.views if (entry := view.target.state.get(self.param))]
+
+    def _fields(self) -> dict[str, tuple[str, Tensor]]:
+        found: dict[str, tuple[str, Tensor]] = {}
+        for nth, view in enumerate(self.views):
+            for key, (kind, tensor) in view.fields(self.param).items():
+                found[_name(key, nth)] = (kind, tensor)
+        return dict(sorted(found.items()))
+
+    def _sections(self) -> list[Tensor]:
+        return [self.param.detach(), *(t for _, t in self._fields().values())]
+
+    def _read_schema(self) -> TableSchema:
+        return TableSchema(
+            fqn=self.fqn,
+            rows=self.param.shape[0],
+            columns=self.param.shape[1],
+            dtype=dtype_name(self.param.dtype),
+            fields=tuple(
+                FieldSpec(name=name, kind=cast("Any", kind), dtype=dtype_name(tensor.dtype))
+                for name, (kind, tensor) in self._fields().items()
+            ),
+        )
+
+
+class Tracking:
+    """All tables of a model under its optimizers."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Any = (), *, settings: TrackingSettings | None = None
+    ) -> None:
+        """Discover tables and install hooks.
+
+        Args:
+            model: the module whose tables and dense tensors are tracked, wrapped or not.
+            optimizers: one optimizer or an iterable of them; wrappers (Lookahead, ...) are looked into.
+            settings: see `TrackingSettings`.
+
+        Raises:
+            UserError: see `tables.discover`.
+        """
+        self.settings = settings or TrackingSettings()
+        self.model = model
+        self._handed = _as_list(optimizers)
+        self._handles: list[RemovableHandle] = []
+        self._inventory = discover(model, self.settings.tables)
+        self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
+        self.by_name = {table.fqn: table for table in self.tables}
+        self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_name)
+        self.faults = 0
+        """Audit faults since the start."""
+        self._stepped = False
+        self._groups = -1
+        self._watch: list[tuple[str, Tensor, Tensor, Tensor]] = []
+        self._attach()
+        self._install()
+
+    @property
+    def inventory(self) -> Inventory:
+        """Names, aliases and dense tensors as of the last look."""
+        return self._inventory
+
+    def dense(self) -> dict[str, Tensor]:
+        """Live parameters and persistent buffers that are no tables, by canonical name, read from the model now."""
+        self._inventory = discover(self.model, self.settings.tables)
+        return dict(self._inventory.dense)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer stepped since the last `step_done`; always true when no torch optimizer can be asked."""
+        return self._stepped or not self._handles
+
+    def step_done(self) -> None:
+        """The loop body's last statement ran; costs nanoseconds."""
+        self._stepped = False
+
+    def refresh(self) -> DirtyCounts:
+        """Bring marks and schemas up to date for a cut and count the rows it would take.
+
+        Raises:
+            UserError: a table's shape or type changed.
+        """
+        self._rebind()
+        if sum(len(v.target.param_groups) for v in self.optimizers) != self._groups:
+            self._attach()
+        for table in self.tables:
+            table.refresh()
+        counts = [table.marks.counts() for table in self.tables]
+        return DirtyCounts(
+            commit=sum(c.commit for c in counts),
+            baseline=sum(c.baseline for c in counts),
+            total=sum(c.total for c in counts),
+        )
+
+    def schema_versions(self) -> tuple[int, ...]:
+        """Changes whenever a table's schema does: compare after `refresh` with those of the last Attach."""
+        return tuple(table.schema_version for table in self.tables)
+
+    def cut_taken(self, cut: int, mode: Mode, *, full: bool = False) -> None:
+        """Every table's selection was copied for `cut`; `full`: all rows of all tables were (implied by "all")."""
+        for table in self.tables:
+            table.cut_taken(cut, full=full or mode == "all")
+
+    def committed(self, cut: int, *, baseline: bool) -> None:
+        """The commit of `cut` is known; repeated, late and unknown cuts are harmless."""
+        for table in self.tables:
+            table.marks.committed(cut, baseline=baseline)
+
+    def failed(self, cut: int) -> None:
+        """`cut` failed: its rows are changed rows again."""
+        for table in self.tables:
+            table.marks.failed(cut)
+
+    def reseed(self, table: TrackedTable, ids: Tensor | None) -> None:
+        """`table` was restored; `ids` (int64 [n]) came from delta frames, None: treat every row so."""
+        table.reseed(ids)
+
+    def audit_after_cut(self) -> None:
+        """Draw fresh samples of rows, right after `cut_taken`."""
+        for table in self.tables:
+            table.audit_sample()
+
+    def audit_before_commit(self) -> list[AuditFault]:
+        """Check the samples before the next cut is prepared; with a fault that cut should be full."""
+        faults = []
+        for table in self.tables:
+            fault = table.audit_check()
+            if fault is not None:
+                _log.error("%s", fault)
+                faults.append(fault)
+        self.faults += len(faults)
+        return faults
+
+    def watch_first_step(self) -> None:
+        """After a restore: say so when an optimizer throws its restored state away at its first step."""
+        self._watch = []
+        for table in self.tables:
+            for name, tensor in table.state_tensors().items():
+                flat = tensor.reshape(-1)
+                at = flat[: 1 << 16].nonzero().view(-1)[:256]
+                if at.numel():
+                    self._watch.append((f"{table.fqn}: {name}", tensor, at, flat[at].clone()))
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for table in self.tables:
+            if table._rows is not None:  # noqa: SLF001 - same subject, one file
+                table._rows.close()  # noqa: SLF001 - as above
+
+    def _attach(self) -> None:
+        self._groups = sum(len(v.target.param_groups) for v in self.optimizers)
+        for table in self.tables:
+            owners = [o for o in self._handed if any(_owns(x, table.param) for x in (o, *innermost(o)))]
+            table.attach(owners, [v for v in self.optimizers if _owns(v.target, table.param)])
+
+    def _install(self) -> None:
+        seen: set[int] = set()
+        for handed in self._handed:
+            for optimizer in innermost(handed):
+                if id(optimizer) in seen:
+                    continue
+                seen.add(id(optimizer))
+                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+                self._handles.append(optimizer.register_step_post_hook(self._after_step))
+                self._handles.append(optimizer.register_load_state_dict_post_hook(self._state_loaded))
+
+    def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        inexact: str | None = None
+        asked = False
+        for table in self.tables:
+            if table.sole is optimizer:
+                if not asked:
+                    inexact, asked = why_inexact(optimizer), True
+                table.before_step(inexact)
+
+    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._stepped = True
+        for table in self.tables:
+            if table.sole is optimizer:
+                table.after_step()
+        if self._watch:
+            self._compare_first_step()
+
+    def _state_loaded(self, optimizer: Any) -> None:
+        for table in self.tables:
+            if table.sole is optimizer:
+                table.mark_outside()
+
+    def _compare_first_step(self) -> None:
+        watched, self._watch = self._watch, []
+        live = {f"{t.fqn}: {name}": tensor for t in self.tables for name, tensor in t.state_tensors().items()}
+        for name, _, at, before in watched:
+            now = live.get(name)
+            values = None if now is None else now.reshape(-1)[at]
+            if values is None or bool(((values == 0) & (before != 0)).float().mean() > 0.5):
+                _log.warning(
+                    "optimizer state %s was restored and is gone after the first step: "
+                    "the optimizer initialises it again at its first step",
+                    name,
+                )
+
+    def _rebind(self) -> None:
+        for table in self.tables:
+            module, attribute = table.found.owners[0]
+            now = module._parameters.get(attribute)  # noqa: SLF001 - getattr would run parametrizations
+            if now is not None and now is not table.param:
+                table.rebind(now)
+                self._inventory = discover(self.model, self.settings.tables)
+                self.optimizers = views_of(self._handed, self._inventory.names, self.by_name)
+                self._groups = -1
+
+
+def _as_list(optimizers: Any) -> list[Any]:
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, Mapping):
+        return list(optimizers.values())
+    if hasattr(optimizers, "step"):
+        return [optimizers]
+    return list(optimizers)
+
+
+def _owns(optimizer: Any, param: Tensor) -> bool:
+    return any(p is param for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+
+
+def _name(key: str, nth: int) -> str:
+    """Canonical name of a state key: the innermost optimizer's as it is, its wrappers' with @1, @2, ..."""
+    return f"{key}@{nth}" if nth else key
