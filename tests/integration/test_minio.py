@@ -62,6 +62,21 @@ class TestMinioUnderPrefix(StoreTests):
             yield store
 
 
+def test_a_refused_upload_breaks_no_later_request(minio_url: str) -> None:
+    """MinIO hangs up after a refusal without announcing it; whoever comes next must get an answer, not the reset."""
+    with open_store(minio_url, policy=RetryPolicy(attempts=1)) as store:
+        store.put_if_absent("log/0", b"first")
+
+        def refused(_number: int) -> None:
+            for _ in range(60):
+                with pytest.raises(ObjectExists):
+                    store.put_if_absent("log/0", b"second")
+                assert store.get("log/0") == b"first"
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(refused, range(8)))
+
+
 # -- what the user got wrong -----------------------------------------------------------------------------------
 
 

@@ -3,6 +3,10 @@
 urllib3's connect time-out also bounds each `send` on a fresh connection (Python bounds a whole `sendall` by it), so a
 body is sent in slices: each gets the time-out anew, and between two the deadline is looked at. The same for what is
 received: `read1` returns what is there, so that a server which trickles cannot keep a call for ever.
+
+MinIO hangs up after it refused an upload, without announcing it, and urllib3 gives a connection back to its pool by
+itself when an answer was read to its end: the next request could meet the reset. So a connection is given up as soon as
+the refusal's head was read; the answer holds its socket open until its own end.
 """
 
 from __future__ import annotations
@@ -16,13 +20,46 @@ from typing import Any
 
 import certifi
 import urllib3
-from urllib3.response import BaseHTTPResponse
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.response import BaseHTTPResponse, HTTPResponse
 
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.deadlines import remaining_s
 
 SLICE_BYTES = 1024 * 1024
 _SHORTEST_S = 0.01
+_UPLOADS = frozenset({"PUT", "POST"})
+
+
+class _Once(HTTPConnection):
+    """Not used again after a refused upload."""
+
+    _method = ""
+
+    def putrequest(self, method: str, url: str, *args: Any, **kw: Any) -> None:
+        self._method = method
+        super().putrequest(method, url, *args, **kw)
+
+    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 itself does
+        response = super().getresponse()
+        if response.status >= 400 and self._method in _UPLOADS and self.sock is not None:
+            # As http.client does for an announced end: the answer reads on from its own handle of the socket.
+            sock, self.sock = self.sock, None
+            sock.close()
+        return response
+
+
+class _OnceSecure(_Once, HTTPSConnection):
+    """The same over TLS."""
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Once
+
+
+class _SecurePool(HTTPSConnectionPool):
+    ConnectionCls = _OnceSecure
 
 
 class Connections(urllib3.PoolManager):
@@ -31,6 +68,7 @@ class Connections(urllib3.PoolManager):
     def __init__(self, *, connect_timeout_s: float, silence_timeout_s: float, connections: int) -> None:
         ca_certs = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
         super().__init__(maxsize=connections, cert_reqs="CERT_REQUIRED", ca_certs=ca_certs)
+        self.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
         self._connect_timeout_s = connect_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._seen = threading.local()

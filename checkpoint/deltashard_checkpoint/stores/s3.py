@@ -121,9 +121,6 @@ class S3Store(Store):
         try:
             said = response.read(cache_content=True)
         finally:
-            if response.status not in _WRITTEN:
-                # MinIO hangs up after a 412 without announcing it: a connection kept would break the next request.
-                response.close()
             response.release_conn()
         if response.status in _WRITTEN:
             return
