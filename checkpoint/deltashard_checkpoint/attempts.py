@@ -9,6 +9,10 @@ A sidecar whose pod is being terminated with a save still uploading leaves a mar
 for it, bounded, because that save is worth waiting for. A marker nobody removed (killed meanwhile) costs one bound at
 most.
 
+A run with a name of the user's (`run-id`) may be handed from one workload to the next: each enters with its first
+attempt. A workload that another one displaced does not come back by itself (`TakenOver`), so two live workloads of one
+run end in one, and never in a loop in which each restart of the one fences the other.
+
 What could not be loaded is excluded, loudly, by the caller who tried: `exclude` takes away every checkpoint whose
 chain reads an excluded one, and another attempt is opened that names what was really loaded.
 """
@@ -18,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from deltashard_checkpoint.commits import TakenOver
 from deltashard_checkpoint.entries import AttemptOpened, Checkpoint, Entry, Genesis, Sealed, entry_key
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.folds import RunState
@@ -99,6 +104,7 @@ def open_attempt(
     log: RunLog,
     *,
     owner: str,
+    workload: str = "",
     world_size: int = 1,
     which: str = "latest",
     exclude: Iterable[int] = (),
@@ -108,8 +114,9 @@ def open_attempt(
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
 
-    Raises `OwnerMismatch`, what `select` raises, `LogStopped` when the log holds an entry of a newer version,
-    `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline.
+    `workload` is the UID of the workload that this trainer belongs to, if it is one of a cluster's.
+    Raises `OwnerMismatch`, `TakenOver`, what `select` raises, `LogStopped` when the log holds an entry of a newer
+    version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline.
     """
     excluded = tuple(exclude)
     state = log.refresh(deadline_s=deadline_s)
@@ -140,6 +147,8 @@ def open_attempt(
                 where=f"run {now.run}",
                 remedy="choose another run name, or say takeover",
             )
+        if not takeover and (displaced := displacement(now, workload)) is not None:
+            raise displaced
         resume = select(now, which, excluded)
         if now.damage() is not None and resume is None and which == "latest":
             # IMPORTANT: only silence would follow: the attempt that leaves the bad slot behind makes the log look as if
@@ -161,6 +170,7 @@ def open_attempt(
             owner=owner,
             takeover=now.owner != owner,
             voids=None if now.stopped is None else now.stopped.seq,
+            workload=workload,
         )
 
     sealed = log.append(
@@ -180,6 +190,15 @@ def open_attempt(
         voided=voided,
         damage=before.damage() or "",
     )
+
+
+def displacement(state: RunState, workload: str) -> TakenOver | None:
+    """The refusal of a workload that held this run once and was followed by another one; None for any other. Pure."""
+    mine = [number for number, opened in state.attempts.items() if workload and opened.workload == workload]
+    named = [number for number, opened in state.attempts.items() if opened.workload]
+    if not mine or max(named) == max(mine):
+        return None
+    return TakenOver(max(mine), max(named), state.run, workload=state.attempts[max(named)].workload)
 
 
 def _genesis(state: RunState, seq: int, writer: str, owner: str) -> Genesis:

@@ -51,14 +51,34 @@ _REPORT_KEY = re.compile(r"data/\d{20}/\d{8}/(\d{5})-[0-9a-z]{8,32}-([0-9a-f]{32
 class FencedError(EnvironmentFault):
     """A newer attempt is open: this trainer's run is over, it must neither save nor open an attempt again."""
 
-    def __init__(self, attempt: int, by: int, run: str) -> None:
+    def __init__(self, attempt: int, by: int, run: str, *, workload: str = "") -> None:
+        """`workload` is the UID of the newer attempt's workload, where it is another one."""
         self.attempt = attempt
         self.by = by
+        self.workload = workload
         super().__init__(
-            f"attempt {attempt} is fenced by attempt {by}",
+            f"attempt {attempt} is fenced by attempt {by}"
+            + (f" of another workload ({workload})" if workload else ""),
             where=f"run {run}",
-            remedy="another process has taken the run over; end this one",
+            remedy="end this workload, the other one trains on; restore(takeover=True) takes the run back on purpose"
+            if workload
+            else "another process has taken the run over; end this one",
         )
+
+
+class TakenOver(FencedError):
+    """Another workload (Job, JobSet, ...) holds the run now: for this workload it is over, restarts included."""
+
+
+def fencing(state: RunState, attempt: int) -> FencedError | None:
+    """Why `attempt` can commit no more, if a newer one is open. Pure."""
+    if state.attempt is None or state.attempt <= attempt:
+        return None
+    mine = state.attempts[attempt].workload if attempt in state.attempts else ""
+    theirs = state.attempts[state.attempt].workload
+    if mine and theirs and mine != theirs:
+        return TakenOver(attempt, state.attempt, state.run, workload=theirs)
+    return FencedError(attempt, state.attempt, state.run)
 
 
 class Abandoned(EnvironmentFault):
@@ -160,8 +180,8 @@ class _Commit:
         if entry := state.commit_of(self.attempt, self.cut):
             return Committed(seq=entry.seq, entry=entry, by_us=False)
         # IMPORTANT: fencing is this comparison, made against the very state whose next slot is being won.
-        if state.attempt is not None and state.attempt > self.attempt:
-            raise FencedError(self.attempt, state.attempt, self.log.run)
+        if fenced := fencing(state, self.attempt):
+            raise fenced
         opened = state.attempts.get(self.attempt)
         if opened is not None and opened.last_cut is not None and self.cut <= opened.last_cut:
             raise Abandoned(f"cut {opened.last_cut} was committed before cut {self.cut}", where=self.where)

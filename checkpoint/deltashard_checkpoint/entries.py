@@ -88,6 +88,8 @@ class AttemptOpened(Entry):
     """The opener knows that the run had another owner."""
     voids: int | None = None
     """Entries voids..seq-1 are void: the one at `voids` could not be read by the opener (bit rot, broken rule)."""
+    workload: str = ""
+    """UID of the workload (Job, JobSet, ...) whose trainer this is; empty outside of a cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +237,8 @@ def document_of(entry: Entry) -> dict[str, Any]:
                 "takeover": entry.takeover,
                 "voids": entry.voids,
             }
+            if entry.workload:
+                doc["workload"] = entry.workload
         case Checkpoint():
             doc |= {
                 "attempt": entry.attempt,
@@ -384,6 +388,10 @@ class Reader:
         self._left.discard(key)
         return self._object[key]
 
+    def has(self, key: str) -> bool:
+        """Whether the object has this field."""
+        return key in self._object
+
     def optional(self, key: str) -> Any:
         """A field that may be absent, untyped."""
         self._left.discard(key)
@@ -530,6 +538,7 @@ def _attempt(r: Reader, common: dict[str, Any]) -> Entry:
         owner=r.text("owner"),
         takeover=r.boolean("takeover"),
         voids=r.nullable("voids"),
+        workload=r.text("workload") if r.has("workload") else "",
         **common,
     )
 

@@ -50,6 +50,7 @@ def dump(state: RunState) -> bytes:
             [n, a.world_size, a.resumes_from, a.resumes_attempt, a.last_cut, a.last_seq, a.last_step]
             for n, a in sorted(state.attempts.items())
         ],
+        **_workloads(state),
         "checkpoints": [_sealed(c) for _, c in sorted(state.checkpoints.items())],
         "compactions": [_sealed(c) for _, c in sorted(state.compactions.items())],
         "superseded": [[prefix, seq] for prefix, seq in sorted(state.superseded.items())],
@@ -57,6 +58,12 @@ def dump(state: RunState) -> bytes:
         "committed": state.committed,
     }
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
+
+
+def _workloads(state: RunState) -> dict[str, Any]:
+    """Which workload opened which attempt, where any said so."""
+    found = [[n, a.workload] for n, a in sorted(state.attempts.items()) if a.workload]
+    return {"workloads": found} if found else {}
 
 
 def _sealed(entry: Entry) -> dict[str, Any]:
@@ -76,6 +83,10 @@ def load(data: bytes, run: str, seq: int) -> RunState:
         raise UnsupportedVersion("cached fold of another format", where=where)
     if r.text("run") != run or r.integer("tip") != seq:
         raise ForeignObject("cached fold of another run or slot", where=where)
+    workloads = {}
+    for item in r.items("workloads") if r.has("workloads") else ():
+        opened_by, uid = r.as_list(item, "workload", 2)
+        workloads[r.as_integer(opened_by, "workload")] = r.as_text(uid, "workload")
     attempts = {}
     for item in r.items("attempts"):
         number, *rest = r.as_list(item, "attempt", 7)
@@ -90,6 +101,7 @@ def load(data: bytes, run: str, seq: int) -> RunState:
             last_cut=last_cut,
             last_seq=last_seq,
             last_step=last_step,
+            workload=workloads.get(number, ""),
         )
     checkpoints = [_entry(r, item, Checkpoint) for item in r.items("checkpoints")]
     compactions = [_entry(r, item, Compacted) for item in r.items("compactions")]

@@ -55,6 +55,8 @@ class Attempt:
     """Seq of that commit."""
     last_step: int | None = None
     """Step of that commit, or of the checkpoint it resumed from."""
+    workload: str = ""
+    """UID of the workload that opened it; empty outside of a cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +199,7 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 resumes_from=entry.resumes_from,
                 resumes_attempt=None if resumed is None else resumed.attempt,
                 last_step=None if resumed is None else resumed.step,
+                workload=entry.workload,
             )
             return replace(
                 state, owner=entry.owner, attempt=entry.seq, attempts={**state.attempts, entry.seq: opened}

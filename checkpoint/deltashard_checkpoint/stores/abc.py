@@ -37,6 +37,10 @@ class AccessDenied(UserError):
     """Wrong, expired or insufficient credentials."""
 
 
+class CredentialsMissing(AccessDenied):
+    """There are no credentials to sign a request with: the file or token is absent or empty. It may yet appear."""
+
+
 class BucketMissing(UserError):
     """The bucket or root does not exist."""
 

@@ -4,9 +4,10 @@ In order: `AWS_ACCESS_KEY_ID` + `AWS_SECRET_ACCESS_KEY` (+ `AWS_SESSION_TOKEN`);
 `MINIO_SECRET_KEY`; a web identity (`AWS_WEB_IDENTITY_TOKEN_FILE`: service accounts on EKS, or MinIO's own STS
 by `AWS_ENDPOINT_URL_STS`); the shared credentials file, profile `AWS_PROFILE`; the container's or the instance's role.
 
-A file is read again when it changed (its inode, size or mtime), so a rotated secret is used by the next request:
-minio-py's own chain would keep the first answer for ever. Temporary credentials are renewed before they end. Nothing
-here is ever logged or put into a message but the *name* of the source.
+A file or token that is absent or empty is `CredentialsMissing`: in a pod the Secret may be created later, and the
+next request finds it. A file is read again when it changed (its inode, size or mtime), so a rotated secret is used by
+the next request: minio-py's own chain would keep the first answer for ever. Temporary credentials are renewed before
+they end. Nothing here is ever logged or put into a message but the *name* of the source.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from minio.credentials.credentials import Credentials
 from minio.credentials.providers import AWSConfigProvider, IamAwsProvider, Provider
 
 from deltashard_checkpoint.errors import DeltashardError
-from deltashard_checkpoint.stores.abc import AccessDenied, StoreUnavailable
+from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, StoreUnavailable
 
 _ROLE_SETTINGS = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -54,18 +55,19 @@ class StandardProvider(Provider):
         self._role: IamAwsProvider | None = None
 
     def retrieve(self) -> Credentials:
-        """Credentials to sign the next request with; raises `AccessDenied` when no source has any."""
+        """Credentials to sign the next request with; raises `CredentialsMissing` when no source has any."""
         static = self._static()
         if static is not None:
             return static
         with self._lock:
-            if self._environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+            if token := self._environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
+                self._check_token(Path(token))
                 return self._assumed("the web identity of AWS_WEB_IDENTITY_TOKEN_FILE")
             path = self._file()
             if path is not None:
                 return self._read(path)
             if self._environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
-                raise AccessDenied("no store credentials are configured", remedy=_HOW)
+                raise CredentialsMissing("no store credentials are configured", remedy=_HOW)
             return self._assumed("the container's or instance's role")
 
     def forget(self) -> None:
@@ -113,12 +115,29 @@ class StandardProvider(Provider):
                 self._file_state = state
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}" if isinstance(error, ValueError) else str(error)
-            raise AccessDenied(
+            raise CredentialsMissing(
                 f"no store credentials in profile {self._profile}: {reason}",
                 where=str(path),
-                remedy="the file needs aws_access_key_id and aws_secret_access_key under that profile",
+                remedy="the file needs aws_access_key_id and aws_secret_access_key under that profile; in a pod: "
+                "create the Secret that the CheckpointPolicy names, with the key `credentials`; it is used at once",
             ) from None
         return self._from_file
+
+    def _check_token(self, path: Path) -> None:
+        """A projected token that is not there (yet) is told from a token service that fails."""
+        try:
+            empty = path.stat().st_size == 0
+        except OSError as error:
+            raise self._no_token(path, str(error)) from None
+        if empty:
+            raise self._no_token(path, "the file is empty")
+
+    def _no_token(self, path: Path, reason: str) -> CredentialsMissing:
+        return CredentialsMissing(
+            f"no web identity token: {reason}",
+            where=str(path),
+            remedy="mount the service account's projected token there; it is used at once",
+        )
 
     def _assumed(self, source: str) -> Credentials:
         if self._role is None:

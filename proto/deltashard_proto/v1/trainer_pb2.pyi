@@ -194,7 +194,7 @@ class BlobChunk(_message.Message):
 class SaveRequest(_message.Message):
     __slots__ = ("begin", "rows", "blob", "seal", "abort")
     class Begin(_message.Message):
-        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows")
+        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults")
         SESSION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         CUT_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +206,7 @@ class SaveRequest(_message.Message):
         DIRTY_ROWS_COMMIT_FIELD_NUMBER: _ClassVar[int]
         DIRTY_ROWS_BASELINE_FIELD_NUMBER: _ClassVar[int]
         TOTAL_ROWS_FIELD_NUMBER: _ClassVar[int]
+        TRACKING_FAULTS_FIELD_NUMBER: _ClassVar[int]
         session: str
         step: int
         cut: int
@@ -217,7 +218,8 @@ class SaveRequest(_message.Message):
         dirty_rows_commit: int
         dirty_rows_baseline: int
         total_rows: int
-        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ...) -> None: ...
+        tracking_faults: int
+        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ...) -> None: ...
     class Seal(_message.Message):
         __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full")
         class MetadataEntry(_message.Message):
@@ -260,14 +262,16 @@ class SaveRequest(_message.Message):
 class SaveReply(_message.Message):
     __slots__ = ("begun", "blocks", "staged", "failed")
     class Begun(_message.Message):
-        __slots__ = ("covers", "encoding", "stall_budget_s")
+        __slots__ = ("covers", "encoding", "stall_budget_s", "state_encoding")
         COVERS_FIELD_NUMBER: _ClassVar[int]
         ENCODING_FIELD_NUMBER: _ClassVar[int]
         STALL_BUDGET_S_FIELD_NUMBER: _ClassVar[int]
+        STATE_ENCODING_FIELD_NUMBER: _ClassVar[int]
         covers: int
         encoding: str
         stall_budget_s: float
-        def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ...) -> None: ...
+        state_encoding: str
+        def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ...) -> None: ...
     class Blocks(_message.Message):
         __slots__ = ("granted",)
         GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -425,14 +429,16 @@ class Notice(_message.Message):
         urgent: bool
         def __init__(self, reason: _Optional[str] = ..., deadline_s: _Optional[float] = ..., urgent: _Optional[bool] = ...) -> None: ...
     class Fenced(_message.Message):
-        __slots__ = ("attempt", "by", "message")
+        __slots__ = ("attempt", "by", "message", "taken_over")
         ATTEMPT_FIELD_NUMBER: _ClassVar[int]
         BY_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
+        TAKEN_OVER_FIELD_NUMBER: _ClassVar[int]
         attempt: int
         by: int
         message: str
-        def __init__(self, attempt: _Optional[int] = ..., by: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
+        taken_over: bool
+        def __init__(self, attempt: _Optional[int] = ..., by: _Optional[int] = ..., message: _Optional[str] = ..., taken_over: _Optional[bool] = ...) -> None: ...
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     SAVE_FAILED_FIELD_NUMBER: _ClassVar[int]
     SAVE_NOW_FIELD_NUMBER: _ClassVar[int]

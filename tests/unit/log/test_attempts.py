@@ -1,7 +1,7 @@
 """Opening attempts: who is fenced, what is resumed, who may own a run."""
 
 import pytest
-from deltashard_checkpoint import attempts
+from deltashard_checkpoint import attempts, foldcaches
 from deltashard_checkpoint.attempts import (
     NothingRestorable,
     OwnerMismatch,
@@ -9,7 +9,7 @@ from deltashard_checkpoint.attempts import (
     select,
     unmark_closing,
 )
-from deltashard_checkpoint.commits import FencedError
+from deltashard_checkpoint.commits import FencedError, TakenOver
 from deltashard_checkpoint.entries import entry_key
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.lineages import CheckpointNotFound
@@ -212,3 +212,49 @@ def test_an_entry_of_a_newer_version_is_never_left_behind():
     with pytest.raises(LogStopped) as raised:
         run.open()
     assert "upgrade" in raised.value.remedy
+
+
+def test_a_workload_that_was_displaced_does_not_come_back_by_itself():
+    """A run handed from one workload to the next is handed once: no loop in which each restart fences the other."""
+    run = Run()
+    first = run.open(workload="job-a").attempt
+    seq = run.commit(first, 1)
+    second = run.open(workload="job-b")
+    assert second.resume.seq == seq
+    with pytest.raises(TakenOver, match="another workload \\(job-b\\)") as raised:
+        run.commit(first, 2)
+    assert isinstance(raised.value, FencedError)
+    tip = run.log.refresh().tip
+    with pytest.raises(TakenOver, match="takeover=True") as raised:
+        run.open(workload="job-a")
+    assert (raised.value.attempt, raised.value.by) == (first, second.attempt)
+    assert run.log.refresh().tip == tip, "a refusal fences nobody"
+    third = run.open(workload="job-b").attempt
+    run.commit(third, 1)
+    assert run.open(workload="job-a", takeover=True).attempt > third
+    with pytest.raises(TakenOver):
+        run.open(workload="job-b")
+
+
+def test_fencing_within_a_workload_and_outside_of_clusters_is_plain():
+    """A replaced pod, or a laptop: the older one ends, restarts are welcome."""
+    for workload in ("job-a", ""):
+        run = Run()
+        first = run.open(workload=workload).attempt
+        run.open(workload=workload)
+        with pytest.raises(FencedError) as raised:
+            run.commit(first, 1)
+        assert type(raised.value) is FencedError
+        run.open(workload=workload)
+
+
+def test_workloads_are_remembered_by_entries_and_cached_folds():
+    """An entry without one has the form it always had."""
+    run = Run()
+    run.open(workload="job-a")
+    run.open()
+    assert run.reader().refresh() == run.log.state
+    assert b"workload" in run.memory.get(f"job/{entry_key(1)}")
+    assert b"workload" not in run.memory.get(f"job/{entry_key(2)}")
+    state = run.log.state
+    assert foldcaches.load(foldcaches.dump(state), "job", state.tip) == state

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import urllib3
-from deltashard_checkpoint.stores.abc import AccessDenied, StoreUnavailable
+from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, StoreUnavailable
 from deltashard_checkpoint.stores.credentials import StandardProvider
 
 from tests.minio import free_port
@@ -114,3 +114,34 @@ def test_a_token_service_that_is_down_is_worth_a_retry(
             with pytest.raises(expected) as caught:
                 StandardProvider(http=http).retrieve()
             assert "a.web.token" not in str(caught.value)
+
+
+def test_absent_and_empty_files_are_missing_credentials(
+    http: urllib3.PoolManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told from wrong ones: the Secret or token may yet appear, and is then used by the next request."""
+    path = tmp_path / "credentials"
+    provider = StandardProvider(http=http, environment={"AWS_SHARED_CREDENTIALS_FILE": str(path)})
+    for content in (None, "", "[default]\n", "[other]\naws_access_key_id=a\naws_secret_access_key=b\n"):
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(CredentialsMissing) as caught:
+            provider.retrieve()
+        assert caught.value.where == str(path)
+        assert "Secret" in caught.value.remedy
+    path.write_text("[default]\naws_access_key_id=a\naws_secret_access_key=b\n")
+    assert provider.retrieve().access_key == "a"
+    token = tmp_path / "token"
+    with FixedAnswers(200, sts_answer("assumed", timedelta(hours=1))) as sts:
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
+        provider = StandardProvider(http=http)
+        for content in (None, ""):
+            if content is not None:
+                token.write_text(content)
+            with pytest.raises(CredentialsMissing) as caught:
+                provider.retrieve()
+            assert caught.value.where == str(token)
+        assert sts.requests == 0
+        token.write_text("a.web.token")
+        assert provider.retrieve().access_key == "assumed"
