@@ -1,0 +1,105 @@
+"""The trainer of the Kubernetes examples: a small recommendation model on real shopping baskets, run as a container.
+
+What it knows of Kubernetes is nothing. `DELTASHARD_SOCKET`, which injection sets, leads to the pod's sidecar; store,
+run and interval are the sidecar's. Without that variable `--url` and `--run` say them, as on a laptop. Whatever ends
+the process, the next one goes on from the newest checkpoint and says which that is. The lines that deltashard asks for end
+in "# <-".
+
+How it ends is what the Job sees: 0 when it is done; 143 after a SIGTERM, whose save is durable by then (never 0: the
+Job would count as complete); 3 when another process trains this run now, and starting again would fence that one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+
+import baskets
+import deltashard
+import torch
+from deltashard.optim import RowWiseAdagrad
+from model import BasketModel, auc, loss_of
+
+BATCH_SIZE = 64
+SEED = 20260101
+FENCED = 3
+log = logging.getLogger("train")
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument(
+        "--pace-s", type=float, default=0.0, help="idle time after each step, as if it were larger"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch: the container's CPUs")
+    parser.add_argument("--log-every", type=int, default=100, help="steps between two lines of the log")
+    parser.add_argument("--url", help="object store, where there is no sidecar of the pod")
+    parser.add_argument("--run", help="name of the run, where there is no sidecar of the pod")
+    return parser.parse_args()
+
+
+def say(resumed: deltashard.Restored | None) -> int:
+    """Log where training begins; returns the step."""
+    if resumed is None:
+        log.info("begins at step 0: the run has no checkpoint yet")
+        return 0
+    log.info(
+        "restored step %d from the %s in %.1f s; %d steps are trained again",
+        resumed.step,
+        resumed.source,
+        resumed.seconds,
+        resumed.lost_steps or 0,
+    )
+    for note in resumed.notes:
+        log.warning("restored, but: %s", note)
+    return resumed.step
+
+
+def main() -> int:
+    """Train for `--steps` steps, from wherever the last checkpoint left off."""
+    args = arguments()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    torch.set_num_threads(args.threads)
+    retail = baskets.load()
+    torch.manual_seed(SEED)
+    model = BasketModel(retail.item_count)
+    for_tables = RowWiseAdagrad(model.tables(), lr=0.05)
+    for_dense = torch.optim.Adam(model.dense(), lr=1e-3)
+    loader = baskets.training_loader(retail, batch_size=BATCH_SIZE, seed=SEED)
+
+    ckpt = deltashard.Checkpointer(model, [for_tables, for_dense], url=args.url, run=args.run)  # <-
+    try:
+        with ckpt:  # <- at its end the last step is durable, or this raises
+            step = say(ckpt.restore())  # <-
+            loader = ckpt.wrap(loader)  # <-
+            while step < args.steps:
+                for batch in loader:
+                    loss = loss_of(model(batch))
+                    for_tables.zero_grad()
+                    for_dense.zero_grad()
+                    loss.backward()
+                    for_tables.step()
+                    for_dense.step()
+                    step += 1
+                    if step % args.log_every == 0:
+                        log.info("step %d, loss %.3f", step, loss.item())
+                    time.sleep(args.pace_s)
+                    ckpt.step()  # <- the last statement of the loop body
+                    if step >= args.steps:
+                        break
+    except deltashard.FencedError as error:
+        log.error("another process trains this run: %s", error)  # noqa: TRY400 - an answer, not a crash
+        return FENCED
+    score = auc(model, baskets.held_out_batches(retail, batch_size=2048, seed=SEED))
+    log.info("done: step %d, AUC %.3f on baskets it has not seen", step, score)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
