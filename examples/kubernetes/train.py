@@ -2,8 +2,8 @@
 
 What it knows of Kubernetes is nothing. `DELTASHARD_SOCKET`, which injection sets, leads to the pod's sidecar; store,
 run and interval are the sidecar's. Without that variable `--url` and `--run` say them, as on a laptop. Whatever ends
-the process, the next one goes on from the newest checkpoint and says which that is. The lines that deltashard asks for end
-in "# <-".
+the process, the next one goes on from the newest checkpoint and says which that is. The lines that deltashard asks
+for end in "# <-".
 
 How it ends is what the Job sees: 0 when it is done; 143 after a SIGTERM, whose save is durable by then (never 0: the
 Job would count as complete); 3 when another process trains this run now, and starting again would fence that one.
