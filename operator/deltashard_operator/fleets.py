@@ -1,0 +1,399 @@
+"""The service sidecars report to: one stream per sidecar process, over TLS, with the pod's token.
+
+A stream's life: metadata with a token, Hello, review of the token (`reviews`; the pod it names must be Hello's), the
+ledger's word, Welcome; then heartbeats in, and acknowledgements, directives and save requests out. It ends when the
+sidecar goes, is silent for three heartbeats, when a newer stream of the same process comes, or after `reauthenticate_s`
+(less a jitter of a tenth) to come again with a fresh token. The ledger hears `connected` and `disconnected` exactly
+once each, in this order.
+
+Everything runs on the caller's loop and nothing blocks it. What a stream can have waiting to be sent is bounded by its
+kind: the highest acknowledgement, the newest directive, `MAX_SAVES` save requests; a sidecar that reads too slowly
+loses only save requests, counted, and after `WRITE_S` its stream. One that sends too fast is read no faster than one
+message in `GAP_S`: its socket fills up, not our memory. Without a certificate nothing listens; the port opens when
+there is one, and a changed certificate serves every new connection while the old ones live on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+from cryptography import x509
+from deltashard_checkpoint.errors import EnvironmentFault, InternalBug
+from deltashard_proto.v1 import fleet_pb2 as wire
+from deltashard_proto.v1 import fleet_pb2_grpc as service
+
+from deltashard_operator import reports, reviews
+from deltashard_operator.certificates import Certificate, CertificateUnusable
+from deltashard_operator.metrics import FleetMetrics
+from deltashard_operator.reports import Directive, Hello, Ledger, RunKey
+from deltashard_operator.reviews import NotAuthentic, ReviewUnavailable
+from deltashard_operator.streams import ENDINGS, MAX_SAVES, Refusal, Stream, match, token_of
+
+PROTOCOL = 1
+"""The only one so far."""
+HEARTBEAT_S = 15.0
+REAUTHENTICATE_S = 1800.0
+SILENT_HEARTBEATS = 3
+HELLO_S = 20.0
+"""From the call's begin to its Hello."""
+WRITE_S = 30.0
+"""A message that the sidecar's side does not take for so long ends the stream."""
+GAP_S = 0.2
+RELOAD_S = 1.0
+MAX_STREAMS = 10_000
+MAX_MESSAGE_BYTES = 1 << 20
+"""A heartbeat with 64 incidents of 1,024 characters has a tenth of it."""
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 8),  # of one connection: a sidecar has one stream
+    ("grpc.so_reuseport", 0),  # a second controller on this port shall fail, not take half of the sidecars
+    # Heartbeats tell who is dead; pings are for what lies between and forgets quiet connections.
+    ("grpc.keepalive_time_ms", 120_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 20_000),  # sidecars may ping every 30 s
+    ("grpc.max_connection_idle_ms", 300_000),  # without any stream
+)
+Pair = tuple[bytes, bytes]
+"""Certificate chain and key, PEM."""
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs do not have it
+_log = structlog.get_logger("deltashard.fleet")
+
+
+class FleetUnavailable(EnvironmentFault):
+    """The service cannot listen."""
+
+
+class Files:
+    """The certificate in a directory as `Fleet(tls=...)` takes it: for one that somebody else issues (cert-manager)."""
+
+    def __init__(self, directory: Path) -> None:
+        self._certificate = Certificate(directory)
+
+    def __call__(self) -> Pair | None:
+        """The newest whole pair; raises `CertificateUnusable` when the files changed into something else."""
+        self._certificate.refresh()
+        return None if self._certificate.loaded is None else self._certificate.loaded.content
+
+
+class Fleet(service.FleetServicer):
+    """The service. Build, `start` and use it on one asyncio loop."""
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        reviewer: reviews.Reviewer,
+        tls: Callable[[], Pair | None],
+        metrics: FleetMetrics,
+        heartbeat_s: float = HEARTBEAT_S,
+        reauthenticate_s: float = REAUTHENTICATE_S,
+        max_streams: int = MAX_STREAMS,
+    ) -> None:
+        """`tls` is asked every second: it must not block, and its pair must have been checked by whoever made it."""
+        self._ledger = ledger
+        self._reviewer = reviewer
+        self._tls = tls
+        self.metrics = metrics
+        self._heartbeat_s = heartbeat_s
+        self._reauthenticate_s = reauthenticate_s
+        self._max_streams = max_streams
+        self._calls = 0
+        self._streams: dict[tuple[str, str], Stream] = {}
+        self._by_run: dict[RunKey, set[Stream]] = {}
+        self._directives: dict[RunKey, Directive] = {}
+        self._pair: Pair | None = None
+        self._configuration: grpc.ServerCertificateConfiguration | None = None
+        self._server: grpc.aio.Server | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._stopping = False
+        self.port: int | None = None
+        """The port that is open; None before there is a certificate."""
+        metrics.streams.set_function(lambda: len(self._streams))
+        metrics.serving.set_function(lambda: int(self.port is not None))
+
+    # -- life ------------------------------------------------------------------------------------------------------
+
+    async def start(self, host: str, port: int) -> None:
+        """Open the port, or have it opened as soon as there is a certificate.
+
+        Raises:
+            FleetUnavailable: the address cannot be listened on.
+        """
+        if self._reload():
+            await self._open(host, port)
+        self._watching = asyncio.create_task(self._watch(host, port), name="fleet-certificate")
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new streams, send the sidecars away, and close after at most `grace_s`."""
+        self._stopping = True
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        for stream in list(self._streams.values()):
+            stream.finish("stopping")
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        self.port = None
+
+    def unready(self) -> list[str]:
+        """Why sidecars cannot report; empty when they can."""
+        reasons = []
+        if self.port is None:
+            reasons.append("the fleet service has no certificate yet")
+        if self._watching is not None and self._watching.done():
+            reasons.append("the fleet service's watch of its certificate ended")
+        return reasons
+
+    async def _watch(self, host: str, port: int) -> None:
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            self._reload()
+            if self.port is None and self._pair is not None:
+                try:
+                    await self._open(host, port)
+                except FleetUnavailable as error:
+                    _log.error("fleet.unavailable", error=str(error))
+
+    def _reload(self) -> bool:
+        """Take a changed certificate for new connections; True when there is one at all."""
+        try:
+            pair = self._tls()
+        except CertificateUnusable as error:
+            self.metrics.loads.labels("failed").inc()
+            _log.warning("fleet.certificate_unusable", error=str(error))
+            return self._pair is not None
+        if pair is not None and pair != self._pair:
+            certificate, key = pair
+            self._configuration = grpc.ssl_server_certificate_configuration([(key, certificate)])
+            self._pair = pair
+            self.metrics.loads.labels("loaded").inc()
+            leaf = x509.load_pem_x509_certificate(certificate)
+            not_after_s = leaf.not_valid_after_utc.timestamp()
+            self.metrics.not_after.set(not_after_s)
+            _log.info("fleet.certificate_loaded", not_after_s=not_after_s)
+        return self._pair is not None
+
+    def _configured(self) -> grpc.ServerCertificateConfiguration:
+        if self._configuration is None:
+            raise InternalBug("the fleet's port was opened without a certificate")
+        return self._configuration
+
+    async def _open(self, host: str, port: int) -> None:
+        server = grpc.aio.server(options=OPTIONS)
+        service.add_FleetServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+        # gRPC asks at every new connection, from a thread of its own, and uses what was given last.
+        credentials = grpc.dynamic_ssl_server_credentials(self._configured(), self._configured)
+        try:
+            bound = server.add_secure_port(f"{host}:{port}", credentials)
+        except RuntimeError as error:
+            raise FleetUnavailable(
+                f"cannot listen: {error}", where=f"{host}:{port}", remedy="is the port free?"
+            ) from None
+        await server.start()
+        self._server, self.port = server, bound
+        _log.info("fleet.serving", port=bound)
+
+    # -- the controller's side -------------------------------------------------------------------------------------
+
+    def direct(self, run_key: RunKey, directive: Directive) -> None:
+        """From now on this is the run's directive: for its sidecars here and for those to come."""
+        before = self._directives.get(run_key)
+        if before is not None and before.generation >= directive.generation:
+            return
+        self._directives[run_key] = directive
+        for stream in self._by_run.get(run_key, ()):
+            stream.directive = directive
+            stream.wake.set()
+
+    def forget(self, run_key: RunKey) -> None:
+        """The run is over: drop its directive."""
+        self._directives.pop(run_key, None)
+
+    def save_now(self, run_key: RunKey, reason: str, urgent: bool, deadline_s: float) -> int:
+        """Ask the run's sidecars that are here for a save; returns how many will be told."""
+        request = wire.SaveRequested(reason=reason, urgent=urgent, deadline_s=deadline_s)
+        told = 0
+        for stream in self._by_run.get(run_key, ()):
+            if len(stream.saves) >= MAX_SAVES:
+                self.metrics.dropped.inc()
+                continue
+            stream.saves.append(request)
+            stream.wake.set()
+            told += 1
+        return told
+
+    # -- one call --------------------------------------------------------------------------------------------------
+
+    async def Report(self, _requests: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
+        """One sidecar's stream, from its token to its end."""
+        if self._stopping or self._calls >= self._max_streams:
+            self.metrics.refused.labels("too_many").inc()
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for another stream: come again")
+        self._calls += 1
+        try:
+            try:
+                hello = await self._hello(context)
+                stream = self._enter(hello)
+            except Refusal as refusal:
+                self.metrics.refused.labels(refusal.cause).inc()
+                await context.abort(refusal.code, refusal.sentence)
+                return
+            cause = "gone"  # also when the call is cancelled, which is how a broken connection shows
+            try:
+                cause = await self._serve(stream, context)
+            finally:
+                self._leave(stream)
+                self.metrics.ended.labels(cause).inc()
+            if cause in ENDINGS:
+                await context.abort(*ENDINGS[cause])
+        finally:
+            self._calls -= 1
+
+    async def _hello(self, context: Any) -> Hello:
+        """Whoever calls, proven; raises `Refusal`."""
+        token = token_of(context)
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await context.read()
+        except TimeoutError:
+            raise Refusal("no_hello", grpc.StatusCode.UNAVAILABLE, "no Hello came: come again") from None
+        if first is EOF or first.WhichOneof("kind") != "hello":
+            raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+        try:
+            hello = reports.hello_of(first.hello)
+            identity = await self._reviewer.review(token)
+        except reports.BadReport as error:
+            raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        except NotAuthentic as error:
+            _log.info("fleet.not_authentic", namespace=hello.namespace, pod=hello.pod, error=str(error))
+            raise Refusal("not_authentic", grpc.StatusCode.UNAUTHENTICATED, str(error)) from None
+        except ReviewUnavailable as error:
+            _log.warning("fleet.review_unavailable", error=str(error))
+            raise Refusal("review_unavailable", grpc.StatusCode.UNAVAILABLE, str(error)) from None
+        match(hello, identity)
+        if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
+            sentence = (
+                f"this controller speaks protocol {PROTOCOL}, not {hello.protocol_min}..{hello.protocol_max}"
+            )
+            raise Refusal("no_protocol", grpc.StatusCode.FAILED_PRECONDITION, sentence)
+        return hello
+
+    def _enter(self, hello: Hello) -> Stream:
+        """Put a proven sidecar on the books; raises `Refusal`."""
+        if self._stopping:
+            raise Refusal("too_many", *ENDINGS["stopping"])
+        before = self._streams.get(hello.stream_key)
+        if before is not None:  # its connection broke and nobody noticed yet
+            before.finish("replaced")
+            self._leave(before)
+        try:
+            self._ledger.connected(hello)
+        except reports.Unknown as error:
+            raise Refusal("unknown_pod", grpc.StatusCode.NOT_FOUND, str(error)) from None
+        except reports.Refused as error:
+            _log.warning("fleet.refused", namespace=hello.namespace, pod=hello.pod, error=str(error))
+            raise Refusal("refused", grpc.StatusCode.PERMISSION_DENIED, str(error)) from None
+        except Exception:  # noqa: BLE001 - one sidecar's call fails, not the service
+            _log.exception("fleet.ledger_failed", namespace=hello.namespace, pod=hello.pod)
+            raise Refusal("failed", *ENDINGS["failed"]) from None
+        stream = Stream(hello=hello, directive=self._directives.get(hello.run_key))
+        stream.wake.set()
+        self._streams[hello.stream_key] = stream
+        self._by_run.setdefault(hello.run_key, set()).add(stream)
+        self.metrics.accepted.inc()
+        return stream
+
+    def _leave(self, stream: Stream) -> None:
+        """Take it off the books, once."""
+        if stream.left:
+            return
+        stream.left = True
+        hello = stream.hello
+        del self._streams[hello.stream_key]
+        siblings = self._by_run[hello.run_key]
+        siblings.discard(stream)
+        if not siblings:
+            del self._by_run[hello.run_key]
+        try:
+            self._ledger.disconnected(hello)
+        except Exception:  # noqa: BLE001 - the books stay right whatever the ledger does
+            _log.exception("fleet.ledger_failed", namespace=hello.namespace, pod=hello.pod)
+
+    async def _serve(self, stream: Stream, context: Any) -> str:
+        """Both directions until something ends it; returns the cause, of `ENDS`."""
+        loop = asyncio.get_running_loop()
+        lasts_s = self._reauthenticate_s * random.uniform(0.9, 1.0)  # noqa: S311 - a jitter
+        timer = loop.call_later(lasts_s, stream.finish, "reauthenticate")
+        tasks = [
+            asyncio.create_task(self._read(stream, context)),
+            asyncio.create_task(self._write(stream, context)),
+        ]
+        try:
+            await asyncio.wait([stream.end, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    stream.finish(task.result())
+            return stream.end.result()
+        except Exception:  # noqa: BLE001 - one sidecar's stream ends, not the service
+            _log.exception("fleet.stream_failed", namespace=stream.hello.namespace, pod=stream.hello.pod)
+            return "failed"
+        finally:
+            timer.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(self, stream: Stream, context: Any) -> str:
+        loop = asyncio.get_running_loop()
+        silence_s = SILENT_HEARTBEATS * self._heartbeat_s
+        while True:
+            try:
+                async with asyncio.timeout(silence_s):
+                    message = await context.read()
+            except TimeoutError:
+                return "silent"
+            read_s = loop.time()
+            if message is EOF:
+                return "gone"
+            if message.WhichOneof("kind") != "heartbeat":
+                return "bad_report"
+            if stream.left:
+                return "replaced"
+            heartbeat = reports.heartbeat_of(message.heartbeat)
+            taken = self._ledger.reported(stream.hello, heartbeat)
+            self.metrics.heartbeats.inc()
+            self.metrics.incidents.inc(len(heartbeat.incidents))
+            # Said again whenever it still reports what was taken: the first acknowledgement may have been lost.
+            if heartbeat.incidents and heartbeat.incidents[0].id <= taken:
+                stream.ack = taken
+                stream.wake.set()
+            if (rest_s := GAP_S - (loop.time() - read_s)) > 0:
+                await asyncio.sleep(rest_s)
+
+    async def _write(self, stream: Stream, context: Any) -> str:
+        welcome = wire.Welcome(
+            protocol=PROTOCOL, heartbeat_s=self._heartbeat_s, reauthenticate_s=self._reauthenticate_s
+        )
+        try:
+            async with asyncio.timeout(WRITE_S):
+                await context.write(wire.ReportReply(welcome=welcome))
+            while True:
+                await stream.wake.wait()
+                stream.wake.clear()
+                for reply in stream.pending():
+                    async with asyncio.timeout(WRITE_S):
+                        await context.write(reply)
+                    if reply.HasField("directive"):
+                        self.metrics.directives.inc()
+                    elif reply.HasField("save_now"):
+                        self.metrics.saves.inc()
+        except TimeoutError:
+            return "slow"
