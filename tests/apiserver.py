@@ -154,6 +154,7 @@ class Rest:
         *,
         dry_run: bool = False,
         content: str = "application/json",
+        accept: str = "application/json",
     ) -> Reply:
         """One request; `path` with its query."""
         if dry_run:
@@ -162,7 +163,7 @@ class Rest:
             method,
             self._url + path,
             body=None if body is None else json.dumps(body),
-            headers={"Content-Type": content, "Accept": "application/json"},
+            headers={"Content-Type": content, "Accept": accept},
         )
         return Reply(status=reply.status, document=reply.json(), warnings=reply.headers.getlist("Warning"))
 
@@ -187,7 +188,16 @@ class Rest:
         assert self.create(account, name).status == 201
 
 
-NAMESPACED = {"serviceaccount", "job", "pod", "checkpointpolicy", "resourcequota", "limitrange", "configmap"}
+NAMESPACED = {
+    "serviceaccount",
+    "job",
+    "pod",
+    "checkpointpolicy",
+    "checkpointrun",
+    "resourcequota",
+    "limitrange",
+    "configmap",
+}
 
 
 class ApiServer:

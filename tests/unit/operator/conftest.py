@@ -16,33 +16,33 @@ import pytest
 import urllib3
 import yaml
 from deltashard_operator import configurations
-from deltashard_operator.caches import GROUP, PLURAL, VERSION
 from kubernetes import client
 
 from tests.apiserver import ApiServer, Authority
-from tests.minio import free_port, wait_for
+from tests.minio import ROOT, free_port, wait_for
 from tests.unit.operator import samples
 from tests.unit.operator.test_certificates import put
 
-RESOURCE: dict[str, Any] = {
-    "metadata": {"name": f"{PLURAL}.{GROUP}"},
-    "spec": {
-        "group": GROUP,
-        "scope": "Namespaced",
-        "names": {"plural": PLURAL, "singular": "checkpointpolicy", "kind": "CheckpointPolicy"},
-        "versions": [
-            {
-                "name": VERSION,
-                "served": True,
-                "storage": True,
-                "schema": {
-                    "openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-                },
-            }
-        ],
-    },
-}
-"""The chart's own has a whole schema; here only the API's ways with it matter."""
+DEFINITIONS = sorted((ROOT / "charts/deltashard/templates/crds").glob("*.yaml"))
+"""The chart's own custom resources."""
+
+
+def install_definitions(server: ApiServer) -> None:
+    """Make the custom resources and wait until they are served."""
+    with server.api() as api:
+        definitions = client.ApiextensionsV1Api(api)
+        for path in DEFINITIONS:
+            name = definitions.create_custom_resource_definition(
+                yaml.safe_load(path.read_text())
+            ).metadata.name
+
+            def served(name: str = name) -> bool:
+                found = definitions.read_custom_resource_definition(name)
+                return any(
+                    c.type == "Established" and c.status == "True" for c in found.status.conditions or []
+                )
+
+            wait_for(served, what=name)
 
 
 @pytest.fixture(scope="session")
@@ -51,17 +51,7 @@ def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     server = ApiServer(tmp_path_factory.mktemp("apiserver"))
     server.start()
     try:
-        with server.api() as api:
-            definitions = client.ApiextensionsV1Api(api)
-            definitions.create_custom_resource_definition(RESOURCE)
-
-            def served() -> bool:
-                found = definitions.read_custom_resource_definition(f"{PLURAL}.{GROUP}")
-                return any(
-                    c.type == "Established" and c.status == "True" for c in found.status.conditions or []
-                )
-
-            wait_for(served, what="the policies' resource")
+        install_definitions(server)
         yield server
     finally:
         server.stop()

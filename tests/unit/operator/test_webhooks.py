@@ -175,10 +175,14 @@ def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
         assert made.status == 201, made
         values = samples.expanded(samples.sidecar_of(made.document["spec"]["template"]), {})
         assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
-        assert rest.create(policy("broken", bits=5)).status == 201
+        many = {"resources": {"requests": {"cpu": "10P"}}}  # a quantity, but no machine has it
+        assert rest.create(policy("broken", sidecar=many)).status == 201
         refused = rest.create(job("late", {names.POLICY: "broken"}), dry_run=True)
         assert refused.document["reason"] == "BadPolicy"
-        assert "CheckpointPolicy broken: spec.bits is '5'" in refused.document["message"]
+        assert (
+            "CheckpointPolicy broken: spec.sidecar.resources.requests.cpu is '10P'"
+            in refused.document["message"]
+        )
 
 
 @pytest.mark.parametrize(
