@@ -1,0 +1,274 @@
+"""Install, upgrade, uninstall and install again, by Helm on a real API server; no pod runs, so no webhook answers."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_operator import configurations
+from kubernetes import client, watch
+
+from tests.apiserver import ApiServer, Rest
+from tests.minio import wait_for
+from tests.unit.charts.helms import NAMESPACE, RELEASE, HelmRefused, Release, render
+
+CA = base64.b64encode(b"the authority").decode()
+DATA = {"tls.crt": base64.b64encode(b"certificate").decode(), "tls.key": base64.b64encode(b"key").decode()}
+SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
+CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
+MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+
+
+@pytest.fixture
+def release(apiserver: ApiServer, http: Rest, tmp_path: Path) -> Any:
+    """A release that is gone when the test ends; what Helm keeps is kept."""
+    release = Release(apiserver.kubeconfig, tmp_path)
+    yield release
+    if RELEASE in release("list", "--short"):
+        release.uninstall()
+
+
+def job(*, annotated: bool) -> dict[str, Any]:
+    """A Job, to be created in a dry run."""
+    annotations = {"annotations": {"deltashard.io/policy": "default"}} if annotated else {}
+    spec = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"generateName": "train-", **annotations},
+        "spec": {"template": {"spec": spec}},
+    }
+
+
+def pod() -> dict[str, Any]:
+    """A pod without any annotations map."""
+    spec = job(annotated=False)["spec"]["template"]["spec"]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "pod-"}, "spec": spec}
+
+
+def as_the_controller_does(http: Rest) -> None:
+    """Fill what the chart leaves empty, as the controller does in mode builtin."""
+    webhooks = [
+        {"name": w["name"], "clientConfig": {"caBundle": CA}} for w in _configuration(http)["webhooks"]
+    ]
+    assert http("PATCH", CONFIGURATION, {"webhooks": webhooks}, content=STRATEGIC).status == 200
+    for name in ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"):
+        assert http("PATCH", f"{SECRETS}/{name}", {"data": DATA}, content=MERGE).status == 200
+    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
+    assert http("PATCH", path, {"data": {"ca.crt": "pem"}}, content=MERGE).status == 200
+
+
+def _configuration(http: Rest) -> dict[str, Any]:
+    return http("GET", CONFIGURATION).document
+
+
+def bundles(http: Rest) -> set[str | None]:
+    """The authorities the API server knows the webhook by."""
+    return {w["clientConfig"].get("caBundle") for w in _configuration(http)["webhooks"]}
+
+
+def kept(http: Rest) -> bool:
+    """Whether everything the controller issued is as it was."""
+    secrets = ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca")
+    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
+    return all(http("GET", f"{SECRETS}/{name}").document.get("data") == DATA for name in secrets) and http(
+        "GET", path
+    ).document.get("data") == {"ca.crt": "pem"}
+
+
+def test_what_is_installed_is_what_was_rendered(release: Release, http: Rest) -> None:
+    """Every object is there, and the API server took each as it was written."""
+    release.install()
+    for document in render().documents:
+        if "helm.sh/hook" in document["metadata"].get("annotations", {}):
+            continue
+        reply = http("GET", path_of(document))
+        assert reply.status == 200, document
+        assert covers(reply.document, document), (document, reply.document)
+
+
+def test_an_upgrade_keeps_what_the_controller_wrote(release: Release, http: Rest) -> None:
+    """Authority and certificates outlive upgrades that change their very objects, a rollback, and a no-op."""
+    release.install()
+    assert bundles(http) == {None}
+    as_the_controller_does(http)
+    changed = {
+        "webhook": {"failurePolicy": "Ignore", "exemptNamespaces": ["other"]},
+        "commonLabels": {"a": "b"},
+    }
+    release.upgrade(changed)
+    assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Ignore", "Ignore"]
+    assert _configuration(http)["metadata"]["labels"]["a"] == "b"
+    assert bundles(http) == {CA}
+    assert kept(http)
+    release.upgrade(changed)
+    release("rollback", RELEASE, "1")
+    assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Fail", "Fail"]
+    assert bundles(http) == {CA}
+    assert kept(http)
+
+
+def test_others_never_notice(release: Release, http: Rest) -> None:
+    """FailurePolicy Fail and no webhook: Jobs and pods that are not annotated come through, annotated ones do not."""
+    release.install()
+    as_the_controller_does(http)
+    for _ in range(3):
+        assert http.create(job(annotated=False), dry_run=True).status == 201
+        assert http.create(pod(), dry_run=True).status == 201
+    refused = http.create(job(annotated=True), dry_run=True)
+    assert refused.status == 500
+    assert "jobs.deltashard.io" in refused.document["message"]
+
+
+def test_without_a_webhook_the_policies_still_refuse(release: Release, http: Rest) -> None:
+    """With failurePolicy Ignore an annotated Job would train without checkpoints; it is told to come again."""
+    release.install({"webhook": {"failurePolicy": "Ignore"}})
+
+    refused = eventually(
+        lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 422
+    )
+    assert "deltashard-jobs-have-sidecar" in refused.document["message"]
+    assert http.create(job(annotated=False), dry_run=True).status == 201
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_uninstall_takes_the_webhook_away_first(
+    release: Release, apiserver: ApiServer, http: Rest, *, hooks: bool
+) -> None:
+    """Before the pods that answer it, so that no annotated Job is ever refused for their absence.
+
+    By itself, without the chart's hooks, Helm does it the other way round.
+    """
+    release.install()
+    as_the_controller_does(http)
+    since = http("GET", "/api/v1/namespaces").document["metadata"]["resourceVersion"]  # of the whole store
+    release.uninstall(*(() if hooks else ("--no-hooks",)))
+    with apiserver.api() as api:
+        admission = client.AdmissionregistrationV1Api(api)
+        webhook = deletions(admission.list_mutating_webhook_configuration, since)
+        bindings = deletions(admission.list_validating_admission_policy_binding, since)
+        deployments = deletions(client.AppsV1Api(api).list_deployment_for_all_namespaces, since)
+    assert set(webhook) == {"deltashard-webhook"}
+    assert set(deployments) == {"deltashard-webhook", "deltashard-controller"}
+    assert len(bindings) == 3
+    first_deployment = min(min(at) for at in deployments.values())
+    if not hooks:
+        assert min(webhook["deltashard-webhook"]) > first_deployment
+        return
+    assert max(min(at) for at in bindings.values()) < min(webhook["deltashard-webhook"])
+    assert max(webhook["deltashard-webhook"]) < first_deployment
+
+
+def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Release, http: Rest) -> None:
+    """Resources, runs and certificates stay; nothing is left that has a say in admissions."""
+    release.install()
+    as_the_controller_does(http)
+    policy = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "kept"},
+        "spec": {"store": {"url": "s3://bucket/prefix"}},
+    }
+    eventually(lambda: http.create(policy), lambda reply: reply.status in {201, 409})
+    release.uninstall()
+    root = "/apis/admissionregistration.k8s.io/v1"
+    for kind in (
+        "mutatingwebhookconfigurations",
+        "validatingadmissionpolicies",
+        "validatingadmissionpolicybindings",
+    ):
+        names = [item["metadata"]["name"] for item in http("GET", f"{root}/{kind}").document["items"]]
+        assert not [name for name in names if "deltashard" in name]
+    assert eventually(
+        lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 201
+    )
+    assert kept(http)
+    path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointpolicies/kept"
+    assert http("GET", path).document["spec"] == policy["spec"]
+    left = [
+        document
+        for document in render().documents
+        if http("GET", path_of(document)).status == 200
+        and document["metadata"].get("annotations", {}).get("helm.sh/resource-policy") != "keep"
+    ]
+    assert left == []
+
+
+def test_install_again(release: Release, http: Rest) -> None:
+    """Helm takes over what it had kept, as it was left."""
+    release.install()
+    as_the_controller_does(http)
+    release.uninstall()
+    release.install()
+    assert kept(http)
+    assert bundles(http) == {None}  # the controller's to write again
+
+
+def test_one_release_for_a_cluster(release: Release, apiserver: ApiServer, tmp_path: Path) -> None:
+    """A second one would fight over the same names; Helm says so, and installs nothing."""
+    release.install()
+    second = Release(apiserver.kubeconfig, tmp_path, name="second", namespace="elsewhere")
+    with pytest.raises(HelmRefused, match="deltashard"):
+        second.install()
+    assert _all_configurations(apiserver) == ["deltashard-webhook"]
+
+
+def _all_configurations(apiserver: ApiServer) -> list[str]:
+    with apiserver.http() as http:
+        items = http("GET", CONFIGURATION.rpartition("/")[0]).document["items"]
+    return [item["metadata"]["name"] for item in items]
+
+
+def eventually(ask: Any, good: Any, *, timeout_s: float = 60.0) -> Any:
+    """The first answer that is good: the API server takes a moment to heed new resources and policies."""
+    answers: list[Any] = []
+
+    def met() -> bool:
+        answers[:] = [ask()]
+        return bool(good(answers[0]))
+
+    wait_for(met, timeout_s=timeout_s, what=f"a good answer in place of {answers}")
+    return answers[0]
+
+
+def deletions(listing: Any, since: str) -> dict[str, list[int]]:
+    """Revisions at which objects of ours were deleted, by name."""
+    found: dict[str, list[int]] = {}
+    for event in watch.Watch().stream(listing, resource_version=since, timeout_seconds=1):
+        metadata = event["object"].metadata
+        if event["type"] == "DELETED" and "deltashard" in metadata.name:
+            found.setdefault(metadata.name, []).append(int(metadata.resource_version))
+    return found
+
+
+def path_of(document: dict[str, Any]) -> str:
+    """Where an object is."""
+    group, _, version = document["apiVersion"].rpartition("/")
+    kind, metadata = document["kind"].lower(), document["metadata"]
+    plural = kind[:-1] + "ies" if kind.endswith("cy") else kind + "s"
+    place = f"/namespaces/{metadata['namespace']}" if "namespace" in metadata else ""
+    return f"/{'apis/' + group if group else 'api'}/{version}{place}/{plural}/{metadata['name']}"
+
+
+def covers(whole: Any, part: Any) -> bool:
+    """Whether everything of `part` is in `whole`, which may have more (defaults, what others wrote)."""
+    match part:
+        case dict():
+            return isinstance(whole, dict) and all(
+                k in whole and covers(whole[k], v) for k, v in part.items()
+            )
+        case list():
+            return (
+                isinstance(whole, list)
+                and len(whole) == len(part)
+                and all(covers(*pair) for pair in zip(whole, part, strict=True))
+            )
+    return bool(whole == part)
+
+
+def test_names_are_those_of_the_code() -> None:
+    """The webhook's configuration has the name by which the controller patches it."""
+    assert render().find("MutatingWebhookConfiguration")["metadata"]["name"] == configurations.CONFIGURATION
