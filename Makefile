@@ -34,6 +34,8 @@ test-cluster: venv
 lint: venv
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/hadolint images/Dockerfile
+	UV=$(abspath $(UV)) images/requirements --check
 
 types: venv
 	.venv/bin/mypy

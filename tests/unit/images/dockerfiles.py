@@ -1,0 +1,72 @@
+"""A Dockerfile as data: stages with their instructions, enough of it to ask whether what it says is so."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One FROM and what follows it."""
+
+    name: str
+    base: str
+    """An image or the name of an earlier stage, arguments put in."""
+    instructions: list[tuple[str, str]] = field(default_factory=list)
+
+    def all(self, keyword: str) -> list[str]:
+        """The arguments of every such instruction."""
+        return [text for word, text in self.instructions if word == keyword]
+
+
+def read(path: Path) -> dict[str, Stage]:
+    """Stages by name, in order."""
+    text = re.sub(r"(?m)^\s*#.*\n", "", path.read_text())
+    lines = [line for line in re.sub(r"\\\n\s*", " ", text).splitlines() if line.strip()]
+    arguments: dict[str, str] = {}
+    stages: dict[str, Stage] = {}
+    current = None
+    for line in lines:
+        keyword, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if keyword == "FROM":
+            base, _, name = rest.partition(" AS ")
+            base = re.sub(r"\$\{(\w+)\}", lambda found: arguments[found[1]], base)
+            current = stages[name] = Stage(name=name, base=base)
+        elif current is None:
+            assert keyword == "ARG", line
+            name, _, value = rest.partition("=")
+            arguments[name] = value
+        else:
+            current.instructions.append((keyword, rest))
+    return stages
+
+
+def lineage(stages: dict[str, Stage], name: str) -> list[Stage]:
+    """A stage after those it is built from."""
+    stage = stages[name]
+    return [*(lineage(stages, stage.base) if stage.base in stages else []), stage]
+
+
+def last(stages: list[Stage], keyword: str) -> str | None:
+    """The instruction that counts; an ENTRYPOINT of a base would reset nothing here."""
+    found = [text for stage in stages for text in stage.all(keyword)]
+    return found[-1] if found else None
+
+
+def words(text: str | None) -> tuple[str, ...]:
+    """An ENTRYPOINT or CMD in its exec form."""
+    return () if text is None else tuple(json.loads(text))
+
+
+def variables(stages: list[Stage]) -> dict[str, str]:
+    """The environment."""
+    return {
+        name: value
+        for stage in stages
+        for text in stage.all("ENV")
+        for name, value in re.findall(r"(\w+)=(\S+)", text)
+    }
