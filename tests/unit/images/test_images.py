@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -152,12 +153,10 @@ PARTS = {
 }
 """Folders whose code runs in an image."""
 ELSEWHERE = {
-    "sidecar": {
-        "numba",
-        "torch",
-    },  # numba_kernels.py, never loaded; `deltashard export` to .pt says what it lacks
+    # numba_kernels.py, never loaded; the stores' conformance suite; `deltashard export` to .pt, which says what it lacks
+    "sidecar": {"numba", "pytest", "torch"},
     "operator": set(),
-    "example": {"numba"},
+    "example": {"numba", "pytest"},
 }
 
 
@@ -214,16 +213,14 @@ def test_every_module_of_an_image_imports_with_what_is_installed(target: str, pa
 @pytest.mark.parametrize("image", FINAL)
 def test_lazy_imports_are_in_the_image_too(image: Published) -> None:
     """What a function imports when it runs is no surprise in production."""
-    from importlib.metadata import packages_distributions
-
-    installed = _requirements(image.target)
+    installed, providers = _requirements(image.target), packages_distributions()
     own = {"baskets", "model"} | {Path(package).name for package in packages_of_the_project()}
     for part in PARTS[image.target]:
         for path, module in _imports(ROOT / part):
             top = module.partition(".")[0]
             if top in sys.stdlib_module_names or top in own or top in ELSEWHERE[image.target]:
                 continue
-            found = {each.lower().replace("_", "-") for each in packages_distributions().get(top, [])}
+            found = {each.lower().replace("_", "-") for each in providers.get(top, [])}
             assert found & set(installed), f"{path.relative_to(ROOT)} imports {module}"
 
 
