@@ -4,7 +4,9 @@ UV = .bootstrap/bin/uv
 RUN = .venv/bin/python
 STORE ?= file
 
-.PHONY: venv demo test test-fast test-cluster lint types contracts proto bench clean
+CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadgroup --no-loadscope-reorder --durations=0 --durations-min=1
+
+.PHONY: venv demo test test-fast test-cluster test-cluster-full lint types contracts proto bench clean
 venv: .venv/.synced
 
 $(UV):
@@ -21,7 +23,8 @@ demo: venv
 
 # A file's tests share their processes and servers, so a file stays on one worker.
 test: venv
-	$(RUN) -m pytest tests --numprocesses 2 --dist loadfile
+	$(RUN) -m pytest tests --ignore tests/cluster --numprocesses 2 --dist loadfile
+	$(MAKE) test-cluster
 
 test-fast: venv
 	$(RUN) -m pytest tests/unit
@@ -29,7 +32,12 @@ test-fast: venv
 # A real Kubernetes on this machine, as root: it changes the host while it runs, and puts it back.
 test-cluster: venv
 	tests/cluster/packages
-	UV=$(abspath $(UV)) DELTASHARD_TEST_CLUSTER=1 $(RUN) -m pytest tests/cluster --durations=10
+	DELTASHARD_TEST_CLUSTER=1 $(CLUSTER)
+
+# The same with longer outages and every scenario of failure several times over.
+test-cluster-full: venv
+	tests/cluster/packages
+	DELTASHARD_TEST_CLUSTER=full $(CLUSTER)
 
 lint: venv
 	.venv/bin/ruff check .

@@ -1,15 +1,16 @@
 """A whole Kubernetes on one machine, from binaries, in seconds.
 
-It is etcd, apiserver, controller-manager, scheduler, kube-proxy, and nodes. Everything listens on loopback or on the bridge; everything is ended by pid; the host is put back.
+It is etcd, apiserver, controller-manager, scheduler, kube-proxy, DNS, and nodes. Everything listens on loopback or on
+the bridge; everything is ended by pid; the host is put back.
 
-One cluster at a time: paths and addresses are fixed. What an earlier run left (it was killed) is cleaned up first.
+One cluster at a time: paths and addresses are fixed. What an earlier run left (it was killed) is cleaned up first. The
+process that called `up` calls `down`; others `attach` to what is up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -19,17 +20,23 @@ from pathlib import Path
 
 import urllib3
 
+from tests.cluster import flags
 from tests.cluster.apis import Api
 from tests.cluster.certificates import Authority
-from tests.cluster.hosts import HOST_ADDRESS, NETWORK, SERVICES, Host
+from tests.cluster.flags import SERVER
+from tests.cluster.hosts import NETWORK, Host
 from tests.cluster.nodes import CNI_BINARIES, Node, shims_of, write_network
-from tests.cluster.processes import ClusterError, Ledger, Server, wait_until
+from tests.cluster.processes import ClusterError, Ledger, Server, run, wait_until
 from tests.minio import ROOT, free_port
 
 FOLDER = Path("/var/lib/deltashard-cluster")
-SERVER = f"https://{HOST_ADDRESS}:6443"
 PROGRAMS = ("containerd", "runc", "ctr", "iptables", "ip")
 PACKAGES = ("containerd", "runc", "containernetworking-plugins", "iptables", "iproute2")
+NODES = ("n1", "n2", "m1", "m2")
+"""Nodes whose names begin with m are for scenarios that harm nodes: only pods that ask for them get there."""
+HARMED = "harmed"
+"""Pool of those nodes."""
+TOOLS = ("minio", "etcd", "kubernetes", "kubectl", "coredns", "helm")
 
 
 def missing() -> list[str]:
@@ -40,7 +47,16 @@ def missing() -> list[str]:
         lacks.append(f"the CNI plugins in {CNI_BINARIES}")
     if lacks and lacks != ["root"]:
         lacks.append(f"(Debian: apt-get install {' '.join(PACKAGES)})")
+    if shutil.which("go") is None:
+        lacks += [f"{name} (no Go to build it)" for name in TOOLS if not _is_built(name)]
     return lacks
+
+
+def _is_built(name: str) -> bool:
+    found = subprocess.run(
+        [str(ROOT / "tools" / "build"), name], check=False, capture_output=True, timeout=60
+    )
+    return found.returncode == 0
 
 
 def tool(name: str) -> Path:
@@ -55,19 +71,39 @@ def tool(name: str) -> Path:
 
 
 class Cluster:
-    """The control plane and its nodes, between `up` and `down`."""
+    """The control plane and its nodes."""
 
-    def __init__(self, nodes: Sequence[str] = ("n1", "n2")) -> None:
-        self._names = nodes
-        self.nodes: dict[str, Node] = {}
-        self.servers: list[Server] = []
+    def __init__(self) -> None:
+        self.kubeconfig = FOLDER / "certificates" / "admin.kubeconfig"
+        self.audit_log = FOLDER / flags.AUDIT_LOG
         self.timings_s: dict[str, float] = {}
         self.api: Api
-        self.kubeconfig = FOLDER / "certificates" / "admin.kubeconfig"
+        self._servers: list[Server] = []
+        self._host, self._ledger = Host(FOLDER), Ledger(FOLDER / "processes.jsonl")
+        self.nodes = {
+            name: Node(
+                name,
+                f"{NETWORK}.{number + 2}",
+                folder=FOLDER,
+                network=FOLDER / "network",
+                ledger=self._ledger,
+                host=self._host,
+                pool=HARMED if name.startswith("m") else "",
+            )
+            for number, name in enumerate(NODES)
+        }
+
+    def attach(self) -> None:
+        """Use the cluster that another process of the tests has up."""
+        certificates = FOLDER / "certificates"
+        admin = certificates / "admin.crt", certificates / "admin.key"
+        self.api = Api(SERVER, ca=certificates / "ca.crt", certificate=admin)
+        for node in self.nodes.values():
+            node.attach()
 
     def up(self, images: Sequence[Path]) -> None:
         """Start everything; returns when every node is Ready and pods can be created."""
-        etcd, kubernetes = tool("etcd"), tool("kubernetes")
+        etcd, kubernetes, coredns = tool("etcd"), tool("kubernetes"), tool("coredns")
         FOLDER.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(FOLDER.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -77,33 +113,30 @@ class Cluster:
         clean_up()
         FOLDER.mkdir(parents=True)
         began_s = time.monotonic()
-        self._host, self._ledger = Host(FOLDER), Ledger(FOLDER / "processes.jsonl")
-        addresses = [f"{NETWORK}.{number + 2}" for number in range(len(self._names))]
-        self._host.prepare(addresses)
-        self._authority = Authority(FOLDER / "certificates")
-        admin = self._authority.issue("admin", user="admin", group="system:masters")
-        self._authority.kubeconfig("admin", server=SERVER, user="admin", group="system:masters")
-        self.api = Api(SERVER, ca=self._authority.file, certificate=admin)
+        self._host.prepare([node.address for node in self.nodes.values()])
+        authority = Authority(FOLDER / "certificates")
+        authority.issue("admin", user="admin", group="system:masters")
+        authority.kubeconfig("admin", server=SERVER, user="admin", group="system:masters")
         write_network(FOLDER / "network")
-        for name, address in zip(self._names, addresses, strict=True):
-            node = Node(
-                name, address, folder=FOLDER, network=FOLDER / "network", ledger=self._ledger, host=self._host
-            )
-            node.prepare(
-                self._authority, server=SERVER, kubelet=kubernetes / "kubelet", health_port=free_port()
-            )
-            self.nodes[name] = node
-        self._start_store(etcd)
-        self._serve("kube-apiserver", kubernetes, self._apiserver_flags())
+        for node in self.nodes.values():
+            node.prepare(authority, server=SERVER, kubelet=kubernetes / "kubelet")
+        self.attach()
+        url = f"http://127.0.0.1:{free_port()}"
+        self._serve("etcd", etcd, flags.etcd(FOLDER, url))
+        self._wait_answer(f"{url}/health")
+        self._serve("kube-apiserver", kubernetes, flags.apiserver(FOLDER, authority, url))
         for node in self.nodes.values():
             node.start_runtime(images)
-        self.servers[-1].wait_ready(self.api.ready, timeout_s=90)
+        self._servers[-1].wait_ready(self.api.ready, timeout_s=90)
         self.timings_s["apiserver ready"] = time.monotonic() - began_s
-        self._serve("kube-controller-manager", kubernetes, self._controller_flags())
-        self._serve("kube-scheduler", kubernetes, self._scheduler_flags())
-        self._serve("kube-proxy", kubernetes, self._proxy_flags())
+        self._serve("kube-controller-manager", kubernetes, flags.controller_manager(FOLDER, authority))
+        self._serve("kube-scheduler", kubernetes, flags.scheduler(FOLDER, authority))
+        self._serve("kube-proxy", kubernetes, flags.proxy(FOLDER, authority, list(self.nodes)))
         for node in self.nodes.values():
             node.kubelet.start()
+        words, ready = flags.dns(FOLDER, self.kubeconfig)
+        self._serve("coredns", coredns, words)
+        self._wait_answer(ready)
         self._wait_nodes()
         wait_until(
             lambda: self.api.find("/api/v1/namespaces/default/serviceaccounts/default"),
@@ -116,12 +149,18 @@ class Cluster:
         """A process of the test's own that must end with the cluster, also when the test is killed."""
         self._ledger.add(name, pid)
 
+    def kubectl(self, *arguments: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
+        """Run kubectl as a user of the cluster does; returns its output, raises `ClusterError` with what it said."""
+        return run(
+            tool("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments, check=check, timeout_s=timeout_s
+        )
+
     def _wait_nodes(self) -> None:
         def ready() -> bool:
-            for server in (*self.servers, *(node.kubelet for node in self.nodes.values())):
+            for server in (*self._servers, *(node.kubelet for node in self.nodes.values())):
                 if not server.alive:
                     raise ClusterError(f"{server.name} ended:\n{server.tail()}")
-            return all(self.node_ready(name) for name in self._names)
+            return all(map(self.node_ready, self.nodes))
 
         wait_until(
             ready,
@@ -135,126 +174,32 @@ class Cluster:
         conditions = found["status"].get("conditions", ()) if found else ()
         return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
-    def _serve(self, name: str, folder: Path, flags: Sequence[str]) -> None:
-        server = Server(name, [folder / name, *flags], folder=FOLDER, ledger=self._ledger)
+    def _serve(self, name: str, binary: Path, words: Sequence[str]) -> None:
+        program = binary / name if binary.is_dir() else binary
+        server = Server(name, [program, *words], folder=FOLDER, ledger=self._ledger)
         server.start()
-        self.servers.append(server)
+        self._servers.append(server)
 
-    def _start_store(self, binary: Path) -> None:
-        client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-        self._etcd_url = client
-        server = Server(
-            "etcd",
-            [
-                binary, f"--data-dir={FOLDER / 'etcd'}", "--name=node0", f"--listen-client-urls={client}",
-                f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}",
-                f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=node0={peer}",
-                "--unsafe-no-fsync", "--log-level=warn",
-            ],
-            folder=FOLDER,
-            ledger=self._ledger,
-        )  # fmt: skip
-        server.start()
-        self.servers.append(server)
+    def _wait_answer(self, url: str) -> None:
+        """Until the server started last answers a GET with 200."""
         with urllib3.PoolManager(retries=False, timeout=2) as http:
 
             def healthy() -> bool:
                 try:
-                    return http.request("GET", f"{client}/health").status == 200
+                    return http.request("GET", url).status == 200
                 except urllib3.exceptions.HTTPError:
                     return False
 
-            server.wait_ready(healthy)
-
-    def _apiserver_flags(self) -> list[str]:
-        issue = self._authority.issue
-        names = [
-            "kubernetes",
-            "kubernetes.default",
-            "kubernetes.default.svc",
-            "kubernetes.default.svc.cluster.local",
-        ]
-        serving = issue(
-            "apiserver", user="kube-apiserver", alternatives=["127.0.0.1", HOST_ADDRESS, "10.96.0.1", *names]
-        )
-        kubelets = issue("apiserver-kubelets", user="kube-apiserver", group="system:masters")
-        front = issue("front-proxy", user="front-proxy")
-        public, private = self._authority.account_keys()
-        ca = self._authority.file
-        return [
-            f"--etcd-servers={self._etcd_url}", f"--bind-address={HOST_ADDRESS}",
-            f"--advertise-address={HOST_ADDRESS}", "--secure-port=6443",
-            f"--tls-cert-file={serving[0]}", f"--tls-private-key-file={serving[1]}", f"--client-ca-file={ca}",
-            f"--service-account-key-file={public}", f"--service-account-signing-key-file={private}",
-            "--service-account-issuer=https://kubernetes.default.svc", "--allow-privileged",
-            f"--service-cluster-ip-range={SERVICES}", f"--kubelet-client-certificate={kubelets[0]}",
-            f"--kubelet-client-key={kubelets[1]}", f"--kubelet-certificate-authority={ca}",
-            "--kubelet-preferred-address-types=InternalIP", "--authorization-mode=Node,RBAC",
-            "--enable-admission-plugins=NodeRestriction", "--enable-aggregator-routing=true",
-            "--shutdown-delay-duration=0s", f"--requestheader-client-ca-file={ca}",
-            "--requestheader-username-headers=X-Remote-User", "--requestheader-group-headers=X-Remote-Group",
-            "--requestheader-extra-headers-prefix=X-Remote-Extra-", "--requestheader-allowed-names=front-proxy",
-            f"--proxy-client-cert-file={front[0]}", f"--proxy-client-key-file={front[1]}",
-        ]  # fmt: skip
-
-    def _config(self, name: str) -> Path:
-        return self._authority.kubeconfig(name, server=SERVER, user=f"system:{name}")
-
-    def _controller_flags(self) -> list[str]:
-        ca, key = self._authority.file, self._authority.key_file
-        return [
-            f"--kubeconfig={self._config('kube-controller-manager')}", "--bind-address=127.0.0.1",
-            f"--secure-port={free_port()}", f"--cert-dir={FOLDER / 'controller-manager'}",
-            "--use-service-account-credentials", f"--root-ca-file={ca}",
-            f"--service-account-private-key-file={self._authority.folder / 'accounts.key'}",
-            f"--cluster-signing-cert-file={ca}", f"--cluster-signing-key-file={key}", "--leader-elect=false",
-            "--node-monitor-period=1s", "--node-monitor-grace-period=6s", "--kube-api-qps=200",
-            "--kube-api-burst=400",
-        ]  # fmt: skip
-
-    def _scheduler_flags(self) -> list[str]:
-        return [
-            f"--kubeconfig={self._config('kube-scheduler')}", "--bind-address=127.0.0.1",
-            f"--secure-port={free_port()}", f"--cert-dir={FOLDER / 'scheduler'}", "--leader-elect=false",
-        ]  # fmt: skip
-
-    def _proxy_flags(self) -> list[str]:
-        config = {
-            "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
-            "kind": "KubeProxyConfiguration",
-            "clientConnection": {"kubeconfig": str(self._config("kube-proxy"))},
-            "mode": "iptables",
-            "bindAddress": HOST_ADDRESS,
-            "clusterCIDR": f"{NETWORK}.0/24",
-            "hostnameOverride": self._names[0],
-            "healthzBindAddress": f"127.0.0.1:{free_port()}",
-            "metricsBindAddress": f"127.0.0.1:{free_port()}",
-            "nodePortAddresses": ["127.0.0.0/8"],
-            "iptables": {
-                "masqueradeAll": True,
-                "localhostNodePorts": False,
-                "minSyncPeriod": "100ms",
-                "syncPeriod": "30s",
-            },
-            "conntrack": {
-                "maxPerCore": 0,
-                "min": 0,
-                "tcpEstablishedTimeout": "0s",
-                "tcpCloseWaitTimeout": "0s",
-            },
-        }
-        path = FOLDER / "kube-proxy.json"
-        path.write_text(json.dumps(config))
-        return [f"--config={path}"]
+            self._servers[-1].wait_ready(healthy)
 
     def down(self) -> list[str]:
         """End everything; returns what could not be put back (empty is well)."""
         with contextlib.suppress(AttributeError):
             self.api.close()
         for node in self.nodes.values():
-            with contextlib.suppress(AttributeError):
+            with contextlib.suppress(AttributeError):  # it was not reached
                 node.stop()
-        for server in reversed(self.servers):
+        for server in reversed(self._servers):
             server.stop()
         left = clean_up()
         os.close(self._lock)

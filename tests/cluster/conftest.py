@@ -1,30 +1,74 @@
-"""One cluster for the session, a real MinIO on its bridge, a namespace per test.
+"""One stage for everybody, namespaces per scenario, and what a failed scenario leaves for its reader.
 
 These tests change the host (and put it back) and need root, so they only run when asked: `make test-cluster`. Where the
-machine lacks something they are skipped, loudly; with CI=true they fail.
+machine lacks something they are skipped, loudly; with CI=true they fail. Run by several processes (pytest-xdist), the
+controlling one builds the stage and takes it down.
 """
 
 from __future__ import annotations
 
-import base64
 import os
 import re
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster import clusters, images
-from tests.cluster.apis import Api
-from tests.cluster.clusters import Cluster
+from tests.cluster import clusters
+from tests.cluster.benches import Bench
 from tests.cluster.hosts import HOST_ADDRESS
-from tests.cluster.jobs import TrainingJob
-from tests.cluster.processes import wait_until
+from tests.cluster.references import Reference
+from tests.cluster.reports import sections
+from tests.cluster.stages import Stage, turn
 from tests.cluster.witnesses import Witness
 from tests.minio import MinioServer
 
 CI = os.environ.get("CI", "").lower() in {"1", "true"}
+_STAGE = pytest.StashKey[Stage]()
+_WHY = pytest.StashKey[str]()
+
+
+def _why_not() -> str:
+    """Why these tests do not run; empty when they do."""
+    if os.environ.get("DELTASHARD_TEST_CLUSTER") not in {"1", "full"}:
+        return "it changes the host while it runs, so ask for it: `make test-cluster`"
+    lacks = clusters.missing()
+    return f"this machine lacks {', '.join(lacks)}" if lacks else ""
+
+
+def _build(config: pytest.Config) -> str:
+    """Build the stage if nobody has; returns why it cannot be."""
+    if _WHY not in config.stash:
+        config.stash[_WHY] = _why_not()
+        if not config.stash[_WHY]:
+            config.stash[_STAGE] = stage = Stage()
+            stage.build()
+    return config.stash[_WHY]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of pytest-xdist: before a worker starts."""
+    node.workerinput["deltashard_why"] = _build(node.config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After the workers ended: the host is as it was, or the session fails."""
+    stage = session.config.stash.get(_STAGE, None)
+    if stage is None:
+        return
+    timings = ", ".join(f"{what} {seconds:.1f} s" for what, seconds in stage.cluster.timings_s.items())
+    print(f"\ncluster: {timings}")
+    if left := stage.strike():
+        print(f"the host is not as it was: {left}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Scenarios that take the stage for themselves come last, in the order they are written in."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -38,108 +82,83 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """The cluster, both nodes Ready."""
-    if os.environ.get("DELTASHARD_TEST_CLUSTER") != "1":
-        pytest.skip("changes the host while it runs: `make test-cluster`")
-    if lacks := clusters.missing():
-        why = f"no test cluster: this machine lacks {', '.join(lacks)}"
+def stage(pytestconfig: pytest.Config) -> Stage:
+    """The cluster with its system, up."""
+    workerinput = getattr(pytestconfig, "workerinput", None)
+    why = (
+        _build(pytestconfig) if workerinput is None else workerinput.get("deltashard_why", "run it by itself")
+    )
+    if why:
         if CI:
-            pytest.fail(f"{why}; it is required in CI", pytrace=False)
-        pytest.skip(why)
-    made = Cluster()
-    try:
-        made.up(images.build(tmp_path_factory.mktemp("images")))
-        yield made
-    finally:
-        left = made.down()
-    assert not left, f"the host is not as it was: {left}"
+            pytest.fail(f"no test cluster: {why}; it is required in CI", pytrace=False)
+        pytest.skip(f"no test cluster: {why}")
+    if workerinput is None:
+        return pytestconfig.stash[_STAGE]
+    attached = Stage()
+    attached.attach()
+    return attached
 
 
 @pytest.fixture(scope="session")
-def bridge_minio(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinioServer]:
-    """A real MinIO where pods reach it."""
-    server = MinioServer(tmp_path_factory.mktemp("bridge-minio"), host=HOST_ADDRESS)
-    server.start()
-    cluster.remember("minio", server.pid)
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def witness(cluster: Cluster) -> Iterator[Witness]:
-    """Hears every trainer of the session."""
+def witness(stage: Stage) -> Iterator[Witness]:
+    """Hears every trainer of this process' scenarios."""
     heard = Witness(HOST_ADDRESS)
     yield heard
     heard.close()
 
 
-def make_namespace(api: Api, name: str, credentials: dict[str, str]) -> None:
-    """A namespace under PodSecurity restricted, with the store's credentials in its Secret `store`."""
-    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-    api.create(
-        "/api/v1/namespaces",
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}},
-    )
-    text = "[default]\n" + "".join(f"{key.lower()} = {value}\n" for key, value in credentials.items())
-    api.create(
-        f"/api/v1/namespaces/{name}/secrets",
-        {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": {"name": "store"},
-            "data": {"credentials": base64.b64encode(text.encode()).decode()},
-        },
-    )
-    wait_until(
-        lambda: api.find(f"/api/v1/namespaces/{name}/serviceaccounts/default"),
-        timeout_s=30,
-        what=f"the service account of {name}",
-    )
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """The training that nothing happened to."""
+    return Reference()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What a scenario works with."""
+@pytest.fixture(scope="session")
+def full() -> bool:
+    """Whether the long variants were asked for."""
+    return os.environ.get("DELTASHARD_TEST_CLUSTER") == "full"
 
-    cluster: Cluster
-    witness: Witness
-    namespace: str
-    url: str
-    job: Callable[..., TrainingJob]
+
+@pytest.fixture
+def stage_turn(request: pytest.FixtureRequest, stage: Stage) -> Iterator[None]:
+    """The stage together with others; alone with the mark `alone`."""
+    with turn(exclusive=request.node.get_closest_marker("alone") is not None):
+        yield
+
+
+@pytest.fixture
+def own_bridge_minio(
+    stage: Stage, stage_turn: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MinioServer]:
+    """A MinIO of this scenario's own, where pods reach it; stop it, start it, fill it."""
+    server = MinioServer(tmp_path_factory.mktemp("own-minio"), host=HOST_ADDRESS)
+    server.start()
+    stage.cluster.remember("own-minio", server.pid)
+    yield server
+    server.stop()
 
 
 @pytest.fixture
 def bench(
     request: pytest.FixtureRequest,
-    cluster: Cluster,
-    bridge_minio: MinioServer,
+    stage: Stage,
+    stage_turn: None,
     witness: Witness,
+    reference: Reference,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> Iterator[Bench]:
-    """A namespace and a bucket of the test's own; `job(name, ...)` applies a training Job that is deleted at the end."""
-    for name, value in bridge_minio.environment.items():
+    """A namespace and a bucket of the scenario's own; with `own_bridge_minio` among its fixtures, a server too."""
+    own = "own_bridge_minio" in request.fixturenames
+    minio: MinioServer = request.getfixturevalue("own_bridge_minio") if own else stage.minio
+    for name, value in minio.environment.items():
         monkeypatch.setenv(name, value)
-    namespace = re.sub("[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:40].strip("-")
-    make_namespace(cluster.api, namespace, bridge_minio.environment)
-    url = bridge_minio.url(bridge_minio.new_bucket())
-    jobs: list[TrainingJob] = []
-
-    def job(name: str, **settings: Any) -> TrainingJob:
-        made = TrainingJob(
-            api=cluster.api, namespace=namespace, name=name, url=url, witness=witness.address, **settings
-        )
-        jobs.append(made)
-        made.apply()
-        return made
-
-    bench = Bench(cluster=cluster, witness=witness, namespace=namespace, url=url, job=job)
+    name = re.sub("[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:40].strip("-")
+    made = Bench(stage, witness, reference, name=name, minio=minio, folder=tmp_path)
     try:
-        yield bench
+        yield made
     finally:
-        for made in jobs:
-            made.delete()
-        cluster.api.delete(f"/api/v1/namespaces/{namespace}")
+        made.clear()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -150,14 +169,5 @@ def pytest_runtest_makereport(
     report = yield
     bench = getattr(item, "funcargs", {}).get("bench")
     if call.when == "call" and call.excinfo is not None and isinstance(bench, Bench):
-        path = f"/api/v1/namespaces/{bench.namespace}/events"
-        lines = [
-            f"{each.get('lastTimestamp')} {each['involvedObject']['name']} {each['reason']}: {each['message']}"
-            for each in bench.cluster.api.items(path)
-        ]
-        report.sections.append(("events", "\n".join(lines)))
-        for node in bench.cluster.nodes.values():
-            for log in sorted(node.logs.glob(f"{bench.namespace}_*/*/*.log")):
-                tail = log.read_text(errors="replace")[-6000:]
-                report.sections.append((f"{node.name} {log.relative_to(node.logs)}", tail))
+        report.sections += sections(bench)
     return report

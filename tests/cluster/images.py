@@ -21,7 +21,8 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.processes import ClusterError, run
@@ -41,8 +42,11 @@ MOUNTS |= {
     if Path("/", name).is_dir() and not Path("/", name).is_symlink()  # a system whose /usr is not merged
 }
 PAUSE = "localhost/pause:1"
-SIDECAR = "localhost/deltashard-sidecar:test"
-TRAINER = "localhost/deltashard-trainer:test"
+TAG = "test"
+OLD_TAG, OLD_VERSION = "old", "0.0.9"
+"""Images of the same tree under an older version."""
+SIDECAR, OPERATOR, TRAINER = (f"localhost/deltashard-{name}" for name in ("sidecar", "operator", "trainer"))
+"""Repositories."""
 ENVIRONMENT = {
     "PATH": "/opt/deltashard/bin:/opt/python/bin:/usr/bin:/bin",
     "PYTHONPATH": "/opt/deltashard:/opt/third-party",
@@ -61,8 +65,11 @@ def _uv() -> str:
     raise ClusterError("uv is needed to build the wheel: `make venv` puts it into .bootstrap, or set UV=")
 
 
-def wheel() -> Path:
-    """The wheel of this tree, built once per content, from a copy so that no stale build folder gets into it."""
+def wheel(version: str = "") -> Path:
+    """The wheel of this tree, built once per content, from a copy so that no stale build folder gets into it.
+
+    With `version`, the same code says that it is of that version.
+    """
     files = [ROOT / name for name in ("pyproject.toml", "setup.py", "README.md")]
     for package in _PACKAGED:
         files += [
@@ -70,7 +77,7 @@ def wheel() -> Path:
             for path in sorted((ROOT / package).rglob("*"))
             if path.suffix in {".py", ".c", ".typed", ".pyi"} and "__pycache__" not in path.parts
         ]
-    digest = hashlib.sha256(sys.version.encode())
+    digest = hashlib.sha256(f"{sys.version} {version}".encode())
     for path in files:
         digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes() + b"\0")
     folder = CACHE / "wheels" / digest.hexdigest()[:16]
@@ -82,18 +89,14 @@ def wheel() -> Path:
                 copy = source / path.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(path, copy)
-            run(
-                _uv(),
-                "build",
-                "-q",
-                "--wheel",
-                "--python",
-                sys.executable,
-                "--out-dir",
-                built,
-                source,
-                timeout_s=600,
-            )
+            if version:
+                project = source / "pyproject.toml"
+                text, count = re.subn(r'(?m)^version = ".*"$', f'version = "{version}"', project.read_text())
+                if count != 1:
+                    raise ClusterError(f"{project.name} has {count} lines that say its version")
+                project.write_text(text)
+            command = [_uv(), "build", "-q", "--wheel", "--python", sys.executable, "--out-dir", built]
+            run(*command, source, timeout_s=600)
             folder.mkdir(parents=True, exist_ok=True)
             for path in built.glob("*.whl"):
                 shutil.move(path, folder / path.name)
@@ -103,11 +106,11 @@ def wheel() -> Path:
     return found[0]
 
 
-def installed(target: Path) -> Path:
+def installed(target: Path, version: str = "") -> Path:
     """The wheel installed into a folder, its scripts made to run with the container's Python."""
     run(
         _uv(), "pip", "install", "-q", "--no-deps", "--compile-bytecode", "--python", sys.executable,
-        "--target", target, wheel(),
+        "--target", target, wheel(version),
     )  # fmt: skip
     for script in (target / "bin").iterdir():
         text = script.read_text()
@@ -185,10 +188,18 @@ def pause_layer() -> bytes:
     return layer.bytes()
 
 
-def archive(
-    path: Path, name: str, layers: list[bytes], *, entrypoint: list[str], env: Mapping[str, str]
-) -> Path:
-    """An OCI archive that `ctr images import` takes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Image:
+    """One image: layers from the bottom up."""
+
+    name: str
+    layers: tuple[bytes, ...]
+    entrypoint: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+def archive(path: Path, images: Sequence[Image]) -> Path:
+    """An OCI archive that `ctr images import` takes; layers that images share are in it once."""
     blobs: dict[str, bytes] = {}
 
     def blob(data: bytes, media: str) -> dict[str, object]:
@@ -200,31 +211,36 @@ def archive(
             "size": len(data),
         }
 
-    described = [blob(layer, "layer.v1.tar") for layer in layers]
-    config = {
-        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, os.uname().machine),
-        "os": "linux",
-        "config": {
-            "Env": [f"{key}={value}" for key, value in env.items()],
-            "Entrypoint": entrypoint,
-            "User": "65532",
-        },
-        "rootfs": {"type": "layers", "diff_ids": [each["digest"] for each in described]},
-    }
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": "application/vnd.oci.image.manifest.v1+json",
-        "config": blob(json.dumps(config).encode(), "config.v1+json"),
-        "layers": described,
-    }
-    entry = blob(json.dumps(manifest).encode(), "manifest.v1+json")
-    entry["annotations"] = {
-        "io.containerd.image.name": name,
-        "org.opencontainers.image.ref.name": name.rpartition(":")[2],
-    }
+    entries = []
+    for image in images:
+        layers = [blob(layer, "layer.v1.tar") for layer in image.layers]
+        config = {
+            "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(
+                os.uname().machine, os.uname().machine
+            ),
+            "os": "linux",
+            "config": {
+                "Env": [f"{key}={value}" for key, value in image.env.items()],
+                "Entrypoint": list(image.entrypoint),
+                "User": "65532",
+            },
+            "rootfs": {"type": "layers", "diff_ids": [each["digest"] for each in layers]},
+        }
+        manifest = {
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "config": blob(json.dumps(config).encode(), "config.v1+json"),
+            "layers": layers,
+        }
+        entry = blob(json.dumps(manifest).encode(), "manifest.v1+json")
+        entry["annotations"] = {
+            "io.containerd.image.name": image.name,
+            "org.opencontainers.image.ref.name": image.name.rpartition(":")[2],
+        }
+        entries.append(entry)
     layer = Layer()
     layer.file("oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
-    layer.file("index.json", json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode())
+    layer.file("index.json", json.dumps({"schemaVersion": 2, "manifests": entries}).encode())
     layer.folder("blobs")
     layer.folder("blobs/sha256")
     for digest, data in blobs.items():
@@ -233,27 +249,28 @@ def archive(
     return path
 
 
-def build(folder: Path) -> list[Path]:
-    """Archives of the pause, sidecar and trainer images."""
-    folder.mkdir(parents=True, exist_ok=True)
-    base = base_layer()
+def build(path: Path, *, tag: str = TAG, version: str = "") -> Path:
+    """An archive of the sidecar's, the operator's and the trainer's images; with the sandboxes' too."""
     with tempfile.TemporaryDirectory(prefix="deltashard-image-") as scratch:
         layer = Layer()
-        layer.tree("opt/deltashard", installed(Path(scratch, "wheel")))
-        wheel_layer = layer.bytes()
+        layer.tree("opt/deltashard", installed(Path(scratch, "wheel"), version))
+        system = (base_layer(), layer.bytes())
     script = Layer()
     script.tree("app", Path(__file__).parent / "trainers")
-    return [
-        archive(folder / "pause.tar", PAUSE, [pause_layer()], entrypoint=["/pause", "infinity"], env={}),
-        archive(
-            folder / "sidecar.tar", SIDECAR, [base, wheel_layer],
-            entrypoint=["deltashard-sidecar"], env=ENVIRONMENT,
-        ),
-        archive(
-            folder / "trainer.tar", TRAINER, [base, wheel_layer, script.bytes()],
-            entrypoint=[f"/opt/python/bin/{PYTHON}"], env=ENVIRONMENT,
-        ),
-    ]  # fmt: skip
+    python = (f"/opt/python/bin/{PYTHON}",)
+    return archive(
+        path,
+        [
+            Image(name=PAUSE, layers=(pause_layer(),), entrypoint=("/pause", "infinity"), env={}),
+            Image(
+                name=f"{SIDECAR}:{tag}", layers=system, entrypoint=("deltashard-sidecar",), env=ENVIRONMENT
+            ),
+            Image(name=f"{OPERATOR}:{tag}", layers=system, entrypoint=python, env=ENVIRONMENT),
+            Image(
+                name=f"{TRAINER}:{tag}", layers=(*system, script.bytes()), entrypoint=python, env=ENVIRONMENT
+            ),
+        ],
+    )
 
 
 def base_spec() -> dict[str, object]:

@@ -1,145 +1,142 @@
-"""A training Job with its sidecar, written by hand as the webhook would have injected it, and what is asked about it."""
+"""Training Jobs as users write them: plain Jobs with the one annotation, a CheckpointPolicy, a Secret; and what is asked about them.
+
+Nothing here knows of sidecars: the webhook puts them in.
+"""
 
 from __future__ import annotations
 
+import base64
+import copy
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tests.cluster.apis import Api, Object
-from tests.cluster.images import SIDECAR, TRAINER
+from tests.cluster.images import TAG, TRAINER
+from tests.cluster.nodes import POOL
 from tests.cluster.processes import ClusterError, wait_until
 
-GROUP = 65532
-"""Group of arena and socket: the sidecar's own, and a supplementary one of the pod."""
-_RESTRICTED = {
+SIDECAR = "deltashard-sidecar"
+POLICY = "deltashard.io/policy"
+RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
     "runAsNonRoot": True,
 }
+"""What PodSecurity *restricted* wants of a container."""
+BACK_SOON = [
+    {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 2}
+    for why in ("not-ready", "unreachable")
+]
+"""A pod of a lost node is given up after 2 s, not after 5 min."""
 
 
 def _field(name: str, path: str) -> Object:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _mount(name: str, path: str) -> Object:
-    return {"name": name, "mountPath": path}
+def policy(name: str, *, url: str, endpoint: str, secret: str = "store", **spec: Any) -> Object:
+    """A CheckpointPolicy: every second, exact, small."""
+    store = {"url": url, "endpoint": endpoint, "secretName": secret}
+    document = {"store": store, "intervalSeconds": 1, "encoding": "fp32", "arenaSize": "64Mi"}
+    document |= {"cacheSize": "256Mi", "gracePeriodSeconds": 30, **spec}
+    return {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": name},
+        "spec": document,
+    }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def credentials(keys: Mapping[str, str]) -> dict[str, str]:
+    """The data of a Secret with a store's credentials, as an AWS credentials file."""
+    text = "[default]\n" + "".join(f"{key.lower()} = {value}\n" for key, value in keys.items())
+    return {"credentials": base64.b64encode(text.encode()).decode()}
+
+
+def training_job(
+    name: str,
+    *,
+    witness: str,
+    steps: int,
+    pace_s: float,
+    notes: Mapping[str, str],
+    pool: str = "",
+    container: Mapping[str, Any] | None = None,
+    pod: Mapping[str, Any] | None = None,
+    spec: Mapping[str, Any] | None = None,
+) -> Object:
+    """A Job that trains; `container`, `pod` and `spec` replace fields of these."""
+    env = {"STEPS": str(steps), "PACE_S": str(pace_s), "WITNESS": witness}
+    trainer: Object = {
+        "name": "trainer",
+        "image": f"{TRAINER}:{TAG}",
+        "imagePullPolicy": "Never",
+        "args": ["/app/train.py"],
+        "env": [
+            *({"name": key, "value": value} for key, value in env.items()),
+            _field("POD_NAME", "metadata.name"),
+            _field("POD_NAMESPACE", "metadata.namespace"),
+            _field("NODE_NAME", "spec.nodeName"),
+        ],
+        "resources": {"requests": {"cpu": "10m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "securityContext": {**RESTRICTED, "runAsUser": 1001, "runAsGroup": 1001},
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        **(container or {}),
+    }
+    template: Object = {
+        "restartPolicy": "OnFailure",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [trainer],
+        "tolerations": copy.deepcopy(BACK_SOON),
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        **(pod or {}),
+    }
+    if pool:
+        template["nodeSelector"] = {POOL: pool}
+        template["tolerations"] += [{"key": POOL, "value": pool, "effect": "NoSchedule"}]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "annotations": {POLICY: "training", **notes}},
+        "spec": {"backoffLimit": 20, "template": {"spec": template}, **(spec or {})},
+    }
+
+
+@dataclass(slots=True, kw_only=True)
 class TrainingJob:
-    """One Job, in its namespace."""
+    """One Job, in its namespace, and its life there."""
 
     api: Api
     namespace: str
-    name: str
-    url: str
-    witness: str
-    steps: int
-    every_s: float = 1.0
-    pace_s: float = 0.02
-    grace_s: int = 30
+    manifest: Object
+    uid: str = ""
+    """Once it is applied."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.manifest["metadata"]["name"])
+
+    @property
+    def key(self) -> str:
+        """Its name to the witness."""
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def run_id(self) -> str:
+        """Its run's name: of the workload, unless the user says another."""
+        named = self.manifest["metadata"].get("annotations", {}).get("deltashard.io/run-id")
+        return str(named or f"{self.name}-{self.uid}")
 
     @property
     def run(self) -> str:
         """Name of the run on the store."""
-        return f"{self.namespace}.{self.name}"
-
-    def manifest(self) -> Object:
-        """The Job as it would be applied."""
-        env = {
-            "DELTASHARD_URL": self.url,
-            "DELTASHARD_RUN": self.run,
-            "DELTASHARD_DIR": "/run/deltashard",
-            "DELTASHARD_CACHE_DIR": "/var/cache/deltashard",
-            "DELTASHARD_ARENA_BYTES": "64MiB",
-            "DELTASHARD_CACHE_BYTES": "230MiB",
-            "DELTASHARD_EVERY_S": str(self.every_s),
-            "DELTASHARD_ENCODING": "fp32",
-            "AWS_SHARED_CREDENTIALS_FILE": "/etc/deltashard/store/credentials",
-        }
-        command = ["deltashard-sidecar"]
-        sidecar = {
-            "name": "deltashard-sidecar",
-            "image": SIDECAR,
-            "imagePullPolicy": "Never",
-            "restartPolicy": "Always",
-            "args": ["serve"],
-            "env": [
-                *({"name": key, "value": value} for key, value in env.items()),
-                _field("DELTASHARD_OWNER", "metadata.labels['batch.kubernetes.io/controller-uid']"),
-            ],
-            "startupProbe": {
-                "exec": {"command": [*command, "health"]},
-                "periodSeconds": 1,
-                "timeoutSeconds": 5,
-                "failureThreshold": 60,
-            },
-            "lifecycle": {"preStop": {"exec": {"command": [*command, "notify", "--reason", "stopping"]}}},
-            "resources": {
-                "requests": {"cpu": "50m", "memory": "320Mi", "ephemeral-storage": "256Mi"},
-                "limits": {"memory": "512Mi"},
-            },
-            "securityContext": {**_RESTRICTED, "runAsUser": GROUP, "runAsGroup": GROUP},
-            "volumeMounts": [
-                _mount("deltashard-shm", "/run/deltashard"),
-                _mount("deltashard-cache", "/var/cache/deltashard"),
-                _mount("deltashard-store", "/etc/deltashard/store"),
-            ],
-        }
-        trainer = {
-            "name": "trainer",
-            "image": TRAINER,
-            "imagePullPolicy": "Never",
-            "args": ["/app/train.py"],
-            "env": [
-                {"name": "DELTASHARD_SOCKET", "value": "/run/deltashard/sidecar.sock"},
-                {"name": "STEPS", "value": str(self.steps)},
-                {"name": "PACE_S", "value": str(self.pace_s)},
-                {"name": "WITNESS", "value": self.witness},
-                _field("POD_NAME", "metadata.name"),
-                _field("NODE_NAME", "spec.nodeName"),
-            ],
-            "resources": {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
-            "securityContext": {**_RESTRICTED, "runAsUser": 1001, "runAsGroup": 1001},
-            "volumeMounts": [_mount("deltashard-shm", "/run/deltashard"), _mount("tmp", "/tmp")],
-        }
-        lost = [
-            {
-                "key": f"node.kubernetes.io/{why}",
-                "operator": "Exists",
-                "effect": "NoExecute",
-                "tolerationSeconds": 2,
-            }
-            for why in ("not-ready", "unreachable")
-        ]
-        pod = {
-            "restartPolicy": "OnFailure",
-            "terminationGracePeriodSeconds": self.grace_s,
-            "automountServiceAccountToken": False,
-            "enableServiceLinks": False,
-            "dnsPolicy": "Default",
-            "securityContext": {
-                "supplementalGroups": [GROUP],
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "initContainers": [sidecar],
-            "containers": [trainer],
-            "tolerations": lost,
-            "volumes": [
-                {"name": "deltashard-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "80Mi"}},
-                {"name": "deltashard-cache", "emptyDir": {"sizeLimit": "256Mi"}},
-                {"name": "deltashard-store", "secret": {"secretName": "store", "optional": True}},
-                {"name": "tmp", "emptyDir": {}},
-            ],
-        }
-        return {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": self.name, "namespace": self.namespace},
-            "spec": {"backoffLimit": 20, "template": {"spec": pod}},
-        }
+        return f"{self.namespace}/{self.run_id}"
 
     @property
     def _path(self) -> str:
@@ -147,7 +144,71 @@ class TrainingJob:
 
     def apply(self) -> None:
         """Create it."""
-        self.api.create(f"/apis/batch/v1/namespaces/{self.namespace}/jobs", self.manifest())
+        made = self.api.create(f"/apis/batch/v1/namespaces/{self.namespace}/jobs", self.manifest)
+        self.uid = made["metadata"]["uid"]
+
+    def get(self) -> Object:
+        """The Job as it is now."""
+        return self.api.get(self._path)
+
+    def patch(self, change: Object) -> None:
+        """Merge a change into it."""
+        self.api.call("PATCH", self._path, change, content_type="application/merge-patch+json")
+
+    def checkpoint_run(self) -> Object | None:
+        """The CheckpointRun that tells of it, found by its spec; None when there is none (yet)."""
+        path = f"/apis/deltashard.io/v1alpha1/namespaces/{self.namespace}/checkpointruns"
+        return next(
+            (each for each in self.api.items(path) if each["spec"]["workload"]["uid"] == self.uid), None
+        )
+
+    def events(self) -> list[Object]:
+        """Events about the Job, its pods and its run."""
+        found = self.api.items(f"/api/v1/namespaces/{self.namespace}/events")
+        return [each for each in found if each["involvedObject"]["name"].startswith(self.name)]
+
+    def wait_event(self, reason: str, *, timeout_s: float = 60.0) -> Object:
+        """The first Event with this reason, waiting for it if need be."""
+        found: list[Object] = []
+
+        def told() -> bool:
+            found[:] = [each for each in self.events() if each["reason"] == reason][:1]
+            return bool(found)
+
+        wait_until(
+            told, timeout_s=timeout_s, every_s=0.3,
+            what=lambda: f"Event {reason} of {self.name}; there are "
+            f"{sorted({each['reason'] for each in self.events()})}",
+        )  # fmt: skip
+        return found[0]
+
+    def wait_condition(self, kind: str, status: str = "True", *, timeout_s: float = 60.0) -> Object:
+        """A condition of the CheckpointRun, waiting for it if need be."""
+        found: list[Object] = []
+
+        def told() -> bool:
+            run = self.checkpoint_run() or {}
+            found[:] = [
+                each
+                for each in run.get("status", {}).get("conditions", ())
+                if each["type"] == kind and each["status"] == status
+            ]
+            return bool(found)
+
+        wait_until(
+            told, timeout_s=timeout_s, every_s=0.3,
+            what=lambda: f"condition {kind} {status} of {self.name}: "
+            f"{json.dumps((self.checkpoint_run() or {}).get('status'))}",
+        )  # fmt: skip
+        return found[0]
+
+    def wait_phase(self, phase: str, *, timeout_s: float = 60.0) -> None:
+        """Until the CheckpointRun says so."""
+        wait_until(
+            lambda: ((self.checkpoint_run() or {}).get("status") or {}).get("phase") == phase,
+            timeout_s=timeout_s, every_s=0.3,
+            what=lambda: f"{self.name} {phase}: {json.dumps((self.checkpoint_run() or {}).get('status'))}",
+        )  # fmt: skip
 
     def delete(self) -> None:
         """Delete it and its pods, and wait until they are gone."""
@@ -156,16 +217,16 @@ class TrainingJob:
 
     def conditions(self) -> dict[str, str]:
         """The Job's conditions, type to status."""
-        found = self.api.get(self._path)["status"].get("conditions", ())
+        found = self.get()["status"].get("conditions", ())
         return {each["type"]: each["status"] for each in found}
 
-    def wait_complete(self, *, timeout_s: float = 90.0) -> None:
+    def wait_complete(self, *, timeout_s: float = 120.0) -> None:
         """Wait until the Job is Complete; raises at once when it failed."""
 
         def complete() -> bool:
             conditions = self.conditions()
             if conditions.get("Failed") == "True":
-                raise ClusterError(f"Job {self.name} failed: {self.api.get(self._path)['status']}")
+                raise ClusterError(f"Job {self.name} failed: {self.get()['status']}")
             return conditions.get("Complete") == "True"
 
         wait_until(complete, timeout_s=timeout_s, what=lambda: f"{self.name} complete: {self.pods()}")

@@ -18,8 +18,11 @@ from tests.cluster.certificates import Authority
 from tests.cluster.hosts import BRIDGE, HOST_ADDRESS, NETWORK, SERVICES, Host
 from tests.cluster.images import PAUSE, base_spec
 from tests.cluster.processes import ClusterError, Ledger, Server, run, start_time, wait_until
+from tests.minio import free_port
 
 CNI_BINARIES = "/usr/lib/cni"
+POOL = "deltashard.test/pool"
+"""Label and taint of nodes that only take pods that ask for them."""
 
 
 def write_network(folder: Path) -> None:
@@ -48,20 +51,27 @@ class Node:
     """One node; `start` after `stop` is the same node again."""
 
     def __init__(
-        self, name: str, address: str, *, folder: Path, network: Path, ledger: Ledger, host: Host
+        self,
+        name: str,
+        address: str,
+        *,
+        folder: Path,
+        network: Path,
+        ledger: Ledger,
+        host: Host,
+        pool: str = "",
     ) -> None:
-        self.name, self.address = name, address
+        self.name, self.address, self.pool = name, address, pool
         self.folder = folder / name
         self.cgroup = f"dsk-{name}"
         self._network, self._host, self._ledger = network, host, ledger
-        self.folder.mkdir(parents=True)
         self.socket = self.folder / "containerd.sock"
         self.logs = self.folder / "pods"
         self._frozen: list[tuple[int, str | None]] = []
 
-    def prepare(self, authority: Authority, *, server: str, kubelet: Path, health_port: int) -> None:
+    def prepare(self, authority: Authority, *, server: str, kubelet: Path) -> None:
         """Write the configurations."""
-        self._health = f"http://127.0.0.1:{health_port}/healthz"
+        self.folder.mkdir(parents=True)
         self._host.make_cgroup(self.cgroup)
         (self.folder / "spec.json").write_text(json.dumps(base_spec()))
         (self.folder / "containerd.toml").write_text(self._containerd_config())
@@ -74,7 +84,7 @@ class Node:
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
             "address": self.address,
-            "healthzPort": health_port,
+            "healthzPort": free_port(),
             "containerRuntimeEndpoint": f"unix://{self.socket}",
             "cgroupDriver": "cgroupfs",
             "cgroupRoot": f"/{self.cgroup}",
@@ -83,6 +93,8 @@ class Node:
             "enforceNodeAllocatable": [],
             "makeIPTablesUtilChains": False,
             "resolvConf": str(self.folder / "resolv.conf"),
+            "clusterDNS": [HOST_ADDRESS],
+            "clusterDomain": "cluster.local",
             "evictionHard": {"memory.available": "50Mi"},
             "imageGCHighThresholdPercent": 100,
             "nodeStatusUpdateFrequency": "1s",
@@ -98,26 +110,31 @@ class Node:
             },
             "authorization": {"mode": "Webhook"},
         }
+        if self.pool:
+            taint = {"key": POOL, "value": self.pool, "effect": "NoSchedule"}
+            config["registerWithTaints"] = [taint]
         (self.folder / "kubelet.json").write_text(json.dumps(config))
         kubeconfig = authority.kubeconfig(
             self.name, server=server, user=f"system:node:{self.name}", group="system:nodes"
         )
-        self.containerd = Server(
-            f"{self.name}-containerd",
-            ["containerd", "--config", self.folder / "containerd.toml"],
-            folder=self.folder,
-            ledger=self._ledger,
-        )
-        self.kubelet = Server(
-            f"{self.name}-kubelet",
-            [
-                kubelet, f"--config={self.folder / 'kubelet.json'}", f"--kubeconfig={kubeconfig}",
+        commands = {
+            "containerd": ["containerd", "--config", str(self.folder / "containerd.toml")],
+            "kubelet": [
+                str(kubelet), f"--config={self.folder / 'kubelet.json'}", f"--kubeconfig={kubeconfig}",
                 f"--hostname-override={self.name}", f"--root-dir={self.folder / 'kubelet'}",
                 f"--node-ip={self.address}", f"--cert-dir={self.folder / 'certificates'}",
+                *([f"--node-labels={POOL}={self.pool}"] if self.pool else []),
             ],
-            folder=self.folder,
-            ledger=self._ledger,
-        )  # fmt: skip
+        }  # fmt: skip
+        (self.folder / "commands.json").write_text(json.dumps(commands))
+
+    def attach(self) -> None:
+        """Know the servers of a prepared node."""
+        commands = json.loads((self.folder / "commands.json").read_text())
+        self.containerd, self.kubelet = (
+            Server(f"{self.name}-{name}", command, folder=self.folder, ledger=self._ledger)
+            for name, command in commands.items()
+        )
 
     def _containerd_config(self) -> str:
         cri = 'plugins."io.containerd.grpc.v1.cri"'
@@ -166,11 +183,6 @@ conf_dir = "{self._network}"
         except ClusterError:
             return False
         return True
-
-    def start(self, images: Sequence[Path] = ()) -> None:
-        """Both servers; the caller waits for the node to be Ready."""
-        self.start_runtime(images)
-        self.kubelet.start()
 
     def container_pid(self, container_id: str) -> int:
         """Process id, on the host, of a container that a pod's status names (`containerd://...`)."""

@@ -54,7 +54,7 @@ def end(pid: int, started: str | None, *, timeout_s: float = 10.0) -> None:
 
 
 class Ledger:
-    """The processes that were started, in a file."""
+    """The processes that were started, in a file: also how one process of the tests finds what another started."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,6 +71,11 @@ class Ledger:
         with self.path.open("a") as file:
             file.write(json.dumps({"name": name, "pid": pid, "started": start_time(pid)}) + "\n")
 
+    def newest(self, name: str) -> tuple[int, str] | None:
+        """(pid, start time) of the newest process of a name."""
+        found = [(pid, started) for each, pid, started in self.read() if each == name]
+        return found[-1] if found else None
+
     def end_all(self) -> None:
         """End what still runs, newest first."""
         for _name, pid, started in reversed(self.read()):
@@ -79,31 +84,41 @@ class Ledger:
 
 
 class Server:
-    """One long-running process with a log file; `start` after `kill` begins it anew."""
+    """One long-running process with a log file; `start` after `kill` begins it anew.
+
+    It may have been started by another process of the tests: the ledger tells which one it is.
+    """
 
     def __init__(self, name: str, command: Sequence[str | Path], *, folder: Path, ledger: Ledger) -> None:
         self.name = name
         self.command = [str(word) for word in command]
         self.log = folder / f"{name}.log"
         self._ledger = ledger
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def _process(self) -> tuple[int, str] | None:
+        """(pid, start time) while it runs."""
+        if self._child is not None:
+            self._child.poll()  # reaps it
+        found = self._ledger.newest(self.name)
+        return found if found and start_time(found[0]) == found[1] else None
 
     @property
     def pid(self) -> int:
         """Its process id; raises `ClusterError` when it is not running."""
-        if self._process is None:
-            raise ClusterError(f"{self.name} was not started")
-        return self._process.pid
+        if (found := self._process()) is None:
+            raise ClusterError(f"{self.name} does not run")
+        return found[0]
 
     @property
     def alive(self) -> bool:
         """Whether it runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._process() is not None
 
     def start(self) -> None:
         """Start it in a session of its own; returns at once."""
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
+            self._child = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -111,7 +126,7 @@ class Server:
                 start_new_session=True,
                 env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"},
             )
-        self._ledger.add(self.name, self._process.pid)
+        self._ledger.add(self.name, self._child.pid)
 
     def wait_ready(self, condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
         """Wait for `condition()`; a process that ended meanwhile fails at once, with its last words."""
@@ -129,23 +144,26 @@ class Server:
 
     def signal(self, number: int) -> None:
         """Send a signal, if it lives."""
-        if self.alive:
-            os.kill(self.pid, number)
+        if found := self._process():
+            os.kill(found[0], number)
 
     def stop(self) -> None:
         """End it, with patience."""
-        if self.alive:
-            end(self.pid, start_time(self.pid))
-        if self._process is not None:
-            self._process.wait(10)
-        self._process = None
+        if found := self._process():
+            end(*found)
+        self._reap()
 
     def kill(self) -> None:
-        """SIGKILL."""
-        self.signal(signal.SIGKILL)
-        if self._process is not None:
-            self._process.wait(10)
-        self._process = None
+        """SIGKILL, and wait for the end."""
+        if found := self._process():
+            os.kill(found[0], signal.SIGKILL)
+            wait_until(lambda: self._process() is None, timeout_s=10, what=f"{self.name} ended")
+        self._reap()
+
+    def _reap(self) -> None:
+        if self._child is not None:
+            self._child.wait(10)
+        self._child = None
 
 
 def run(*command: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:

@@ -13,17 +13,18 @@ from deltashard_checkpoint.entries import Checkpoint
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.stores.urls import open_store
 
-from tests.cluster.trainers.model import Training
+from tests.cluster.trainers.model import Training, digest_of
 
 
 class Reference:
-    """Trains on demand, in this process; digests and weights by step."""
+    """Trains on demand, in this process; remembers a digest of everything and one of the weights, by step."""
 
     def __init__(self) -> None:
         self._training = Training()
         self._batches = iter(self._training.loader)
         self._step = 0
         self._digests: dict[int, str] = {}
+        self._weights: dict[int, str] = {}
 
     def _advance(self) -> None:
         try:
@@ -34,6 +35,7 @@ class Reference:
         self._training.train(batch)
         self._step += 1
         self._digests[self._step] = self._training.digest()
+        self._weights[self._step] = digest_of(self._training.model.state_dict())
 
     def digest(self, step: int) -> str:
         """Digest of everything after `step` steps."""
@@ -41,12 +43,15 @@ class Reference:
             self._advance()
         return self._digests[step]
 
+    def weights_digest(self, step: int) -> str:
+        """Digest of the model's parameters after `step` steps."""
+        self.digest(step)
+        return self._weights[step]
 
-def weights_at(step: int) -> dict[str, torch.Tensor]:
-    """The model's parameters after `step` steps."""
-    reference = Reference()
-    reference.digest(step)
-    return dict(reference._training.model.state_dict())
+    @property
+    def names(self) -> list[str]:
+        """Names of the model's parameters."""
+        return sorted(self._training.model.state_dict())
 
 
 def checkpoints(url: str, run: str) -> list[Checkpoint]:

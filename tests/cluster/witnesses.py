@@ -1,6 +1,7 @@
 """What trainers say to the test itself, past deltashard: a TCP server on the bridge, and the history it heard.
 
-A *life* is one trainer process. A step is said before `Checkpointer.step()` is called for it.
+A *life* is one trainer process. A step is said before `Checkpointer.step()` is called for it. Jobs are named
+`{namespace}/{name}` here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from typing import Any
 from tests.cluster.processes import ClusterError
 
 Event = dict[str, Any]
+
+
+def _is_of(event: Event, job: str) -> bool:
+    return f"{event['namespace']}/{event['pod']}".startswith(f"{job}-")
 
 
 class Witness:
@@ -55,27 +60,27 @@ class Witness:
     def of(self, job: str) -> list[Event]:
         """Everything the pods of a Job said so far."""
         with self._heard:
-            return [event for event in self._events if event["pod"].startswith(f"{job}-")]
+            return [event for event in self._events if _is_of(event, job)]
 
     def wait(self, job: str, matches: Callable[[Event], bool], *, timeout_s: float, what: str) -> Event:
         """The first event of a Job's pods that matches, waiting for it if need be; raises `ClusterError`."""
         found: list[Event] = []
 
         def heard() -> bool:
-            found[:] = [e for e in self._events if e["pod"].startswith(f"{job}-") and matches(e)][:1]
+            found[:] = [e for e in self._events if _is_of(e, job) and matches(e)][:1]
             return bool(found)
 
         with self._heard:
             if not self._heard.wait_for(heard, timeout_s):
-                said = [e for e in self._events if e["pod"].startswith(f"{job}-")]
+                said = [e for e in self._events if _is_of(e, job)]
                 raise ClusterError(f"not within {timeout_s:.0f} s: {what}; last heard: {said[-3:]}")
         return found[0]
 
-    def began(self, job: str, life: int, *, timeout_s: float = 40.0) -> Event:
+    def began(self, job: str, life: int, *, timeout_s: float = 90.0) -> Event:
         """The begin of the Job's trainer number `life`, counted from 0."""
 
         def nth(event: Event) -> bool:
-            begun = [e for e in self._events if e["pod"].startswith(f"{job}-") and e["kind"] == "began"]
+            begun = [e for e in self._events if _is_of(e, job) and e["kind"] == "began"]
             return len(begun) > life and event is begun[life]
 
         return self.wait(job, nth, timeout_s=timeout_s, what=f"trainer {life} of {job} began")

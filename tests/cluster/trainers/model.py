@@ -7,6 +7,7 @@ Both run one thread of the same torch, so equal steps mean equal bits.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from deltashard.optim import RowWiseAdagrad
@@ -14,6 +15,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 USERS, ITEMS, WIDTH, CLICKS, BATCH = 3000, 5000, 16, 4096, 32
 SEED = 20260704
+
+
+def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash of names and bits."""
+    hashed = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        hashed.update(name.encode() + value.contiguous().numpy().tobytes())
+    return hashed.hexdigest()[:16]
 
 
 class Recommender(torch.nn.Module):

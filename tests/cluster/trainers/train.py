@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from pathlib import Path
@@ -31,12 +32,21 @@ class Witness:
 
     def say(self, kind: str, **facts: Any) -> None:
         """One event."""
-        line = {"kind": kind, "life": self._life, "pod": os.environ["POD_NAME"], **facts}
+        where = {"namespace": os.environ["POD_NAMESPACE"], "pod": os.environ["POD_NAME"]}
+        line = {"kind": kind, "life": self._life, **where, **facts}
         self._socket.sendall(json.dumps(line).encode() + b"\n")
+
+
+def eat(*_: object) -> None:
+    """More memory than any limit, every page of it touched."""
+    eaten = [b"x" * (256 << 20)]
+    while True:
+        eaten.append(eaten[0] + b"x")
 
 
 def main() -> None:
     """Train for STEPS steps, from wherever the last checkpoint left off."""
+    signal.signal(signal.SIGUSR1, eat)
     witness = Witness()
     training = Training()
     ckpt = deltashard.Checkpointer(training.model, training.optimizers, content_hash=True)

@@ -1,0 +1,86 @@
+"""deltashard in the cluster, as an administrator has it: the chart, by Helm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.cluster.apis import Object
+from tests.cluster.images import OPERATOR, ROOT, SIDECAR, TAG
+from tests.cluster.processes import run, wait_until
+
+if TYPE_CHECKING:
+    from tests.cluster.clusters import Cluster
+
+NAMESPACE = "deltashard-system"
+RELEASE = "deltashard"
+CHART = ROOT / "charts" / "deltashard"
+WEBHOOK, CONTROLLER = "deltashard-webhook", "deltashard-controller"
+
+
+class System:
+    """The release, in its namespace."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def helm(self, *words: str | Path, timeout_s: float = 240.0) -> str:
+        """Run Helm against the cluster."""
+        from tests.cluster.clusters import tool
+
+        return run(
+            tool("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *words,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+
+    def install(
+        self, *, tag: str = TAG, chart: Path = CHART, values: Mapping[str, Any] | None = None
+    ) -> None:
+        """Install the chart; returns when everything is Ready and a Job would be injected."""
+        self.helm("install", RELEASE, chart, "--create-namespace", *_values(tag, values))
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Until both Deployments have all their replicas, of the newest template."""
+        for name in (WEBHOOK, CONTROLLER):
+            wait_until(lambda name=name: self.is_ready(name), timeout_s=180, what=self.told, every_s=0.3)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a Deployment is complete."""
+        found = self.deployment(name)
+        wanted, status = found["spec"]["replicas"], found["status"]
+        return bool(
+            status.get("observedGeneration", 0) >= found["metadata"]["generation"]
+            and status.get("replicas", 0) == wanted
+            and status.get("updatedReplicas", 0) == wanted
+            and status.get("readyReplicas", 0) == wanted
+        )
+
+    def deployment(self, name: str) -> Object:
+        """A Deployment of the system."""
+        return self._cluster.api.get(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{name}")
+
+    def pods(self) -> list[Object]:
+        """Its pods."""
+        return self._cluster.api.items(f"/api/v1/namespaces/{NAMESPACE}/pods")
+
+    def told(self) -> str:
+        """Why it may not be ready."""
+        states = [
+            {each["name"]: each["state"] for each in pod["status"].get("containerStatuses", ())}
+            for pod in self.pods()
+        ]
+        return f"{RELEASE} ready: {json.dumps(states)}"
+
+
+def _values(tag: str, more: Mapping[str, Any] | None) -> list[str]:
+    requests = {"cpu": "20m", "memory": "128Mi"}
+    values = {
+        "image": {"repository": OPERATOR, "tag": tag, "pullPolicy": "Never"},
+        "sidecarImage": {"repository": SIDECAR, "tag": tag, "pullPolicy": "Never"},
+        "defaultPolicy": {"sidecar": {"resources": {"requests": requests}}},
+        **(more or {}),
+    }
+    return [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]

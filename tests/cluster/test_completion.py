@@ -1,0 +1,43 @@
+"""A Job with one annotation trains, saves, completes; and whoever looks at the cluster learns how it went."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.benches import Bench
+from tests.cluster.jobs import SIDECAR
+from tests.cluster.processes import wait_until
+
+pytestmark = pytest.mark.timeout(300, func_only=True)
+
+
+def test_job_completes(bench: Bench) -> None:
+    """Its last step is durable, the native sidecar is gone, `kubectl get checkpointruns` and Events tell the story."""
+    job = bench.job("completes", steps=300)
+    began = bench.began(job, 0)
+    assert began["step"] == 0
+    assert began["library"].startswith("/opt/deltashard/"), "what runs must be the wheel"
+    assert not began["secrets"], "the store's credentials reach the sidecar only"
+    (pod,) = job.pods()
+    assert [each["name"] for each in pod["spec"]["initContainers"]] == [SIDECAR]
+    job.wait_phase("Training", timeout_s=90)
+    job.wait_complete()
+    finished = bench.witness.wait(job.key, lambda e: e["kind"] == "finished", timeout_s=5, what="finished")
+    assert finished["digest"] == bench.reference.digest(300)
+    assert bench.newest(job) == 300
+    bench.assert_store_whole(job)
+    (pod,) = job.pods()
+    assert pod["status"]["phase"] == "Succeeded"
+    sidecar = job.container(pod["metadata"]["name"], SIDECAR)
+    assert sidecar["state"]["terminated"]["exitCode"] == 0
+    assert sidecar["restartCount"] == 0
+
+    job.wait_phase("Finished")
+
+    def row() -> list[str]:
+        table = bench.cluster.kubectl("get", "checkpointruns", "-n", bench.namespace).splitlines()
+        head, rows = table[0].split(), [line.split() for line in table[1:]]
+        assert {"NAME", "PHASE", "STEP"} <= set(head), table
+        return next(([each[head.index("PHASE")], each[head.index("STEP")]] for each in rows), [])
+
+    wait_until(lambda: row() == ["Finished", "300"], timeout_s=60, what=lambda: f"the table says it: {row()}")

@@ -1,0 +1,53 @@
+"""A container dies, the pod stays: what the kubelet starts again, and from where training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.cluster.benches import Bench
+from tests.cluster.jobs import SIDECAR
+from tests.cluster.processes import wait_until
+
+pytestmark = pytest.mark.timeout(300, func_only=True)
+
+
+def test_killed_containers(bench: Bench) -> None:
+    """A killed or starved trainer resumes from its pod's cache; a killed sidecar does not stop training."""
+    limits = {"requests": {"cpu": "10m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
+    job = bench.job("killed", container={"resources": limits})
+    began = bench.began(job, 0)
+    node, pod = bench.cluster.nodes[began["node"]], began["pod"]
+
+    def strike(container: str, number: signal.Signals) -> None:
+        os.kill(node.container_pid(job.container(pod, container)["containerID"]), number)
+
+    bench.wait_commits(job, count=2)
+    strike("trainer", signal.SIGKILL)
+    again = bench.began(job, 1)
+    assert again["pod"] == pod
+    assert again["source"] == "cache"
+    bench.assert_resumed(again, at_least=began["step"] + 1)
+    assert job.container(pod, "trainer")["restartCount"] == 1
+
+    bench.wait_commits(job, beyond=again["step"])
+    strike(SIDECAR, signal.SIGKILL)
+    at_kill = bench.witness.last_step(again["life"])
+    wait_until(
+        lambda: job.container(pod, SIDECAR)["restartCount"] == 1, timeout_s=60, what="the sidecar restarted"
+    )
+    bench.note("the sidecar was killed and is back")
+    bench.wait_commits(job, beyond=at_kill)
+    assert bench.witness.last_step(again["life"]) > at_kill
+    assert job.container(pod, "trainer")["restartCount"] == 1
+
+    committed = bench.newest(job)
+    strike("trainer", signal.SIGUSR1)  # which makes it eat memory
+    third = bench.began(job, 2)
+    assert third["pod"] == pod
+    assert job.container(pod, "trainer")["lastState"]["terminated"]["reason"] == "OOMKilled"
+    bench.assert_resumed(third, at_least=committed)
+    assert job.container(pod, SIDECAR)["restartCount"] == 1
+    bench.assert_store_whole(job)

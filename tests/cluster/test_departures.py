@@ -1,0 +1,131 @@
+"""A pod is told to go: what it saves in its grace period, and where its successor begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.apis import Api, Object
+from tests.cluster.benches import Bench
+from tests.cluster.clusters import HARMED
+from tests.cluster.images import TAG, TRAINER
+from tests.cluster.jobs import RESTRICTED, TrainingJob
+from tests.cluster.processes import wait_until
+from tests.cluster.witnesses import Event
+
+pytestmark = pytest.mark.timeout(400, func_only=True)
+
+NO_TIMER = {"deltashard.io/interval": "1h"}
+"""What is committed is committed because of the notice."""
+
+
+def assert_left_well(
+    bench: Bench, job: TrainingJob, life: Event, number: int, leave: Callable[[], object]
+) -> Event:
+    """Make a pod leave: it commits within its grace period, and the next loses at most one step. Returns the next life."""
+    bench.witness.wait_step(life["life"], life["step"] + 30, timeout_s=90)
+    leave()
+    job.wait_gone(life["pod"], timeout_s=60)
+    done = bench.witness.last_step(life["life"])
+    bench.note(f"{life['pod']} left at step {done}")
+    assert bench.newest(job) >= done - 1
+    successor = bench.began(job, number)
+    assert successor["pod"] != life["pod"]
+    bench.assert_resumed(successor, at_least=done - 1)
+    return successor
+
+
+SLOT = "deltashard.test/slot"
+"""An extended resource: one a node, so that two pods that want it cannot share a node."""
+
+
+@pytest.fixture
+def slots(bench: Bench) -> None:
+    """Every common node offers one slot."""
+    for name, node in bench.cluster.nodes.items():
+        if not node.pool:
+            change = [{"op": "add", "path": f"/status/capacity/{SLOT.replace('/', '~1')}", "value": "1"}]
+            path = f"/api/v1/nodes/{name}/status"
+            bench.cluster.api.call("PATCH", path, change, content_type="application/json-patch+json")
+            wait_until(
+                lambda name=name: (
+                    SLOT in bench.cluster.api.get(f"/api/v1/nodes/{name}")["status"]["allocatable"]
+                ),
+                timeout_s=60,
+                what=f"a slot on {name}",
+            )
+
+
+def test_departures(bench: Bench, slots: None) -> None:
+    """Evicted, deleted, preempted: each commits an urgent cut within the grace period."""
+    api = bench.cluster.api
+    wants = {"cpu": "10m", "memory": "512Mi", SLOT: "1"}
+    limits = {"memory": "2Gi", SLOT: "1"}
+    job = bench.job("departs", notes=NO_TIMER, container={"resources": {"requests": wants, "limits": limits}})
+    life = bench.began(job, 0)
+    life = assert_left_well(bench, job, life, 1, lambda: job.evict(life["pod"]))
+    first = life
+    life = assert_left_well(
+        bench,
+        job,
+        life,
+        2,
+        lambda: bench.cluster.kubectl("delete", "pod", "-n", bench.namespace, first["pod"], "--wait=false"),
+    )
+    preempted = life
+    life = assert_left_well(bench, job, life, 3, lambda: preempt(api, bench.namespace, preempted["node"]))
+    assert life["node"] != preempted["node"]
+    bench.assert_store_whole(job)
+
+
+def preempt(api: Api, namespace: str, node: str) -> None:
+    """A pod that matters more wants the node's only slot."""
+    api.create(
+        "/apis/scheduling.k8s.io/v1/priorityclasses",
+        {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": "matters-more"},
+            "value": 1000,
+        },
+    )
+    container = {
+        "name": "sleeper",
+        "image": f"{TRAINER}:{TAG}",
+        "command": ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 600 & wait"],
+        "resources": {"requests": {SLOT: "1"}, "limits": {SLOT: "1"}},
+        "securityContext": RESTRICTED,
+    }
+    pod: Object = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "matters-more"},
+        "spec": {
+            "priorityClassName": "matters-more",
+            "nodeSelector": {"kubernetes.io/hostname": node},
+            "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [container],
+        },
+    }
+    api.create(f"/api/v1/namespaces/{namespace}/pods", pod)
+
+
+@pytest.mark.xdist_group("nodes")
+def test_drained_node(bench: Bench) -> None:
+    """`kubectl drain` of its node, as before maintenance: the other node goes on."""
+    job = bench.job("drained", notes=NO_TIMER, pool=HARMED)
+    life = bench.began(job, 0)
+    node = life["node"]
+
+    def drain() -> None:
+        bench.cluster.kubectl(
+            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=60s"
+        )
+
+    try:
+        successor = assert_left_well(bench, job, life, 1, drain)
+    finally:
+        bench.cluster.kubectl("uncordon", node)
+    assert successor["node"] != node
+    bench.assert_store_whole(job)

@@ -1,0 +1,117 @@
+"""A node stops without a word, or only its kubelet does: who goes on, from where, and what becomes of the zombie."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.benches import Bench
+from tests.cluster.clusters import HARMED
+from tests.cluster.jobs import TrainingJob
+from tests.cluster.processes import wait_until
+from tests.cluster.references import checkpoints
+from tests.cluster.witnesses import Event
+
+pytestmark = [pytest.mark.timeout(400, func_only=True), pytest.mark.xdist_group("nodes")]
+
+
+def wait_fenced(bench: Bench, job: TrainingJob, zombie: Event) -> None:
+    """The zombie is told that it is one, by deltashard."""
+    fenced = bench.witness.wait(
+        job.key,
+        lambda e: e["life"] == zombie["life"] and e["kind"] == "fenced",
+        timeout_s=90,
+        what=f"the zombie {zombie['pod']} is fenced",
+    )
+    assert fenced["step"] > 0
+    bench.note(f"{zombie['pod']} is fenced at step {fenced['step']}")
+
+
+def assert_heir_rules(bench: Bench, job: TrainingJob, heir: Event) -> None:
+    """Whoever came last writes the run, whatever the zombie does."""
+    bench.wait_commits(job, beyond=heir["step"])
+    assert checkpoints(bench.url, job.run)[-1].attempt == heir["attempt"]
+    assert bench.witness.last_step(heir["life"]) > heir["step"]
+    bench.assert_store_whole(job)
+
+
+@contextlib.contextmanager
+def cordoned(bench: Bench, node: str) -> Iterator[None]:
+    """No new pod gets onto this node meanwhile."""
+    bench.cluster.kubectl("cordon", node)
+    try:
+        yield
+    finally:
+        bench.cluster.kubectl("uncordon", node)
+
+
+def test_lost_node(bench: Bench) -> None:
+    """The other node goes on from the last commit, also with a Job whose lost pod is not replaced until it is helped.
+
+    That Job is named, with both remedies; one is applied. The zombies, back again, are fenced.
+    """
+    spare = bench.cluster.nodes["m2"]
+    with cordoned(bench, spare.name):
+        job = bench.job("orphaned", pool=HARMED)
+        # Replaced only when its pod is seen to have failed, which nobody sees of a pod on a lost node.
+        stuck = bench.job("stuck", pool=HARMED, spec={"podReplacementPolicy": "Failed"})
+        zombie, stuck_zombie = bench.began(job, 0), bench.began(stuck, 0)
+    lost = bench.cluster.nodes[zombie["node"]]
+    assert stuck_zombie["node"] == lost.name != spare.name
+    bench.wait_commits(job, count=2)
+    bench.wait_commits(stuck, count=2)
+    lost.freeze()
+    bench.note(f"{lost.name} is frozen")
+    remedy = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
+    try:
+        committed, stuck_committed = bench.newest(job), bench.newest(stuck)
+        heir = bench.began(job, 1)
+        assert heir["node"] == spare.name
+        assert heir["source"] == "store"
+        bench.assert_resumed(heir)
+        assert heir["step"] == committed
+
+        condition = stuck.wait_condition("StuckOnLostNode", timeout_s=120)
+        event = stuck.wait_event("StuckOnLostNode")
+        for told in (condition["message"], event["message"]):
+            assert lost.name in told
+            assert remedy in told
+            assert f"kubectl delete node {lost.name}" in told
+        bench.note("the run is named as stuck")
+        bench.cluster.kubectl("taint", "node", lost.name, remedy)
+        stuck_heir = bench.began(stuck, 1)
+        assert stuck_heir["node"] == spare.name
+        bench.assert_resumed(stuck_heir)
+        assert stuck_heir["step"] == stuck_committed
+        stuck.wait_condition("StuckOnLostNode", "False")
+    finally:
+        lost.thaw_containers()  # and nobody there yet who would end them
+    for each, back, successor in ((job, zombie, heir), (stuck, stuck_zombie, stuck_heir)):
+        wait_fenced(bench, each, back)
+        assert_heir_rules(bench, each, successor)
+    lost.thaw()
+    wait_until(lambda: bench.cluster.node_ready(lost.name), timeout_s=60, what="the node Ready again")
+    job.wait_gone(zombie["pod"], timeout_s=90)
+    bench.cluster.kubectl("taint", "node", lost.name, f"{remedy}-")
+
+
+def test_lost_kubelet(bench: Bench) -> None:
+    """Only the kubelet dies: two live trainers of one Job at once, and one of them writes."""
+    job = bench.job("doubled", pool=HARMED)
+    zombie = bench.began(job, 0)
+    node = bench.cluster.nodes[zombie["node"]]
+    bench.wait_commits(job, count=2)
+    node.kubelet.kill()
+    bench.note(f"the kubelet of {node.name} is killed")
+    try:
+        heir = bench.began(job, 1)
+        assert heir["node"] != zombie["node"]
+        bench.assert_resumed(heir)
+        wait_fenced(bench, job, zombie)
+        assert_heir_rules(bench, job, heir)
+    finally:
+        node.kubelet.start()
+    wait_until(lambda: bench.cluster.node_ready(node.name), timeout_s=60, what="the node Ready again")
+    job.wait_gone(zombie["pod"], timeout_s=90)

@@ -1,0 +1,75 @@
+"""Several users of one cluster, and one user's Jobs that pause, end, and come again."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from tests.cluster.benches import Bench
+from tests.cluster.processes import wait_until
+from tests.cluster.references import checkpoints
+from tests.cluster.tenants import Tenant
+
+pytestmark = pytest.mark.timeout(400, func_only=True)
+
+
+def test_two_tenants(bench: Bench) -> None:
+    """Different policies, buckets and credentials at once: each run is saved and restored from its own store alone."""
+    other_bucket = bench.minio.new_bucket()
+    tenants = [Tenant(bench.minio, bucket) for bucket in (bench.bucket, other_bucket)]
+    names = [f"{bench.namespace}-{each}" for each in ("one", "two")]
+    policies: list[dict[str, object]] = [{"intervalSeconds": 1}, {"intervalSeconds": 0, "everySteps": 20}]
+    for name, tenant, spec in zip(names, tenants, policies, strict=True):
+        bench.namespace_with_store(name, bucket=tenant.bucket, keys=tenant.environment, **spec)
+    jobs = [bench.job("train", namespace=name) for name in names]
+    urls = [bench.minio.url(tenant.bucket) for tenant in tenants]
+    lives = [bench.began(job, 0) for job in jobs]
+    for job, url in zip(jobs, urls, strict=True):
+        bench.wait_commits(job, count=2, url=url)
+    assert all(each.step % 20 == 0 for each in checkpoints(urls[1], jobs[1].run)), (
+        "every 20 steps, as its policy says"
+    )
+    for job, life in zip(jobs, lives, strict=True):
+        job.delete_pod(life["pod"])
+    for job, url, life in zip(jobs, urls, lives, strict=True):
+        successor = bench.began(job, 1)
+        assert successor["source"] == "store"
+        bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
+        bench.assert_store_whole(job, url=url)
+    client = bench.minio.client()
+    for job, tenant in zip(jobs, tenants, strict=True):
+        objects = [each.object_name for each in client.list_objects(tenant.bucket, recursive=True)]
+        assert objects
+        assert all(job.namespace in name for name in objects), "a stranger's object"
+
+
+def test_suspended_and_created_again(bench: Bench) -> None:
+    """`suspend` and back resumes; the same name again is a new run, unless `run-id` names the old one."""
+    name = f"train-{secrets.token_hex(2)}"
+    job = bench.job(name, spec={"suspend": True})
+    job.patch({"spec": {"suspend": False}})
+    life = bench.began(job, 0)
+    bench.wait_commits(job, count=1)
+    job.patch({"spec": {"suspend": True}})
+    job.wait_gone(life["pod"], timeout_s=60)
+    done = bench.witness.last_step(life["life"])
+    assert bench.newest(job) >= done - 1
+    job.patch({"spec": {"suspend": False}})
+    second = bench.began(job, 1)
+    bench.assert_resumed(second, at_least=done - 1)
+
+    job.delete()
+    done = bench.witness.last_step(second["life"])
+    assert bench.newest(job) >= done - 1
+    again = bench.job(name)
+    assert again.uid != job.uid
+    third = bench.began(again, 2)
+    assert third["step"] == 0, "a new run"
+    again.delete()
+
+    continued = bench.job(name, notes={"deltashard.io/run-id": job.run_id})
+    fourth = bench.began(continued, 3)
+    bench.assert_resumed(fourth, at_least=done - 1)
+    wait_until(lambda: bench.newest(job) > fourth["step"], timeout_s=60, what="the old run goes on")
+    bench.assert_store_whole(job)
