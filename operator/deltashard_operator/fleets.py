@@ -9,8 +9,12 @@ once each, in this order.
 Everything runs on the caller's loop and nothing blocks it. What a stream can have waiting to be sent is bounded by its
 kind: the highest acknowledgement, the newest directive, `MAX_SAVES` save requests; a sidecar that reads too slowly
 loses only save requests, counted, and after `WRITE_S` its stream. One that sends too fast is read no faster than one
-message in `GAP_S`: its socket fills up, not our memory. Without a certificate nothing listens; the port opens when
-there is one, and a changed certificate serves every new connection while the old ones live on.
+message in `GAP_S`: its socket fills up, not our memory.
+
+Without a certificate nothing listens; the port opens when there is one. A changed certificate gets a gRPC server of
+its own on the same port, and the old one takes no more connections and ends with its last stream, which is after
+`reauthenticate_s` at the latest. (gRPC's dynamic credentials swap the certificate while other threads use it: a use
+after free that showed as a crash in every fourth run of our tests.)
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import Any
 import grpc
 import structlog
 from cryptography import x509
-from deltashard_checkpoint.errors import EnvironmentFault, InternalBug
+from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 
@@ -52,8 +56,12 @@ MAX_MESSAGE_BYTES = 1 << 20
 """A heartbeat with 64 incidents of 1,024 characters has a tenth of it."""
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    (
+        "grpc.max_metadata_size",
+        16 << 10,
+    ),  # a token and little else; gRPC's own limit is a matter of luck from 8 KiB on
     ("grpc.max_concurrent_streams", 8),  # of one connection: a sidecar has one stream
-    ("grpc.so_reuseport", 0),  # a second controller on this port shall fail, not take half of the sidecars
+    ("grpc.so_reuseport", 1),  # for the server with the next certificate
     # Heartbeats tell who is dead; pings are for what lies between and forgets quiet connections.
     ("grpc.keepalive_time_ms", 120_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -109,8 +117,11 @@ class Fleet(service.FleetServicer):
         self._by_run: dict[RunKey, set[Stream]] = {}
         self._directives: dict[RunKey, Directive] = {}
         self._pair: Pair | None = None
-        self._configuration: grpc.ServerCertificateConfiguration | None = None
         self._server: grpc.aio.Server | None = None
+        self._served: Pair | None = None
+        """What `_server` was made with."""
+        self._drains: dict[grpc.aio.Server, asyncio.Task[None]] = {}
+        """Servers of older certificates, and what waits for their last streams."""
         self._watching: asyncio.Task[None] | None = None
         self._stopping = False
         self.port: int | None = None
@@ -126,8 +137,8 @@ class Fleet(service.FleetServicer):
         Raises:
             FleetUnavailable: the address cannot be listened on.
         """
-        if self._reload():
-            await self._open(host, port)
+        self._reload()
+        await self._open(host, port)
         self._watching = asyncio.create_task(self._watch(host, port), name="fleet-certificate")
 
     async def stop(self, grace_s: float) -> None:
@@ -139,8 +150,9 @@ class Fleet(service.FleetServicer):
                 await self._watching
         for stream in list(self._streams.values()):
             stream.finish("stopping")
-        if self._server is not None:
-            await self._server.stop(grace_s)
+        for server in (*self._drains, *([] if self._server is None else [self._server])):
+            await server.stop(grace_s)
+        await asyncio.gather(*self._drains.values())
         self.port = None
 
     def unready(self) -> list[str]:
@@ -156,50 +168,43 @@ class Fleet(service.FleetServicer):
         while True:
             await asyncio.sleep(RELOAD_S)
             self._reload()
-            if self.port is None and self._pair is not None:
-                try:
-                    await self._open(host, port)
-                except FleetUnavailable as error:
-                    _log.error("fleet.unavailable", error=str(error))
+            try:
+                await self._open(host, port)
+            except FleetUnavailable as error:
+                self.metrics.loads.labels("failed").inc()
+                _log.error("fleet.unavailable", error=str(error))
 
-    def _reload(self) -> bool:
-        """Take a changed certificate for new connections; True when there is one at all."""
+    def _reload(self) -> None:
         try:
-            pair = self._tls()
+            self._pair = self._tls() or self._pair
         except CertificateUnusable as error:
             self.metrics.loads.labels("failed").inc()
             _log.warning("fleet.certificate_unusable", error=str(error))
-            return self._pair is not None
-        if pair is not None and pair != self._pair:
-            certificate, key = pair
-            self._configuration = grpc.ssl_server_certificate_configuration([(key, certificate)])
-            self._pair = pair
-            self.metrics.loads.labels("loaded").inc()
-            leaf = x509.load_pem_x509_certificate(certificate)
-            not_after_s = leaf.not_valid_after_utc.timestamp()
-            self.metrics.not_after.set(not_after_s)
-            _log.info("fleet.certificate_loaded", not_after_s=not_after_s)
-        return self._pair is not None
-
-    def _configured(self) -> grpc.ServerCertificateConfiguration:
-        if self._configuration is None:
-            raise InternalBug("the fleet's port was opened without a certificate")
-        return self._configuration
 
     async def _open(self, host: str, port: int) -> None:
+        """A server for the newest certificate, unless it has one or there is none."""
+        if self._pair is None or self._pair == self._served:
+            return
+        certificate, key = self._pair
         server = grpc.aio.server(options=OPTIONS)
         service.add_FleetServicer_to_server(self, server)  # type: ignore[no-untyped-call]
-        # gRPC asks at every new connection, from a thread of its own, and uses what was given last.
-        credentials = grpc.dynamic_ssl_server_credentials(self._configured(), self._configured)
+        address = f"{host}:{self.port or port}"
         try:
-            bound = server.add_secure_port(f"{host}:{port}", credentials)
+            bound = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
         except RuntimeError as error:
             raise FleetUnavailable(
-                f"cannot listen: {error}", where=f"{host}:{port}", remedy="is the port free?"
+                f"cannot listen: {error}", where=address, remedy="is the port free?"
             ) from None
         await server.start()
-        self._server, self.port = server, bound
-        _log.info("fleet.serving", port=bound)
+        older, self._server, self._served, self.port = self._server, server, self._pair, bound
+        if older is not None:
+            drain = asyncio.create_task(older.stop(self._reauthenticate_s), name="fleet-drain")
+            self._drains[older] = drain
+            drain.add_done_callback(lambda _: self._drains.pop(older, None))
+        not_after_s = x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
+        self.metrics.loads.labels("loaded").inc()
+        self.metrics.not_after.set(not_after_s)
+        _log.info("fleet.serving", port=bound, not_after_s=not_after_s)
 
     # -- the controller's side -------------------------------------------------------------------------------------
 
