@@ -1,0 +1,93 @@
+"""The admission objects of the chart are those of the code, which a real API server tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from deltashard_operator import configurations
+
+from tests.unit.charts.helms import CERTIFICATE, NAMESPACE, Document, Rendering, render
+
+SERVICE = {"name": "deltashard-webhook", "namespace": NAMESPACE, "path": configurations.PATH, "port": 443}
+EXISTING = {"mode": "existing", "existing": {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}}
+
+
+def bare(document: Document) -> Document:
+    """An object without what Helm and cert-manager put on its metadata."""
+    return {**document, "metadata": {"name": document["metadata"]["name"]}}
+
+
+def policies(rendering: Rendering) -> list[Any]:
+    """ValidatingAdmissionPolicies and their bindings, by name."""
+    kinds = ("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding")
+    return by_name([bare(document) for kind in kinds for document in rendering.all(kind)])
+
+
+def by_name(documents: list[Any]) -> list[Any]:
+    return sorted(documents, key=lambda document: (document["metadata"]["name"], document["kind"]))
+
+
+@pytest.mark.parametrize("failure_policy", ["Fail", "Ignore"])
+@pytest.mark.parametrize("exempt", [(), ("legacy", "batch-system")])
+@pytest.mark.parametrize("mode", ["builtin", "cert-manager"])
+def test_the_webhook_configuration(failure_policy: str, exempt: tuple[str, ...], mode: str) -> None:
+    """Equal, word for word, but for the authority, which is not the chart's to say."""
+    rendering = render(
+        {
+            "certificates": {"mode": mode},
+            "webhook": {"failurePolicy": failure_policy, "exemptNamespaces": list(exempt)},
+        }
+    )
+    assert bare(rendering.find("MutatingWebhookConfiguration")) == configurations.mutating(
+        {"service": SERVICE}, failure_policy=failure_policy, exempt=(NAMESPACE, *exempt)
+    )
+
+
+def test_with_an_authority_of_yours() -> None:
+    """It is the bundle."""
+    (bundle,) = {
+        each["clientConfig"].pop("caBundle")
+        for each in render({"certificates": EXISTING}).find("MutatingWebhookConfiguration")["webhooks"]
+    }
+    assert bundle
+
+
+@pytest.mark.parametrize("missing", ["webhookCa", "fleetCa"])
+def test_an_authority_of_yours_must_be_there(missing: str) -> None:
+    """Without it the API server, or every sidecar, would refuse the certificate."""
+    existing = {key: value for key, value in EXISTING["existing"].items() if key != missing}  # type: ignore[attr-defined]
+    with pytest.raises(Exception, match=f"certificates.existing.{missing} is needed"):
+        render({"certificates": {"mode": "existing", "existing": existing}})
+
+
+def test_the_validating_policies() -> None:
+    """Equal, word for word, where Kubernetes has them."""
+    exempt = ("legacy",)
+    rendering = render({"webhook": {"exemptNamespaces": list(exempt)}})
+    assert policies(rendering) == by_name(configurations.validating((NAMESPACE, *exempt)))
+
+
+def test_kubernetes_1_29_has_none() -> None:
+    """And nothing of theirs, hooks included, is sent to it."""
+    rendering = render(version="1.29.0")
+    assert not [d for d in rendering.documents if d["kind"].startswith("ValidatingAdmissionPolicy")]
+    assert render(version="1.30.0").all("ValidatingAdmissionPolicy")
+
+
+def test_kubernetes_1_28_is_refused() -> None:
+    """It has no native sidecars."""
+    with pytest.raises(Exception, match="chart requires kubeVersion: >=1.29"):
+        render(version="1.28.9")
+
+
+def test_everything_that_has_a_say_in_admissions_goes_first() -> None:
+    """Each of them has its hook, under the very same kind and name."""
+    hooks = {
+        (d["kind"], d["metadata"]["name"])
+        for d in render().documents
+        if d["metadata"].get("annotations", {}).get("helm.sh/hook") == "pre-delete"
+    }
+    rendering = render()
+    acting = ("MutatingWebhookConfiguration", "ValidatingAdmissionPolicyBinding")
+    assert hooks == {(kind, d["metadata"]["name"]) for kind in acting for d in rendering.all(kind)}
