@@ -49,13 +49,8 @@ def say(resumed: deltashard.Restored | None) -> int:
     if resumed is None:
         log.info("begins at step 0: the run has no checkpoint yet")
         return 0
-    log.info(
-        "restored step %d from the %s in %.1f s; %d steps are trained again",
-        resumed.step,
-        resumed.source,
-        resumed.seconds,
-        resumed.lost_steps or 0,
-    )
+    lost = "" if resumed.lost_steps is None else f"; {resumed.lost_steps} steps are trained again"
+    log.info("restored step %d from the %s in %.1f s%s", resumed.step, resumed.source, resumed.seconds, lost)
     for note in resumed.notes:
         log.warning("restored, but: %s", note)
     return resumed.step

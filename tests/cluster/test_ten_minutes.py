@@ -1,0 +1,59 @@
+"""docs/kubernetes/ten-minutes.md, command by command: from an empty cluster to a restored Job, and back to empty."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import pages, published
+from tests.cluster.clusters import tool
+from tests.cluster.stages import Stage
+from tests.cluster.systems import NAMESPACE, RELEASE
+from tests.minio import ROOT
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200, func_only=True)]
+
+
+@pytest.fixture
+def empty_cluster(stage: Stage, stage_turn: None, tmp_path: Path) -> Iterator[Stage]:
+    """The cluster without deltashard, its nodes with the images that users name; deltashard is back afterwards."""
+    archive = published.build(tmp_path / "published.tar", tool("minio"))
+    for node in stage.cluster.nodes.values():
+        node.ctr("images", "import", archive)
+    archive.unlink()
+    stage.system.helm("uninstall", RELEASE, "--wait")
+    stage.cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s")
+    try:
+        yield stage
+    finally:
+        for name in ("recommender", NAMESPACE):  # of a page that broke off
+            stage.cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=120s")
+        stage.system.install()
+
+
+def test_every_command_of_the_page_does_what_it_says(empty_cluster: Stage, tmp_path: Path) -> None:
+    """Nothing is replaced in a command; each prints what the page shows."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("helm", "kubectl"):
+        (programs / name).symlink_to(tool(name))
+    kubeconfig = tmp_path / "kubeconfig"
+    shutil.copy(empty_cluster.cluster.kubeconfig, kubeconfig)
+    steps = pages.read((ROOT / "docs" / "kubernetes" / "ten-minutes.md").read_text())
+    pages.run(
+        steps,
+        folder=ROOT,
+        environment={
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "HOME": str(tmp_path),
+            "KUBECONFIG": str(kubeconfig),
+        },
+        timeout_s=600,
+        done=lambda step, output, seconds: print(
+            f"--- line {step.line}, {seconds:.1f} s\n{step.commands}\n{output}"
+        ),
+    )

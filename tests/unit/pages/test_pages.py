@@ -1,0 +1,110 @@
+"""Pages are read and run as their readers would, and whatever is wrong with one is found."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import pages
+from tests.cluster.pages import PageError, Step
+from tests.minio import ROOT
+
+PAGE = """# A page
+
+Some prose.
+
+```sh
+echo one   two
+echo three
+```
+
+```text
+one two
+...
+thr...
+```
+
+More of it.
+
+<!-- not run: needs an engine -->
+```sh
+docker build .
+```
+
+```yaml
+key: value
+```
+"""
+
+
+def _run(steps: list[Step], folder: Path, timeout_s: float = 60.0) -> list[str]:
+    outputs: list[str] = []
+    pages.run(
+        steps,
+        folder=folder,
+        environment=os.environ,
+        timeout_s=timeout_s,
+        done=lambda _step, output, _seconds: outputs.append(output),
+    )
+    return outputs
+
+
+def test_steps_of_a_page(tmp_path: Path) -> None:
+    """Commands with what they should print, and which of them are not run and why."""
+    first, second = pages.read(PAGE)
+    assert first == Step(line=5, commands="echo one   two\necho three", expected=("one two", "...", "thr..."))
+    assert second.not_run == "needs an engine"
+    assert _run([first, second], tmp_path) == ["one two\nthree\n"]
+
+
+@pytest.mark.parametrize(
+    ("page", "says"),
+    [
+        ("```text\nout\n```\n", "belongs to no command"),
+        ("```sh\ntrue\n```\nprose\n```text\nout\n```\n", "belongs to no command"),
+        ("```sh\ntrue\n", "does not end"),
+        ("```\ntrue\n```\n", "without a language"),
+        ("<!-- not run: no -->\n```sh\ntrue\n```\n```text\nout\n```\n", "cannot be checked"),
+    ],
+)
+def test_a_page_written_wrongly_is_refused(page: str, says: str) -> None:
+    """Nothing that looks like a command or its output goes unnoticed."""
+    with pytest.raises(PageError, match=says):
+        pages.read(page)
+
+
+@pytest.mark.parametrize(
+    ("commands", "expected", "says"),
+    [
+        ("false\necho never", (), "ended with 1"),
+        ("false | cat", (), "ended with 1"),
+        ("echo $UNSET_VARIABLE", (), "ended with 1"),
+        ("echo one; echo two", ("two", "one"), "did not print 'one'"),
+        ("echo one", ("one more",), "did not print"),
+        ("echo more than one", ("one",), "did not print"),
+        ("sleep 60", (), "took longer"),
+    ],
+)
+def test_a_step_that_does_not_do_what_it_says_fails(
+    commands: str, expected: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    """Whole lines in their order count, and every command of a block."""
+    with pytest.raises(PageError, match=says):
+        _run(
+            [Step(line=1, commands=commands, expected=expected)], tmp_path, 0.5 if "sleep" in commands else 60
+        )
+
+
+def test_pages_of_kubernetes_are_well_written() -> None:
+    """Their commands name files that exist and clients that the runner provides."""
+    found = [
+        path for path in sorted((ROOT / "docs" / "kubernetes").glob("*.md")) if "```sh" in path.read_text()
+    ]
+    assert "ten-minutes.md" in {path.name for path in found}
+    for path in found:
+        for step in pages.read(path.read_text()):
+            for name in re.findall(r"-f (\S+)", step.commands):
+                assert (ROOT / name).exists(), f"{path.name}:{step.line}: {name}"
