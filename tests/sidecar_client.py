@@ -127,14 +127,18 @@ class SidecarProcess:
         return [json.loads(line) for line in self.log().splitlines() if line.startswith("{")]
 
     def ready(self) -> dict[str, int]:
-        path = self.dir / "ready.json"
+        facts: dict[str, int] = {}
 
         def is_ready() -> bool:
             assert self.poll() is None, self.log()
-            return path.exists() and json.loads(path.read_text())["pid"] == self.pid
+            try:  # a killed predecessor's is taken away by the next one, perhaps just now
+                facts.update(json.loads((self.dir / "ready.json").read_text()))
+            except FileNotFoundError:
+                return False
+            return facts["pid"] == self.pid
 
         until(is_ready, what="the sidecar serves")
-        return json.loads(path.read_text())
+        return facts
 
     def poll(self) -> int | None:
         """Exit status, or None while it lives."""
@@ -310,6 +314,7 @@ class Trainer:
         self.urgent: list[pb.Notice.SaveNow] = []
         self.fenced: list[pb.Notice.Fenced] = []
         self.base_seq: int | None = None
+        self._arenas: list[Arena] = []
         self.reply = self.attach()
 
     def attach(self) -> pb.AttachReply:
@@ -320,8 +325,12 @@ class Trainer:
             boxes=[box_message(t.box) for t in self.model.tables],
             fingerprint={"test": "1"},
         )  # fmt: skip
+        self._watch = None  # the end of an older one is no news
         self.reply = self.stub.Attach(request, timeout=DEADLINE_S)
         self.arena = Arena.open(Path(self.reply.arena_path))
+        self._arenas.append(
+            self.arena
+        )  # to close any descriptor of it drops every lock of this process on it
         if self.lock:
             start, length = self.arena.line_lock_range(self.rank)
             fcntl.lockf(self.arena.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
@@ -465,7 +474,8 @@ class Trainer:
     def close(self) -> None:
         self._watch.cancel()
         self.channel.close()
-        self.arena.close()
+        for arena in self._arenas:
+            arena.close()
 
 
 class Cut:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.compactions import compact, worthwhile
+from deltashard_checkpoint.entries import Checkpoint
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.gcs import collect, debris
 from deltashard_checkpoint.logs import RunLog
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 ROUND_DEADLINE_S = 300.0
 LEARN_DEADLINE_S = 30.0
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 30.0
+"""Between looks for a store that does not answer at start."""
 
 
 class Housekeeping:
@@ -38,6 +42,7 @@ class Housekeeping:
         self._run = run
         self._log = log
         self._wake = threading.Condition()
+        self._named = False
         self._due: RunLog | None = None
         self._stopped = False
         self._prefetching = True
@@ -48,6 +53,12 @@ class Housekeeping:
         """Start the thread."""
         self._thread.start()
 
+    def named(self) -> None:
+        """It is known which run this is."""
+        with self._wake:
+            self._named = True
+            self._wake.notify_all()
+
     def committed(self, log: RunLog) -> None:
         """A checkpoint was committed through `log`: a round is due."""
         with self._wake:
@@ -56,7 +67,9 @@ class Housekeeping:
 
     def stop_prefetch(self) -> None:
         """A restore begins: the store and the cache are its own."""
-        self._prefetching = False
+        with self._wake:
+            self._prefetching = False
+            self._wake.notify_all()
 
     def stop(self) -> None:
         """No more rounds; one that runs is left alone (it may be killed at any instant)."""
@@ -66,8 +79,7 @@ class Housekeeping:
             self._wake.notify_all()
 
     def _work(self) -> None:
-        state = self._run.learn(deadline_s=LEARN_DEADLINE_S)
-        newest = state.newest()
+        newest = self._learn()
         if newest is not None and self._run.settings.prefetch:
             self._step("prefetch", lambda: self._prefetch(newest.seq))
         last_s = -float("inf")
@@ -83,6 +95,23 @@ class Housekeeping:
             last_s = time.monotonic()
             if log is not None and self._run.settings.housekeeping_s >= 0:
                 self.round(log.fork())
+
+    def _learn(self) -> Checkpoint | None:
+        """The newest checkpoint, once the run is known and its store answers; until a trainer opens its attempt.
+
+        Credentials that are not there yet, or a store that is down, are found here first, before anybody needs them.
+        """
+        with self._wake:
+            self._wake.wait_for(lambda: self._named or self._stopped)
+        pause_s = FIRST_PAUSE_S
+        while not self._stopped and self._prefetching:
+            state = self._run.learn(deadline_s=LEARN_DEADLINE_S)
+            if state is not None:
+                return state.newest()
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopped or not self._prefetching, pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        return None
 
     def round(self, log: RunLog) -> None:
         """One round on its own handle of the log."""

@@ -27,7 +27,10 @@ from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_sidecar import lifecycles, settings
 
 if TYPE_CHECKING:
+    from deltashard_sidecar.fleets import Fleet
     from deltashard_sidecar.logs import Logger
+    from deltashard_sidecar.metrics import Metrics
+    from deltashard_sidecar.sidecars import Sidecar
 
 EXIT_USAGE = 2
 EXIT_OWNED = 3
@@ -119,6 +122,7 @@ def _serve(config: settings.Settings, log: Logger) -> int:
     write_ready(config.ready_path, facts)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
     sidecar.start()
+    fleet = _fleet(config, sidecar, metrics, log)
     while not stop.wait(TICK_S):
         bound(config.dir / "sidecar.log")
         if not sidecar.tick():
@@ -127,6 +131,8 @@ def _serve(config: settings.Settings, log: Logger) -> int:
     log.info("sidecar.stopping", in_flight=len(sidecar.in_flight()))
     server.stopping()
     sidecar.terminate(hurry)
+    if fleet is not None:
+        fleet.stop()
     config.ready_path.unlink(missing_ok=True)
     server.stop(0.5)
     config.socket_path.unlink(missing_ok=True)
@@ -136,6 +142,27 @@ def _serve(config: settings.Settings, log: Logger) -> int:
     keeper.retire()
     log.info("sidecar.stopped")
     return 0
+
+
+def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: Logger) -> Fleet | None:
+    """The running stream to the controller, where there is one."""
+    if not config.fleet:
+        return None
+    from deltashard_sidecar.fleets import Fleet
+
+    fleet = Fleet(
+        config,
+        beat=lambda: sidecar.reports.heartbeat(sidecar),
+        follow=sidecar.follow,
+        save_now=lambda asked: sidecar.save_now(
+            asked.reason, urgent=asked.urgent, deadline_s=asked.deadline_s
+        ),
+        acknowledge=sidecar.reports.incidents.acknowledge,
+        metrics=metrics,
+        log=log,
+    )
+    fleet.start()
+    return fleet
 
 
 def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:

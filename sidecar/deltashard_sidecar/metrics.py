@@ -20,6 +20,7 @@ CAUSES = frozenset(
         "broken",
         "busy",
         "fenced",
+        "taken_over",
         "stopping",
         "superseded",
         "deadline",
@@ -30,6 +31,10 @@ CAUSES = frozenset(
         "error",
     ]
 )
+FLEET_CAUSES = frozenset(
+    ["token", "verification", "unreachable", "unauthenticated", "denied", "unknown_pod", "protocol", "other"]
+)
+"""Why the controller's heartbeat service did not take this sidecar in."""
 STALL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
 
@@ -124,6 +129,28 @@ class Metrics:
             ("task", "outcome"),
             registry=r,
         )
+        self.fleet_connected = Gauge(
+            "deltashard_fleet_connected", "Whether the controller hears this sidecar", registry=r
+        )
+        self.fleet_reconnects = Counter(
+            "deltashard_fleet_reconnects", "Streams to the controller begun after the first", registry=r
+        )
+        self.fleet_refusals = Counter(
+            "deltashard_fleet_refusals",
+            "Streams to the controller that were not taken in, by cause",
+            ("cause",),
+            registry=r,
+        )
+        self.directives = Counter(
+            "deltashard_directives_applied", "Directives of the controller that came into force", registry=r
+        )
+        self.incidents_dropped = Counter(
+            "deltashard_incidents_dropped",
+            "Incidents that went before the controller had taken them",
+            registry=r,
+        )
+        for cause in sorted(FLEET_CAUSES):
+            self.fleet_refusals.labels(cause)
         for cause in sorted(CAUSES | {"other"}):
             self.failures.labels(cause)
 

@@ -69,9 +69,9 @@ def save_now(reason: str, *, deadline_s: float, urgent: bool) -> pb.Notice:
     return pb.Notice(save_now=pb.Notice.SaveNow(reason=reason, deadline_s=deadline_s, urgent=urgent))
 
 
-def fenced(attempt: int, by: int, message: str) -> pb.Notice:
-    """A newer attempt of the run is open: this trainer can never commit again."""
-    return pb.Notice(fenced=pb.Notice.Fenced(attempt=attempt, by=by, message=message))
+def fenced(attempt: int, by: int, message: str, *, taken_over: bool = False) -> pb.Notice:
+    """A newer attempt of the run is open (`taken_over`: another workload's): this trainer can never commit again."""
+    return pb.Notice(fenced=pb.Notice.Fenced(attempt=attempt, by=by, message=message, taken_over=taken_over))
 
 
 def policy(value: pb.Policy) -> pb.Notice:

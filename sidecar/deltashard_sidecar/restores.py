@@ -108,11 +108,14 @@ class Restore:
         self._over = threading.Event()
         self._clean = False
         self._heard_s = time.monotonic()
+        self.step = 0
+        self.source = ""
+        """Where most bytes came from, cache or store, once everything was handed over."""
 
     def plan(self) -> tuple[RunState, Plan]:
         """(state of the source run, plan); raises what planning raises."""
         want, settings = self._want, self._run.settings
-        if want.from_run and want.from_run != settings.run:
+        if want.from_run and want.from_run != self._run.name:
             log = RunLog(self._run.store, want.from_run)
         else:
             log = self._run.log_of(self._session)
@@ -170,6 +173,7 @@ class Restore:
             metrics.restore_bytes.labels("cache").inc(stats.cache_bytes)
             metrics.restore_bytes.labels("store").inc(stats.store_bytes)
             self._log.info("restore.served", frames=plan.frames, source=source, seconds=round(seconds, 3))
+            self.step, self.source = chained.step, source
             yield pb.RestoreReply(done=done)
         except DeltashardError as error:
             cause = cause_of(error)

@@ -2,7 +2,7 @@
 
 Nothing here is needed to start: the store is first asked when a trainer opens an attempt (or by the background look at
 the log that makes Attach's reply and the prefetch better informed). Decisions at a cut are made from what is known
-already; the commit judges again, at its slot.
+already; the commit judges again, at its slot. Which run it is may be known only at Attach (`identities`).
 
 Every session commits through a handle of its own on the log, so that a commit which waits for a store that is down
 never keeps another trainer from opening its attempt.
@@ -11,6 +11,7 @@ never keeps another trainer from opening its attempt.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,11 +27,15 @@ from deltashard_checkpoint.keys import new_token
 from deltashard_checkpoint.lineages import chain, in_lineage
 from deltashard_checkpoint.logs import RunLog, stopped
 from deltashard_checkpoint.snapshots import load_indexes
-from deltashard_checkpoint.stores.abc import Store, StoreUnavailable
+from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
 from deltashard_checkpoint.stores.deadlines import deadline
 from deltashard_checkpoint.stores.urls import open_store
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_sidecar.directives import Policy
+from deltashard_sidecar.healths import StoreHealth
+from deltashard_sidecar.identities import Identity, identity
+from deltashard_sidecar.incidents import Incidents
 from deltashard_sidecar.logs import Logger, explain
 from deltashard_sidecar.metrics import Metrics
 from deltashard_sidecar.searches import Searches
@@ -40,20 +45,8 @@ from deltashard_sidecar.settings import Settings
 REATTACH_DEADLINE_S = 5.0
 """A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
 CLOSING_DEADLINE_S = 3.0
-
-
-class _Retries:
-    """Counts attempts on the store that failed in a way a retry may mend."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:  # noqa: ARG002 - protocol
-        if isinstance(error, StoreUnavailable):  # every other error is an answer
-            self._metrics.retries.inc()
-
-    def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
-        pass
+OPEN_AGAIN_S = 0.5
+"""Between looks of an Open that waits for credentials or a bucket."""
 
 
 def commit_message(entry: Checkpoint, *, durable_s: float = 0.0) -> pb.Commit:
@@ -76,8 +69,13 @@ class Run:
 
     def __init__(self, settings: Settings, *, metrics: Metrics, log: Logger) -> None:
         self.settings = settings
-        self.store: Store = open_store(settings.url, observer=_Retries(metrics))
+        self.incidents = Incidents(metrics)
+        self.health = StoreHealth(self.incidents, metrics=metrics, log=log)
+        self.store: Store = open_store(settings.url, observer=self.health)
         self.cache = PackCache(Path(settings.cache_dir), budget_bytes=settings.cache_bytes)
+        self.identity = Identity(run=settings.run, owner=settings.owner)
+        self.named = threading.Event()
+        """Set once `identity` is what this pod trains; before that nothing of any run is looked at."""
         self.log = RunLog(self.store, settings.run)
         self.token = new_token()
         self.metrics = metrics
@@ -85,6 +83,36 @@ class Run:
         self._logger = log
         self._lock = threading.Lock()
         self._logs: dict[str, RunLog] = {}
+        self._seen: RunState | None = None
+        if (known := identity(settings, None)) is not None:
+            self._name(known)
+
+    def _name(self, known: Identity) -> None:
+        self.identity, self._seen = known, None
+        self.log = RunLog(self.store, known.run)
+        self.named.set()
+
+    def identify(self, world_size: int, *, free: bool) -> bool:
+        """A trainer attached that says how many ranks train: now it is known which run this pod's is.
+
+        False when it would be another run and this one is in use (not `free`). Saves of an earlier trainer keep the
+        handle, and so the run, that they began with.
+        """
+        known = identity(self.settings, world_size)
+        assert known is not None
+        with self._lock:
+            if self.named.is_set() and known == self.identity:
+                return True
+            if self.named.is_set() and not free:
+                return False
+            self._name(known)
+        self._logger.info("run.named", name=known.run, world_size=world_size)
+        return True
+
+    @property
+    def name(self) -> str:
+        """Where in the store this pod's checkpoints are."""
+        return self.identity.run
 
     def close(self) -> None:
         """Release the cache directory and the store's connections."""
@@ -93,13 +121,22 @@ class Run:
 
     # What is known.
 
-    def learn(self, *, deadline_s: float) -> RunState:
-        """The log at its tip, or as last seen when the store does not answer in time."""
+    def learn(self, *, deadline_s: float) -> RunState | None:
+        """The log at its tip; None when the store does not answer in time."""
         try:
             return self.log.refresh(deadline_s=deadline_s)
         except DeltashardError as error:
             self._logger.warning("log.unseen", **explain(error))
-            return self.log.state
+            return None
+
+    def state(self) -> RunState:
+        """The newest that any handle has seen. No store is asked."""
+        with self._lock:
+            seen = [self.log.state, *(log.state for log in self._logs.values() if log.run == self.name)]
+            if self._seen is not None:
+                seen.append(self._seen)
+            self._seen = max(seen, key=lambda state: state.tip)
+            return self._seen
 
     def has_checkpoint(self) -> bool:
         """Whether any is known; False also while the store has not answered yet."""
@@ -119,6 +156,8 @@ class Run:
         with self._lock:
             held = set(self._logs)
         over = held - used() if held else held
+        if over:
+            self.state()  # remembers what they have seen
         with self._lock:
             for session_id in over:
                 self._logs.pop(session_id, None)
@@ -149,14 +188,36 @@ class Run:
         return self.last_commit(log.state, session.attempt)
 
     def open(self, request: pb.OpenRequest, session: Session, *, step_seen: int) -> pb.OpenReply:
-        """Open an attempt for `session`; raises what `open_attempt` raises, and what reading `from_run` does."""
+        """Open an attempt for `session`; raises what `open_attempt` raises, and what reading `from_run` does.
+
+        In a pod, what a person must mend elsewhere (a Secret, a bucket, a quota) is waited for, by the same deadline:
+        the store's health tells people meanwhile, and a container that restarts instead would only lose its pod's
+        back-off to it.
+        """
+        until_s = time.monotonic() + self.settings.open_deadline_s
+        waits = False
+        while True:
+            try:
+                left_s = max(0.0, until_s - time.monotonic())
+                return self._open(request, session, step_seen=step_seen, deadline_s=left_s)
+            except (AccessDenied, BucketMissing, StoreFull) as error:
+                if not self.settings.workload_uid or session.closed or time.monotonic() >= until_s:
+                    raise
+                if not waits:
+                    waits = True
+                    self._logger.warning("open.waits", **explain(error))
+                time.sleep(OPEN_AGAIN_S)
+
+    def _open(
+        self, request: pb.OpenRequest, session: Session, *, step_seen: int, deadline_s: float
+    ) -> pb.OpenReply:
         which = request.which or "latest"
         source: Checkpoint | None = None
         damage, lost = "", False
         log = self.log.fork()
         if request.from_run:
             other = RunLog(self.store, request.from_run)
-            read = other.refresh(deadline_s=self.settings.open_deadline_s)
+            read = other.refresh(deadline_s=deadline_s)
             if read.damage() is not None and not read.checkpoints:
                 raise stopped(read)
             source = select(read, which, request.exclude_seqs)
@@ -165,13 +226,14 @@ class Run:
             which = "none"
         opened = open_attempt(
             log,
-            owner=self.settings.owner,
+            owner=self.identity.owner,
+            workload=self.settings.workload_uid,
             world_size=session.world_size,
             which=which,
             exclude=() if request.from_run else request.exclude_seqs,
             takeover=request.takeover,
-            closing_wait_s=min(CLOSING_WAIT_S, self.settings.open_deadline_s),
-            deadline_s=self.settings.open_deadline_s,
+            closing_wait_s=min(CLOSING_WAIT_S, deadline_s),
+            deadline_s=deadline_s,
         )
         with self._lock:
             self._logs[session.id] = log
@@ -210,12 +272,12 @@ class Run:
 
     # Cuts.
 
-    def decide(self, session: Session, begin: pb.SaveRequest.Begin) -> tuple[int | None, str]:
+    def decide(self, session: Session, begin: pb.SaveRequest.Begin, policy: Policy) -> tuple[int | None, str]:
         """(seq the cut must cover since, None for all rows; what to write of it into the log). No store is asked."""
         assert session.attempt is not None
         state = self.log_of(session).state
         history = policies.history(state, session.attempt)
-        decision = policies.decide(self.settings.differential, history, force_full=begin.full)
+        decision = policies.decide(policy.differential, history, force_full=begin.full)
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
         base = begin.since_baseline_seq if begin.HasField("since_baseline_seq") else None
         covers: int | None = None
@@ -227,8 +289,8 @@ class Run:
             covers = commit
         held = "baseline" if covers is None else f"since {covers}"
         return covers, (
-            f"{begin.reason or 'user'}; {self.settings.differential}: {held}; {self.settings.encoding}, "
-            f"state {self.settings.state_encoding}"
+            f"{begin.reason or 'user'}; {policy.differential}: {held}; {policy.encoding}, "
+            f"state {policy.state_encoding}"
         )
 
     def cache_bytes(self) -> int:

@@ -50,6 +50,9 @@ class Cut:
     stall_budget_s: float
     directive: str
     """For the log entry: what made this cut what it is."""
+    state_encoding: str = "fp32"
+    follows: str | None = None
+    """The controller's directive in force, as it is recorded with the commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,7 @@ class Cancelled(EnvironmentFault):
 
 
 CAUSES: tuple[tuple[str, str], ...] = (
+    ("TakenOver", "taken_over"),
     ("FencedError", "fenced"),
     ("Abandoned", "abandoned"),
     ("StoreUnavailable", "unavailable"),
@@ -156,7 +160,10 @@ class Save:
     def replies(self) -> Iterator[pb.SaveReply]:
         """What to send the trainer; ends when the stream is over."""
         begun = pb.SaveReply.Begun(
-            covers=self.cut.covers, encoding=self.cut.encoding, stall_budget_s=self.cut.stall_budget_s
+            covers=self.cut.covers,
+            encoding=self.cut.encoding,
+            stall_budget_s=self.cut.stall_budget_s,
+            state_encoding=self.cut.state_encoding,
         )
         yield pb.SaveReply(begun=begun)
         while (reply := self._outbox.get()) is not None:

@@ -26,6 +26,10 @@ class Schedule:
     """Whether an attempt is open: before restore() there is nothing to save."""
     skipped: int = 0
 
+    def paced(self, *, every_s: float, every_steps: int) -> Schedule:
+        """The policy changed: the current interval goes on from where it began."""
+        return replace(self, every_s=every_s, every_steps=every_steps)
+
     def opened(self, *, now_s: float, step: int) -> Schedule:
         """A trainer opened its attempt at `step`: the first interval begins."""
         return replace(self, anchor_s=now_s, anchor_step=step, running=True, busy=False)

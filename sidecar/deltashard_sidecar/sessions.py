@@ -57,10 +57,24 @@ class Session:
     """Whether its process was ever seen to hold the writer lock."""
     fenced: str = ""
     """Why this attempt can never commit again; empty while it can."""
+    fenced_cause: str = "fenced"
+    """With `fenced`: fenced, or taken_over by another workload."""
     stall_aborts: int = 0
     """Saves in a row that the trainer aborted for their stall budget."""
     last_commit: pb.Commit | None = None
     urgent_reason: str = ""
+    opened_s: float = 0.0
+    """When its attempt was opened, monotonic."""
+    opened_at_s: float = 0.0
+    """The same, Unix seconds."""
+    resumed: bool = False
+    """Whether its attempt resumes from a checkpoint."""
+    restored: bool = False
+    """Whether every row of that was handed over."""
+    durable_step: int | None = None
+    """The newest step that a crash of the trainer cannot take back."""
+    lost_steps: int = 0
+    """By the restart that this attempt is, as far as this arena saw."""
 
     def alive(self, *, lock_held: bool) -> bool:
         """Whether its process still shows a sign of life.

@@ -1,8 +1,9 @@
 """Settings: one frozen dataclass, filled from `DELTASHARD_*` variables and overridden by the command line.
 
-A field `every_s` is the variable `DELTASHARD_EVERY_S` and the flag `--every-s`. The docstring under each field is its
-reference entry: `reference()` renders docs/reference/sidecar-settings.md from this file; a test keeps the two equal.
-Sizes take plain bytes or a suffix (`KiB MiB GiB`). Everything is checked here, once; the rest of the sidecar trusts it.
+A field `every_s` is the variable `DELTASHARD_EVERY_S` and the flag `--every-s`; what the downward API says of the pod
+has the names that Kubernetes' own examples use (`POD_NAME`). The docstring under each field is its reference entry:
+`reference()` renders docs/reference/sidecar-settings.md from this file; a test keeps the two equal. Sizes take plain
+bytes or a suffix (`KiB MiB GiB`). Everything is checked here, once; the rest of the sidecar trusts it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from deltashard_checkpoint.keys import validate_run
 from deltashard_proto.arenas import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
 
 ENCODINGS = ("fp32", "fp16", "bf16", "q8", "q4", "q3", "q2")
+STATE_ENCODINGS = ("fp32", "bf16")
 DIFFERENTIALS = ("full", "one-shot", "consecutive", "intermittent")
+_PLAIN_VARIABLES = frozenset({"pod_name", "pod_namespace", "pod_uid", "node_name"})
 _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -104,11 +107,37 @@ class Settings:
     """Exit when no trainer has been attached and no save in flight for so long; -1 never exits (pods)."""
     log_level: str = "info"
     """debug, info, warning or error."""
+    fleet: str = ""
+    """`host:port` of the controller's heartbeat service; empty: none. Saves and restores never wait for it."""
+    fleet_token_file: Path | None = None
+    """Token to authenticate with there, a projected service account token; read at each connect."""
+    fleet_ca: str = ""
+    """PEM of the authority that vouches for the heartbeat service."""
+    pod_name: str = ""
+    """The pod's name, for the controller."""
+    pod_namespace: str = ""
+    """The pod's namespace."""
+    pod_uid: str = ""
+    """The pod's UID."""
+    node_name: str = ""
+    """The node it runs on."""
+    workload_kind: str = ""
+    """Kind of the workload the pod belongs to: Job, JobSet, StatefulSet, ..."""
+    workload_name: str = ""
+    """Its name."""
+    workload_uid: str = ""
+    """Its UID, the same for all its pods and restarts. Set in pods only; Open waits for credentials there."""
+    index: str = ""
+    """The pod's completion index or ordinal. With world size 1 each such pod is a run of its own, `{run}-{index}`."""
+    replica: str = ""
+    """Which Job of a JobSet; goes before the index."""
+    policy: str = ""
+    """Name of the CheckpointPolicy the pod was injected with."""
 
     def __post_init__(self) -> None:
         validate_run(self.run)
         _one_of("encoding", self.encoding, ENCODINGS)
-        _one_of("state_encoding", self.state_encoding, ("fp32", "bf16"))
+        _one_of("state_encoding", self.state_encoding, STATE_ENCODINGS)
         _one_of("search", self.search, ("default", "plain", "tuned"))
         _one_of("differential", self.differential, DIFFERENTIALS)
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
@@ -177,6 +206,11 @@ def _one_of(name: str, value: str, values: Sequence[str]) -> None:
         raise SettingError(f"{name} is {value!r}", where=name, remedy=f"one of {', '.join(values)}")
 
 
+def variable_of(name: str) -> str:
+    """The environment variable of a field."""
+    return name.upper() if name in _PLAIN_VARIABLES else f"DELTASHARD_{name.upper()}"
+
+
 def _parse(name: str, kind: str, text: str) -> object:
     """One value from its text; `kind` is the field's annotation."""
     try:
@@ -203,9 +237,9 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     known = {f.name: str(f.type) for f in fields(Settings)}
     values: dict[str, object] = {}
     for name, kind in known.items():
-        text = environ.get(f"DELTASHARD_{name.upper()}")
+        text = environ.get(variable_of(name))
         if text is not None and text != "":
-            values[name] = _parse(f"DELTASHARD_{name.upper()}", kind, text)
+            values[name] = _parse(variable_of(name), kind, text)
     rest = list(argv)
     while rest:
         flag, has_value, text = rest.pop(0).partition("=")
@@ -219,7 +253,7 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         values[name] = _parse(flag, known[name], text)
     missing = [f.name for f in fields(Settings) if f.default is MISSING and f.name not in values]
     if missing:
-        names = ", ".join(f"--{name.replace('_', '-')} (DELTASHARD_{name.upper()})" for name in missing)
+        names = ", ".join(f"--{name.replace('_', '-')} ({variable_of(name)})" for name in missing)
         raise SettingError(f"missing: {names}", where="settings")
     return Settings(**values)  # type: ignore[arg-type]  # _parse follows the annotations
 
@@ -250,6 +284,6 @@ def reference() -> str:
     ]
     for name, kind, default, doc in entries():
         meaning = doc.replace("|", "\\|")
-        flag, variable = f"--{name.replace('_', '-')}", f"DELTASHARD_{name.upper()}"
+        flag, variable = f"--{name.replace('_', '-')}", variable_of(name)
         lines.append(f"| `{flag}` | `{variable}` | {kind.replace('|', 'or')} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from deltashard_checkpoint.commits import TakenOver
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_proto.arenas import LINES, NEVER
@@ -28,9 +29,12 @@ from deltashard_sidecar import notices
 from deltashard_sidecar.arenas import ArenaKeeper
 from deltashard_sidecar.blocks import MIN_BLOCKS_PER_RANK, Use
 from deltashard_sidecar.capacities import check_capacity
+from deltashard_sidecar.closings import Closings
+from deltashard_sidecar.directives import KEY, Directive, InForce, Policy, recorded
 from deltashard_sidecar.housekeepings import Housekeeping
 from deltashard_sidecar.logs import Logger, explain
 from deltashard_sidecar.metrics import Metrics
+from deltashard_sidecar.reports import FENCED, Reports
 from deltashard_sidecar.restores import Restore
 from deltashard_sidecar.runs import Run
 from deltashard_sidecar.saves import Cut, Save
@@ -87,10 +91,13 @@ class Sidecar:
         self.log = log
         self.sessions = Sessions()
         self.stopping = False
+        self.in_force = InForce(started_with=Policy.of(settings))
+        self.reports = Reports(run.incidents)
         self.pool = ThreadPoolExecutor(
             settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
         )
         self.keeping = Housekeeping(run, log=log)
+        self.closings = Closings(run)
         self._attaching = threading.Lock()
         self._lock = threading.Lock()
         self._saves: dict[int, Save] = {}
@@ -102,6 +109,8 @@ class Sidecar:
 
     def start(self) -> None:
         """Begin the work nobody asked for: a look at the log, and the prefetch."""
+        if self.run.named.is_set():
+            self.keeping.named()
         self.keeping.start()
 
     # Attachments.
@@ -115,6 +124,7 @@ class Sidecar:
             self._await_free_rank(rank, request.pid)
             self._end_predecessor(rank, request)
             check_capacity(request, self.settings)
+            self._identify(max(1, request.world_size))
             if not self.keeper.attached(rank):
                 raise BadAttach(
                     f"the arena has {self.keeper.ledger.total} blocks of {self.keeper.block_bytes} bytes, too few for "
@@ -122,10 +132,9 @@ class Sidecar:
                     where="arena",
                     remedy=f"set arena_bytes to at least {MIN_BLOCKS_PER_RANK} blocks a trainer",
                 )
+            policy = self.in_force.policy
             schedule = Schedule(
-                every_s=self.settings.every_s,
-                every_steps=self.settings.every_steps,
-                anchor_s=time.monotonic(),
+                every_s=policy.every_s, every_steps=policy.every_steps, anchor_s=time.monotonic()
             )
             if request.HasField("attempt"):
                 schedule = schedule.opened(now_s=time.monotonic(), step=self.keeper.step_of(rank))
@@ -137,6 +146,8 @@ class Sidecar:
                     session.notices.post(notice)
         if session.attempt is not None:
             session.last_commit = self.run.resume(session)
+            self._adopt(session)
+        self.reports.attached()
         self.log.info(
             "trainer.attached",
             session=session.id,
@@ -154,10 +165,20 @@ class Sidecar:
             session=session.id,
             has_checkpoint=self.run.has_checkpoint(),
             last_commit=session.last_commit,
-            policy=self.policy(),
-            run=self.settings.run,
+            policy=self.in_force.policy.message(),
+            run=self.run.name,
             url=self.settings.url,
         )
+
+    def _identify(self, world_size: int) -> None:
+        """This attachment says which run the pod's is; refused while trainers of another one are attached."""
+        if not self.run.identify(world_size, free=not self.sessions.all()):
+            raise BadAttach(
+                f"a trainer of world size {world_size} trains another run than {self.run.name!r}, which others train",
+                where="attach",
+                remedy="the trainers of a pod are ranks of one group",
+            )
+        self.keeping.named()
 
     def _refuse_when_stopping(self) -> None:
         if self.stopping:
@@ -182,6 +203,8 @@ class Sidecar:
             self.sessions.close(old)
             for cancel in self._cancel_streams.pop(old.id, []):
                 cancel()
+            if not request.HasField("attempt"):
+                self._lost(old)
         if save is None:
             return
         save.stream_over.wait(5.0)
@@ -189,27 +212,70 @@ class Sidecar:
         if not same and not save.over.wait(self.settings.attach_deadline_s):
             save.cancel("superseded", "a new trainer attached and this save did not end in time")
 
-    def policy(self) -> pb.Policy:
-        """What trainers are told of the settings."""
-        s = self.settings
-        return pb.Policy(
-            every_s=s.every_s,
-            every_steps=s.every_steps,
-            encoding=s.encoding,
-            differential=s.differential,
-            state_encoding=s.state_encoding,
-        )
+    # What the controller says.
+
+    def follow(self, directive: Directive) -> None:
+        """Go on under `directive`, unless it is not newer than what is in force. No save is touched that has begun."""
+        with self._lock:
+            before = self.in_force
+            self.in_force = after = before.after(directive)
+            sessions = self.sessions.all()
+            for session in sessions:
+                session.schedule = session.schedule.paced(
+                    every_s=after.policy.every_s, every_steps=after.policy.every_steps
+                )
+        if after is before:
+            return
+        self.metrics.directives.inc()
+        self.log.info("directive.followed", generation=directive.generation, policy=str(after.policy))
+        for session in sessions:
+            session.notices.post(notices.policy(after.policy.message()))
+            self.direct(session)
+
+    def _adopt(self, session: Session) -> None:
+        """Follow what this workload's newest commit was told, should no controller say so (again)."""
+        newest = self.run.log_of(session).state.newest()
+        text = None if newest is None else newest.metadata.get(KEY)
+        if text is None:
+            return
+        try:
+            directive = recorded(text)
+        except UserError as error:
+            self.explain("directive.unreadable", error)
+            return
+        if directive.workload == self.settings.workload_uid:
+            self.follow(directive)
+
+    def save_now(self, reason: str, *, urgent: bool, deadline_s: float) -> int:
+        """Have the trainers save at their next step; returns how many were told."""
+        if urgent:
+            return self.notify(reason, deadline_s)
+        told = [s for s in self.sessions.all() if s.rank == 0 and s.attempt is not None and not s.fenced]
+        for session in told:
+            session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=False))
+        self.log.info("save.asked", reason=reason, trainers=len(told))
+        return len(told)
 
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
         """Open an attempt for a session; raises what the log raises."""
         self._refuse_when_stopping()
         session = self.sessions.get(request.session)
-        reply = self.run.open(request, session, step_seen=self.keeper.step_of(session.local_rank))
+        step_seen = self.keeper.step_of(session.local_rank)
+        session.opened_s, session.opened_at_s = time.monotonic(), time.time()
+        try:
+            reply = self.run.open(request, session, step_seen=step_seen)
+        except TakenOver as error:
+            self.reports.fenced("taken_over", str(error), step=step_seen)
+            raise
         with self._lock:
             session.attempt = reply.attempt
             session.fenced = ""
             session.last_commit = None
+            session.resumed, session.restored = reply.HasField("resume_seq"), False
+            session.durable_step = reply.step if session.resumed else None
             session.schedule = session.schedule.opened(now_s=time.monotonic(), step=reply.step)
+        self._adopt(session)
+        self.reports.opened(session, reply)
         self.metrics.attempts.inc()
         self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=session.rank)
         self.direct(session)
@@ -235,7 +301,7 @@ class Sidecar:
         if self.stopping:
             raise Refused(begin.cut, "stopping", "the sidecar is stopping")
         if session.fenced:
-            raise Refused(begin.cut, "fenced", session.fenced)
+            raise Refused(begin.cut, session.fenced_cause, session.fenced)
         if session.attempt is None:
             raise Refused(begin.cut, "invalid", "no attempt is open: restore() first")
         self._make_way(session, begin)
@@ -244,7 +310,9 @@ class Sidecar:
             running = self._saves.get(session.local_rank)
             if running is not None and not (running.over.is_set() and running.stream_over.is_set()):
                 raise Refused(begin.cut, "busy", "another save of this rank is in flight")
-            covers, directive = self.run.decide(session, begin)
+            in_force = self.in_force
+            policy = in_force.policy
+            covers, directive = self.run.decide(session, begin, policy)
             waits = session.stall_aborts >= STALL_ABORTS
             if waits:
                 self.log.warning("save.waits_out_its_stall", aborted=session.stall_aborts, cut=begin.cut)
@@ -255,9 +323,11 @@ class Sidecar:
                 reason=begin.reason,
                 urgent=begin.urgent,
                 covers=covers,
-                encoding=self.settings.encoding,
+                encoding=policy.encoding,
+                state_encoding=policy.state_encoding,
                 stall_budget_s=0.0 if waits else self.settings.stall_budget_s,
                 directive=directive,
+                follows=None if in_force.directive is None else in_force.directive.text(),
             )
             save = Save(
                 session=session,
@@ -275,6 +345,8 @@ class Sidecar:
             if begin.urgent:
                 session.urgent_reason = ""
         self.direct(session)
+        if begin.tracking_faults:
+            self.reports.tracking_fault(begin.tracking_faults, step=begin.step)
         self.log.info(
             "save.begun",
             attempt=cut.attempt,
@@ -324,6 +396,7 @@ class Sidecar:
         else:
             cause, message = save.failure
             notice = notices.save_failed(cut.cut, cause, message)
+        self.reports.ended(save)
         rank = save.session.local_rank
         with self._lock:
             session = self.sessions.of_rank(rank)
@@ -334,14 +407,25 @@ class Sidecar:
                 current.schedule = current.schedule.ended()
                 if save.commit is not None:
                     current.last_commit = save.commit
-                elif save.failure[0] == "fenced":
-                    current.fenced = save.failure[1]
+                    current.durable_step = save.commit.step
+                elif save.failure[0] in FENCED:
+                    current.fenced_cause, current.fenced = save.failure
             if current.fenced:
                 current.notices.post(
-                    notices.fenced(cut.attempt, self.run.newest_attempt(current), current.fenced)
+                    notices.fenced(
+                        cut.attempt,
+                        self.run.newest_attempt(current),
+                        current.fenced,
+                        taken_over=current.fenced_cause == "taken_over",
+                    )
                 )
             current.notices.post(notice)
             self.direct(current)
+        urgent = any(s.urgent_reason and s.attempt == cut.attempt for s in self.sessions.all())
+        if not urgent and all(
+            other is save or other.cut.attempt != cut.attempt for other in self.in_flight()
+        ):
+            self.closings.end(cut.attempt)
         if save.commit is not None and save.session.rank == 0:
             self.keeping.committed(self.run.log_of(save.session))
 
@@ -360,6 +444,8 @@ class Sidecar:
             yield from restore.serve(requests, alive)
         finally:
             session.streams -= 1
+            if restore.source and (want.boxes or not session.boxes):  # blobs come first, rows last
+                self.reports.restored(session, step=restore.step, source=restore.source)
 
     # Notices and the timer.
 
@@ -384,6 +470,7 @@ class Sidecar:
         for session in self.sessions.all():
             if session.attempt is not None and not session.fenced:
                 session.urgent_reason = reason
+                self.closings.begin((session.attempt,))
                 session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=True))
                 self.direct(session)
                 told += 1
@@ -415,6 +502,7 @@ class Sidecar:
             self.direct(session)
         for session in self.sessions.reap(lambda rank: self.keeper.writer_pid(rank) is not None):
             self.log.info("trainer.gone", session=session.id, rank=session.rank)
+            self._lost(session)
             for cancel in self._cancel_streams.pop(session.id, []):
                 cancel()
             self.keeper.dismiss(session.local_rank)
@@ -428,6 +516,16 @@ class Sidecar:
             self._idle_since_s = now_s
         linger_s = self.settings.linger_s
         return linger_s < 0 or now_s - self._idle_since_s < linger_s
+
+    def _lost(self, session: Session) -> None:
+        """A trainer went without a word; what it had staged goes on."""
+        self.reports.lost(session, step=self.keeper.step_of(session.local_rank))
+        self._stopped_saving(session)
+
+    def _stopped_saving(self, session: Session) -> None:
+        """The trainer is gone: only a save that is on its way is worth waiting for."""
+        if not any(save.cut.attempt == session.attempt for save in self.in_flight()):
+            self.closings.end(session.attempt)
 
     def in_flight(self) -> list[Save]:
         """Saves that have not ended."""
@@ -445,9 +543,11 @@ class Sidecar:
         if request.wait and save is not None:
             idle = save.over.wait(request.deadline_s or self.settings.save_deadline_s)
         last = session.last_commit
+        self.reports.left(session, step=self.keeper.step_of(session.local_rank), idle=idle)
         self.sessions.close(session)
         for cancel in self._cancel_streams.pop(session.id, []):
             cancel()
+        self._stopped_saving(session)
         self.keeper.dismiss(session.local_rank)
         self.log.info("trainer.detached", session=session.id, rank=session.rank, idle=idle)
         return pb.DetachReply(last_commit=last, idle=idle)
@@ -459,16 +559,13 @@ class Sidecar:
         self.stopping = True
         self.keeping.stop()
         deadline_s = time.monotonic() + self.settings.term_deadline_s
-        marked = {save.cut.attempt for save in self.in_flight()}
-        for attempt in marked:
-            self.run.closing(attempt, begun=True)
+        self.closings.begin({save.cut.attempt for save in self.in_flight()})
         for save in self.in_flight():
             while not (hurry.is_set() or save.over.wait(0.05)) and time.monotonic() < deadline_s:
                 pass
         for save in self.in_flight():
             save.cancel("stopping", "the sidecar had to stop before this save was durable")
-        for attempt in marked:
-            self.run.closing(attempt, begun=False)
+        self.closings.end_all()
         for session in self.sessions.all():
             self.sessions.close(session)
         self.pool.shutdown(wait=False, cancel_futures=True)

@@ -17,6 +17,7 @@ from deltashard_proto.arenas import MAX_FRAME_BYTES
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.batches import BadBatch, Rows
+from deltashard_sidecar.directives import KEY
 from deltashard_sidecar.saves import Cut, Sealed
 from deltashard_sidecar.sessions import Session
 
@@ -45,13 +46,12 @@ class PartSink:
         self._session = session
         self._cut = cut
         self._log = run.log_of(session)
-        self._state_encoding = settings.state_encoding
         if cut.covers is None:
             run.searches.begin_baseline()
         self._writer = PartWriter(
             run.store,
             PartTarget(
-                run=settings.run,
+                run=self._log.run,
                 attempt=cut.attempt,
                 cut=cut.cut,
                 step=cut.step,
@@ -78,7 +78,7 @@ class PartSink:
             step=self._cut.step,
             col_start=batch.col_start,
             col_stop=batch.col_stop,
-            state_encoding=self._state_encoding,
+            state_encoding=self._cut.state_encoding,
             search=self._run.searches.of(batch, data, self._cut.encoding),
             out=_buffer(frame_bound(batch.schema, batch.columns, batch.rows)),
         )
@@ -129,12 +129,17 @@ class PartSink:
                 stall_s=sealed.stall_s,
                 directive=self._cut.directive,
                 fingerprint=self._session.fingerprint,
-                metadata=sealed.metadata,
+                metadata=self._metadata(sealed),
                 pins=() if sealed.pin is None else (sealed.pin,),
             ),
             deadline_s=deadline_s,
         )
         return commit_message(committed.entry)
+
+    def _metadata(self, sealed: Sealed) -> dict[str, str]:
+        """The user's, and the directive that this cut followed, for a pod that starts without a controller."""
+        mine = {} if self._cut.follows is None else {KEY: self._cut.follows}
+        return {name: text for name, text in sealed.metadata.items() if name != KEY} | mine
 
     def abandon(self) -> None:
         """See `saves.Sink`."""

@@ -20,6 +20,9 @@ from torch import nn
 from deltashard.errors import UserError
 from deltashard.optimstates import views_of
 
+RESERVED = "deltashard/"
+"""What names of metadata may not begin with."""
+
 
 def _refusal(name: str, value: object, takes: str, remedy: str) -> UserError:
     shown = repr(value)
@@ -79,6 +82,15 @@ def check_count(name: str, value: object, *, least: int, remedy: str) -> None:
         count = least - 1
     if count < least or isinstance(value, bool):
         raise _refusal(name, value, f"a whole number, {least} or more", remedy)
+
+
+def check_metadata(metadata: Mapping[str, object] | None) -> None:
+    """Raises `UserError` for a name that is ours."""
+    for name in metadata or {}:
+        if str(name).startswith(RESERVED):
+            raise UserError(
+                f"metadata {name!r} begins with {RESERVED!r}", where="save()", remedy="choose another name"
+            )
 
 
 def check_callable(name: str, value: object, *, takes: str) -> None:

@@ -97,6 +97,7 @@ class Boundary:
         self._since_commit: int | None = None
         self._since_baseline: int | None = None
         self._force_full = False
+        self._faults = 0
         self._committed_step: int | None = None
         self._resumed_step: int | None = None
         self._not_before_s = 0.0

@@ -27,7 +27,7 @@ import torch
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_proto.arenas import SAVE_AT_STEP
 
-from deltashard import arguments, restores
+from deltashard import arguments, exits, restores
 from deltashard.errors import (
     AnotherTrainer,
     RestoreFailed,
@@ -148,6 +148,7 @@ class Checkpointer(Saving):
             "linger_s": 30.0,
             **(sidecar or {}),
         }
+        exits.install()
         self._launcher = _launcher(url, run, flags)
         try:
             self._refuse_rival()
@@ -201,7 +202,7 @@ class Checkpointer(Saving):
         """One step is done: the last statement of the loop body, after optimizer and scheduler.
 
         Raises:
-            FencedError: a newer attempt has taken this run over; end this process.
+            FencedError: a newer attempt has taken this run over; end this process. `TakenOver`: another workload's.
             NotRestored: the run has checkpoints, and neither `restore()` nor `fresh=True` was said.
             UserError: this Checkpointer is closed.
         """
@@ -245,9 +246,10 @@ class Checkpointer(Saving):
         Args:
             reason: a word for logs and the log entry.
             pin: keep this checkpoint under this name whatever retention says, `restore(which="pin:NAME")`.
-            metadata: metrics and the like, stored with it as text.
+            metadata: metrics and the like, stored with it as text; names beginning with "deltashard/" are ours.
         """
         self._refuse_closed("save()")
+        arguments.check_metadata(metadata)
         handle = SaveHandle(
             reason=reason,
             pin=pin,

@@ -16,6 +16,7 @@ __all__ = [
     "SaveFailed",
     "SidecarUnavailable",
     "StateError",
+    "TakenOver",
     "UserError",
     "WaitError",
 ]
@@ -55,3 +56,10 @@ class RestoreFailed(EnvironmentFault):
 
 class FencedError(EnvironmentFault):
     """A newer attempt has taken over this run: this process must not train on. Never re-opened from here."""
+
+
+class TakenOver(FencedError):
+    """Another workload (Job, JobSet, ...) trains this run now: restarts of this one are refused, too.
+
+    Uncaught, it ends the process with exit code 79 (`exits.EXIT_TAKEN_OVER`).
+    """

@@ -27,6 +27,7 @@ from deltashard.errors import (
     DeltashardError,
     FencedError,
     SaveFailed,
+    TakenOver,
     UserError,
     WaitError,
 )
@@ -101,10 +102,9 @@ class Saving(Resuming):
         try:
             self._cut_now(link, reason, urgent=urgent)
         except CutFailed as failure:
-            if failure.cause == "fenced":
-                self._session.fence(
-                    FencedError(str(failure), remedy="end this process; the newer one trains on")
-                )
+            if failure.cause in ("fenced", "taken_over"):
+                kind = TakenOver if failure.cause == "taken_over" else FencedError
+                self._session.fence(kind(str(failure), remedy="end this process; the newer one trains on"))
                 self._apply_events()
             self._save_failed(failure.cause, failure)
         except FencedError:
@@ -130,6 +130,7 @@ class Saving(Resuming):
         self.stats.audit_faults += len(faults)
         if faults:
             self._force_full = True
+            self._faults += len(faults)
         counts = self._tracking.refresh()
         if tuple(table.schema for table in self._tracking.tables) != link.tables:
             again = self._session.reattach()
@@ -163,7 +164,7 @@ class Saving(Resuming):
         self._tracking.cut_taken(flight.cut, flight.mode, full=flight.full)
         self._tracking.audit_after_cut()
         self._order.arm()
-        self._force_full = False
+        self._force_full, self._faults = False, 0
         stall_s = time.perf_counter() - began_s
         self._line[STALL_NS] = int(stall_s * 1e9)
         self.stats.cuts += 1
@@ -192,6 +193,7 @@ class Saving(Resuming):
                 dirty_rows_commit=counts.commit,
                 dirty_rows_baseline=counts.baseline,
                 total_rows=counts.total,
+                tracking_faults=self._faults,
             )
             if self._since_commit is not None:
                 begin.since_commit_seq = self._since_commit
@@ -205,7 +207,7 @@ class Saving(Resuming):
                 stream,
                 link.arena,
                 until_s=time.monotonic() + budget_s,
-                observe=None if self._contents is None else self._observe(link, begun.encoding),
+                observe=None if self._contents is None else self._observe(link, begun),
             )
             whole = True
             for position, table in enumerate(self._tracking.tables):
@@ -256,17 +258,20 @@ class Saving(Resuming):
         assert self._contents is not None
         return self._contents.sealed()
 
-    def _observe(self, link: Link, encoding: str) -> Callable[[int, Any, list[torch.Tensor]], None]:
+    def _observe(
+        self, link: Link, begun: pb.SaveReply.Begun
+    ) -> Callable[[int, Any, list[torch.Tensor]], None]:
         contents = self._contents
         assert contents is not None
+        state_encoding = begun.state_encoding or self._policy.state_encoding or "fp32"
 
         def observe(position: int, ids: Any, parts: list[torch.Tensor]) -> None:
             contents.batch(
                 link.tables[position],
                 ids if isinstance(ids, range) else ids.numpy(),
                 [restores.array_of(part) for part in parts],
-                encoding=encoding,
-                state_encoding=self._policy.state_encoding or "fp32",
+                encoding=begun.encoding,
+                state_encoding=state_encoding,
             )
 
         return observe

@@ -33,7 +33,7 @@ from deltashard_proto.arenas import Arena
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
-from deltashard.errors import FencedError, RestoreFailed, SidecarUnavailable, UserError
+from deltashard.errors import FencedError, RestoreFailed, SidecarUnavailable, TakenOver, UserError
 from deltashard.launchers import Launcher
 from deltashard.locks import lock_line, open_arena, release_arena
 
@@ -111,6 +111,8 @@ def translate(
     """The trainer's error for a failed call: fenced, the user's to mend, or the surroundings'."""
     code, message = details(error)
     named = _named(message)
+    if named == "TakenOver":
+        return TakenOver(message.removeprefix("TakenOver: "), where=where)
     if code == grpc.StatusCode.ABORTED or named == "FencedError":
         return FencedError(
             f"a newer attempt has taken over this run: {message}",
@@ -331,8 +333,9 @@ class Session:
             self._watch = link.stub.Watch(pb.WatchRequest(session=link.session))
             for notice in self._watch:
                 if notice.WhichOneof("kind") == "fenced":
+                    kind = TakenOver if notice.fenced.taken_over else FencedError
                     self.fence(
-                        FencedError(
+                        kind(
                             f"attempt {notice.fenced.attempt} was taken over by {notice.fenced.by}: "
                             f"{notice.fenced.message}",
                             where="sidecar",

@@ -1,0 +1,151 @@
+"""What a run does from now on: the settings a pod started with, and the controller's newest directive over them. Pure.
+
+    settings (environment, flags)  <  directive by its generation
+
+A directive is whole: it replaces the one before, and its zero and empty fields keep what the pod started with. Only a
+newer generation counts, so late and repeated messages change nothing. The newest one rides in the metadata of every
+commit under `KEY`, with the workload it was given to: a sidecar of that workload that starts while no controller is
+there goes on under it. A sidecar of another workload (a run continued by `run-id`) does not: its user chose anew.
+
+docs/design/020-directives.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from deltashard_checkpoint.errors import UserError
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.settings import DIFFERENTIALS, ENCODINGS, STATE_ENCODINGS, Settings
+
+KEY = "deltashard/directive"
+"""Of a commit's metadata; the prefix `deltashard/` is not the user's."""
+MAX_TEXT = 4096
+_MAX_INT = (1 << 63) - 1
+
+
+class BadDirective(UserError):
+    """A directive with a value that no sidecar of this version can follow; the one in force stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How a run saves. In a directive, 0 and "" keep what the pod was started with."""
+
+    every_s: float = 0.0
+    every_steps: int = 0
+    encoding: str = ""
+    differential: str = ""
+    state_encoding: str = ""
+
+    @classmethod
+    def of(cls, source: Settings | pb.Policy) -> Policy:
+        """The policy that settings, or a message, hold."""
+        return cls(**{each.name: getattr(source, each.name) for each in fields(cls)})
+
+    def message(self) -> pb.Policy:
+        """For the wire."""
+        return pb.Policy(**{each.name: getattr(self, each.name) for each in fields(self)})
+
+    def over(self, base: Policy) -> Policy:
+        """`base` with every field that is set here."""
+        said = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(base, **{name: value for name, value in said.items() if value})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """A policy that the controller gave, numbered."""
+
+    generation: int
+    policy: Policy
+    workload: str = ""
+    """UID of the workload it was given to."""
+
+    def text(self) -> str:
+        """Its form in a commit's metadata."""
+        said = {each.name: getattr(self.policy, each.name) for each in fields(self.policy)}
+        document = {
+            "generation": self.generation,
+            "policy": {name: value for name, value in said.items() if value},
+            "workload": self.workload,
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InForce:
+    """What holds now."""
+
+    started_with: Policy
+    directive: Directive | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The settings with the directive over them."""
+        return self.started_with if self.directive is None else self.directive.policy.over(self.started_with)
+
+    @property
+    def generation(self) -> int:
+        """Of the directive; 0: none."""
+        return 0 if self.directive is None else self.directive.generation
+
+    def after(self, directive: Directive) -> InForce:
+        """What holds after `directive` came: itself when that is not newer."""
+        return replace(self, directive=directive) if directive.generation > self.generation else self
+
+
+def received(message: fleet.Directive, workload: str) -> Directive:
+    """The directive of a message to a sidecar of `workload`; raises `BadDirective`."""
+    return _checked(
+        Directive(generation=message.generation, policy=Policy.of(message.policy), workload=workload)
+    )
+
+
+def recorded(text: str) -> Directive:
+    """The directive in a commit's metadata; raises `BadDirective`: whoever can write the bucket wrote it."""
+    try:
+        document: Any = json.loads(text[: MAX_TEXT + 1])
+        policy = Policy(**document["policy"])
+        directive = Directive(generation=document["generation"], policy=policy, workload=document["workload"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise BadDirective("the recorded directive cannot be read", where=KEY) from None
+    words = (policy.encoding, policy.differential, policy.state_encoding, directive.workload)
+    if (
+        type(policy.every_s) not in (int, float)
+        or type(policy.every_steps) is not int
+        or type(directive.generation) is not int
+        or not all(type(word) is str for word in words)
+    ):
+        raise BadDirective("the recorded directive has a value of a wrong type", where=KEY)
+    return _checked(directive)
+
+
+def _checked(directive: Directive) -> Directive:
+    policy = directive.policy
+    choices = (
+        ("encoding", policy.encoding, ENCODINGS),
+        ("differential", policy.differential, DIFFERENTIALS),
+        ("state_encoding", policy.state_encoding, STATE_ENCODINGS),
+    )
+    for name, value, known in choices:
+        if value and value not in known:
+            raise BadDirective(
+                f"{name} is {value[:40]!r}",
+                where=f"directive {directive.generation}",
+                remedy=f"one of {', '.join(known)}; is this sidecar older than the controller?",
+            )
+    numbers_fit = (
+        0 < directive.generation <= _MAX_INT
+        and 0 <= policy.every_steps <= _MAX_INT
+        and math.isfinite(policy.every_s)
+        and policy.every_s >= 0
+    )
+    if not numbers_fit:
+        raise BadDirective("a number is out of range", where=f"directive {directive.generation}")
+    return directive

@@ -1,0 +1,93 @@
+"""Directives: which one holds, over what, and what is read back from a commit."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar.directives import BadDirective, Directive, InForce, Policy, received, recorded
+
+BASE = Policy(every_s=300.0, encoding="q8", differential="intermittent", state_encoding="fp32")
+
+
+def test_a_directive_lies_over_what_the_pod_was_started_with() -> None:
+    """Zero and empty fields keep it; each directive is whole, so the one before leaves nothing behind."""
+    first = Directive(generation=1, policy=Policy(every_s=60.0, encoding="q4"))
+    held = InForce(started_with=BASE).after(first)
+    assert (held.policy.every_s, held.policy.encoding, held.policy.differential) == (
+        60.0,
+        "q4",
+        "intermittent",
+    )
+    held = held.after(Directive(generation=2, policy=Policy(state_encoding="bf16")))
+    assert (held.policy.every_s, held.policy.encoding, held.policy.state_encoding) == (300.0, "q8", "bf16")
+    assert held.after(Directive(generation=3, policy=Policy())).policy == BASE
+
+
+def test_only_a_newer_generation_counts() -> None:
+    """Late, repeated and reordered messages change nothing."""
+    held = InForce(started_with=BASE)
+    for generation, expected in ((5, 5), (5, 5), (3, 5), (6, 6)):
+        directive = Directive(generation=generation, policy=Policy(every_steps=generation))
+        held = held.after(directive)
+        assert (held.generation, held.policy.every_steps) == (expected, expected)
+
+
+def test_the_recorded_form_reads_back() -> None:
+    """Text in a commit's metadata, small and for people, too."""
+    message = fleet.Directive(generation=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
+    directive = received(message, "uid-1")
+    assert recorded(directive.text()) == directive
+    assert json.loads(directive.text()) == {
+        "generation": 7,
+        "policy": {"encoding": "q2", "every_s": 45.5},
+        "workload": "uid-1",
+    }
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pb.Policy(encoding="q5"),
+        pb.Policy(differential="none"),
+        pb.Policy(state_encoding="q8"),
+        pb.Policy(every_s=-1),
+        pb.Policy(every_s=math.inf),
+        pb.Policy(every_s=math.nan),
+    ],
+)
+def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
+    """The one in force stays, and the log says why."""
+    with pytest.raises(BadDirective):
+        received(fleet.Directive(generation=1, policy=policy), "")
+    with pytest.raises(BadDirective):
+        received(fleet.Directive(generation=0, policy=pb.Policy(every_s=1)), "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        '{"generation": 1}',
+        '{"generation": true, "policy": {}, "workload": ""}',
+        '{"generation": 1, "policy": {"every_s": "1"}, "workload": ""}',
+        '{"generation": 1, "policy": {"every_s": true}, "workload": ""}',
+        '{"generation": 1, "policy": {"every_steps": 1.5}, "workload": ""}',
+        '{"generation": 1, "policy": {"bogus": 1}, "workload": ""}',
+        '{"generation": 1, "policy": [], "workload": ""}',
+        '{"generation": 1, "policy": {}, "workload": 3}',
+        '{"generation": 9223372036854775808, "policy": {}, "workload": ""}',
+        '{"generation": 1, "policy": {"every_s": NaN}, "workload": ""}',
+        "[" * 100_000,
+    ],
+)
+def test_whatever_a_bucket_holds_is_read_or_refused(text: str) -> None:
+    """Never another error, and never half a directive."""
+    with pytest.raises(BadDirective):
+        recorded(text)

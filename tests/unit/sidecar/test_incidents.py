@@ -1,0 +1,134 @@
+"""Incidents are kept until somebody has them, and the store's health makes them."""
+
+from __future__ import annotations
+
+import pytest
+from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
+    BucketMissing,
+    ClockSkew,
+    CredentialsMissing,
+    ObjectExists,
+    ObjectNotFound,
+    StoreFull,
+    StoreUnavailable,
+)
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_sidecar.healths import StoreHealth
+from deltashard_sidecar.incidents import LIMIT, Incidents
+from deltashard_sidecar.logs import configure
+from deltashard_sidecar.metrics import Metrics
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def incidents(metrics: Metrics) -> Incidents:
+    return Incidents(metrics)
+
+
+def failed(incidents: Incidents, number: int) -> None:
+    incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause="error", message=str(number), step=number)
+
+
+def test_they_are_kept_until_acknowledged_and_the_oldest_go_first(
+    incidents: Incidents, metrics: Metrics
+) -> None:
+    """At most LIMIT; what went unheard is counted; ids never repeat."""
+    for number in range(LIMIT + 3):
+        failed(incidents, number)
+    assert [i.step for i in incidents.kept()] == list(range(3, LIMIT + 3))
+    assert metrics.registry.get_sample_value("deltashard_incidents_dropped_total") == 3
+    incidents.acknowledge(incidents.kept()[-2].id)
+    assert [i.step for i in incidents.kept()] == [LIMIT + 2]
+    incidents.acknowledge(1)
+    assert len(incidents.kept()) == 1
+    failed(incidents, 99)
+    assert incidents.kept()[-1].id == LIMIT + 4
+
+
+def test_long_messages_are_clipped(incidents: Incidents) -> None:
+    """One sentence, not a log."""
+    incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause="error", message="x" * 100_000)
+    assert len(incidents.kept()[0].message) == 1000
+
+
+class Health(StoreHealth):
+    """With a clock of its own."""
+
+    now_s = 0.0
+
+    def __init__(self, incidents: Incidents, metrics: Metrics) -> None:
+        super().__init__(
+            incidents, metrics=metrics, log=configure("error", run="r"), clock=lambda: self.now_s
+        )
+
+    def tried(self, error: Exception | None, *, after_s: float = 0.0) -> None:
+        self.now_s += after_s
+        self.attempted("put", 0.1, error)
+
+
+def test_a_store_counts_as_unreachable_only_when_it_lasts(incidents: Incidents, metrics: Metrics) -> None:
+    """Single tries are retried and forgotten; one incident a time, with the store's own sentence; a success ends it."""
+    health = Health(incidents, metrics)
+    down = StoreUnavailable("no connection: refused", where="s3://b", remedy="is the store up?")
+    for _ in range(5):
+        health.tried(down)
+    assert health.store_ok
+    health.tried(None)
+    health.tried(down)
+    health.tried(down, after_s=60.0)
+    assert health.store_ok, "two tries far apart are no outage"
+    health.tried(down)
+    assert not health.store_ok
+    health.tried(down, after_s=60.0)
+    (one,) = incidents.kept()
+    assert (one.kind, one.cause, one.message) == (
+        fleet.INCIDENT_KIND_STORE_UNAVAILABLE, "unavailable", "no connection: refused [s3://b] -- is the store up?",
+    )  # fmt: skip
+    health.tried(None)
+    assert health.store_ok
+    assert metrics.registry.get_sample_value("deltashard_store_retries_total") == 9
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "store_ok", "credentials_ok"),
+    [
+        (CredentialsMissing("no file"), "missing", True, False),
+        (AccessDenied("no"), "denied", False, True),
+        (BucketMissing("no"), "bucket_missing", False, True),
+        (StoreFull("no"), "full", False, True),
+        (ClockSkew("no"), "clock", False, True),
+    ],
+)
+def test_a_refusal_counts_at_once(
+    incidents: Incidents,
+    metrics: Metrics,
+    error: Exception,
+    cause: str,
+    store_ok: bool,
+    credentials_ok: bool,
+) -> None:
+    """Waiting would not mend it; told once, and again when the cause changes."""
+    health = Health(incidents, metrics)
+    health.tried(error)
+    health.tried(error)
+    assert (health.store_ok, health.credentials_ok) == (store_ok, credentials_ok)
+    assert [i.cause for i in incidents.kept()] == [cause]
+    health.tried(AccessDenied("other") if cause != "denied" else StoreFull("other"))
+    assert len(incidents.kept()) == 2
+    health.tried(None)
+    assert (health.store_ok, health.credentials_ok) == (True, True)
+
+
+def test_an_answer_about_an_object_is_health(incidents: Incidents, metrics: Metrics) -> None:
+    """Not there, or taken: the store is well."""
+    health = Health(incidents, metrics)
+    for answer in (ObjectNotFound("no"), ObjectExists("taken")):
+        health.tried(StoreFull("full"))
+        assert not health.store_ok
+        health.tried(answer)
+        assert health.store_ok
