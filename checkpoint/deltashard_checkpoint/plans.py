@@ -25,9 +25,7 @@ from deltashard_checkpoint.lineages import ChainLink, difference, intersection
 from deltashard_checkpoint.tables import Box, TableSchema
 
 MAX_REQUEST_BYTES = frames.MAX_FRAME_BYTES
-"""Ranges are joined up to this size: one arena block, one prefetch unit."""
-DIRECT_BYTES = 1 << 20
-"""Frames of this size are fetched alone, straight to where they are wanted."""
+"""Ranges are joined up to this size: one arena block, one prefetch unit. A store answers few large requests sooner."""
 MAX_GAP_BYTES = 64 << 10
 """Unneeded bytes between two frames that are cheaper to read than another request."""
 
@@ -212,10 +210,9 @@ class _Requests:
         key, info = index.packs[place.pack].key, place.info
         self.bytes += info.length
         self.frames += 1
-        alone = info.length >= DIRECT_BYTES or (self._end - self._start) >= DIRECT_BYTES
         gap = place.offset - self._end
         too_long = place.offset + info.length - self._start > MAX_REQUEST_BYTES
-        if key != self._key or alone or not 0 <= gap <= MAX_GAP_BYTES or too_long:
+        if key != self._key or not 0 <= gap <= MAX_GAP_BYTES or too_long:
             self._close()
             self._key, self._start = key, place.offset
         offset = place.offset - self._start
