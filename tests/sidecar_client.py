@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -94,8 +95,10 @@ class SidecarProcess:
         run: str = "run",
         crash_at: str = "",
         wait: bool = True,
+        environment: dict[str, str | None] | None = None,
         **flags: object,
     ):
+        """`environment` is added to this process's own; None takes a variable away."""
         self.dir = root / "run"
         self.dir.mkdir(exist_ok=True)
         self.log_path = root / "sidecar.log"
@@ -110,6 +113,10 @@ class SidecarProcess:
             self.argv += [f"--{name.replace('_', '-')}", str(value)]
         env = {k: v for k, v in os.environ.items() if not k.startswith("DELTASHARD_")}
         env |= {"OMP_NUM_THREADS": "1", "DELTASHARD_CRASH_AT": crash_at}
+        for name, value in (environment or {}).items():
+            env.pop(name, None)
+            if value is not None:
+                env[name] = value
         pid = Zygote.get().ask(argv=self.argv, env=env, cwd=str(root), log=str(self.log_path))
         assert pid
         self.pid: int = pid
@@ -139,6 +146,12 @@ class SidecarProcess:
 
         until(is_ready, what="the sidecar serves")
         return facts
+
+    def metrics_page(self) -> str:
+        """What Prometheus would scrape."""
+        where = f"http://127.0.0.1:{self.ready()['metrics_port']}/metrics"
+        with urllib.request.urlopen(where, timeout=5) as page:
+            return page.read().decode()
 
     def poll(self) -> int | None:
         """Exit status, or None while it lives."""
@@ -296,7 +309,9 @@ class Trainer:
         world_size: int = 1,
         lock: bool = True,
         consecutive: bool = False,
+        attempt: int | None = None,
     ) -> None:
+        """`attempt`: it trains under one already."""
         self.model = model
         self.rank = rank
         self.world_size = world_size
@@ -307,12 +322,13 @@ class Trainer:
         self.lock = lock
         self.consecutive = consecutive
         self.commit_seq: int | None = None
-        self.attempt: int | None = None
+        self.attempt = attempt
         self.cut = 0
         self.commits: dict[int, pb.Commit] = {}
         self.failures: dict[int, pb.Notice.SaveFailed] = {}
         self.urgent: list[pb.Notice.SaveNow] = []
         self.fenced: list[pb.Notice.Fenced] = []
+        self.policies: list[pb.Policy] = []
         self.base_seq: int | None = None
         self._arenas: list[Arena] = []
         self.reply = self.attach()
@@ -351,6 +367,8 @@ class Trainer:
                         self.urgent.append(notice.save_now)
                     case "fenced":
                         self.fenced.append(notice.fenced)
+                    case "policy":
+                        self.policies.append(notice.policy)
         except grpc.RpcError:
             pass
         if watch is self._watch:
