@@ -1,0 +1,78 @@
+"""Makes the table of values in the chart's README.md from the comments in values.yaml; `--check` only compares.
+
+A comment stands right above its key. A map whose entries have comments is a section; any other value is a row. A value
+without a comment is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+CHART = Path(__file__).parent.parent / "charts" / "deltashard"
+BEGIN, END = "<!-- values -->\n", "<!-- end of values -->\n"
+
+
+class Unfit(Exception):
+    """A value has no comment, or the README no place for the table."""
+
+
+def comment_above(lines: list[str], line: int) -> str:
+    """The comment right above a line (counted from 0), as one line."""
+    said: list[str] = []
+    while line > 0 and lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+        said.insert(0, lines[line].lstrip().removeprefix("#").strip())
+    return " ".join(said)
+
+
+def rows(node: yaml.MappingNode, lines: list[str], prefix: str = "") -> Iterator[str]:
+    """A row of the table for every value below a map; raises `Unfit`."""
+    for key, value in node.value:
+        path = prefix + key.value
+        meaning = comment_above(lines, key.start_mark.line).replace("|", "\\|")
+        if not meaning:
+            raise Unfit(f"values.yaml: {path} has no comment")
+        entries = value.value if isinstance(value, yaml.MappingNode) and not value.flow_style else []
+        if any(comment_above(lines, entry.start_mark.line) for entry, _ in entries):
+            yield f"| **`{path}`** | | {meaning} |"
+            yield from rows(value, lines, f"{path}.")
+        else:
+            default = json.dumps(yaml.safe_load(yaml.serialize(value)), ensure_ascii=False)
+            yield f"| `{path}` | `{default}` | {meaning} |"
+
+
+def rendered(readme: str, values: str) -> str:
+    """The README with the table of these values in its place; raises `Unfit`."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise Unfit(f"README.md has no {BEGIN.strip()} with {END.strip()} after it")
+    root = yaml.compose(values, Loader=yaml.SafeLoader)
+    lines = ["| value | default | meaning |", "|---|---|---|", *rows(root, values.splitlines())]
+    return f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n\n{END}{after}"
+
+
+def main() -> int:
+    """Write the README, or with `--check` say whether it is as it should be."""
+    path = CHART / "README.md"
+    readme = path.read_text(encoding="utf-8")
+    try:
+        wanted = rendered(readme, (CHART / "values.yaml").read_text(encoding="utf-8"))
+    except Unfit as error:
+        sys.stderr.write(f"tools/chart_readme.py: {error}\n")
+        return 1
+    if "--check" not in sys.argv[1:]:
+        path.write_text(wanted, encoding="utf-8")
+    elif wanted != readme:
+        sys.stderr.write(f"{path} is not what values.yaml says: run tools/chart_readme.py\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
