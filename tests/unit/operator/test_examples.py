@@ -165,20 +165,21 @@ def test_images_and_arguments_exist() -> None:
 
 def test_exit_codes_are_those_of_the_trainer() -> None:
     """The rules of the podFailurePolicy, the comments and the scripts speak of the same codes."""
-    from deltashard import signals
+    from deltashard import exits, signals
 
     manifest = documents(EXAMPLES / "job-pod-failure-policy.yaml")[0]
     rules = manifest["spec"]["podFailurePolicy"]["rules"]
     values = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
-    assert values == {"Ignore": [signals.EXIT_SIGTERM], "FailJob": [2]}
+    assert values == {"Ignore": [signals.EXIT_SIGTERM], "FailJob": [2, exits.EXIT_TAKEN_OVER]}
     assert manifest["spec"]["podReplacementPolicy"] == "Failed"
     assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     job = documents(EXAMPLES / "job.yaml")[0]["spec"]
     assert "podFailurePolicy" not in job
     assert "podReplacementPolicy" not in job
     assert job["backoffLimit"] > 6, "the default would end a long training"
-    (fenced,) = re.findall(r"(?m)^FENCED = (\d+)$", (EXAMPLES / "train.py").read_text())
-    assert f"{fenced}: another process trains this" in (EXAMPLES / "job.yaml").read_text()
+    for told in (EXAMPLES / "job.yaml").read_text(), (EXAMPLES / "train.py").read_text():
+        assert f"{exits.EXIT_TAKEN_OVER}" in told
+        assert f"{signals.EXIT_SIGTERM}" in told
 
 
 def test_the_policy_is_one() -> None:
