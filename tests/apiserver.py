@@ -167,6 +167,12 @@ class Rest:
         )
         return Reply(status=reply.status, document=reply.json(), warnings=reply.headers.getlist("Warning"))
 
+    def text(self, path: str) -> str:
+        """A page that is no document, such as the metrics."""
+        reply = self._pool.request("GET", self._url + path)
+        assert reply.status == 200, reply.status
+        return reply.data.decode()
+
     def create(self, document: dict[str, Any], namespace: str = "default", *, dry_run: bool = False) -> Reply:
         """Create an object of a kind that tests use."""
         group, _, version = document["apiVersion"].rpartition("/")
@@ -197,14 +203,20 @@ NAMESPACED = {
     "resourcequota",
     "limitrange",
     "configmap",
+    "secret",
+    "service",
+    "role",
+    "rolebinding",
 }
 
 
 class ApiServer:
     """etcd and kube-apiserver; `start`, use `kubeconfig` or `api`, `stop`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *flags: str) -> None:
+        """`flags` are kube-apiserver's, besides those that it always gets."""
         self.directory = directory
+        self._flags = flags
         self.kubeconfig = directory / "kubeconfig"
         self.port = 0
         self._etcd = built("etcd")
@@ -260,6 +272,7 @@ class ApiServer:
             "--service-cluster-ip-range=10.96.0.0/16",
             "--authorization-mode=RBAC",
             "--shutdown-delay-duration=0s",
+            *self._flags,
         )
         core = client.CoreV1Api(self.api())
 

@@ -1,0 +1,90 @@
+"""Programs under load: started, watched for what they use, ended by pid."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a process has used so far."""
+
+    rss_bytes: int
+    peak_rss_bytes: int
+    cpu_s: float
+    threads: int
+    files: int
+
+
+class Process:
+    """One program with a log file; `start` after `stop` or `kill` begins it anew."""
+
+    def __init__(
+        self, name: str, command: Sequence[object], *, folder: Path, env: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._command = [str(word) for word in command]
+        self._env = env
+        self._running: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; returns at once."""
+        with self.log.open("ab") as log:
+            self._running = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+            )
+
+    def check(self) -> None:
+        """Fail with its last words when it does not run."""
+        assert self._running is not None, f"{self.name} was not started"
+        status = self._running.poll()
+        assert status is None, f"{self.name} ended with {status}:\n{self.tail()}"
+
+    def tail(self, size_bytes: int = 4000) -> str:
+        """The end of its log."""
+        return self.log.read_bytes()[-size_bytes:].decode(errors="replace") if self.log.exists() else ""
+
+    def usage(self) -> Usage:
+        """What it uses now."""
+        self.check()
+        assert self._running is not None
+        process = psutil.Process(self._running.pid)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+        times = process.cpu_times()
+        return Usage(
+            rss_bytes=process.memory_info().rss,
+            peak_rss_bytes=int(peak_kib) << 10,
+            cpu_s=times.user + times.system,
+            threads=process.num_threads(),
+            files=process.num_fds(),
+        )
+
+    def stop(self, number: signal.Signals = signal.SIGTERM, *, patience_s: float = 30.0) -> None:
+        """End it; SIGKILL when it does not hear."""
+        if self._running is None:
+            return
+        if self._running.poll() is None:
+            self._running.send_signal(number)
+            try:
+                self._running.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                self._running.kill()
+                self._running.wait(patience_s)
+        self._running = None
+
+    def kill(self) -> None:
+        """End it without a word."""
+        self.stop(signal.SIGKILL)

@@ -1,0 +1,140 @@
+"""The check of the audit log finds what it is there to find: without that, its silence would say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes import client, config
+
+from tests.apiserver import Rest
+from tests.load import audits, planes
+from tests.load.planes import CONTROLLER, SYSTEM, Plane
+
+ROLE = {
+    "apiVersion": "rbac.authorization.k8s.io/v1",
+    "kind": "ClusterRole",
+    "metadata": {"name": "too-much"},
+    "rules": [{"apiGroups": ["batch", ""], "resources": ["jobs", "pods"], "verbs": ["patch", "delete"]}],
+}
+BINDING = {
+    "apiVersion": "rbac.authorization.k8s.io/v1",
+    "kind": "ClusterRoleBinding",
+    "metadata": {"name": "too-much"},
+    "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "too-much"},
+    "subjects": [{"kind": "ServiceAccount", "name": CONTROLLER, "namespace": SYSTEM}],
+}
+
+
+@pytest.fixture(scope="module")
+def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
+    """A cluster of this file's own: what is written here must not be in the load test's log."""
+    plane = Plane(tmp_path_factory.mktemp("audited"), nodes=1)
+    plane.start()
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture
+def controller(plane: Plane) -> Iterator[client.ApiClient]:
+    """A client with the controller's rights."""
+    configuration = client.Configuration()
+    config.load_kube_config(str(plane.kubeconfig(CONTROLLER)), client_configuration=configuration)
+    with client.ApiClient(configuration) as api:
+        yield api
+
+
+def _found(plane: Plane) -> list[str]:
+    return audits.findings(audits.requests(plane.audit_log, planes.account(CONTROLLER)))
+
+
+def _eventually(rest: Rest, act: Callable[[], Any]) -> None:
+    """Rights take a moment to be in force."""
+
+    def done() -> bool:
+        try:
+            act()
+        except client.ApiException as error:
+            if error.status != 403:
+                raise
+            return False
+        return True
+
+    planes.wait_for(done, what="rights in force", timeout_s=planes.PATIENCE_S)
+
+
+def test_what_the_controller_must_not_write_is_found(plane: Plane, controller: client.ApiClient) -> None:
+    """Reads and allowed writes are silent; a write to a user's object is found, granted or not."""
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "theirs"},
+        "spec": {
+            "suspend": True,
+            "template": {"spec": {"restartPolicy": "Never", "containers": [{"name": "t", "image": "i"}]}},
+        },
+    }
+    plane.make(job)
+    batch = client.BatchV1Api(controller)
+    assert batch.read_namespaced_job("theirs", "default").metadata.name == "theirs"
+    review = client.V1TokenReview(
+        api_version="authentication.k8s.io/v1",
+        kind="TokenReview",
+        spec=client.V1TokenReviewSpec(token="nonsense"),
+    )
+    client.AuthenticationV1Api(controller).create_token_review(review)
+    assert _found(plane) == []
+    counted = audits.counts(audits.requests(plane.audit_log, planes.account(CONTROLLER)))
+    assert counted == {"get batch/jobs": 1, "create authentication.k8s.io/tokenreviews": 1}
+
+    annotated = {"metadata": {"annotations": {"deltashard.io/seen": "yes"}}}
+    with pytest.raises(client.ApiException, match="403"):
+        batch.patch_namespaced_job("theirs", "default", annotated)
+    refused, tried = "patch batch/jobs default/theirs: 403", "(1 times)"
+    assert _found(plane) == [f"not allowed: {refused} {tried}", f"refused: {refused} {tried}"]
+
+    plane.make(ROLE)
+    plane.make(BINDING)
+    _eventually(plane.rest, lambda: batch.patch_namespaced_job("theirs", "default", annotated))
+    assert f"not allowed: patch batch/jobs default/theirs: 200 {tried}" in _found(plane)
+    batch.delete_namespaced_job("theirs", "default")
+    assert f"not allowed: delete batch/jobs default/theirs: 200 {tried}" in _found(plane)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"namespace": "team"}, ["not allowed: update secrets team/deltashard-fleet-tls: 200 (1 times)"]),
+        ({"name": "other"}, ["not allowed: update secrets deltashard-system/other: 200 (1 times)"]),
+        (
+            {"verb": "deletecollection", "name": ""},
+            ["not allowed: deletecollection secrets deltashard-system/: 200 (1 times)"],
+        ),
+        (
+            {"verb": "watch", "status": 403},
+            ["refused: watch secrets deltashard-system/deltashard-fleet-tls: 403 (1 times)"],
+        ),
+    ],
+)
+def test_a_name_or_a_namespace_more_is_a_finding(changes: dict[str, Any], expected: list[str]) -> None:
+    """Its own Secrets by name, in its own namespace, by update: nothing beside."""
+    fields: dict[str, Any] = {
+        "user": planes.account(CONTROLLER),
+        "verb": "update",
+        "group": "",
+        "resource": "secrets",
+        "namespace": SYSTEM,
+        "name": "deltashard-fleet-tls",
+        "status": 200,
+    }
+    assert audits.findings([audits.Request(**(fields | changes))]) == expected
+
+
+def test_a_log_without_the_user_says_nothing(tmp_path: Path) -> None:
+    """Requests of others are none of the controller's."""
+    line = '{"stage":"ResponseComplete","verb":"patch","requestURI":"/x","user":{"username":"someone"}}\n'
+    (tmp_path / "audit.jsonl").write_text(line)
+    assert list(audits.requests(tmp_path / "audit.jsonl", planes.account(CONTROLLER))) == []
