@@ -41,6 +41,14 @@ class Defaults:
         """Whether the default can serve by itself, without a CheckpointPolicy."""
         return "store" in self._spec
 
+    def unready(self) -> list[str]:
+        """Why the spec cannot be given yet; empty when it can."""
+        try:
+            self.spec()
+        except FleetAuthorityMissing as error:
+            return [error.what]
+        return []
+
     def _authority(self, path: Path) -> str:
         try:
             status = path.stat()

@@ -1,9 +1,9 @@
 """The webhook's HTTP side: `/mutate` over TLS, and beside it, in plain, `/healthz` and `/metrics`.
 
-Any replica answers anything: no leader, no state but the policy cache. `/healthz` is 200 when a certificate is loaded
-and the policies were listed, which is what an endpoint needs before it may be sent admissions. On SIGTERM it turns 503
-while admissions go on for `drain_s`, each answer closing its connection, so that the API server has gone elsewhere
-before the sockets close: a rolling upgrade fails no admission.
+Any replica answers anything: no leader, no state but the policy cache. `/healthz` is 200 when a certificate is loaded,
+the policies were listed and the controller's authority was read, which is what an endpoint needs before it may be sent
+admissions. On SIGTERM it turns 503 while admissions go on for `drain_s`, each answer closing its connection, so that
+the API server has gone elsewhere before the sockets close: a rolling upgrade fails no admission.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Webhook:
             reasons.append("no certificate is loaded")
         if not self.cache.synced:
             reasons.append("the policies are not listed yet")
+        reasons.extend(self.defaults.unready())
         if self.draining:
             reasons.append("stopping")
         return reasons

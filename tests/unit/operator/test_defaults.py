@@ -30,7 +30,9 @@ def test_the_authority_is_read_again_when_it_changed(tmp_path: Path) -> None:
     found = defaults(tmp_path, samples.DEFAULTS, ca)
     with pytest.raises(FleetAuthorityMissing, match="is the controller running"):
         found.spec()
+    assert "cannot be read" in found.unready()[0]
     ca.write_text("first")
+    assert found.unready() == []
     assert found.spec()["fleet"] == {**samples.DEFAULTS["fleet"], "ca": "first"}
     ca.write_text("second, longer")
     assert found.spec()["fleet"]["ca"] == "second, longer"
