@@ -124,6 +124,8 @@ class Fleet(service.FleetServicer):
         """Servers of older certificates, and what waits for their last streams."""
         self._watching: asyncio.Task[None] | None = None
         self._stopping = False
+        self._unreviewed = False
+        """Tokens could not be reviewed, last time."""
         self.port: int | None = None
         """The port that is open; None before there is a certificate."""
         metrics.streams.set_function(lambda: len(self._streams))
@@ -150,9 +152,8 @@ class Fleet(service.FleetServicer):
                 await self._watching
         for stream in list(self._streams.values()):
             stream.finish("stopping")
-        for server in (*self._drains, *([] if self._server is None else [self._server])):
-            await server.stop(grace_s)
-        await asyncio.gather(*self._drains.values())
+        servers = [*self._drains, *([] if self._server is None else [self._server])]
+        await asyncio.gather(*(server.stop(grace_s) for server in servers), *self._drains.values())
         self.port = None
 
     def unready(self) -> list[str]:
@@ -281,8 +282,13 @@ class Fleet(service.FleetServicer):
             _log.info("fleet.not_authentic", namespace=hello.namespace, pod=hello.pod, error=str(error))
             raise Refusal("not_authentic", grpc.StatusCode.UNAUTHENTICATED, str(error)) from None
         except ReviewUnavailable as error:
-            _log.warning("fleet.review_unavailable", error=str(error))
+            if not self._unreviewed:  # once per outage, not once per sidecar
+                _log.warning("fleet.review_unavailable", error=str(error))
+            self._unreviewed = True
             raise Refusal("review_unavailable", grpc.StatusCode.UNAVAILABLE, str(error)) from None
+        if self._unreviewed:
+            _log.info("fleet.reviews_again")
+        self._unreviewed = False
         match(hello, identity)
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
             sentence = (

@@ -49,7 +49,9 @@ class FleetServicer:
         call ends: UNAUTHENTICATED and PERMISSION_DENIED are errors to report, UNAVAILABLE and NOT_FOUND, an unknown pod,
         are tried again with a jittered back-off). Then a Heartbeat at once, at every change of phase, attempt, commit or
         incident (not more often than once a second), and at least every `heartbeat_s`. The server ends a stream after
-        `reauthenticate_s`; the sidecar comes again with a fresh token.
+        `reauthenticate_s` with OK; the sidecar comes again with a fresh token. RESOURCE_EXHAUSTED (no room) is tried again,
+        too; INVALID_ARGUMENT (the contract was broken) and FAILED_PRECONDITION (no common protocol) are errors to report;
+        ABORTED says that a newer stream of the same process has taken this one's place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -401,6 +401,29 @@ def test_limits_hold(api: client.ApiClient, pod: Pod, token: str, monkeypatch: p
     asyncio.run(scenario())
 
 
+def test_a_sidecar_that_does_not_read_loses_its_stream(
+    api: client.ApiClient, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for it is bounded, and so is how long it waits."""
+    monkeypatch.setattr(fleets, "WRITE_S", 0.5)
+
+    async def scenario() -> None:
+        async with serving(api) as service, service.reporter(pod, token) as sidecar:
+            await sidecar.greet()
+            key = (pod.namespace, f"job-of-{pod.uid}")
+            huge = "x" * (3 << 20)
+            ended = service.metrics.ended.labels("slow")._value.get
+
+            def flooded() -> bool:
+                service.fleet.save_now(key, huge, urgent=False, deadline_s=0)
+                return ended() == 1
+
+            await eventually(flooded, "the end of patience")
+            assert service.book.events[-1] == ("disconnected", pod.name, "p1")
+
+    asyncio.run(scenario())
+
+
 def test_a_ledger_that_fails_costs_one_stream(api: client.ApiClient, pod: Pod, token: str) -> None:
     """INTERNAL for that sidecar; the service goes on."""
 
