@@ -347,6 +347,13 @@ CASES = [
         before={"ScheduleAnyway"},
         after={"DoNotSchedule"},
     ),
+    Case(
+        path="controller.keepFinishedDays",
+        value=0.5,
+        look=lambda r: [a for a in container("controller", "args")(r) if "keep" in a],
+        before=["--keep-finished-days=7"],
+        after=["--keep-finished-days=0.5"],
+    ),
     *scheduling("webhook"),
     *scheduling("controller"),
     Case(
