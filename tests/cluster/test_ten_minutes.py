@@ -25,14 +25,19 @@ def empty_cluster(stage: Stage, stage_turn: None, tmp_path: Path) -> Iterator[St
     for node in stage.cluster.nodes.values():
         node.ctr("images", "import", archive)
     archive.unlink()
-    stage.system.helm("uninstall", RELEASE, "--wait")
-    stage.cluster.kubectl("delete", "namespace", NAMESPACE, "--timeout=120s")
     try:
+        _empty(stage)
         yield stage
     finally:
-        for name in ("recommender", NAMESPACE):  # of a page that broke off
-            stage.cluster.kubectl("delete", "namespace", name, "--ignore-not-found", "--timeout=120s")
+        _empty(stage)  # a page that broke off left something
         stage.system.install()
+
+
+def _empty(stage: Stage) -> None:
+    stage.system.helm("uninstall", RELEASE, "--wait", "--ignore-not-found")
+    stage.cluster.kubectl(
+        "delete", "namespace", "recommender", NAMESPACE, "--ignore-not-found", timeout_s=240
+    )
 
 
 def test_every_command_of_the_page_does_what_it_says(empty_cluster: Stage, tmp_path: Path) -> None:
