@@ -18,6 +18,9 @@ INJECTED = PREFIX + "injected"
 MANAGED_BY = PREFIX + "managed-by"
 MANAGED_BY_VALUE = "deltashard"
 
+WORKLOAD_UID = PREFIX + "workload-uid"
+"""Label of a CheckpointRun: the workload it is of. Its label `deltashard.io/run-id` is the run's."""
+
 SIDECAR = "deltashard-sidecar"
 ISTIO = "istio-proxy"
 SHM_VOLUME = "deltashard-shm"

@@ -1,0 +1,176 @@
+"""Calls on the API from the asyncio loop: the user's `kubernetes` client in a bounded pool of threads.
+
+Nothing here blocks the loop, and nothing waits for ever: a call has a connect and a read timeout, at most `THREADS` run
+at once, and one that failed for a passing reason (429, 5xx, no connection) is tried again at most `TRIES` times with
+the pause that the server asks for, else a doubling, jittered one. What the API says otherwise (404, 409, 403, 422) is
+the answer. Every answer is counted by verb and outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import urllib3
+from deltashard_checkpoint.errors import EnvironmentFault
+from kubernetes import client
+
+THREADS = 8
+TRIES = 4
+PAUSE_S = 0.5
+MAX_PAUSE_S = 10.0
+CONNECT_S = 5.0
+READ_S = 30.0
+CHUNK = 500
+"""Objects of one page of a list."""
+MERGE = "application/merge-patch+json"
+METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+VERBS = ("GET", "LIST", "POST", "PATCH", "DELETE")
+OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
+
+
+class ApiUnavailable(EnvironmentFault):
+    """The API did not answer, in spite of several tries."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the API said."""
+
+    status: int
+    document: dict[str, Any]
+    retry_after_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it did what was asked."""
+        return self.status < 400
+
+    @property
+    def sentence(self) -> str:
+        """Why not."""
+        return f"{self.status} {self.document.get('reason', '')}: {self.document.get('message', '')}"[:500]
+
+
+class Caller:
+    """The API, for coroutines. Close it at the end."""
+
+    def __init__(
+        self,
+        api: client.ApiClient,
+        *,
+        count: Callable[[str, str], None] = lambda _verb, _outcome: None,
+        threads: int = THREADS,
+    ) -> None:
+        self._api = api
+        self._count = count
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="calls")
+        self._slots = asyncio.Semaphore(threads)
+
+    def close(self) -> None:
+        """Let go of the threads; a call under way ends by its own timeout."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def __call__(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        content: str = "application/json",
+        accept: str = "application/json",
+        tries: int = TRIES,
+    ) -> Answer:
+        """One request, tried again while the reason may pass; raises `ApiUnavailable`."""
+        verb = "LIST" if query and "limit" in query else method
+        pause_s = PAUSE_S
+        for last in range(1, tries + 1):
+            found = await self._once(method, path, body, query or {}, content, accept)
+            self._count(verb, _outcome(found))
+            if isinstance(found, Answer) and found.status != 429 and found.status < 500:
+                return found
+            if last == tries:
+                break
+            asked_s = found.retry_after_s if isinstance(found, Answer) else 0.0
+            await asyncio.sleep(min(MAX_PAUSE_S, max(asked_s, pause_s * random.uniform(0.5, 1.0))))  # noqa: S311
+            pause_s *= 2
+        why = found.sentence if isinstance(found, Answer) else found
+        raise ApiUnavailable(f"{method} did not succeed in {tries} tries: {why}", where=path)
+
+    async def _once(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        query: Mapping[str, str],
+        content: str,
+        accept: str,
+    ) -> Answer | str:
+        loop = asyncio.get_running_loop()
+        async with self._slots:
+            return await loop.run_in_executor(
+                self._pool, self._request, method, path, body, query, content, accept
+            )
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        query: Mapping[str, str],
+        content: str,
+        accept: str,
+    ) -> Answer | str:
+        try:
+            serialized = self._api.param_serialize(
+                method=method,
+                resource_path=path,
+                query_params=list(query.items()),
+                header_params={"Accept": accept, "Content-Type": content},
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            reply = self._api.call_api(*serialized, _request_timeout=(CONNECT_S, READ_S))
+            document = json.loads(reply.read() or b"{}")  # type: ignore[no-untyped-call]
+        except (client.ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"[:300]
+        after = reply.headers.get("Retry-After", "")
+        return Answer(
+            status=int(reply.status),
+            document=document if isinstance(document, dict) else {},
+            retry_after_s=float(after) if after.isdigit() else 0.0,
+        )
+
+    async def every(
+        self, path: str, *, selector: str = "", accept: str = "application/json"
+    ) -> list[dict[str, Any]]:
+        """All objects of a collection, page by page; raises `ApiUnavailable`."""
+        found: list[dict[str, Any]] = []
+        query = {"limit": str(CHUNK)} | ({"labelSelector": selector} if selector else {})
+        while True:
+            page = await self("GET", path, query=query, accept=accept)
+            if page.status == 410 and "continue" in query:  # the pages grew too old between two of them
+                found = []
+                del query["continue"]
+                continue
+            if not page.ok:
+                raise ApiUnavailable(f"cannot be listed: {page.sentence}", where=path)
+            found.extend(page.document.get("items") or ())
+            following = (page.document.get("metadata") or {}).get("continue")
+            if not following:
+                return found
+            query["continue"] = following
+
+
+def _outcome(found: Answer | str) -> str:
+    if isinstance(found, str) or found.status >= 500:
+        return "unavailable"
+    return {404: "not_found", 409: "conflict", 429: "throttled"}.get(
+        found.status, "ok" if found.ok else "refused"
+    )

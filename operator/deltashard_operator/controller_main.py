@@ -1,0 +1,413 @@
+"""The process of the controller: options, clients, watches, sockets, signals.
+
+`deltashard-controller` reads the CheckpointRuns, then watches (kopf, in a thread), listens to sidecars (`fleets`),
+issues certificates (`authorities`) and serves plain pages: /livez (the loop turns, and every watch is tended), /healthz
+(besides, the API is heard and sidecars can report) and /metrics. When all watches fail they begin anew with a growing
+pause; only when that does not help for long does the process give up, for a fresh one to try. On SIGTERM or SIGINT it
+sends the sidecars away, writes what is not written yet and exits 0; a second signal hurries it. Every flag is also a
+variable: `--metrics-port` is `DELTASHARD_CONTROLLER_METRICS_PORT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import kopf
+import structlog
+from aiohttp import web
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, UserError
+from kubernetes import client, config
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from deltashard_operator import handlers
+from deltashard_operator.authorities import Authority, AuthorityOptions
+from deltashard_operator.calls import ApiUnavailable, Caller
+from deltashard_operator.connections import STALE_S, Freshness, connection
+from deltashard_operator.controller_metrics import ControllerMetrics
+from deltashard_operator.controllers import Controller
+from deltashard_operator.defaults import Defaults
+from deltashard_operator.events import Teller
+from deltashard_operator.fleets import Files, Fleet
+from deltashard_operator.main import EXIT_USAGE, api_client
+from deltashard_operator.metrics import AuthorityMetrics, FleetMetrics
+from deltashard_operator.reviews import Reviewer
+
+EXIT_FAILED = 1
+MAX_LAG_S = 10.0
+"""A loop this late is stuck."""
+LAG_TICK_S = 0.25
+LAG_WINDOW_S = 60.0
+PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+KOPF_END_S = 8.0
+"""kopf gets so long to end; its thread holds nothing."""
+GIVE_UP_S = 900.0
+"""Watches that fail for so long without a break end the process."""
+CHOICES = {"certificates": ("builtin", "external")}
+_log = structlog.get_logger("deltashard.controller")
+
+
+class WatchesFailed(EnvironmentFault):
+    """Nothing could be watched for a long time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What can be set on the controller."""
+
+    host: str = "0.0.0.0"  # noqa: S104 - a pod's own network
+    """Address both ports bind."""
+    fleet_port: int = 9443
+    """TLS port that sidecars report to."""
+    metrics_port: int = 9090
+    """Plain port of /healthz, /livez and /metrics."""
+    certificates: str = "builtin"
+    """builtin: the controller issues its own certificate and the webhook's; external: somebody else does."""
+    certificate_dir: Path = Path("/etc/deltashard/tls")
+    """Where tls.crt and tls.key of the fleet service come from when they are external; they may appear and change."""
+    namespace: str = "deltashard-system"
+    """The controller's own, where the certificates it issues are kept."""
+    default_policy: Path | None = None
+    """YAML file with the default policy's spec, the same as the webhook's."""
+    kubeconfig: Path | None = None
+    """How to reach the API; without, as a pod."""
+    keep_finished_days: float = 7.0
+    """A CheckpointRun is removed so long after its workload ended. The checkpoints stay."""
+    status_interval_s: float = 30.0
+    """Between writes of a run's status for new commits; a change of phase or condition is written at once."""
+    heartbeat_s: float = 15.0
+    """How often sidecars report."""
+    drain_s: float = 10.0
+    """How long unwritten statuses are written after SIGTERM."""
+
+
+def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """Options from the command line over the environment over the defaults; exits on nonsense."""
+    parser = argparse.ArgumentParser(prog="deltashard-controller", description=__doc__.splitlines()[0])
+    kinds = {"int": int, "float": float, "Path": Path, "Path | None": Path}
+    for field in fields(Options):
+        variable = f"DELTASHARD_CONTROLLER_{field.name.upper()}"
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=kinds.get(str(field.type), str),
+            choices=CHOICES.get(field.name),
+            default=environ.get(variable) or field.default,
+            help=f"default {field.default}; variable {variable}",
+        )
+    return Options(**vars(parser.parse_args(argv)))
+
+
+class Lag:
+    """How late the loop is. `run` it as a task."""
+
+    def __init__(self) -> None:
+        self._seen: collections.deque[tuple[float, float]] = collections.deque()
+        self._turned_s = time.monotonic()
+
+    async def run(self) -> None:
+        """Measure for ever."""
+        while True:
+            due_s = time.monotonic() + LAG_TICK_S
+            await asyncio.sleep(LAG_TICK_S)
+            now_s = self._turned_s = time.monotonic()
+            self._seen.append((now_s, max(now_s - due_s, 0.0)))
+            while self._seen[0][0] < now_s - LAG_WINDOW_S:
+                self._seen.popleft()
+
+    def now_s(self) -> float:
+        """How long ago it turned last, beyond what it should be."""
+        return max(time.monotonic() - self._turned_s - LAG_TICK_S, 0.0)
+
+    def worst_s(self) -> float:
+        """The worst of the last minute."""
+        return max((late for _, late in self._seen), default=0.0)
+
+
+class Process:
+    """All parts of the controller, put together."""
+
+    def __init__(self, options: Options, api: client.ApiClient) -> None:
+        """Build it on the loop it will run on."""
+        self.options = options
+        self._api = api
+        self.prometheus = CollectorRegistry()
+        self.metrics = metrics = ControllerMetrics(self.prometheus)
+        self.call = Caller(api, count=lambda verb, outcome: metrics.calls.labels(verb, outcome).inc())
+        self.teller = Teller(self.call, count=lambda outcome: metrics.events.labels(outcome).inc())
+        metrics.events_waiting.set_function(lambda: len(self.teller))
+        self.controller = Controller(
+            call=self.call,
+            teller=self.teller,
+            defaults=Defaults(options.default_policy, None),
+            metrics=metrics,
+            keep_finished_s=options.keep_finished_days * 86400,
+            status_interval_s=options.status_interval_s,
+        )
+        self.freshness = Freshness(
+            tuple(handlers.RESOURCES),
+            on_list=self.controller.sweep_soon,
+            on_watch=lambda path: metrics.watch_restarts.labels(handlers.RESOURCES[path]).inc(),
+        )
+        metrics.watch_age.set_function(self.freshness.heard_s)
+        self.lag = Lag()
+        metrics.loop_lag.set_function(self.lag.worst_s)
+        self.authority: Authority | None = None
+        if options.certificates == "builtin":
+            self.authority = Authority(
+                api,
+                AuthorityOptions(namespace=options.namespace),
+                metrics=AuthorityMetrics(self.prometheus),
+            )
+        fleet_metrics = FleetMetrics(self.prometheus)
+        self.reviewer = Reviewer(api, count=fleet_metrics.reviewed)
+        self.fleet = Fleet(
+            ledger=self.controller,
+            reviewer=self.reviewer,
+            tls=Files(options.certificate_dir) if self.authority is None else self.authority.fleet_leaf,
+            metrics=fleet_metrics,
+            heartbeat_s=options.heartbeat_s,
+        )
+        self.controller.fleet = self.fleet
+        self.stopping = False
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    def dead(self) -> list[str]:
+        """Why a restart is the remedy; empty while it is not."""
+        reasons = [f"nobody tends the watch of {path}" for path in self.freshness.untended()]
+        if self.lag.now_s() > MAX_LAG_S:
+            reasons.append(f"the loop is {self.lag.now_s():.0f} s late")
+        return reasons
+
+    def unready(self) -> list[str]:
+        """Why it does not do its work."""
+        reasons = [*self.dead(), *self.fleet.unready()]
+        if not self.controller.loaded:
+            reasons.append("the CheckpointRuns are not read yet")
+        if self.freshness.heard_s() > STALE_S:
+            reasons.append("the API is not heard")
+        if self.stopping:
+            reasons.append("stopping")
+        return reasons
+
+    def pages(self) -> web.Application:
+        """The plain application."""
+
+        async def livez(_request: web.Request) -> web.Response:
+            reasons = self.dead()
+            return web.Response(status=503 if reasons else 200, text="; ".join(reasons) or "ok")
+
+        async def healthz(_request: web.Request) -> web.Response:
+            reasons = self.unready()
+            return web.Response(status=503 if reasons else 200, text="; ".join(reasons) or "ok")
+
+        async def scrape(_request: web.Request) -> web.Response:
+            body = generate_latest(self.prometheus)
+            return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+        plain = web.Application()
+        plain.router.add_get("/livez", livez)
+        plain.router.add_get("/healthz", healthz)
+        plain.router.add_get("/metrics", scrape)
+        return plain
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Read what was known before; tries until the API answers."""
+        failures = 0
+        while True:
+            try:
+                await self.controller.load()
+            except ApiUnavailable as error:
+                _log.warning("controller.not_loaded", error=str(error))
+                await asyncio.sleep(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
+                failures += 1
+            else:
+                return
+
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Watch until `stop`, beginning anew whatever goes wrong; raises `WatchesFailed` when it stays wrong."""
+        failures, failing_since_s = 0, 0.0
+        while not stop.is_set():
+            begun_s = time.monotonic()
+            error = await self._watched(stop)
+            if stop.is_set():
+                return
+            _log.warning("controller.watches_failed", error=f"{type(error).__name__}: {error}"[:300])
+            self.metrics.kopf_restarts.inc()
+            now_s = time.monotonic()
+            if now_s - begun_s > LAG_WINDOW_S or not failures:
+                failures, failing_since_s = 0, begun_s
+            if now_s - failing_since_s > GIVE_UP_S:
+                raise WatchesFailed(f"nothing could be watched for {GIVE_UP_S:.0f} s", remedy="see the log")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), PAUSES_S[min(failures, len(PAUSES_S) - 1)])
+            failures += 1
+
+    async def _watched(self, stop: asyncio.Event) -> BaseException | None:
+        """Run kopf once, in a thread and on a loop of its own; what ended it, None when it was told to.
+
+        On a loop it shares, kopf takes the signals for itself and at its end cancels every task it did not start.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[BaseException | None] = loop.create_future()
+        told = threading.Event()
+
+        def finish(error: BaseException | None) -> None:
+            if not ended.done():
+                ended.set_result(error)
+
+        def work() -> None:
+            error: BaseException | None = None
+            try:
+                asyncio.run(self._kopf(loop, told))
+            except BaseException as caught:  # noqa: BLE001 - handed on
+                error = caught
+            with contextlib.suppress(RuntimeError):  # our loop is closed: nobody waits
+                loop.call_soon_threadsafe(finish, error)
+
+        threading.Thread(target=work, name="kopf", daemon=True).start()
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            both: tuple[asyncio.Future[Any], ...] = (ended, stopping)
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            told.set()
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(ended, KOPF_END_S)
+            return None
+        finally:
+            told.set()
+            stopping.cancel()
+
+    async def _kopf(self, loop: asyncio.AbstractEventLoop, told: threading.Event) -> None:
+        configuration, freshness = self._api.configuration, self.freshness
+        registry = handlers.registry(
+            self.controller,
+            self.metrics,
+            log_in=lambda: connection(configuration, freshness),
+            hand_on=loop.call_soon_threadsafe,
+        )
+        await kopf.operator(
+            registry=registry,
+            settings=handlers.settings(),
+            clusterwide=True,
+            standalone=True,
+            stop_flag=told,
+        )
+
+    async def serve(self) -> None:
+        """Serve until a signal, then drain."""
+        stop, hurry = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (hurry if stop.is_set() else stop).set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, on_signal)
+        runner = web.AppRunner(self.pages(), access_log=None)
+        await runner.setup()
+        tasks: list[asyncio.Task[None]] = []
+
+        def start(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+            task = asyncio.create_task(work, name=name)
+            task.add_done_callback(lambda _: stop.set())  # none ends but by a fault or because we stop
+            tasks.append(task)
+            return task
+
+        try:
+            await web.TCPSite(runner, self.options.host, self.options.metrics_port).start()
+            start(self.lag.run(), "lag")
+            if self.authority is not None:
+                start(self.authority.run(), "authority")
+            if not await _unless(stop, self.load()):
+                return
+            start(self.teller.run(), "events")
+            start(self.controller.pump(), "pump")
+            start(self.controller.sweep_for_ever(), "sweep")
+            watching = start(self.watch(stop), "watches")
+            await self.fleet.start(self.options.host, self.options.fleet_port)
+            _log.info("controller.serving", metrics_port=runner.addresses[0][1], port=self.fleet.port)
+            await stop.wait()
+            self.stopping = True
+            _log.info("controller.stopping")
+            await self.fleet.stop(2.0)
+            if not any(task.done() for task in tasks if task is not watching):
+                await _unless(hurry, self.controller.drain(self.options.drain_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(watching), KOPF_END_S + 1)
+            for task in tasks:
+                if task.done():
+                    task.result()
+            _log.info("controller.stopped")
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.call.close()
+            self.reviewer.close()
+            await runner.cleanup()
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do it; False when the event came before its end."""
+    task = asyncio.create_task(work)
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    done = task.done()
+    for each in (task, waiting):
+        each.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    if done:
+        task.result()
+    else:
+        await asyncio.gather(task, return_exceptions=True)
+    return done
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `deltashard-controller`."""
+    options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    handlers.quiet()
+
+    async def run() -> None:
+        await Process(options, api_client(options.kubeconfig)).serve()
+
+    try:
+        asyncio.run(run())
+    except (UserError, config.ConfigException, OSError) as error:
+        sys.stderr.write(f"deltashard-controller: {error}\n")
+        return EXIT_USAGE
+    except DeltashardError as error:
+        sys.stderr.write(f"deltashard-controller: {error}\n")
+        return EXIT_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

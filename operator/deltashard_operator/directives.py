@@ -1,0 +1,43 @@
+"""What a run shall do from now on: the one place where interval and precision are decided. Pure.
+
+Now it is what the CheckpointPolicy says, with the workload's annotations before it; what measures failures and costs
+decides here, too, once there is such a thing. A directive is given when the policy changed under a run: when what is
+wanted differs from what the run's sidecars say is in force and from the directive they were given last. In a directive
+0 and "" keep what the pod was started with, so a timer cannot be turned off while training runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deltashard_operator import annotations as notes
+from deltashard_operator import policies
+from deltashard_operator.names import POLICY
+from deltashard_operator.reports import PolicyInForce
+from deltashard_operator.views import Wish
+
+
+def decided(spec: Mapping[str, Any], defaults: Mapping[str, Any], wish: Wish) -> PolicyInForce:
+    """What a run with these wishes shall do under a policy's spec; raises `Refusal` when it cannot be read."""
+    said = notes.read({POLICY: wish.policy, **dict(wish.overrides)})
+    policy = policies.resolve(wish.policy, policies.merged(spec, defaults), said)
+    return PolicyInForce(
+        every_s=policy.every_s,
+        every_steps=policy.every_steps,
+        encoding=policy.encoding,
+        differential=policy.differential,
+    )
+
+
+def differs(wanted: PolicyInForce, in_force: PolicyInForce) -> bool:
+    """Whether a directive with `wanted` would change anything."""
+    return any(
+        ask and ask != have
+        for ask, have in (
+            (wanted.every_s, in_force.every_s),
+            (wanted.every_steps, in_force.every_steps),
+            (wanted.encoding, in_force.encoding),
+            (wanted.differential, in_force.differential),
+        )
+    )

@@ -1,0 +1,198 @@
+"""Conclusions about a run: is it over, what phase, what is wrong, and what people should hear. Pure.
+
+`judged` is called when something happened and every few seconds besides, because time alone makes a checkpoint stale
+and a deletion stuck. It tells a trouble once, when it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from deltashard_operator import conditions, failures, phases, reports
+from deltashard_operator.conditions import Condition, fact
+from deltashard_operator.phases import Signs
+from deltashard_operator.reports import Heartbeat
+from deltashard_operator.runs import Notice, Run, finished
+from deltashard_operator.views import NodeView, PodView
+
+ABSENT_S = 600.0
+"""A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
+SETTLED_S = 60.0
+"""A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
+STUCK_S = 10.0
+"""A deletion on a lost node that is overdue for so long is stuck."""
+
+
+def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
+    """The run with phase, failures and conditions of now, and what people should hear of it."""
+    own = not run.wish.run_id
+    run = replace(run, tally=failures.with_attempt(run.tally, run.progress.attempt, now_s, own=own))
+    run = _ended(run, now_s)
+    live = run.live
+    facts = list(_facts(run, live, nodes, now_s))
+    before = run.phase
+    phase = phases.phase_of(
+        Signs(
+            finished=bool(run.finished),
+            suspended=run.suspended,
+            started=bool(run.progress.attempt or run.started_at_s),
+            alive=any(each.alive and each.phase == "Running" for each in run.pods.values()),
+            heard=frozenset(each.phase for each in live),
+            unsafe=any(each.type in conditions.UNSAFE for each in facts),
+            before=before,
+        )
+    )
+    trains = phase in phases.TRAINS
+    if run.judged_s and trains and before in phases.TRAINS:
+        run = replace(run, trained_s=run.trained_s + max(now_s - run.judged_s, 0.0))
+    run = replace(
+        run,
+        judged_s=now_s,
+        phase=phase,
+        phase_since_s=run.phase_since_s if phase is before and run.phase_since_s else now_s,
+        trains_since_s=(run.trains_since_s or now_s) if trains else 0.0,
+        started_at_s=run.started_at_s or (now_s if trains else 0.0),
+    )
+    facts.append(_ready(run, live, facts))
+    found, changed = conditions.updated(run.conditions, facts, now_s)
+    return replace(run, conditions=found), tuple(_notices(changed))
+
+
+def _ended(run: Run, now_s: float) -> Run:
+    """Whether the workload is over, or has begun anew."""
+    alive = any(each.alive for each in run.pods.values())
+    outcomes = {each.outcome for each in run.jobs.values()}
+    if run.finished:
+        # The pods of a StatefulSet or a JobSet may come back long after.
+        if alive and run.workload.kind not in {"Job", "Pod"} and "" in (outcomes or {""}):
+            return replace(run, finished="", finished_at_s=0.0)
+        return run
+    if run.workload.kind == "Pod":
+        phase = next((each.phase for each in run.pods.values()), "")
+        outcome = {"Succeeded": "Completed", "Failed": "Failed"}.get(phase)
+        return finished(run, outcome, now_s) if outcome else run
+    if run.jobs and "" not in outcomes:
+        ended_at_s = max(each.ended_at_s for each in run.jobs.values()) or now_s
+        if "Failed" not in outcomes:
+            return finished(run, "Completed", ended_at_s)
+        if run.workload.kind == "Job" or now_s - ended_at_s >= SETTLED_S:
+            return finished(run, "Failed", ended_at_s)
+        return run
+    if run.workload.kind not in {"Job", "Pod"} and not run.jobs and not run.pods:
+        return finished(run, "Deleted", now_s) if now_s - run.seen_s >= ABSENT_S else run
+    return run
+
+
+def _facts(
+    run: Run, live: tuple[Heartbeat, ...], nodes: Mapping[str, NodeView], now_s: float
+) -> Iterable[conditions.Fact]:
+    """The troubles there are."""
+    if run.finished:
+        return
+    if run.taken_by:
+        yield fact(conditions.RUN_ID_TAKEN, "HeldByAnotherWorkload", run.taken_by)
+    stuck = stuck_pod(run, nodes, now_s)
+    if stuck is not None:
+        yield fact(conditions.STUCK, "DeletionCannotFinish", _stuck_sentence(stuck))
+    if run.fenced:
+        yield fact(conditions.FENCED, "Fenced", run.fenced)
+    if run.tracking:
+        yield fact(conditions.TRACKING_FAULT, "TrackingFault", run.tracking)
+    if run.fell_back:
+        yield fact(conditions.FELL_BACK, "NewerOnesDamaged", run.fell_back)
+    if any(not each.credentials_ok for each in live):
+        yield fact(
+            conditions.CREDENTIALS_MISSING,
+            "Absent",
+            "the store's credentials are absent or empty: create the Secret or the service account's role that the "
+            "policy names; no restart is needed",
+        )
+    if any(not each.store_ok for each in live):
+        yield fact(
+            conditions.STORE_UNAVAILABLE, "StoreUnavailable", run.failing or "the store does not answer"
+        )
+    row = max((each.saves_failed_in_a_row for each in live), default=0)
+    if row:
+        text = f"{row} save{'s' * (row > 1)} failed since the last checkpoint"
+        yield fact(conditions.SAVES_FAILING, "SavesFail", f"{text}; {run.failing}" if run.failing else text)
+    limit_s = conditions.stale_after_s(run.progress.policy.every_s, run.progress.durable_s)
+    if (
+        limit_s is not None
+        and run.trains_since_s
+        and any(each.phase in {reports.Phase.TRAINING, reports.Phase.SAVING} for each in live)
+    ):
+        age_s = now_s - max(run.progress.last_commit_at_s, run.trains_since_s)
+        if age_s > limit_s:
+            yield fact(
+                conditions.STALE,
+                "CheckpointStale",
+                f"training goes on, but the last checkpoint is older than {limit_s:.0f} s, with one due every "
+                f"{run.progress.policy.every_s:.0f} s; see the sidecar's log and the events of this run",
+            )
+
+
+def stuck_pod(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> PodView | None:
+    """A pod whose deletion cannot finish because its node is lost, and that nobody will replace before."""
+    for pod in run.pods.values():
+        if not pod.terminating_at_s or now_s < pod.terminating_at_s + STUCK_S or not pod.node:
+            continue
+        if pod.phase in {"Succeeded", "Failed"}:
+            continue
+        node = nodes.get(pod.node)
+        if node is not None and node.ready:
+            continue
+        job = run.jobs.get(pod.job_uid)
+        if pod.job_uid and (job is None or job.replaces_lost):
+            continue
+        return pod
+    return None
+
+
+def _stuck_sentence(pod: PodView) -> str:
+    return (
+        f"pod {pod.name} cannot finish its deletion because node {pod.node} is lost, and it is not replaced before "
+        f"(podReplacementPolicy Failed). If the machine is off for good: `kubectl delete node {pod.node}`, or `kubectl "
+        f"taint node {pod.node} node.kubernetes.io/out-of-service=nodeshutdown:NoExecute`"
+    )
+
+
+def _ready(run: Run, live: tuple[Heartbeat, ...], facts: Iterable[conditions.Fact]) -> conditions.Fact:
+    if run.finished:
+        return fact(conditions.READY, run.finished, "the workload ended", status="False")
+    if run.phase not in phases.TRAINS:
+        return fact(conditions.READY, run.phase.value, "no step is being trained", status="False")
+    unsafe = [each for each in facts if each.type in conditions.UNSAFE]
+    if unsafe:
+        return fact(conditions.READY, unsafe[0].type, unsafe[0].message, status="False")
+    if not live:
+        return fact(
+            conditions.READY,
+            "NotHeard",
+            "no sidecar is connected to the controller; training and its checkpoints need none",
+            status="Unknown",
+        )
+    if not run.progress.last_commit_at_s:
+        return fact(
+            conditions.READY,
+            "NoCheckpointYet",
+            "training began; its first checkpoint is to come",
+            status="False",
+        )
+    return fact(conditions.READY, "Checkpointing", "training goes on and its checkpoints are fresh")
+
+
+_EVENTS = {
+    conditions.STALE: "CheckpointStale",
+    conditions.CREDENTIALS_MISSING: "CredentialsMissing",
+    conditions.STORE_UNAVAILABLE: "StoreUnavailable",
+    conditions.STUCK: "StuckOnLostNode",
+    conditions.RUN_ID_TAKEN: "RunIdTaken",
+}
+"""Troubles that are told when they begin; the others are told by the incident itself."""
+
+
+def _notices(changed: Iterable[Condition]) -> Iterable[Notice]:
+    for each in changed:
+        if each.status == "True" and each.type in _EVENTS:
+            yield Notice(reason=_EVENTS[each.type], message=each.message)

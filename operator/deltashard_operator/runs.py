@@ -1,0 +1,354 @@
+"""One run as the controller knows it: the workload, its pods, what their sidecars say, and what has come of it. Pure.
+
+A `Run` is a value; what happens to it are functions from a run to a run. Facts come in by three roads that know nothing
+of each other and may be late: the API's watches (`with_job`, `with_pod`), the sidecars' heartbeats (`with_report`) and
+the CheckpointRun's own status, read back when the controller starts (`records`). `judgements` then draws the
+conclusions. Nothing is counted twice: what was counted is kept with the run and written to its status.
+
+A run has any number of pods, and a pod any number of ranks. Where every pod of an Indexed Job is a run of its own in
+the store, the CheckpointRun of the Job shows the one whose newest checkpoint is the oldest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from deltashard_operator import failures
+from deltashard_operator.conditions import Condition
+from deltashard_operator.failures import Loss, Tally
+from deltashard_operator.phases import Phase
+from deltashard_operator.reports import Heartbeat, Hello, Incident, IncidentKind, PolicyInForce
+from deltashard_operator.views import JobView, PodView, Wish, Workload
+
+V = TypeVar("V")
+MAX_NAME = 63
+NO_POLICY = PolicyInForce()
+NO_TALLY = Tally()
+NO_WISH = Wish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The newest word of one sidecar."""
+
+    hello: Hello
+    heartbeat: Heartbeat | None = None
+    connected: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """Up to which incident of which process of a pod's sidecar all was taken."""
+
+    process: str
+    incident: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far training and its checkpoints are."""
+
+    step: int = 0
+    last_step: int = 0
+    last_commit_at_s: float = 0.0
+    last_seq: int = 0
+    durable_s: float = 0.0
+    attempt: int = 0
+    stored_bytes: int = 0
+    checkpoints: int = 0
+    policy: PolicyInForce = NO_POLICY
+    """In force, as the sidecars say."""
+
+
+NO_PROGRESS = Progress()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something to tell people, as an Event."""
+
+    reason: str
+    message: str
+    warning: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """All that is known. Mappings are never changed in place."""
+
+    workload: Workload
+    wish: Wish = NO_WISH
+    jobs: Mapping[str, JobView] = field(default_factory=dict)
+    pods: Mapping[str, PodView] = field(default_factory=dict)
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    """By pod UID."""
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    """Restarts that are counted, by pod UID."""
+    lost: frozenset[str] = frozenset()
+    """UIDs of pods whose loss is counted."""
+    taken: Mapping[str, Taken] = field(default_factory=dict)
+    tally: Tally = NO_TALLY
+    progress: Progress = NO_PROGRESS
+    restores: int = 0
+    lost_steps: int = 0
+    saves_failed: int = 0
+    fenced: str = ""
+    tracking: str = ""
+    fell_back: str = ""
+    failing: str = ""
+    """Sentences of the newest incident of a kind, until it is over."""
+    taken_by: str = ""
+    """Who holds the run id that this workload asks for, where it is refused."""
+    phase: Phase = Phase.PENDING
+    phase_since_s: float = 0.0
+    trains_since_s: float = 0.0
+    """When it last began to train; 0: it does not."""
+    started_at_s: float = 0.0
+    trained_s: float = 0.0
+    seen_s: float = 0.0
+    """Newest time a pod or Job of it was seen to come, change or go."""
+    judged_s: float = 0.0
+    conditions: tuple[Condition, ...] = ()
+    finished: str = ""
+    """Completed, Failed or Deleted."""
+    finished_at_s: float = 0.0
+    generation: int = 0
+    """Of the newest directive."""
+    directed: PolicyInForce | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(namespace, workload UID)."""
+        return self.workload.key
+
+    @property
+    def run_id(self) -> str:
+        """The run's name in the store, below the namespace."""
+        return self.wish.run_id or f"{self.workload.name}-{self.workload.uid}"
+
+    @property
+    def name(self) -> str:
+        """Of the CheckpointRun."""
+        return object_name(self.workload)
+
+    @property
+    def suspended(self) -> bool:
+        """Whether all its Jobs are."""
+        return bool(self.jobs) and all(each.suspended for each in self.jobs.values())
+
+    @property
+    def live(self) -> tuple[Heartbeat, ...]:
+        """Heartbeats of sidecars that are connected and whose pod still trains."""
+        return tuple(
+            each.heartbeat
+            for uid, each in self.reports.items()
+            if each.connected
+            and each.heartbeat is not None
+            and (uid not in self.pods or self.pods[uid].phase not in {"Succeeded", "Failed"})
+        )
+
+
+def object_name(workload: Workload) -> str:
+    """A CheckpointRun's name: the workload's, clipped, and enough of its UID."""
+    tail = workload.uid.replace("-", "")[:8].lower()
+    head = workload.name[: MAX_NAME - 1 - len(tail)].rstrip("-.")
+    return f"{head}-{tail}"
+
+
+def with_job(run: Run, job: JobView, now_s: float) -> Run:
+    """A Job of the run was seen."""
+    return replace(run, jobs={**run.jobs, job.uid: job}, wish=_wish(run, job.wish), seen_s=now_s)
+
+
+def _wish(run: Run, wish: Wish) -> Wish:
+    # A Job says more than its pods: annotations of its own metadata are not on them.
+    if run.jobs and len(wish.overrides) < len(run.wish.overrides):
+        return run.wish
+    return wish
+
+
+def without_job(run: Run, uid: str, now_s: float) -> Run:
+    """A Job of the run is deleted."""
+    if uid not in run.jobs:
+        return run
+    jobs = {key: each for key, each in run.jobs.items() if key != uid}
+    run = replace(run, jobs=jobs, seen_s=now_s)
+    if run.workload.kind == "Job" and not run.finished:
+        return finished(run, "Deleted", now_s)
+    return run
+
+
+def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
+    """A pod of the run was seen; its loss or its container's restart is counted, once."""
+    before = run.pods.get(pod.uid)
+    if before is not None and pod.disruption == "" and before.disruption:
+        pod = replace(pod, disruption=before.disruption, disruption_message=before.disruption_message)
+    run = replace(
+        run,
+        pods={**run.pods, pod.uid: pod},
+        wish=run.wish if run.jobs else _wish(run, pod.wish),
+        seen_s=now_s if pod.alive or before is None else run.seen_s,
+    )
+    if pod.restarts > run.restarts.get(pod.uid, 0):
+        run = replace(run, restarts={**run.restarts, pod.uid: pod.restarts})
+        run = _with_loss(run, failures.loss_of_restart(pod, now_s))
+    return _with_end(run, pod, gone=False, node_ready=node_ready, now_s=now_s)
+
+
+def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
+    """A pod of the run is deleted."""
+    pod = run.pods.get(uid)
+    if pod is None:
+        return run
+    run = _with_end(run, pod, gone=True, node_ready=node_ready, now_s=now_s)
+    run = replace(
+        run,
+        pods=_less(run.pods, uid),
+        restarts=_less(run.restarts, uid),
+        lost=run.lost - {uid},
+        seen_s=now_s,
+    )
+    report = run.reports.get(uid)
+    if report is not None and not report.connected:
+        run = replace(run, reports=_less(run.reports, uid), taken=_less(run.taken, uid))
+    if run.workload.kind == "Pod" and not run.finished:
+        return finished(run, "Deleted", now_s)
+    return run
+
+
+def _less(mapping: Mapping[str, V], key: str) -> Mapping[str, V]:
+    return {k: v for k, v in mapping.items() if k != key} if key in mapping else mapping
+
+
+def _with_end(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: float) -> Run:
+    if pod.uid in run.lost or run.finished:
+        return run
+    job = run.jobs.get(pod.job_uid)
+    loss = failures.loss_of_pod(pod, gone=gone, node_ready=node_ready, job=job, now_s=now_s)
+    if loss is None:
+        return run
+    return replace(_with_loss(run, loss), lost=run.lost | {pod.uid})
+
+
+def _with_loss(run: Run, loss: Loss) -> Run:
+    return replace(run, tally=failures.with_loss(run.tally, loss))
+
+
+def with_connected(run: Run, hello: Hello) -> Run:
+    """A sidecar of the run came."""
+    before = run.reports.get(hello.pod_uid)
+    heartbeat = before.heartbeat if before is not None and before.hello.process == hello.process else None
+    return replace(run, reports={**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)})
+
+
+def without_connected(run: Run, hello: Hello) -> Run:
+    """A sidecar went; what it said last is kept as long as its pod is there."""
+    report = run.reports.get(hello.pod_uid)
+    if report is None or report.hello.process != hello.process:
+        return run
+    if hello.pod_uid not in run.pods:
+        return replace(run, reports=_less(run.reports, hello.pod_uid), taken=_less(run.taken, hello.pod_uid))
+    return replace(run, reports={**run.reports, hello.pod_uid: replace(report, connected=False)})
+
+
+def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> tuple[Run, tuple[Notice, ...]]:
+    """A heartbeat, and what it tells for the first time."""
+    run = replace(run, reports={**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)})
+    notices: list[Notice] = []
+    known = run.taken.get(hello.pod_uid)
+    newest = known.incident if known is not None and known.process == hello.process else 0
+    fresh = [each for each in heartbeat.incidents if each.id > newest]
+    for incident in fresh:
+        run, told = _with_incident(run, hello, incident, now_s)
+        notices.extend(told)
+    if fresh:
+        taken = Taken(process=hello.process, incident=fresh[-1].id)
+        run = replace(run, taken={**run.taken, hello.pod_uid: taken})
+    return _with_progress(run), tuple(notices)
+
+
+def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> tuple[Run, list[Notice]]:
+    where = f"pod {hello.pod}: {incident.message}" if incident.message else f"pod {hello.pod}"
+    match incident.kind:
+        case IncidentKind.RESTORED:
+            run = replace(
+                run,
+                restores=run.restores + 1,
+                lost_steps=run.lost_steps + incident.lost_steps,
+                fell_back="",
+            )
+            source = f" from the {incident.cause}" if incident.cause else ""
+            lost = f", {incident.lost_steps} steps are trained again" if incident.lost_steps else ""
+            text = f"pod {hello.pod}: restored step {incident.step}{source} in {incident.seconds:.1f} s{lost}"
+            return run, [Notice(reason="Restored", message=text, warning=False)]
+        case IncidentKind.SAVE_FAILED:
+            run = replace(run, saves_failed=run.saves_failed + 1, failing=where)
+            return run, [Notice(reason="SaveFailed", message=where)]
+        case IncidentKind.FENCED:
+            return replace(run, fenced=where), [Notice(reason="Fenced", message=where)]
+        case IncidentKind.TRACKING_FAULT:
+            return replace(run, tracking=where), [Notice(reason="TrackingFault", message=where)]
+        case IncidentKind.FELL_BACK:
+            return replace(run, fell_back=where), [Notice(reason="FellBack", message=where)]
+        case IncidentKind.CREDENTIALS_MISSING:
+            return run, [Notice(reason="CredentialsMissing", message=where)]
+        case IncidentKind.STORE_UNAVAILABLE:
+            return replace(run, failing=where), [Notice(reason="StoreUnavailable", message=where)]
+        case IncidentKind.TRAINER_LOST:
+            loss = Loss(
+                at_s=min(incident.at_s or now_s, now_s),
+                cause=failures.Cause.TRAINER_LOST,
+                message=incident.message,
+                pod=hello.pod,
+                pod_uid=hello.pod_uid,
+                node=hello.node,
+            )
+            return _with_loss(run, loss), []
+        case _:
+            return run, []
+
+
+def _with_progress(run: Run) -> Run:
+    """What the sidecars say together. What nobody says stays as it was."""
+    slowest: dict[str, Heartbeat] = {}
+    for each in (report.heartbeat for report in run.reports.values()):
+        if each is None:
+            continue
+        other = slowest.get(each.run)
+        seq = each.last_commit.seq if each.last_commit is not None else 0
+        if other is None or seq >= (other.last_commit.seq if other.last_commit is not None else 0):
+            slowest[each.run] = each
+    before = run.progress
+    steps = [rank.step for beat in run.live for rank in beat.ranks]
+    shown = min(slowest.values(), key=lambda each: each.last_commit_at_s, default=None)
+    if shown is None:
+        return run
+    commit, attempt = shown.last_commit, max(each.attempt for each in slowest.values())
+    progress = replace(
+        before,
+        step=min(steps) if steps else before.step,
+        attempt=max(attempt, before.attempt),
+        stored_bytes=sum(each.stored_bytes for each in slowest.values()) or before.stored_bytes,
+        checkpoints=sum(each.checkpoints for each in slowest.values()) or before.checkpoints,
+        policy=shown.policy if shown.policy.encoding else before.policy,
+    )
+    if commit is not None and (commit.seq >= before.last_seq or len(slowest) > 1):
+        progress = replace(
+            progress,
+            last_step=commit.step,
+            last_commit_at_s=shown.last_commit_at_s,
+            last_seq=commit.seq,
+            durable_s=commit.durable_s,
+        )
+    if progress.last_seq > before.last_seq:
+        run = replace(run, fenced="")
+    if progress.attempt > before.attempt:
+        run = replace(run, fenced="", tracking="")
+    return replace(run, progress=progress)
+
+
+def finished(run: Run, how: str, at_s: float) -> Run:
+    """The run, over."""
+    return replace(run, finished=how, finished_at_s=at_s)

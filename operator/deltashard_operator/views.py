@@ -1,0 +1,297 @@
+"""What the controller sees of users' objects: jobs, pods and nodes of the API, read into small values. Pure.
+
+Only what a run's phase, its losses and its identity depend on is kept; a pod of 20 KiB becomes a few hundred bytes.
+Whose a pod is follows `identities`: the JobSet or Job by the labels that their controllers put on it, else the
+controller's ownerReference, else the pod itself. A key is (namespace, workload UID), so a workload that is created
+again under an old name is another one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_operator.names import (
+    BITS,
+    INTERVAL,
+    ISTIO,
+    JOB_INDEX_ANNOTATION,
+    JOB_NAME_LABEL,
+    JOB_UID_LABEL,
+    JOBSET_NAME_LABEL,
+    JOBSET_REPLICA_LABEL,
+    JOBSET_UID_LABEL,
+    POD_INDEX_LABEL,
+    POLICY,
+    PREFIX,
+    RUN_ID,
+    SIDECAR,
+)
+
+Document = Mapping[str, Any]
+DEFAULT_POLICY = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What training belongs to: one for all its pods and restarts."""
+
+    namespace: str
+    kind: str
+    name: str
+    uid: str
+    api_version: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(namespace, UID)."""
+        return self.namespace, self.uid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What annotations say of the run."""
+
+    policy: str = DEFAULT_POLICY
+    run_id: str = ""
+    """Empty: the run is named after the workload."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """Annotations that come before the policy's word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """A Job."""
+
+    uid: str
+    name: str
+    workload: Workload
+    wish: Wish
+    suspended: bool = False
+    outcome: str = ""
+    """Completed or Failed, once it ended."""
+    ended_at_s: float = 0.0
+    replaces_lost: bool = True
+    """False: podReplacementPolicy is Failed, so a pod that cannot finish its deletion is not replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a training container ended, last."""
+
+    container: str
+    reason: str
+    exit_code: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """A pod."""
+
+    uid: str
+    name: str
+    workload: Workload
+    wish: Wish
+    job_uid: str = ""
+    node: str = ""
+    index: str = ""
+    phase: str = "Pending"
+    reason: str = ""
+    """`status.reason`, such as Evicted or NodeShutdown."""
+    disruption: str = ""
+    """Reason of the condition DisruptionTarget."""
+    disruption_message: str = ""
+    started: bool = False
+    """Whether a training container ever ran."""
+    terminating_at_s: float = 0.0
+    """End of its grace period once it is being deleted; 0: it is not."""
+    restarts: int = 0
+    """Of its training containers."""
+    ending: Ending | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may still train."""
+        return self.phase not in {"Succeeded", "Failed"} and not self.terminating_at_s
+
+    @property
+    def shown_phase(self) -> str:
+        """For people."""
+        return "Terminating" if self.terminating_at_s and self.phase == "Running" else self.phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A node."""
+
+    name: str
+    ready: bool
+
+
+def seconds_of(text: object) -> float:
+    """Unix time of the API's timestamp; 0 for none."""
+    if not isinstance(text, str) or not text:
+        return 0.0
+    try:
+        return dt.datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def timestamp(at_s: float) -> str:
+    """The API's form of a time, in whole seconds."""
+    return dt.datetime.fromtimestamp(int(at_s), dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def wish_of(*maps: Mapping[str, str] | None) -> Wish:
+    """What these annotation maps say; the first to say a thing counts. Admission has checked them."""
+    found: dict[str, str] = {}
+    for each in maps:
+        for key, value in (each or {}).items():
+            if key.startswith(PREFIX):
+                found.setdefault(key, value)
+    return Wish(
+        policy=found.get(POLICY) or DEFAULT_POLICY,
+        run_id=found.get(RUN_ID, ""),
+        overrides=tuple((key, found[key]) for key in (INTERVAL, BITS) if key in found),
+    )
+
+
+def job_of(document: Document) -> JobView:
+    """A Job; one that a JobSet made is of the JobSet's run."""
+    metadata, spec = document["metadata"], document.get("spec") or {}
+    template = (spec.get("template") or {}).get("metadata") or {}
+    outcome, ended_at_s = "", 0.0
+    for each in (document.get("status") or {}).get("conditions") or ():
+        if each.get("status") == "True" and each.get("type") in {"Complete", "Failed"}:
+            outcome = "Completed" if each["type"] == "Complete" else "Failed"
+            ended_at_s = seconds_of(each.get("lastTransitionTime"))
+    labels = {**(template.get("labels") or {}), **(metadata.get("labels") or {})}
+    workload = _of_jobset(metadata["namespace"], labels) or Workload(
+        namespace=metadata["namespace"],
+        kind="Job",
+        name=metadata["name"],
+        uid=metadata["uid"],
+        api_version="batch/v1",
+    )
+    return JobView(
+        uid=metadata["uid"],
+        name=metadata["name"],
+        workload=workload,
+        wish=wish_of(metadata.get("annotations"), template.get("annotations")),
+        suspended=bool(spec.get("suspend")),
+        outcome=outcome,
+        ended_at_s=ended_at_s,
+        replaces_lost=spec.get("podReplacementPolicy", "TerminatingOrFailed") != "Failed",
+    )
+
+
+def _of_jobset(namespace: str, labels: Mapping[str, str]) -> Workload | None:
+    if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
+        return Workload(
+            namespace=namespace,
+            kind="JobSet",
+            name=labels[JOBSET_NAME_LABEL],
+            uid=labels[JOBSET_UID_LABEL],
+            api_version="jobset.x-k8s.io/v1alpha2",
+        )
+    return None
+
+
+def workload_of(pod: Document) -> Workload:
+    """Whose a pod is."""
+    metadata = pod["metadata"]
+    namespace, labels = metadata["namespace"], metadata.get("labels") or {}
+    found = _of_jobset(namespace, labels)
+    if found is not None:
+        return found
+    if labels.get(JOB_UID_LABEL) and labels.get(JOB_NAME_LABEL):
+        return Workload(
+            namespace=namespace,
+            kind="Job",
+            name=labels[JOB_NAME_LABEL],
+            uid=labels[JOB_UID_LABEL],
+            api_version="batch/v1",
+        )
+    for owner in metadata.get("ownerReferences") or ():
+        if owner.get("controller"):
+            return Workload(
+                namespace=namespace,
+                kind=owner["kind"],
+                name=owner["name"],
+                uid=owner["uid"],
+                api_version=owner.get("apiVersion", ""),
+            )
+    return Workload(
+        namespace=namespace, kind="Pod", name=metadata["name"], uid=metadata["uid"], api_version="v1"
+    )
+
+
+def pod_of(document: Document) -> PodView:
+    """A pod."""
+    metadata, spec = document["metadata"], document.get("spec") or {}
+    status = document.get("status") or {}
+    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    disruption: Document = next(
+        (
+            each
+            for each in status.get("conditions") or ()
+            if each.get("type") == "DisruptionTarget" and each.get("status") == "True"
+        ),
+        {},
+    )
+    containers = [
+        each for each in status.get("containerStatuses") or () if each.get("name") not in {SIDECAR, ISTIO}
+    ]
+    index = notes.get(JOB_INDEX_ANNOTATION) or labels.get(POD_INDEX_LABEL) or ""
+    replica = labels.get(JOBSET_REPLICA_LABEL, "")
+    return PodView(
+        uid=metadata["uid"],
+        name=metadata["name"],
+        workload=workload_of(document),
+        wish=wish_of(notes),
+        job_uid=labels.get(JOB_UID_LABEL, ""),
+        node=spec.get("nodeName") or "",
+        index=f"{replica}-{index}" if replica and index else replica or index,
+        phase=status.get("phase") or "Pending",
+        reason=status.get("reason") or "",
+        disruption=disruption.get("reason") or "",
+        disruption_message=disruption.get("message") or "",
+        started=status.get("phase") in {"Running", "Succeeded"} or any(map(_ran, containers)),
+        terminating_at_s=seconds_of(metadata.get("deletionTimestamp")),
+        restarts=sum(int(each.get("restartCount") or 0) for each in containers),
+        ending=_ending_of(containers),
+    )
+
+
+def _ran(container: Document) -> bool:
+    state = container.get("state") or {}
+    return bool(state.get("running") or state.get("terminated") or container.get("restartCount"))
+
+
+def _ending_of(containers: list[Document]) -> Ending | None:
+    """The newest end of a training container; of those that ended at once, one that failed."""
+    found: list[Ending] = []
+    for each in containers:
+        for key in ("state", "lastState"):
+            ended = (each.get(key) or {}).get("terminated")
+            if ended:
+                found.append(
+                    Ending(
+                        container=each.get("name") or "",
+                        reason=ended.get("reason") or "Error",
+                        exit_code=int(ended.get("exitCode") or 0),
+                        at_s=seconds_of(ended.get("finishedAt")),
+                    )
+                )
+    return max(found, key=lambda each: (each.at_s, each.exit_code != 0), default=None)
+
+
+def node_of(document: Document) -> NodeView:
+    """A node."""
+    conditions = (document.get("status") or {}).get("conditions") or ()
+    ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+    return NodeView(name=document["metadata"]["name"], ready=ready)
