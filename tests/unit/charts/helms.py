@@ -131,7 +131,7 @@ class Release:
 
     def upgrade(self, values: Mapping[str, Any] | None = None, *flags: str) -> str:
         """`helm upgrade`, with these values alone."""
-        return self("upgrade", self.name, CHART, "--values", self._values(values), *flags)
+        return self("upgrade", self.name, CHART, "--reset-values", "--values", self._values(values), *flags)
 
     def uninstall(self, *flags: str) -> str:
         """`helm uninstall`."""

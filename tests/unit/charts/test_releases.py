@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from kubernetes import client, watch
 
 from tests.apiserver import ApiServer, Rest
 from tests.minio import wait_for
-from tests.unit.charts.helms import NAMESPACE, RELEASE, HelmRefused, Release, render
+from tests.unit.charts.helms import CERTIFICATE, NAMESPACE, RELEASE, HelmRefused, Release, render
 
 CA = base64.b64encode(b"the authority").decode()
 DATA = {"tls.crt": base64.b64encode(b"certificate").decode(), "tls.key": base64.b64encode(b"key").decode()}
@@ -121,6 +122,43 @@ def test_others_never_notice(release: Release, http: Rest) -> None:
     refused = http.create(job(annotated=True), dry_run=True)
     assert refused.status == 500
     assert "jobs.deltashard.io" in refused.document["message"]
+    count = re.compile(
+        r"^apiserver_admission_webhook_rejection_count\{(.*jobs.deltashard.io.*)\} [1-9]", re.MULTILINE
+    )
+    found = eventually(lambda: count.search(metrics(http)), bool)  # what the alert WebhookErrors reads
+    assert 'error_type="calling_webhook_error"' in found[1]
+
+
+def metrics(http: Rest) -> str:
+    """The API server's own."""
+    return http._pool.request("GET", f"{http._url}/metrics").data.decode()
+
+
+def test_from_one_certificate_mode_to_another_and_back(release: Release, http: Rest) -> None:
+    """An authority of yours takes the place of ours at once; back, the field is empty, and the controller's again."""
+    release.install()
+    as_the_controller_does(http)
+    existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
+    release.upgrade({"certificates": {"mode": "existing", "existing": existing}})
+    assert bundles(http) == {base64.b64encode(CERTIFICATE.encode()).decode()}
+    assert http("GET", f"{SECRETS}/deltashard-fleet-ca").document["data"] == DATA  # pods that run know it
+    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
+    assert http("GET", path).document["data"] == {"ca.crt": CERTIFICATE}
+    release.upgrade()
+    assert bundles(http) == {None}
+    assert http("GET", f"{SECRETS}/deltashard-fleet-ca").document["data"] == DATA
+
+
+def test_notes(release: Release) -> None:
+    """What a user reads: how to wait, what policy there is, what to be warned of."""
+    notes = release.install()
+    assert "There is no default policy with a store" in notes
+    assert "rollout status" in notes
+    policy = {"store": {"url": "s3://bucket/prefix", "secretName": "store"}}
+    notes = release.upgrade({"defaultPolicy": policy, "webhook": {"replicas": 1, "failurePolicy": "Ignore"}})
+    assert "keeps checkpoints in s3://bucket/prefix" in notes
+    assert "needs the Secret store with" in notes
+    assert "while that pod is away, annotated Jobs get no sidecar" in notes
 
 
 def test_without_a_webhook_the_policies_still_refuse(release: Release, http: Rest) -> None:
@@ -272,3 +310,107 @@ def covers(whole: Any, part: Any) -> bool:
 def test_names_are_those_of_the_code() -> None:
     """The webhook's configuration has the name by which the controller patches it."""
     assert render().find("MutatingWebhookConfiguration")["metadata"]["name"] == configurations.CONFIGURATION
+
+
+def allowed(http: Rest, account: str, namespace: str, verb: str, resource: str, name: str = "") -> bool:
+    """Whether an account of the release may do that, as the API server sees it."""
+    group, _, rest = resource.rpartition("/") if resource.count("/") else ("", "", resource)
+    plural, _, subresource = rest.partition(":")
+    attributes = {"verb": verb, "group": group, "resource": plural, "subresource": subresource, "name": name}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": f"system:serviceaccount:{NAMESPACE}:{account}",
+            "groups": [
+                "system:serviceaccounts",
+                f"system:serviceaccounts:{NAMESPACE}",
+                "system:authenticated",
+            ],
+            "resourceAttributes": {**attributes, "namespace": namespace},
+        },
+    }
+    reply = http("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+    assert reply.status == 201
+    return bool(reply.document["status"]["allowed"])
+
+
+READ = {"get", "list", "watch"}
+RIGHTS: dict[str, dict[str, set[str]]] = {
+    "deltashard-webhook": {
+        "deltashard.io/checkpointpolicies": READ,
+        "deltashard.io/checkpointruns": {"list"},
+    },
+    "deltashard-controller": {
+        "batch/jobs": READ,
+        "pods": READ,
+        "nodes": READ,
+        "deltashard.io/checkpointpolicies": READ,
+        "deltashard.io/checkpointruns": READ | {"create", "delete"},
+        "deltashard.io/checkpointruns:status": {"patch"},
+        "events": {"create", "patch"},
+        "authentication.k8s.io/tokenreviews": {"create"},
+    },
+}
+"""All that they may do in any namespace."""
+RESOURCES = {resource for rights in RIGHTS.values() for resource in rights} | {
+    "secrets",
+    "configmaps",
+    "namespaces",
+    "serviceaccounts",
+    "serviceaccounts:token",
+    "pods:exec",
+    "pods:eviction",
+    "pods:status",
+    "batch/jobs:status",
+    "apps/deployments",
+    "apps/statefulsets",
+    "coordination.k8s.io/leases",
+    "apiextensions.k8s.io/customresourcedefinitions",
+    "admissionregistration.k8s.io/mutatingwebhookconfigurations",
+    "admissionregistration.k8s.io/validatingadmissionpolicies",
+    "rbac.authorization.k8s.io/clusterroles",
+}
+VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
+OWN = {
+    "secrets": ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"),
+    "configmaps": ("deltashard-fleet-ca",),
+}
+
+
+def test_rights_are_the_least(release: Release, http: Rest) -> None:
+    """In another namespace: just the table. In its own, the controller has its certificates, by name, besides."""
+    release.install()
+    for account, rights in RIGHTS.items():
+        eventually(
+            lambda account=account: allowed(http, account, "team-a", "list", "deltashard.io/checkpointruns"),
+            bool,
+        )
+        for resource in sorted(RESOURCES):
+            for namespace in ("team-a", NAMESPACE):
+                may = {verb for verb in VERBS if allowed(http, account, namespace, verb, resource)}
+                assert may == rights.get(resource, set()), (account, namespace, resource)
+    for resource, names in OWN.items():
+        for name in (*names, "another"):
+            for account in RIGHTS:
+                may = {verb for verb in VERBS if allowed(http, account, NAMESPACE, verb, resource, name)}
+                has = account == "deltashard-controller" and name != "another"
+                assert may == ({"get", "update"} if has else set()), (account, resource, name)
+    configurations_ = "admissionregistration.k8s.io/mutatingwebhookconfigurations"
+    for name, rights in (("deltashard-webhook", {"get", "patch"}), ("another", set())):
+        may = {v for v in VERBS if allowed(http, "deltashard-controller", "", v, configurations_, name)}
+        assert may == rights
+
+
+@pytest.mark.parametrize("mode", ["cert-manager", "existing"])
+def test_no_secret_is_the_controller_s_when_others_issue(mode: str) -> None:
+    """Neither Secrets nor the webhook's configuration."""
+    existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
+    roles = render({"certificates": {"mode": mode, "existing": existing}})
+    resources = {
+        resource
+        for role in [*roles.all("ClusterRole"), *roles.all("Role")]
+        for rule in role["rules"]
+        for resource in rule["resources"]
+    }
+    assert not resources & {"secrets", "configmaps", "mutatingwebhookconfigurations"}
