@@ -28,6 +28,8 @@ _CODES = {
     grpc.StatusCode.UNAUTHENTICATED: "unauthenticated",
     grpc.StatusCode.PERMISSION_DENIED: "denied",
     grpc.StatusCode.NOT_FOUND: "unknown_pod",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "no_room",
+    grpc.StatusCode.ABORTED: "replaced",
     grpc.StatusCode.UNAVAILABLE: "unreachable",
     grpc.StatusCode.DEADLINE_EXCEEDED: "unreachable",
     grpc.StatusCode.CANCELLED: "unreachable",

@@ -32,7 +32,18 @@ CAUSES = frozenset(
     ]
 )
 FLEET_CAUSES = frozenset(
-    ["token", "verification", "unreachable", "unauthenticated", "denied", "unknown_pod", "protocol", "other"]
+    [
+        "token",
+        "verification",
+        "unreachable",
+        "unauthenticated",
+        "denied",
+        "unknown_pod",
+        "no_room",
+        "replaced",
+        "protocol",
+        "other",
+    ]
 )
 """Why the controller's heartbeat service did not take this sidecar in."""
 STALL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

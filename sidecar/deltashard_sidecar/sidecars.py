@@ -1,8 +1,8 @@
 """The sidecar itself: every call of the contract as a plain method, over arena, sessions, saves and the run.
 
-`servers` translates gRPC to these methods, `main` gives them a process. Locks are taken in this order and never
-another: `_attaching` (one Attach at a time; may wait long), `_lock` (state of sessions; never held while waiting), a
-save's, the arena's.
+`servers` translates gRPC to these methods, `main` gives them a process; what trainers are told is in `orders`. Locks
+are taken in this order and never another: `_attaching` (one Attach at a time; may wait long), `_lock` (state of
+sessions; never held while waiting), a save's, the arena's.
 
 Rules kept here:
 - one save in flight per rank; an urgent one replaces a periodic one that still stages and waits for one that uploads;
@@ -20,26 +20,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from deltashard_checkpoint.commits import TakenOver
-from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
-from deltashard_proto.arenas import LINES, NEVER
+from deltashard_proto.arenas import LINES
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar import notices
 from deltashard_sidecar.arenas import ArenaKeeper
 from deltashard_sidecar.blocks import MIN_BLOCKS_PER_RANK, Use
 from deltashard_sidecar.capacities import check_capacity
-from deltashard_sidecar.closings import Closings
-from deltashard_sidecar.directives import KEY, Directive, InForce, Policy, recorded
 from deltashard_sidecar.housekeepings import Housekeeping
-from deltashard_sidecar.logs import Logger, explain
+from deltashard_sidecar.logs import Logger
 from deltashard_sidecar.metrics import Metrics
-from deltashard_sidecar.reports import FENCED, Reports
+from deltashard_sidecar.orders import Orders
+from deltashard_sidecar.reports import FENCED
 from deltashard_sidecar.restores import Restore
 from deltashard_sidecar.runs import Run
 from deltashard_sidecar.saves import Cut, Save
 from deltashard_sidecar.schedulers import Schedule
-from deltashard_sidecar.sessions import BadAttach, Session, Sessions, check_attach
+from deltashard_sidecar.sessions import BadAttach, Session, check_attach
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.sinks import PartSink
 
@@ -78,29 +76,18 @@ def _yield_to_training() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENCODE_NICENESS)
 
 
-class Sidecar:
+class Sidecar(Orders):
     """One sidecar process, without its transport."""
 
     def __init__(
         self, settings: Settings, *, keeper: ArenaKeeper, run: Run, metrics: Metrics, log: Logger
     ) -> None:
-        self.settings = settings
-        self.keeper = keeper
-        self.run = run
-        self.metrics = metrics
-        self.log = log
-        self.sessions = Sessions()
-        self.stopping = False
-        self.in_force = InForce(started_with=Policy.of(settings))
-        self.reports = Reports(run.incidents)
+        super().__init__(settings, keeper=keeper, run=run, metrics=metrics, log=log)
         self.pool = ThreadPoolExecutor(
             settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
         )
         self.keeping = Housekeeping(run, log=log)
-        self.closings = Closings(run)
         self._attaching = threading.Lock()
-        self._lock = threading.Lock()
-        self._saves: dict[int, Save] = {}
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
         self._cancel_streams: dict[str, list[Callable[[], None]]] = {}
         self._idle_since_s = time.monotonic()
@@ -211,50 +198,6 @@ class Sidecar:
         same = old is not None and old.pid == request.pid and request.HasField("attempt")
         if not same and not save.over.wait(self.settings.attach_deadline_s):
             save.cancel("superseded", "a new trainer attached and this save did not end in time")
-
-    # What the controller says.
-
-    def follow(self, directive: Directive) -> None:
-        """Go on under `directive`, unless it is not newer than what is in force. No save is touched that has begun."""
-        with self._lock:
-            before = self.in_force
-            self.in_force = after = before.after(directive)
-            sessions = self.sessions.all()
-            for session in sessions:
-                session.schedule = session.schedule.paced(
-                    every_s=after.policy.every_s, every_steps=after.policy.every_steps
-                )
-        if after is before:
-            return
-        self.metrics.directives.inc()
-        self.log.info("directive.followed", generation=directive.generation, policy=str(after.policy))
-        for session in sessions:
-            session.notices.post(notices.policy(after.policy.message()))
-            self.direct(session)
-
-    def _adopt(self, session: Session) -> None:
-        """Follow what this workload's newest commit was told, should no controller say so (again)."""
-        newest = self.run.log_of(session).state.newest()
-        text = None if newest is None else newest.metadata.get(KEY)
-        if text is None:
-            return
-        try:
-            directive = recorded(text)
-        except UserError as error:
-            self.explain("directive.unreadable", error)
-            return
-        if directive.workload == self.settings.workload_uid:
-            self.follow(directive)
-
-    def save_now(self, reason: str, *, urgent: bool, deadline_s: float) -> int:
-        """Have the trainers save at their next step; returns how many were told."""
-        if urgent:
-            return self.notify(reason, deadline_s)
-        told = [s for s in self.sessions.all() if s.rank == 0 and s.attempt is not None and not s.fenced]
-        for session in told:
-            session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=False))
-        self.log.info("save.asked", reason=reason, trainers=len(told))
-        return len(told)
 
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
         """Open an attempt for a session; raises what the log raises."""
@@ -447,53 +390,7 @@ class Sidecar:
             if restore.source and (want.boxes or not session.boxes):  # blobs come first, rows last
                 self.reports.restored(session, step=restore.step, source=restore.source)
 
-    # Notices and the timer.
-
-    def watch(self, session_id: str, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
-        """Notices of a session until it ends or `alive()` is false."""
-        session = self.sessions.get(session_id)
-        session.watchers += 1
-        try:
-            for notice in session.notices.read(alive):
-                acknowledges = notice.WhichOneof("kind") == "committed"
-                if acknowledges:
-                    crash_point("ack.before_send")
-                yield notice
-                if acknowledges:
-                    crash_point("ack.after_send")
-        finally:
-            session.watchers -= 1
-
-    def notify(self, reason: str, deadline_s: float) -> int:
-        """Have every trainer with an open attempt save now; returns how many were told."""
-        told = 0
-        for session in self.sessions.all():
-            if session.attempt is not None and not session.fenced:
-                session.urgent_reason = reason
-                self.closings.begin((session.attempt,))
-                session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=True))
-                self.direct(session)
-                told += 1
-        self.log.info("notified", reason=reason, deadline_s=deadline_s, trainers=told)
-        return told
-
-    def direct(self, session: Session) -> None:
-        """Write the control line of one trainer."""
-        rank = session.local_rank
-        with self._lock:
-            if session.closed:
-                return
-            now_s, step = time.monotonic(), self.keeper.step_of(rank)
-            before = session.schedule.skipped
-            session.schedule, at = session.schedule.advance(now_s=now_s, step=step)
-            self.metrics.skipped.inc(session.schedule.skipped - before)
-            running = self._saves.get(rank)
-            urgent = bool(session.urgent_reason) and (
-                running is None or running.over.is_set() or running.staging
-            )
-            # Ranks cut together: only rank 0 hears the timer, the others hear rank 0.
-            due = at if session.rank == 0 else NEVER
-            self.keeper.direct(rank, save_at_step=step if urgent else due, urgent=urgent)
+    # Time.
 
     def tick(self) -> bool:
         """Once in a while: timers, dead trainers, silent streams. False when a lingering sidecar may exit."""
@@ -526,10 +423,6 @@ class Sidecar:
         """The trainer is gone: only a save that is on its way is worth waiting for."""
         if not any(save.cut.attempt == session.attempt for save in self.in_flight()):
             self.closings.end(session.attempt)
-
-    def in_flight(self) -> list[Save]:
-        """Saves that have not ended."""
-        return [save for save in list(self._saves.values()) if not save.over.is_set()]
 
     def _sessions_in_use(self) -> set[str]:
         """Ids of the attached sessions and of those whose last save still goes on without them."""
@@ -569,7 +462,3 @@ class Sidecar:
         for session in self.sessions.all():
             self.sessions.close(session)
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-    def explain(self, event: str, error: BaseException) -> None:
-        """Log an error that was answered to a caller."""
-        self.log.warning(event, **explain(error))
