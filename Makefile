@@ -4,9 +4,9 @@ UV = .bootstrap/bin/uv
 RUN = .venv/bin/python
 STORE ?= file
 
-CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadgroup --no-loadscope-reorder --durations=0 --durations-min=1
+CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
-.PHONY: venv demo test test-fast test-cluster test-cluster-full lint types contracts proto bench clean
+.PHONY: venv charts demo test test-fast test-cluster test-cluster-full lint types contracts proto bench clean
 venv: .venv/.synced
 
 $(UV):
@@ -28,6 +28,10 @@ test: venv
 
 test-fast: venv
 	$(RUN) -m pytest tests/unit
+
+# The chart alone, which `test` has, too: Helm's lint, its README, every value, and releases on a real API server.
+charts: venv
+	$(RUN) -m pytest tests/unit/charts tests/unit/operator/test_chart_tests.py --numprocesses 2 --dist loadfile
 
 # A real Kubernetes on this machine, as root: it changes the host while it runs, and puts it back.
 test-cluster: venv
