@@ -187,9 +187,10 @@ class Fleet(service.FleetServicer):
         if self._pair is None or self._pair == self._served:
             return
         certificate, key = self._pair
+        not_after_s = x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
         server = grpc.aio.server(options=OPTIONS)
         service.add_FleetServicer_to_server(self, server)  # type: ignore[no-untyped-call]
-        address = f"{host}:{self.port or port}"
+        address = f"[{host}]:{self.port or port}" if ":" in host else f"{host}:{self.port or port}"
         try:
             bound = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
         except RuntimeError as error:
@@ -202,7 +203,6 @@ class Fleet(service.FleetServicer):
             drain = asyncio.create_task(older.stop(self._reauthenticate_s), name="fleet-drain")
             self._drains[older] = drain
             drain.add_done_callback(lambda _: self._drains.pop(older, None))
-        not_after_s = x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
         self.metrics.loads.labels("loaded").inc()
         self.metrics.not_after.set(not_after_s)
         _log.info("fleet.serving", port=bound, not_after_s=not_after_s)
