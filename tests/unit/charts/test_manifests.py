@@ -6,14 +6,17 @@ The custom resources of others are their own definitions, see `crds/README.md`.
 from __future__ import annotations
 
 import json
+import tomllib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from deltashard_operator import chart_tests, controller_main, main
 
 from tests.apiserver import Rest
-from tests.minio import wait_for
+from tests.minio import ROOT, wait_for
 from tests.unit.charts.helms import CERTIFICATE, NAMESPACE, Document, Rendering, render
 
 MONITORING = {
@@ -182,3 +185,34 @@ def test_ports_by_name_are_there() -> None:
         policy = rendering.find("NetworkPolicy", deployment)
         allowed = {rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]}
         assert allowed == names
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_flags_are_those_of_the_programs(name: str) -> None:
+    """Each program reads what the chart passes; paths lie in what is mounted; scripts are the package's."""
+    rendering = render(VALUES[name])
+    specs = [each["spec"]["template"]["spec"] for each in rendering.all("Deployment")]
+    specs.append(rendering.find("Pod", "deltashard-test", hook=True)["spec"])
+    readers: dict[str, Callable[[list[str]], Any]] = {
+        "deltashard-webhook": lambda argv: main.read_options(argv, {}),
+        "deltashard-controller": lambda argv: controller_main.read_options(argv, {}),
+        "deltashard-chart-test": chart_tests.read_options,
+    }
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    seen = set()
+    for spec in specs:
+        (container,) = spec["containers"]
+        (program,) = container["command"]
+        assert program in scripts
+        options = readers[program](container["args"])
+        seen.add(program)
+        mounts = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} == {
+            volume["name"] for volume in spec.get("volumes", [])
+        }
+        for field in ("certificate_dir", "default_policy", "fleet_ca"):
+            path = getattr(options, field, None)
+            if path is None or getattr(options, "certificates", "") == "builtin":
+                continue
+            assert str(path) in mounts or str(path.parent) in mounts, (program, field)
+    assert seen == set(readers)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.controller_metrics import ControllerMetrics
-from deltashard_operator.metrics import FleetMetrics
+from deltashard_operator.metrics import AuthorityMetrics, FleetMetrics
 from deltashard_operator.names import MANAGED_BY, MANAGED_BY_VALUE, METRICS_PORT_NAME
 from deltashard_operator.runs import Run
 from deltashard_operator.webhooks import WebhookMetrics
@@ -51,6 +51,7 @@ def everything() -> Iterator[str]:
     controller = ControllerMetrics()
     controller.follow(NoRuns())
     FleetMetrics(controller.registry)
+    AuthorityMetrics(controller.registry)
     for metrics in (Metrics(), WebhookMetrics(), controller):
         yield from exported(metrics.registry)
 

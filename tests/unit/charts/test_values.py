@@ -359,9 +359,12 @@ CASES = [
     Case(
         path="certificates.mode",
         value="cert-manager",
-        look=lambda r: (count("Certificate")(r), count("Secret")(r), len(pod_specs(r)[1]["volumes"])),
-        before=(0, 3, 1),
-        after=(3, 0, 2),
+        look=lambda r: (
+            [a for a in container("controller", "args")(r) if a.startswith("--certificates")],
+            (count("Certificate")(r), count("Secret")(r), len(pod_specs(r)[1]["volumes"])),
+        ),
+        before=(["--certificates=builtin"], (0, 3, 1)),
+        after=(["--certificates=external"], (3, 0, 2)),
     ),
     Case(
         path="certificates.certManager.issuerRef",
