@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import deltashard
 import pytest
+import torch
 from deltashard_checkpoint.attempts import open_attempt
 from deltashard_checkpoint.entries import Checkpoint
 from deltashard_checkpoint.logs import RunLog
@@ -299,3 +301,53 @@ def test_fenced_by_another_pod_is_told(tmp_path: Path, url: str, server: FleetSe
         )
         assert server.incidents(fleet.INCIDENT_KIND_FENCED)[0].cause == "taken_over"
         trainer.close()
+
+
+def test_the_library_follows_a_directive_and_reports_a_fault(
+    tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real trainers: what comes back after other encodings is what was cut; writes behind our back become an incident."""
+    table = torch.nn.EmbeddingBag(60_000, 8, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
+        policies: list[str] = []
+
+        def step(ckpt: deltashard.Checkpointer) -> None:
+            optimizer.zero_grad()
+            table(torch.randint(0, 60_000, (8, 4))).sum().backward()
+            optimizer.step()
+            ckpt.step()
+            policies.append(ckpt._policy.encoding)
+
+        with deltashard.Checkpointer(table, optimizer, content_hash=True) as ckpt:
+            assert ckpt.restore() is None
+            step(ckpt)
+            assert ckpt.save().wait(DEADLINE_S).baseline
+            server.tell(
+                directive=fleet.Directive(
+                    generation=1, policy=pb.Policy(encoding="q4", state_encoding="bf16")
+                )
+            )
+            heard(server, "in force", directive=1)
+            until(lambda: step(ckpt) or policies[-1] == "q4", deadline_s=DEADLINE_S, what="the library heard")
+            commit = ckpt.save().wait(DEADLINE_S)
+            assert not commit.baseline, "another encoding is no reason for a whole baseline"
+            assert newest(url).encodings == ("q4",)
+            table.weight.data.add_(1.0)
+            step(ckpt)
+            assert ckpt.save().wait(DEADLINE_S).baseline, (
+                "a tracking fault makes the next save hold every row"
+            )
+            until(lambda: server.incidents(fleet.INCIDENT_KIND_TRACKING_FAULT), deadline_s=DEADLINE_S)
+            server.tell(save_now=fleet.SaveRequested(reason="user"))
+            before = ckpt.stats.commits
+            until(lambda: step(ckpt) or ckpt.stats.commits > before, deadline_s=DEADLINE_S, what="saved now")
+        again = torch.nn.EmbeddingBag(60_000, 8, sparse=True)
+        with deltashard.Checkpointer(
+            again, torch.optim.SGD(again.parameters(), lr=0.1), content_hash=True
+        ) as ckpt:
+            restored = ckpt.restore()
+            assert restored is not None
+            assert restored.exact is True
+        heard(server, "closed", phase=fleet.PHASE_CLOSED)
