@@ -60,8 +60,17 @@ def wait_for(condition: Callable[[], object], *, timeout_s: float = 30.0, what: 
 class MinioServer:
     """One server process; `stop`, `kill` and `start` again keep port and data."""
 
-    def __init__(self, directory: Path, binary: Path | None = None, *, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        binary: Path | None = None,
+        *,
+        host: str = "127.0.0.1",
+        settings: dict[str, str] | None = None,
+    ) -> None:
+        """`settings` are MINIO_* variables besides the usual ones."""
         self.host = host
+        self.settings = settings or {}
         self.binary = binary or minio_binary()
         self.directory = directory
         self.access_key = "deltashard-tests"
@@ -127,6 +136,7 @@ class MinioServer:
             "MINIO_UPDATE": "off",
             "MINIO_BROWSER": "off",
             "CI": "true",  # MinIO: a root disk is fine
+            **self.settings,
         }
         (self.directory / "data").mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:

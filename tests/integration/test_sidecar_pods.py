@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
 from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.stores.urls import open_store
@@ -326,6 +331,109 @@ def test_a_secret_that_comes_later_is_used_without_a_restart(
         trainer.save_and_commit()
         until(lambda: server.last.credentials_ok, deadline_s=DEADLINE_S, what="the condition ends")
         trainer.close()
+
+
+class Identities:
+    """An OpenID provider, as a cluster's API server is one for the tokens it projects: keys to read, tokens to sign."""
+
+    def __init__(self) -> None:
+        self._key = rsa.generate_private_key(65537, 2048)
+        numbers = self._key.public_key().public_numbers()
+        key = {
+            "kty": "RSA",
+            "kid": "1",
+            "alg": "RS256",
+            "use": "sig",
+            "n": _b64(numbers.n),
+            "e": _b64(numbers.e),
+        }
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                known = {"/.well-known/openid-configuration": outer.document(), "/keys": {"keys": [key]}}
+                body = json.dumps(known.get(self.path, {})).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "issuer": self.url, "jwks_uri": f"{self.url}/keys", "authorization_endpoint": f"{self.url}/auth",
+            "token_endpoint": f"{self.url}/token", "response_types_supported": ["id_token"],
+            "subject_types_supported": ["public"], "id_token_signing_alg_values_supported": ["RS256"],
+        }  # fmt: skip
+
+    def token(self) -> str:
+        now = int(time.time())
+        claims = {
+            "iss": self.url, "sub": "system:serviceaccount:ns:train", "aud": "store", "iat": now,
+            "exp": now + 3600, "policy": "readwrite",
+        }  # fmt: skip
+        head = {"alg": "RS256", "typ": "JWT", "kid": "1"}
+        signed = ".".join(_b64(json.dumps(part).encode()) for part in (head, claims))
+        return f"{signed}.{_b64(self._key.sign(signed.encode(), padding.PKCS1v15(), hashes.SHA256()))}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _b64(data: bytes | int) -> str:
+    raw = data.to_bytes((data.bit_length() + 7) // 8) if isinstance(data, int) else data
+    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+@pytest.mark.minio
+def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServer) -> None:
+    """MinIO's own token service, real signed tokens: an absent and an empty file are waited for, then it saves."""
+    with Identities() as identities:
+        settings = {
+            "MINIO_IDENTITY_OPENID_CONFIG_URL": f"{identities.url}/.well-known/openid-configuration",
+            "MINIO_IDENTITY_OPENID_CLIENT_ID": "store",
+        }
+        minio = MinioServer(place(tmp_path, "minio"), settings=settings)
+        minio.start()
+        try:
+            token = tmp_path / "web-token"
+            environment: dict[str, str | None] = {
+                "AWS_ACCESS_KEY_ID": None, "AWS_SECRET_ACCESS_KEY": None, "AWS_WEB_IDENTITY_TOKEN_FILE": str(token),
+                "AWS_ENDPOINT_URL_STS": minio.endpoint, "AWS_ROLE_ARN": "arn:minio:iam:::role/unused",
+            }  # fmt: skip
+            root, url = place(tmp_path, "pod"), minio.url(minio.new_bucket())
+            with sidecar(root, url, environment=environment, **pod(**told(tmp_path, server))) as process:
+                trainer = Trainer(process.socket, Model())
+                opening = trainer.stub.Open.future(
+                    pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
+                )
+                until(lambda: server.beats and not server.last.credentials_ok, deadline_s=DEADLINE_S)
+                until(
+                    lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), deadline_s=DEADLINE_S
+                )
+                assert str(token) in server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING)[0].message
+                token.touch()
+                assert not opening.done()
+                new = tmp_path / "web-token.new"
+                new.write_text(identities.token())
+                new.rename(token)
+                trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
+                trainer.save_and_commit()
+                until(lambda: server.last.credentials_ok, deadline_s=DEADLINE_S, what="the condition ends")
+                trainer.close()
+        finally:
+            minio.stop()
 
 
 @pytest.mark.minio
