@@ -100,7 +100,7 @@ class WebhookProcess:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         page = "healthz" if certificate else "livez"
-        wait_for(lambda: self.get(page)[0] == 200, what="the webhook")
+        wait_for(lambda: self.get(page)[0] == 200, timeout_s=120, what="the webhook")
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a plain page; status 0 when nobody answers."""

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import signal
 import socket
 import ssl
 import threading
@@ -349,12 +350,13 @@ class Repeated:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_no_admission_fails_while_the_webhooks_certificate_is_rotated(
     apiserver: ApiServer, rest: Rest, api: client.ApiClient, tmp_path: Any
 ) -> None:
     """A real API server, a real webhook, and its Secret as a volume that lags; three rotations under fire."""
     webhook = WebhookProcess(apiserver, tmp_path)
-    webhook.start(certificate=False)
+    webhook.port = free_port()
     place = Place(rest, api, client_config={"url": f"https://127.0.0.1:{webhook.port}{configurations.PATH}"})
     place.install()
     reached_by = ("127.0.0.1", "localhost")
@@ -381,6 +383,7 @@ def test_no_admission_fails_while_the_webhooks_certificate_is_rotated(
                 return failure  # else it was this thread that slept through a change
 
     try:
+        webhook.start(certificate=False)
         with Repeated(sync) as kubelet:
             place.authority(webhook_names=reached_by).check_webhook()
             wait_for(lambda: webhook.get("healthz")[0] == 200, timeout_s=PATIENCE_S, what="the webhook")
@@ -414,7 +417,8 @@ def test_no_admission_fails_while_the_webhooks_certificate_is_rotated(
         )
     finally:
         rest("DELETE", HOOK)
-        webhook.stop()
+        if webhook.process is not None:
+            webhook.stop(signal.SIGKILL)
 
 
 def served_by(port: int) -> bytes:

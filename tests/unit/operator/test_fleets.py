@@ -22,6 +22,7 @@ from tests.apiserver import ApiServer, Authority, Rest
 from tests.minio import free_port
 from tests.proxies import FaultyProxy
 from tests.unit.operator.reporters import (
+    PATIENCE_S,
     Book,
     Pod,
     Reporter,
@@ -187,7 +188,7 @@ def test_a_deleted_pods_token_is_worth_nothing(api: client.ApiClient, rest: Rest
     async def scenario() -> None:
         async with serving(api) as service:
             code, turn = None, 0
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(PATIENCE_S):
                 while code is not Code.UNAUTHENTICATED:
                     turn += 1
                     service.reviewer._answers.clear()
@@ -376,7 +377,6 @@ def test_the_port_opens_when_there_is_a_certificate(
 
 def test_limits_hold(api: client.ApiClient, pod: Pod, token: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many streams, no Hello, a message too large, a flood of save requests: bounded, and counted."""
-    monkeypatch.setattr(fleets, "HELLO_S", 0.3)
 
     async def scenario() -> None:
         async with serving(api, max_streams=1) as service:
@@ -394,6 +394,7 @@ def test_limits_hold(api: client.ApiClient, pod: Pod, token: str, monkeypatch: p
                 await sidecar.beat(incidents=[huge])
                 assert (await sidecar.status())[0] is not Code.OK
             await eventually(lambda: not service.book.present, "the end")
+            monkeypatch.setattr(fleets, "HELLO_S", 0.3)
             async with service.reporter(pod, token) as mute:
                 assert (await mute.status())[0] is Code.UNAVAILABLE
             assert service.value("streams_refused_total", cause="no_hello") == 1
