@@ -34,7 +34,7 @@ from deltashard_proto.arenas import STEP, Arena, aligned, sections
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def until(
@@ -513,7 +513,7 @@ class Cut:
         self.blocks_used = 0
         self._block = -1
         self._at = 0
-        self.call = trainer.stub.Save(iter(self.outbox.get, None), timeout=60.0)
+        self.call = trainer.stub.Save(iter(self.outbox.get, None), timeout=180.0)
         threading.Thread(target=self._read, daemon=True).start()
         self.outbox.put(pb.SaveRequest(begin=begin))
         assert self.began.wait(DEADLINE_S)

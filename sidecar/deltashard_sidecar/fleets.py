@@ -41,7 +41,7 @@ WELCOME_DEADLINE_S = 30.0
 MARGIN_S = 120.0
 """A stream is ended from here so long after the controller should have ended it."""
 LONGEST_STREAM_S = 6 * 3600.0
-STOP_DEADLINE_S = 2.0
+STOP_DEADLINE_S = 1.0
 
 _OPTIONS = (
     # A channel is one stream's: never a broken connection of the one before.

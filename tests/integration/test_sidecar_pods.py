@@ -455,7 +455,7 @@ def test_rotated_credentials_are_picked_up(
         trainer.save_and_commit()
         manage.user_remove("first")
         trainer.model.train()
-        with pytest.raises(SaveRefused):
+        with pytest.raises(SaveRefused, match="check key, secret and the policy of the bucket"):
             trainer.save_and_commit()
         until(
             lambda: [
@@ -514,7 +514,7 @@ def test_a_full_store_and_one_that_is_down(
         manage = admin(own_minio)
         manage.bucket_quota_set(bucket, 1024)
         trainer.model.train()
-        with pytest.raises(SaveRefused):
+        with pytest.raises(SaveRefused, match="raise the quota"):
             trainer.save_and_commit()
         until(
             lambda: [i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "full"],
