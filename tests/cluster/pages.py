@@ -2,7 +2,8 @@
 
 Every fenced `sh` block of a page is a step, run by bash from the root of the checkout, in the page's order; it fails when
 one of its commands does. A fenced `text` block right after it is what a reader should see: its lines, one after the
-other, somewhere in the step's output. `...` stands for anything, alone on a line for any lines; runs of blanks are alike.
+other, somewhere in the step's output. `...` stands for anything or nothing, alone on a line for any lines; runs of blanks
+are alike.
 A block that cannot run here says so in the line before it: `<!-- not run: why -->`. Nothing of a command is replaced:
 what differs between machines (KUBECONFIG, PATH, the registry behind an image's name) is outside of the page.
 """
@@ -87,10 +88,17 @@ def missing(expected: tuple[str, ...], output: str) -> str | None:
         line = " ".join(wanted.split())
         if line == ANYTHING:
             continue
-        pattern = re.compile(".*".join(re.escape(part) for part in line.split(ANYTHING)))
-        if not any(pattern.fullmatch(found) for found in rest):
+        pattern = re.compile("".join(_word(each) for each in line.split()))
+        if not any(pattern.fullmatch(f" {found}") for found in rest):
             return wanted
     return None
+
+
+def _word(word: str) -> str:
+    """The pattern of a word and the blank before it."""
+    if word == ANYTHING:
+        return "(?: .*)?"
+    return " " + ".*".join(re.escape(part) for part in word.split(ANYTHING))
 
 
 def run(
