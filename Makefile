@@ -6,7 +6,7 @@ STORE ?= file
 
 CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
-.PHONY: venv charts demo test test-fast test-cluster test-cluster-full lint types contracts proto bench clean
+.PHONY: venv charts demo test test-fast test-cluster test-cluster-full lint types contracts proto bench bench-fleet clean
 venv: .venv/.synced
 
 $(UV):
@@ -58,6 +58,10 @@ contracts: venv
 
 bench: venv
 	$(RUN) bench/run.py
+
+# 5,000 annotated pods and their sidecars on a control plane without kubelets: out/fleet.json, docs/kubernetes/scale.md.
+bench-fleet: venv
+	$(RUN) bench/fleet.py
 
 clean:
 	rm -rf .venv .bootstrap out build
