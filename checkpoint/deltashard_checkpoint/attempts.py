@@ -10,8 +10,8 @@ for it, bounded, because that save is worth waiting for. A marker nobody removed
 most.
 
 A run with a name of the user's (`run-id`) may be handed from one workload to the next: each enters with its first
-attempt. A workload that another one displaced does not come back by itself (`TakenOver`), so two live workloads of one
-run end in one, and never in a loop in which each restart of the one fences the other.
+attempt. A workload that another one displaced does not come back by itself (`TakenOver`), nor does a pod that another
+pod displaced: two that live at once end in one, and never in a loop in which each restart of the one fences the other.
 
 What could not be loaded is excluded, loudly, by the caller who tried: `exclude` takes away every checkpoint whose
 chain reads an excluded one, and another attempt is opened that names what was really loaded.
@@ -19,10 +19,10 @@ chain reads an excluded one, and another attempt is opened that names what was r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from deltashard_checkpoint.commits import TakenOver
+from deltashard_checkpoint.commits import FencedError, TakenOver
 from deltashard_checkpoint.entries import AttemptOpened, Checkpoint, Entry, Genesis, Sealed, entry_key
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.folds import RunState
@@ -105,6 +105,7 @@ def open_attempt(
     *,
     owner: str,
     workload: str = "",
+    pod: str = "",
     world_size: int = 1,
     which: str = "latest",
     exclude: Iterable[int] = (),
@@ -114,8 +115,8 @@ def open_attempt(
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
 
-    `workload` is the UID of the workload that this trainer belongs to, if it is one of a cluster's.
-    Raises `OwnerMismatch`, `TakenOver`, what `select` raises, `LogStopped` when the log holds an entry of a newer
+    `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster.
+    Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
     version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline.
     """
     excluded = tuple(exclude)
@@ -147,7 +148,7 @@ def open_attempt(
                 where=f"run {now.run}",
                 remedy="choose another run name, or say takeover",
             )
-        if not takeover and (displaced := displacement(now, workload)) is not None:
+        if not takeover and (displaced := displacement(now, workload, pod)) is not None:
             raise displaced
         resume = select(now, which, excluded)
         if now.damage() is not None and resume is None and which == "latest":
@@ -171,6 +172,7 @@ def open_attempt(
             takeover=now.owner != owner,
             voids=None if now.stopped is None else now.stopped.seq,
             workload=workload,
+            pod=pod,
         )
 
     sealed = log.append(
@@ -192,13 +194,20 @@ def open_attempt(
     )
 
 
-def displacement(state: RunState, workload: str) -> TakenOver | None:
-    """The refusal of a workload that held this run once and was followed by another one; None for any other. Pure."""
-    mine = [number for number, opened in state.attempts.items() if workload and opened.workload == workload]
-    named = [number for number, opened in state.attempts.items() if opened.workload]
-    if not mine or max(named) == max(mine):
-        return None
-    return TakenOver(max(mine), max(named), state.run, workload=state.attempts[max(named)].workload)
+def displacement(state: RunState, workload: str, pod: str) -> FencedError | None:
+    """The refusal of a workload, or pod, that held this run once and was followed by another one. Pure."""
+    if lost := _followed({n: opened.workload for n, opened in state.attempts.items()}, workload):
+        return TakenOver(*lost, state.run, workload=state.attempts[lost[1]].workload)
+    if lost := _followed({n: opened.pod for n, opened in state.attempts.items()}, pod):
+        return FencedError(*lost, state.run, pod=state.attempts[lost[1]].pod)
+    return None
+
+
+def _followed(names: Mapping[int, str], mine: str) -> tuple[int, int] | None:
+    """(the last attempt of `mine`, the newer one of somebody else), if there are both; attempts of nobody count not."""
+    own = [number for number, name in names.items() if mine and name == mine]
+    newest = max((number for number, name in names.items() if name), default=-1)
+    return (max(own), newest) if own and newest > max(own) else None
 
 
 def _genesis(state: RunState, seq: int, writer: str, owner: str) -> Genesis:

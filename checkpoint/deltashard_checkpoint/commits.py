@@ -51,14 +51,20 @@ _REPORT_KEY = re.compile(r"data/\d{20}/\d{8}/(\d{5})-[0-9a-z]{8,32}-([0-9a-f]{32
 class FencedError(EnvironmentFault):
     """A newer attempt is open: this trainer's run is over, it must neither save nor open an attempt again."""
 
-    def __init__(self, attempt: int, by: int, run: str, *, workload: str = "") -> None:
-        """`workload` is the UID of the newer attempt's workload, where it is another one."""
+    def __init__(self, attempt: int, by: int, run: str, *, workload: str = "", pod: str = "") -> None:
+        """`workload` or `pod`: UID of what opened the newer attempt, where it is another one."""
         self.attempt = attempt
         self.by = by
         self.workload = workload
         super().__init__(
             f"attempt {attempt} is fenced by attempt {by}"
-            + (f" of another workload ({workload})" if workload else ""),
+            + (
+                f" of another workload ({workload})"
+                if workload
+                else f" of another pod ({pod})"
+                if pod
+                else ""
+            ),
             where=f"run {run}",
             remedy="end this workload, the other one trains on; restore(takeover=True) takes the run back on purpose"
             if workload

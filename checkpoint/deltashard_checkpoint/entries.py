@@ -90,6 +90,8 @@ class AttemptOpened(Entry):
     """Entries voids..seq-1 are void: the one at `voids` could not be read by the opener (bit rot, broken rule)."""
     workload: str = ""
     """UID of the workload (Job, JobSet, ...) whose trainer this is; empty outside of a cluster."""
+    pod: str = ""
+    """UID of the pod it runs in; empty outside of a cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,8 +239,7 @@ def document_of(entry: Entry) -> dict[str, Any]:
                 "takeover": entry.takeover,
                 "voids": entry.voids,
             }
-            if entry.workload:
-                doc["workload"] = entry.workload
+            doc |= {name: text for name in ("workload", "pod") if (text := getattr(entry, name))}
         case Checkpoint():
             doc |= {
                 "attempt": entry.attempt,
@@ -539,6 +540,7 @@ def _attempt(r: Reader, common: dict[str, Any]) -> Entry:
         takeover=r.boolean("takeover"),
         voids=r.nullable("voids"),
         workload=r.text("workload") if r.has("workload") else "",
+        pod=r.text("pod") if r.has("pod") else "",
         **common,
     )
 

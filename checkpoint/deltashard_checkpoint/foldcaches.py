@@ -50,7 +50,7 @@ def dump(state: RunState) -> bytes:
             [n, a.world_size, a.resumes_from, a.resumes_attempt, a.last_cut, a.last_seq, a.last_step]
             for n, a in sorted(state.attempts.items())
         ],
-        **_workloads(state),
+        **_openers(state),
         "checkpoints": [_sealed(c) for _, c in sorted(state.checkpoints.items())],
         "compactions": [_sealed(c) for _, c in sorted(state.compactions.items())],
         "superseded": [[prefix, seq] for prefix, seq in sorted(state.superseded.items())],
@@ -60,10 +60,10 @@ def dump(state: RunState) -> bytes:
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
 
 
-def _workloads(state: RunState) -> dict[str, Any]:
-    """Which workload opened which attempt, where any said so."""
-    found = [[n, a.workload] for n, a in sorted(state.attempts.items()) if a.workload]
-    return {"workloads": found} if found else {}
+def _openers(state: RunState) -> dict[str, Any]:
+    """Which workload and pod opened which attempt, where any said so."""
+    found = [[n, a.workload, a.pod] for n, a in sorted(state.attempts.items()) if a.workload or a.pod]
+    return {"openers": found} if found else {}
 
 
 def _sealed(entry: Entry) -> dict[str, Any]:
@@ -83,10 +83,10 @@ def load(data: bytes, run: str, seq: int) -> RunState:
         raise UnsupportedVersion("cached fold of another format", where=where)
     if r.text("run") != run or r.integer("tip") != seq:
         raise ForeignObject("cached fold of another run or slot", where=where)
-    workloads = {}
-    for item in r.items("workloads") if r.has("workloads") else ():
-        opened_by, uid = r.as_list(item, "workload", 2)
-        workloads[r.as_integer(opened_by, "workload")] = r.as_text(uid, "workload")
+    openers = {}
+    for item in r.items("openers") if r.has("openers") else ():
+        opened, *names = r.as_list(item, "opener", 3)
+        openers[r.as_integer(opened, "opener")] = [r.as_text(name, "opener") for name in names]
     attempts = {}
     for item in r.items("attempts"):
         number, *rest = r.as_list(item, "attempt", 7)
@@ -94,6 +94,7 @@ def load(data: bytes, run: str, seq: int) -> RunState:
         if world_size is None:
             r.fail("attempt without a world size")
         resumes_from, resumes_attempt, last_cut, last_seq, last_step = optional
+        workload, pod = openers.get(number, ("", ""))
         attempts[r.as_integer(number, "attempt")] = Attempt(
             world_size=world_size,
             resumes_from=resumes_from,
@@ -101,7 +102,8 @@ def load(data: bytes, run: str, seq: int) -> RunState:
             last_cut=last_cut,
             last_seq=last_seq,
             last_step=last_step,
-            workload=workloads.get(number, ""),
+            workload=workload,
+            pod=pod,
         )
     checkpoints = [_entry(r, item, Checkpoint) for item in r.items("checkpoints")]
     compactions = [_entry(r, item, Compacted) for item in r.items("compactions")]

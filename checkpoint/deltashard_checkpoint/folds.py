@@ -57,6 +57,8 @@ class Attempt:
     """Step of that commit, or of the checkpoint it resumed from."""
     workload: str = ""
     """UID of the workload that opened it; empty outside of a cluster."""
+    pod: str = ""
+    """UID of the pod that opened it; empty outside of a cluster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +202,7 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 resumes_attempt=None if resumed is None else resumed.attempt,
                 last_step=None if resumed is None else resumed.step,
                 workload=entry.workload,
+                pod=entry.pod,
             )
             return replace(
                 state, owner=entry.owner, attempt=entry.seq, attempts={**state.attempts, entry.seq: opened}

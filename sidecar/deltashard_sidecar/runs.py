@@ -228,6 +228,7 @@ class Run:
             log,
             owner=self.identity.owner,
             workload=self.settings.workload_uid,
+            pod=self.settings.pod_uid,
             world_size=session.world_size,
             which=which,
             exclude=() if request.from_run else request.exclude_seqs,

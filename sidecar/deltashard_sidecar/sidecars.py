@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from deltashard_checkpoint.commits import TakenOver
+from deltashard_checkpoint.commits import FencedError, TakenOver
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_proto.arenas import LINES
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -207,8 +207,9 @@ class Sidecar(Orders):
         session.opened_s, session.opened_at_s = time.monotonic(), time.time()
         try:
             reply = self.run.open(request, session, step_seen=step_seen)
-        except TakenOver as error:
-            self.reports.fenced("taken_over", str(error), step=step_seen)
+        except FencedError as error:
+            cause = "taken_over" if isinstance(error, TakenOver) else "fenced"
+            self.reports.fenced(cause, str(error), step=step_seen)
             raise
         with self._lock:
             session.attempt = reply.attempt

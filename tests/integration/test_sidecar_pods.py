@@ -148,6 +148,31 @@ def test_two_live_workloads_of_one_run_end_in_one(tmp_path: Path, url: str) -> N
         later.close()
 
 
+def test_a_pod_that_comes_back_after_its_replacement_stays_fenced(tmp_path: Path, url: str) -> None:
+    """A lost node's zombie: fenced at its save, and its container's restarts open nothing."""
+    with (
+        sidecar(place(tmp_path, "a"), url, **pod(**{"pod-uid": "one"})) as zombie,
+        sidecar(place(tmp_path, "b"), url, **pod(**{"pod-uid": "two"})) as replacement,
+    ):
+        old = Trainer(zombie.socket, Model())
+        old.open()
+        old.save_and_commit()
+        new = Trainer(replacement.socket, Model())
+        attempt = new.open().attempt
+        with pytest.raises(SaveRefused) as refused:
+            old.save_and_commit()
+        assert refused.value.cause == "fenced"
+        for _ in range(2):
+            old.attempt = None
+            old.attach()
+            with pytest.raises(grpc.RpcError, match="FencedError: .*another pod"):
+                old.open()
+        new.save_and_commit()
+        assert state_of(url).attempt == attempt
+        old.close()
+        new.close()
+
+
 SCRIPT = """
 import sys, torch, deltashard
 model = torch.nn.EmbeddingBag(50, 4, sparse=True)

@@ -236,6 +236,21 @@ def test_a_workload_that_was_displaced_does_not_come_back_by_itself():
         run.open(workload="job-b")
 
 
+def test_a_pod_that_was_displaced_does_not_come_back_either():
+    """A zombie's restarts fence nobody; its own container restarts before that were welcome."""
+    run = Run()
+    run.open(workload="job", pod="one")
+    first = run.open(workload="job", pod="one").attempt
+    second = run.open(workload="job", pod="two").attempt
+    with pytest.raises(FencedError, match="another pod \\(two\\)") as raised:
+        run.open(workload="job", pod="one")
+    assert type(raised.value) is FencedError
+    assert (raised.value.attempt, raised.value.by) == (first, second)
+    run.open(workload="job", pod="two")
+    run.open(workload="job", pod="three")
+    run.open(workload="job", pod="one", takeover=True)
+
+
 def test_fencing_within_a_workload_and_outside_of_clusters_is_plain():
     """A replaced pod, or a laptop: the older one ends, restarts are welcome."""
     for workload in ("job-a", ""):
@@ -251,7 +266,7 @@ def test_fencing_within_a_workload_and_outside_of_clusters_is_plain():
 def test_workloads_are_remembered_by_entries_and_cached_folds():
     """An entry without one has the form it always had."""
     run = Run()
-    run.open(workload="job-a")
+    run.open(workload="job-a", pod="one")
     run.open()
     assert run.reader().refresh() == run.log.state
     assert b"workload" in run.memory.get(f"job/{entry_key(1)}")
