@@ -22,8 +22,10 @@ MAX_TEXT = 1000
 class Incidents:
     """Incidents of this process. Thread-safe."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, awaited: bool = True) -> None:
+        """`awaited`: there is a controller that wants to hear of them; only then is one that goes unheard counted."""
         self._metrics = metrics
+        self._awaited = awaited
         self._lock = threading.Lock()
         self._kept: deque[fleet.Incident] = deque()
         self._newest = 0
@@ -56,7 +58,7 @@ class Incidents:
             dropped = len(self._kept) > LIMIT
             if dropped:
                 self._kept.popleft()
-        if dropped:
+        if dropped and self._awaited:
             self._metrics.incidents_dropped.inc()
 
     def acknowledge(self, newest: int) -> None:

@@ -69,7 +69,7 @@ class Run:
 
     def __init__(self, settings: Settings, *, metrics: Metrics, log: Logger) -> None:
         self.settings = settings
-        self.incidents = Incidents(metrics)
+        self.incidents = Incidents(metrics, awaited=bool(settings.fleet))
         self.health = StoreHealth(self.incidents, metrics=metrics, log=log)
         self.store: Store = open_store(settings.url, observer=self.health)
         self.cache = PackCache(Path(settings.cache_dir), budget_bytes=settings.cache_bytes)
