@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import fleet_pb2_grpc
+
+from tests.sidecar_client import until
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -85,9 +88,15 @@ class FleetServer(fleet_pb2_grpc.FleetServicer):
         self._pool = ThreadPoolExecutor(8)
         self._server = grpc.server(self._pool, options=(("grpc.so_reuseport", 0),))
         fleet_pb2_grpc.add_FleetServicer_to_server(self, self._server)
-        self.port = self._server.add_secure_port(
-            f"localhost:{port}", grpc.ssl_server_credentials([authority.server()])
-        )
+        self.port = 0
+        until(lambda: self._bind(port), deadline_s=60.0, what=f"port {port} is free")
+
+    def _bind(self, port: int) -> int:
+        """One that somebody holds is waited for: a port given is that of a server that has just ended."""
+        credentials = grpc.ssl_server_credentials([self.authority.server()])
+        with contextlib.suppress(RuntimeError):
+            self.port = self._server.add_secure_port(f"localhost:{port}", credentials)
+        return self.port
 
     def __enter__(self) -> Self:
         self._server.start()
