@@ -154,6 +154,14 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ("CheckpointStale", "suspended", {LAST: steady(1.0), INTERVAL: steady(300)}, False),
     ("CheckpointStale", "no timer", {LAST: steady(1.0), SINCE: steady(0.5), INTERVAL: steady(0)}, False),
     ("CheckpointStale", "finished: no series", {}, False),
+    ("SavesFailing", "the controller says so", {CONDITION % "SavesFailing": steady(1)}, True),
+    ("SavesFailing", "another trouble", {CONDITION % "Stale": steady(1)}, False),
+    (
+        "SavesFailing",
+        "both say so: told once",
+        {CONDITION % "SavesFailing": steady(1), FAILURES % "unavailable": rising(begins_s=2400)},
+        True,
+    ),
     ("SavesFailing", "every save fails", {FAILURES % "unavailable": rising(begins_s=2400)}, True),
     (
         "SavesFailing",
@@ -211,9 +219,14 @@ def test_alerts_name_what_they_are_about() -> None:
         if not fires:
             continue
         rule = alerts()[name]
-        used = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
-        for labels, _ in ask([rule["expr"]], series, at_s=HOUR)[0].result:
+        text = json.dumps(rule["annotations"])
+        either = re.findall(r"\{\{ or \$labels\.(\w+) \$labels\.(\w+) \}\}", text)
+        used = set(re.findall(r"\{\{ \$labels\.(\w+)", text))
+        result = ask([rule["expr"]], series, at_s=HOUR)[0].result
+        assert len(result) == 1, (name, situation)
+        for labels, _ in result:
             assert used <= set(labels), (name, situation)
+            assert all(set(pair) & set(labels) for pair in either), (name, situation)
 
 
 def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:

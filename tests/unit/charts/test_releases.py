@@ -186,9 +186,10 @@ def test_uninstall_takes_the_webhook_away_first(
     release.uninstall(*(() if hooks else ("--no-hooks",)))
     with apiserver.api() as api:
         admission = client.AdmissionregistrationV1Api(api)
-        webhook = deletions(admission.list_mutating_webhook_configuration, since)
-        bindings = deletions(admission.list_validating_admission_policy_binding, since)
-        deployments = deletions(client.AppsV1Api(api).list_deployment_for_all_namespaces, since)
+        n = 2 if hooks else 1  # the hooks' stand-ins are deleted, too
+        webhook = deletions(admission.list_mutating_webhook_configuration, since, n)
+        bindings = deletions(admission.list_validating_admission_policy_binding, since, 3 * n)
+        deployments = deletions(client.AppsV1Api(api).list_deployment_for_all_namespaces, since, 2)
     assert set(webhook) == {"deltashard-webhook"}
     assert set(deployments) == {"deltashard-webhook", "deltashard-controller"}
     assert len(bindings) == 3
@@ -272,14 +273,16 @@ def eventually(ask: Any, good: Any, *, timeout_s: float = 60.0) -> Any:
     return answers[0]
 
 
-def deletions(listing: Any, since: str) -> dict[str, list[int]]:
-    """Revisions at which objects of ours were deleted, by name."""
+def deletions(listing: Any, since: str, n: int) -> dict[str, list[int]]:
+    """Revisions at which objects of ours were deleted, by name, once `n` were seen."""
     found: dict[str, list[int]] = {}
-    for event in watch.Watch().stream(listing, resource_version=since, timeout_seconds=1):
+    for event in watch.Watch().stream(listing, resource_version=since, timeout_seconds=120):
         metadata = event["object"].metadata
         if event["type"] == "DELETED" and "deltashard" in metadata.name:
             found.setdefault(metadata.name, []).append(int(metadata.resource_version))
-    return found
+            if sum(map(len, found.values())) == n:
+                return found
+    pytest.fail(f"{n} deletions were not seen, only {found}")
 
 
 def path_of(document: dict[str, Any]) -> str:
