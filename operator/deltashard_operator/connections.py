@@ -83,7 +83,9 @@ class Freshness:
         ]
 
 
-def connection(configuration: client.Configuration, freshness: Freshness) -> kopf.AiohttpSession:
+def connection(
+    configuration: client.Configuration, freshness: Freshness, user_agent: str
+) -> kopf.AiohttpSession:
     """A session for kopf from the kubernetes client's configuration. Call it on the loop."""
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert or None)
     if not configuration.verify_ssl:
@@ -113,6 +115,7 @@ def connection(configuration: client.Configuration, freshness: Freshness) -> kop
 
     session = aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=context),
+        headers={"User-Agent": user_agent},
         response_class=Response,
         middlewares=(authorized,),
     )

@@ -45,6 +45,7 @@ from deltashard_operator.fleets import Files, Fleet
 from deltashard_operator.main import EXIT_USAGE, api_client
 from deltashard_operator.metrics import AuthorityMetrics, FleetMetrics
 from deltashard_operator.reviews import Reviewer
+from deltashard_operator.versions import VERSION
 
 EXIT_FAILED = 1
 MAX_LAG_S = 10.0
@@ -56,6 +57,8 @@ KOPF_END_S = 8.0
 """kopf gets so long to end; its thread holds nothing."""
 GIVE_UP_S = 900.0
 """Watches that fail for so long without a break end the process."""
+USER_AGENT = f"deltashard-controller/{VERSION}"
+"""What audit logs and managedFields call it."""
 CHOICES = {"certificates": ("builtin", "external")}
 _log = structlog.get_logger("deltashard.controller")
 
@@ -143,6 +146,7 @@ class Process:
         """Build it on the loop it will run on."""
         self.options = options
         self._api = api
+        api.user_agent = USER_AGENT
         self.prometheus = CollectorRegistry()
         self.metrics = metrics = ControllerMetrics(self.prometheus)
         self.call = Caller(api, count=lambda verb, outcome: metrics.calls.labels(verb, outcome).inc())
@@ -195,8 +199,8 @@ class Process:
     def unready(self) -> list[str]:
         """Why it does not do its work."""
         reasons = [*self.dead(), *self.fleet.unready()]
-        if not self.controller.loaded:
-            reasons.append("the CheckpointRuns are not read yet")
+        if not self.controller.synced:
+            reasons.append("not everything that there is was seen yet")
         if self.freshness.heard_s() > STALE_S:
             reasons.append("the API is not heard")
         if self.stopping:
@@ -298,7 +302,7 @@ class Process:
         registry = handlers.registry(
             self.controller,
             self.metrics,
-            log_in=lambda: connection(configuration, freshness),
+            log_in=lambda: connection(configuration, freshness, USER_AGENT),
             hand_on=loop.call_soon_threadsafe,
         )
         await kopf.operator(

@@ -49,7 +49,9 @@ JUDGE_S = 5.0
 SLICE_S = 0.05
 """Judging keeps the loop from others no longer than this at once."""
 SWEEP_S = 600.0
-SWEEP_SOON_S = 3.0
+SWEEP_SOON_S = 1.5
+SYNC_TRIES = 15
+"""Sweeps after which a new controller judges although something listed was not seen."""
 MAX_NOTICES = 64
 """Waiting for a run's CheckpointRun to be made."""
 Document = Mapping[str, Any]
@@ -80,6 +82,8 @@ class Entry:
     """When the status it came from was written; 0: it came from none."""
     born: str = ""
     """Creation time of the CheckpointRun, or of the first sight: older ones hold a run id."""
+    number: int = 0
+    """Of the order of first sight, for those born in the same second."""
     notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
     busy: bool = False
     again_s: float = 0.0
@@ -117,6 +121,7 @@ class Controller:
         self._jobs: dict[str, tuple[RunKey, float]] = {}
         self._nodes: dict[str, NodeView] = {}
         self._specs: dict[tuple[str, str], Mapping[str, Any]] = {}
+        self._entered = 0
         self._serial = 0
         """Counts changes of policies."""
         self._marked: dict[RunKey, None] = {}
@@ -125,6 +130,9 @@ class Controller:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_at_s = 0.0
         self.loaded = False
+        self.synced = False
+        """Whether all that there is was seen: before, a run of an earlier controller's is not judged."""
+        self._sync_tries = 0
         metrics.follow(self)
 
     def __len__(self) -> int:
@@ -161,7 +169,9 @@ class Controller:
             run=run,
             pace=Pace(interval_s=self._status_interval_s),
             born=views.timestamp(self._wall()),
+            number=self._entered,
         )
+        self._entered += 1
         self._entries[run.key] = entry
         self._by_id.setdefault((run.workload.namespace, run.run_id), set()).add(run.key)
         return entry
@@ -321,7 +331,7 @@ class Controller:
         """Who holds the run id: the oldest that is not finished."""
         keys = self._by_id.get((entry.run.workload.namespace, entry.run.run_id), ())
         live = [self._entries[key] for key in keys if not self._entries[key].run.finished]
-        return min(live, key=lambda each: (each.born, each.run.workload.uid), default=entry)
+        return min(live, key=lambda each: (each.born, each.number), default=entry)
 
     def reported(self, hello: Hello, heartbeat: Heartbeat) -> int:
         """See `reports.Ledger`."""
@@ -362,8 +372,8 @@ class Controller:
             if time.perf_counter() > until_s:
                 break
             del self._marked[key]
-            if entry.busy:
-                continue  # it is marked again when its write ends
+            if entry.busy or (entry.reloaded_s and not self.synced):
+                continue  # it is marked again when its write ends, and all are every few seconds
             if self._expired(entry, now_s):
                 self._start(self._remove(entry), entry)
                 continue
@@ -539,6 +549,8 @@ class Controller:
             self._sweep_at_s = self._wall() + SWEEP_S
             try:
                 await self.sweep()
+                if not self.synced:
+                    self._sweep_at_s = self._wall() + 1.0
             except ApiUnavailable as error:
                 self._sweep_at_s = self._wall() + 10 * SWEEP_SOON_S
                 _log.warning("controller.sweep_failed", error=str(error))
@@ -568,6 +580,10 @@ class Controller:
             if run.seen_s < begun_s:
                 self._set(entry, runs.finished(run, "Deleted", now_s))
         self.metrics.sweeps.inc()
+        self._sync_tries += 1
+        # Watches bring what the lists name, but for what ended so long ago that nobody keeps it.
+        if (jobs <= set(self._jobs) and pods <= set(self._pods)) or self._sync_tries >= SYNC_TRIES:
+            self.synced = True
         if gone:
             _log.info("controller.swept", pods=len(gone))
 

@@ -60,7 +60,7 @@ class ControllerProcess:
     directory: Path
     keep_finished_days: float = 7.0
     status_interval_s: float = 1.0
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 60.0
     authority: Authority = field(default_factory=lambda: Authority("fleet"))
     fleet_port: int = 0
     metrics_port: int = 0

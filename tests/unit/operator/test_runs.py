@@ -1,0 +1,271 @@
+"""A run from facts to status and back: nothing is lost and nothing counted twice by a controller that starts anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from deltashard_operator import conditions, judgements, phases, records, runs
+from deltashard_operator.phases import Phase
+from deltashard_operator.reports import Commit, Heartbeat, Hello, Incident, IncidentKind, PolicyInForce, Rank
+from deltashard_operator.reports import Phase as At
+from deltashard_operator.runs import Run
+from deltashard_operator.views import NodeView, Wish, Workload
+
+from tests.unit.operator.test_failures import NOW_S, TRAIN, ended, job, pod
+
+NODES = {"node-a": NodeView(name="node-a", ready=True)}
+EVERY = PolicyInForce(every_s=60.0, encoding="q8", differential="intermittent")
+
+
+def hello(uid: str = "p-1", process: str = "s-1") -> Hello:
+    return Hello(
+        namespace="team", pod="train-x", pod_uid=uid, process=process, workload_uid="u-1", node="node-a"
+    )
+
+
+def beat(
+    phase: At = At.TRAINING, *, step: int = 10, seq: int = 0, at_s: float = NOW_S, **more: Any
+) -> Heartbeat:
+    fields: dict[str, Any] = {"attempt": 1, "policy": EVERY, "run": "team/train-u-1"} | more
+    if seq:
+        fields |= {"last_commit": Commit(seq=seq, attempt=1, step=step - 1), "last_commit_at_s": at_s}
+    return Heartbeat(phase=phase, ranks=(Rank(rank=0, world_size=1, step=step),), **fields)
+
+
+def training(**more: Any) -> Run:
+    """A run that trains."""
+    run = runs.with_job(Run(workload=TRAIN), job(), NOW_S)
+    run = runs.with_pod(run, pod(), node_ready=True, now_s=NOW_S)
+    run, _ = runs.with_report(run, hello(), beat(seq=1, **more), NOW_S)
+    return judged(run)
+
+
+def judged(run: Run, at_s: float = NOW_S) -> Run:
+    return judgements.judged(run, NODES, at_s)[0]
+
+
+def told(run: Run, incident: Incident, process: str = "s-1") -> tuple[Run, list[str]]:
+    run, notices = runs.with_report(run, hello(process=process), beat(seq=1, incidents=(incident,)), NOW_S)
+    return run, [each.reason for each in notices]
+
+
+def again(run: Run, at_s: float = NOW_S) -> Run:
+    """The run as a new controller reads it."""
+    document = records.document(run) | {"status": records.status(run, at_s)}
+    return records.run_of(document)
+
+
+def test_a_name_holds_the_workloads_and_enough_of_its_uid() -> None:
+    assert runs.object_name(replace(TRAIN, uid="0b4f3c1e-aaaa")) == "train-0b4f3c1e"
+    long = runs.object_name(replace(TRAIN, name="x" * 60 + ".y", uid="0b4f3c1e-aaaa"))
+    assert len(long) == runs.MAX_NAME
+    assert long.endswith("-0b4f3c1e")
+
+
+def test_an_incident_is_taken_once_however_often_it_is_repeated() -> None:
+    restored = Incident(id=1, kind=IncidentKind.RESTORED, step=90, lost_steps=7, seconds=1.5, cause="store")
+    run, first = told(training(), restored)
+    run, second = told(run, restored)
+    assert (first, second) == (["Restored"], [])
+    assert (run.restores, run.lost_steps) == (1, 7)
+    run, third = told(again(judged(run)), restored)
+    assert (third, run.restores) == ([], 1)
+    run, fourth = told(run, restored, process="s-2")  # a new process counts from 1 again
+    assert (fourth, run.restores) == (["Restored"], 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "type_", "event"),
+    [
+        (IncidentKind.FENCED, conditions.FENCED, "Fenced"),
+        (IncidentKind.TRACKING_FAULT, conditions.TRACKING_FAULT, "TrackingFault"),
+        (IncidentKind.FELL_BACK, conditions.FELL_BACK, "FellBack"),
+    ],
+)
+def test_what_only_an_incident_tells_stays_until_it_is_over_and_survives_the_controller(
+    kind: IncidentKind, type_: str, event: str
+) -> None:
+    run, events = told(training(), Incident(id=1, kind=kind, message="as it is"))
+    assert events == [event]
+    run = judged(run)
+    assert conditions.is_true(run.conditions, type_)
+    run = judged(again(run))
+    assert conditions.is_true(run.conditions, type_)
+    assert "as it is" in conditions.by_type(run.conditions)[type_].message
+
+
+def test_a_new_attempt_ends_a_tracking_fault_and_a_new_commit_a_fencing() -> None:
+    run, _ = told(training(), Incident(id=1, kind=IncidentKind.TRACKING_FAULT, message="x"))
+    run, _ = runs.with_report(run, hello(), beat(seq=1, attempt=2), NOW_S)
+    assert not conditions.is_true(judged(run).conditions, conditions.TRACKING_FAULT)
+    run, _ = told(training(), Incident(id=1, kind=IncidentKind.FENCED, message="x"))
+    run, _ = runs.with_report(run, hello(), beat(seq=2), NOW_S)
+    assert not conditions.is_true(judged(run).conditions, conditions.FENCED)
+
+
+@pytest.mark.parametrize(
+    ("said", "type_"),
+    [
+        ({"credentials_ok": False}, conditions.CREDENTIALS_MISSING),
+        ({"store_ok": False}, conditions.STORE_UNAVAILABLE),
+        ({"saves_failed_in_a_row": 2}, conditions.SAVES_FAILING),
+    ],
+)
+def test_what_heartbeats_say_degrades_the_run_and_goes_with_them(said: dict[str, Any], type_: str) -> None:
+    run, _ = runs.with_report(training(), hello(), beat(seq=1, **said), NOW_S)
+    run = judged(run)
+    assert run.phase is Phase.DEGRADED
+    assert conditions.is_true(run.conditions, type_)
+    assert not conditions.is_true(run.conditions, conditions.READY)
+    run, _ = runs.with_report(run, hello(), beat(seq=1), NOW_S)
+    run = judged(run)
+    assert run.phase is Phase.TRAINING
+    assert conditions.is_true(run.conditions, conditions.READY)
+
+
+def test_time_alone_makes_a_checkpoint_stale_and_says_so_once() -> None:
+    run = training()
+    run, notices = judgements.judged(run, NODES, NOW_S + 3 * 60 - 1)
+    assert not notices
+    run, notices = judgements.judged(run, NODES, NOW_S + 3 * 60 + 1)
+    assert [each.reason for each in notices] == ["CheckpointStale"]
+    assert run.phase is Phase.DEGRADED
+    run, notices = judgements.judged(run, NODES, NOW_S + 3 * 60 + 5)
+    assert not notices
+    run, notices = judgements.judged(again(run, NOW_S + 185), NODES, NOW_S + 190)
+    assert not notices  # nor by a new controller
+
+
+def test_a_run_whose_sidecars_are_not_heard_keeps_its_phase_and_is_not_called_stale() -> None:
+    run = runs.with_pod(again(training()), pod(), node_ready=True, now_s=NOW_S + 1)
+    run = judged(run, NOW_S + 3600)
+    assert run.phase is Phase.TRAINING
+    assert conditions.by_type(run.conditions)[conditions.READY].status == "Unknown"
+    assert not conditions.is_true(run.conditions, conditions.STALE)
+
+
+def test_a_new_controller_has_all_that_was_counted() -> None:
+    run, _ = told(training(), Incident(id=4, kind=IncidentKind.RESTORED, lost_steps=3))
+    run = runs.with_pod(run, pod(phase="Failed", ending=ended(1)), node_ready=True, now_s=NOW_S)
+    run = replace(judged(run), generation=3, directed=EVERY, trained_s=500.0)
+    found = again(run)
+    assert found.tally.failures == run.tally.failures == 1
+    assert (found.restores, found.lost_steps, found.generation, found.directed) == (1, 3, 3, EVERY)
+    assert found.lost == {"p-1"}
+    assert found.progress.last_seq == 1
+    assert (found.phase, found.trained_s) == (run.phase, 500.0)
+    found = runs.with_pod(found, pod(phase="Failed", ending=ended(1)), node_ready=True, now_s=NOW_S + 9)
+    assert found.tally.failures == 1
+    assert records.patch(records.status(run, NOW_S), records.status(run, NOW_S + 1)) == {}
+
+
+def test_the_patch_of_a_status_removes_what_is_no_more() -> None:
+    assert records.patch({"a": 1, "b": 2, "observedTime": "x"}, {"a": 3, "observedTime": "y"}) == {
+        "a": 3,
+        "b": None,
+        "observedTime": "y",
+    }
+    assert records.patch({"a": 1, "observedTime": "x"}, {"a": 1, "observedTime": "y"}) == {}
+
+
+def test_two_pods_of_one_run_show_the_slowest_rank_and_the_newest_commit() -> None:
+    run = training()
+    run = runs.with_pod(run, pod(uid="p-2", name="train-y"), node_ready=True, now_s=NOW_S)
+    run, _ = runs.with_report(run, hello("p-2", "s-2"), beat(step=30, seq=4, at_s=NOW_S + 9), NOW_S)
+    assert (run.progress.step, run.progress.last_seq, run.progress.last_step) == (10, 4, 29)
+
+
+def test_pods_that_are_runs_of_their_own_show_the_oldest_newest_checkpoint() -> None:
+    run = training()
+    run = runs.with_pod(run, pod(uid="p-2", name="train-y"), node_ready=True, now_s=NOW_S)
+    other = beat(step=30, seq=9, at_s=NOW_S + 50, run="team/train-u-1-1")
+    run, _ = runs.with_report(run, hello("p-2", "s-2"), other, NOW_S)
+    assert (run.progress.last_seq, run.progress.last_commit_at_s) == (1, NOW_S)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stuck"),
+    [
+        ({}, True),
+        ({"replaces_lost": True}, False),
+    ],
+)
+def test_a_pod_that_cannot_end_on_a_lost_node_is_named_with_both_remedies(
+    changes: dict[str, Any], stuck: bool
+) -> None:
+    run = runs.with_job(training(), job(**({"replaces_lost": False} | changes)), NOW_S)
+    run = runs.with_pod(run, pod(terminating_at_s=NOW_S), node_ready=False, now_s=NOW_S)
+    nodes = {"node-a": NodeView(name="node-a", ready=False)}
+    early, _ = judgements.judged(run, nodes, NOW_S + 5)
+    assert not conditions.is_true(early.conditions, conditions.STUCK)
+    run, notices = judgements.judged(run, nodes, NOW_S + 15)
+    assert conditions.is_true(run.conditions, conditions.STUCK) == stuck
+    assert [each.reason for each in notices] == (["StuckOnLostNode"] if stuck else [])
+    if stuck:
+        assert "kubectl delete node node-a" in notices[0].message
+        assert "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute" in notices[0].message
+    healthy, _ = judgements.judged(run, NODES, NOW_S + 20)
+    assert not conditions.is_true(healthy.conditions, conditions.STUCK)
+
+
+def test_a_jobset_is_finished_by_all_its_jobs_and_a_failed_one_may_come_again() -> None:
+    workload = Workload(namespace="team", kind="JobSet", name="set", uid="s-1")
+    run = Run(workload=workload)
+    run = runs.with_job(run, job(uid="j-1", workload=workload, outcome="Completed", ended_at_s=NOW_S), NOW_S)
+    run = runs.with_job(run, job(uid="j-2", workload=workload), NOW_S)
+    assert judged(run).phase is not Phase.FINISHED
+    failed = runs.with_job(run, job(uid="j-2", workload=workload, outcome="Failed", ended_at_s=NOW_S), NOW_S)
+    assert judged(failed, NOW_S + 1).phase is not Phase.FINISHED
+    assert judged(failed, NOW_S + judgements.SETTLED_S).finished == "Failed"
+    done = runs.with_job(run, job(uid="j-2", workload=workload, outcome="Completed", ended_at_s=NOW_S), NOW_S)
+    assert judged(done).finished == "Completed"
+
+
+def test_a_statefulset_is_over_long_after_its_last_pod_and_begins_anew_with_the_next() -> None:
+    workload = Workload(namespace="team", kind="StatefulSet", name="set", uid="s-1")
+    run = runs.with_pod(
+        Run(workload=workload), pod(workload=workload, job_uid=""), node_ready=True, now_s=NOW_S
+    )
+    run = runs.without_pod(run, "p-1", node_ready=True, now_s=NOW_S)
+    assert not judged(run, NOW_S + 60).finished
+    run = judged(run, NOW_S + judgements.ABSENT_S)
+    assert run.finished == "Deleted"
+    run = runs.with_pod(
+        run, pod(uid="p-2", workload=workload, job_uid=""), node_ready=True, now_s=NOW_S + 5000
+    )
+    assert not judged(run, NOW_S + 5000).finished
+
+
+def test_a_jobs_own_annotations_count_over_its_pods() -> None:
+    run = runs.with_pod(Run(workload=TRAIN), pod(wish=Wish(policy="fast")), node_ready=True, now_s=NOW_S)
+    assert run.wish.policy == "fast"
+    wish = Wish(policy="fast", run_id="ctr", overrides=(("deltashard.io/interval", "9s"),))
+    run = runs.with_job(run, job(wish=wish), NOW_S)
+    run = runs.with_pod(run, pod(wish=Wish(policy="fast")), node_ready=True, now_s=NOW_S)
+    assert (run.wish, run.run_id) == (wish, "ctr")
+
+
+def test_training_time_is_the_time_in_phases_that_train() -> None:
+    run = judged(training(), NOW_S + 50)
+    assert run.trained_s == 50.0
+    run = runs.with_pod(run, pod(phase="Failed", ending=ended(1)), node_ready=True, now_s=NOW_S + 50)
+    run = judged(run, NOW_S + 60)
+    assert run.phase is Phase.RECOVERING
+    assert judged(run, NOW_S + 600).trained_s == 50.0
+    assert set(phases.TRAINS) == {Phase.TRAINING, Phase.SAVING, Phase.DEGRADED}
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(0, "0B"), (999, "999B"), (1536, "1.5Ki"), (3 << 30, "3Gi"), (123456789012, "115Gi")]
+)
+def test_sizes_are_for_people(n: int, text: str) -> None:
+    assert records.human_bytes(n) == text
+
+
+def test_a_run_id_that_is_too_long_for_a_label_has_one_of_its_own() -> None:
+    assert records.run_label("ctr") == "ctr"
+    label = records.run_label("x" * 40 + "-" + "y" * 40)
+    assert len(label) <= 63
+    assert label != records.run_label("x" * 40 + "-" + "z" * 40)
