@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from deltashard_operator import annotations, caches, conditions, policies
+from deltashard_operator import annotations, caches, conditions, holders, policies
 from deltashard_operator.kinds import KINDS
 from deltashard_operator.refusals import CODES
 
@@ -100,6 +100,14 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
         said = policies.not_found("nightly", default=False).sentence
     elif code == "PolicyUnavailable":
         said = caches._unavailable("nightly", "503").sentence
+    elif code == "RunIdTaken":
+        workload = {"kind": "Job", "name": "nightly", "uid": "0b4f3c1e"}
+        run = {"metadata": {"name": "nightly-0b4f3c1e"}, "spec": {"workload": workload}}
+        said = holders._refusal("nightly", run).sentence
+    elif code == "RunIdTaken":
+        workload = {"kind": "Job", "name": "nightly-29012345", "uid": "7f0e4f0a"}
+        holder = {"metadata": {"name": "nightly-29012345-7f0e4f0a"}, "spec": {"workload": workload}}
+        said = holders._refusal("nightly", holder).sentence
     else:
         response = samples.answer(REFUSED[code], {"intervalSeconds": -1} if code == "BadPolicy" else None)
         assert response["status"]["reason"] == code
