@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -416,3 +417,35 @@ def test_no_secret_is_the_controller_s_when_others_issue(mode: str) -> None:
         for resource in rule["resources"]
     }
     assert not resources & {"secrets", "configmaps", "mutatingwebhookconfigurations"}
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_the_test_s_rights_last_as_long_as_it_runs(release: Release, http: Rest, phase: str) -> None:
+    """While its pod runs, its account may create Jobs in one namespace; afterwards, however it ended, there is none.
+
+    The test plays the kubelet.
+    """
+    release.install()
+    created = "batch/jobs"
+    assert not allowed(http, "deltashard-test", "default", "create", created)
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/deltashard-test"
+    with ThreadPoolExecutor(1) as pool:
+        test = pool.submit(release, "test", RELEASE, "--timeout", "3m")
+        wait_for(lambda: test.done() or http("GET", path).status == 200, what="the test's pod", timeout_s=120)
+        assert eventually(lambda: allowed(http, "deltashard-test", "default", "create", created), bool)
+        for resource in sorted(RESOURCES):
+            may = {verb for verb in VERBS if allowed(http, "deltashard-test", "default", verb, resource)}
+            assert may == ({"create"} if resource == created else set()), resource
+        assert not allowed(http, "deltashard-test", "team-a", "create", created)
+        status = {"status": {"phase": phase}}
+        assert http("PATCH", f"{path}/status", status, content=MERGE).status == 200
+        if phase == "Succeeded":
+            assert "Phase:          Succeeded" in test.result(180)
+        else:
+            with pytest.raises(HelmRefused, match="failed"):
+                test.result(180)
+    root = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
+    left = (f"{root}/roles", f"{root}/rolebindings", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts")
+    assert [http("GET", f"{each}/deltashard-test").status for each in left] == [404, 404, 404]
+    assert http("GET", path).status == 200  # its log can be read
+    assert http("DELETE", f"{path}?gracePeriodSeconds=0").status == 200
