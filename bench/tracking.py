@@ -155,7 +155,7 @@ def _case(
     tracking.cut_taken(1, "all")
     tracking.committed(1, baseline=True)
     started = time.perf_counter()
-    tracking.audit_after_cut()
+    tracking.audit_sample()
     audit_s = time.perf_counter() - started
     train(steps, tracking)
     started = time.perf_counter()

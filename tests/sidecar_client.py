@@ -386,7 +386,9 @@ class Trainer:
 
     # A cut, in steps, so that tests can stop anywhere.
 
-    def begin(self, *, reason: str = "user", urgent: bool = False, full: bool = False) -> Cut:
+    def begin(
+        self, *, reason: str = "user", urgent: bool = False, full: bool = False, together: bool = False
+    ) -> Cut:
         self.cut += 1
         for table in self.model.tables:
             table.dirty |= table.at_risk
@@ -402,7 +404,7 @@ class Trainer:
             begin.since_baseline_seq = self.base_seq
         if self.commit_seq is not None and self.consecutive and not full:
             begin.since_commit_seq = self.commit_seq
-        return Cut(self, begin)
+        return Cut(self, begin, together=together)
 
     def save(self, **options: object) -> int:
         """A whole cut up to `staged`; returns its number."""
@@ -497,10 +499,11 @@ class Trainer:
 
 
 class Cut:
-    """One Save stream."""
+    """One Save stream; with `together` every descriptor waits for the seal and travels with it."""
 
-    def __init__(self, trainer: Trainer, begin: pb.SaveRequest.Begin) -> None:
+    def __init__(self, trainer: Trainer, begin: pb.SaveRequest.Begin, *, together: bool = False) -> None:
         self.trainer = trainer
+        self.held: list[pb.SaveRequest] | None = [] if together else None
         self.number = begin.cut
         self.outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
         self.granted: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -515,6 +518,7 @@ class Cut:
         self._at = 0
         self.call = trainer.stub.Save(iter(self.outbox.get, None), timeout=180.0)
         threading.Thread(target=self._read, daemon=True).start()
+        self.outbox.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=begin.session)))
         self.outbox.put(pb.SaveRequest(begin=begin))
         assert self.began.wait(DEADLINE_S)
         if self.begun is None:
@@ -540,6 +544,12 @@ class Cut:
         finally:
             self.over.set()
             self.began.set()
+
+    def send(self, message: pb.SaveRequest) -> None:
+        if self.held is not None:
+            self.held.append(message)
+        else:
+            self.outbox.put(message)
 
     def _room(self, length: int) -> int:
         if self._block < 0 or self._at + length > self.trainer.reply.block_bytes:
@@ -584,7 +594,7 @@ class Cut:
                 block=self._block, offset=at, table=position, rows=n, contiguous=ids is None,
                 row_start=start if ids is None else 0, col_start=0, col_stop=columns,
             )  # fmt: skip
-            self.outbox.put(pb.SaveRequest(rows=message))
+            self.send(pb.SaveRequest(rows=message))
             self.rows += n
             self.raw_bytes += n * sum(widths)
 
@@ -602,7 +612,7 @@ class Cut:
                 blob_offset=start,
                 blob_bytes=len(data),
             )
-            self.outbox.put(pb.SaveRequest(blob=message))
+            self.send(pb.SaveRequest(blob=message))
         self.raw_bytes += len(data)
 
     def write_all(self) -> None:
@@ -622,7 +632,9 @@ class Cut:
         seal = pb.SaveRequest.Seal(
             rows=self.rows, raw_bytes=self.raw_bytes, stall_s=stall_s, pin=pin, full=full
         )
-        self.outbox.put(pb.SaveRequest(seal=seal))
+        self.send(pb.SaveRequest(seal=seal))
+        if self.held is not None:
+            self.outbox.put(pb.SaveRequest(several=pb.SaveRequest.Several(requests=self.held)))
         self.outbox.put(None)
         assert self.over.wait(DEADLINE_S)
         kind = None if self.end is None else self.end.WhichOneof("kind")

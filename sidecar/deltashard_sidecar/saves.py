@@ -202,10 +202,18 @@ class Save:
                 self._seal(request.seal)
             elif kind == "abort":
                 self._abort(request.abort.cause)
+            elif kind == "several":
+                self._take_several(request.several)
             else:
                 self.fail(BadBatch(f"unexpected message {kind!r} in a save", where="save stream"))
         except (BadBatch, NotGranted) as error:
             self.fail(error)
+
+    def _take_several(self, several: pb.SaveRequest.Several) -> None:
+        for request in several.requests:
+            if (kind := request.WhichOneof("kind")) not in ("rows", "blob", "seal"):
+                raise BadBatch(f"{kind!r} among several descriptors", where="save stream")
+            self._take(request)
 
     def _received(self, block: int, offset: int, length: int) -> memoryview:
         # Only the stream thread comes here. No lock of ours is held: freeing a block grants it to other saves.

@@ -29,8 +29,8 @@ from deltashard_sidecar.sidecars import RankTaken, Refused, Sidecar
 SERVICE = "deltashard.v1.Trainer"
 MAX_MESSAGE_BYTES = 64 << 20
 """Schemas and boxes of a large model; tensor bytes never travel here."""
-CALLS = 128
-"""Calls at once: every trainer holds a Watch, and a Save or a Restore."""
+CALLS = 256
+"""Calls at once: every trainer holds a Watch and a Save, and may restore."""
 
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (FencedError, grpc.StatusCode.ABORTED),
@@ -99,14 +99,18 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
     ) -> Iterator[pb.SaveReply]:
         """See trainer.proto."""
         first = next(requests, None)
-        if first is None or first.WhichOneof("kind") != "begin":
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a save starts with begin")
+        kind = None if first is None else first.WhichOneof("kind")
+        if first is None or kind not in ("ready", "begin"):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a save starts with ready or begin")
             return
-        session_id = first.begin.session
+        session_id = first.ready.session if kind == "ready" else first.begin.session
         try:
             self._sidecar.hold_stream(session_id, context.cancel)
             try:
-                save = self._sidecar.begin(first.begin)
+                begin = _begin(first, requests)
+                if begin is None:
+                    return
+                save = self._sidecar.begin(begin)
                 save.start()
                 name = f"save-{save.cut.attempt}-{save.cut.cut}"
                 threading.Thread(target=save.read, args=(requests,), name=name, daemon=True).start()
@@ -135,6 +139,17 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             yield from self._sidecar.restore(session, want, requests, context.is_active)
         finally:
             self._sidecar.drop_stream(want.session, context.cancel)
+
+
+def _begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> pb.SaveRequest.Begin | None:
+    """The begin of a stream, which may stay open for long before it; None when there will be none."""
+    request: pb.SaveRequest | None = first
+    try:
+        while request is not None and request.WhichOneof("kind") == "ready":
+            request = next(requests, None)
+    except Exception:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
+        return None
+    return request.begin if request is not None and request.WhichOneof("kind") == "begin" else None
 
 
 class Server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -134,6 +135,50 @@ def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
         trainer.detach()
         trainer.close()
         assert process.died() == 0
+
+
+# Streams and messages of a cut.
+
+
+def test_descriptors_that_travel_with_the_seal(trainer: Trainer) -> None:
+    """The whole cut in one message is the same cut."""
+    trainer.model.train()
+    cut = trainer.begin(together=True)
+    cut.write_all()
+    cut.seal()
+    kept = trainer.model.state()
+    commit = trainer.committed(cut.number)
+    trainer.model.wipe()
+    trainer.restore(commit.seq)
+    assert same(trainer.model.state(), kept)
+
+
+@pytest.mark.parametrize("inner", ["begin", "abort", "several", "ready"])
+def test_what_may_not_travel_together_fails_its_save_only(trainer: Trainer, inner: str) -> None:
+    """A message that is no descriptor and no seal among several: this save is invalid, the next one commits."""
+    cut = trainer.begin(together=True)
+    request = pb.SaveRequest()
+    getattr(request, inner).SetInParent()
+    cut.send(request)
+    cut.write_all()
+    with pytest.raises(SaveRefused) as refused:
+        cut.seal()
+    assert refused.value.cause == "invalid"
+    trainer.save_and_commit()
+
+
+def test_a_stream_that_never_begins_costs_nothing(process: SidecarProcess, trainer: Trainer) -> None:
+    """Open ahead of a cut that never comes: saves go by on other streams, and detaching ends it."""
+    outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
+    outbox.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=trainer.reply.session)))
+    idle = trainer.stub.Save(iter(outbox.get, None))
+    trainer.save_and_commit()
+    assert blocks(process, "quarantined") == 0
+    trainer.detach()
+    with pytest.raises(grpc.RpcError) as ended:
+        next(idle)
+    assert ended.value.code() is grpc.StatusCode.CANCELLED
+    outbox.put(None)
 
 
 # Attach.

@@ -30,7 +30,7 @@ from deltashard.saves import Commit, Flight, SaveHandle, Stats
 from deltashard.sessions import Attached, FencedOff, Link, Lost, Session
 from deltashard.signals import TermHandler
 from deltashard.states import check_value, sources
-from deltashard.streams import CutFailed
+from deltashard.streams import CutFailed, StreamAhead
 from deltashard.tracking import Tracking
 
 log = logging.getLogger("deltashard")
@@ -92,6 +92,7 @@ class Boundary:
         self._attempt: int | None = None
         self._cut = 0
         self._flight: Flight | None = None
+        self._ahead = StreamAhead(lambda: self._session.link)
         self._requests: list[SaveHandle] = []
         self._urgent: str | None = None
         self._since_commit: int | None = None
@@ -162,6 +163,7 @@ class Boundary:
         restarted = link.reply.epoch != self._epoch
         self._line, self._epoch, self._policy = link.line, link.reply.epoch, link.reply.policy
         self._line[STEP] = self._step
+        self._ahead.open()
         if link.reply.HasField("last_commit"):
             self._committed(Commit.of(link.reply.last_commit))
         flight = self._flight

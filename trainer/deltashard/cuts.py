@@ -1,8 +1,9 @@
 """The copy of a cut: dirty rows' weights and optimizer state, together, into granted blocks of the arena.
 
 This is the only work of a save that training waits for. Rows leave as batches of at most BATCH_BYTES whose sections
-(ids, weights, fields) are laid out by `arenas.sections`; a descriptor is sent as soon as its batch is written, so that
-the sidecar encodes the first while the second is copied. One block is open at a time: small tables share it.
+(ids, weights, fields) are laid out by `arenas.sections`; a descriptor goes to the stream as soon as its batch is
+written, so that the sidecar encodes the first large one while the second is copied. One block is open at a time: small
+tables share it.
 
 All rows of a table are plain copies. Chosen rows are gathered by `torch.index_select` straight into the arena. On an
 accelerator the gather runs on the device, two pinned buffers take turns to receive batches, and only the arena copy
@@ -168,7 +169,8 @@ class BlockWriter:
                         blob_offset=done,
                         blob_bytes=tree.total_bytes,
                     )
-                )
+                ),
+                length,
             )
             self._at += aligned(length)
             done += length
@@ -257,7 +259,7 @@ class BlockWriter:
     def _send(self, message: pb.SaveRequest, target: memoryview) -> None:
         if self._observe is not None:
             self._show(message.rows, target)
-        self._stream.send(message)
+        self._stream.send(message, len(target))
 
     def _show(self, batch: pb.RowBatch, target: memoryview) -> None:
         parts = self._parts

@@ -108,6 +108,7 @@ class Resuming(Boundary):
         self._resumed_step = step
         self._cut = 0
         self._line[STEP] = step
+        self._ahead.open()
 
     def _open_unrestored(self) -> None:
         """The first `step()` of a program that never called `restore()`."""

@@ -37,7 +37,7 @@ from deltashard.resumings import Resuming
 from deltashard.saves import Flight, SaveHandle
 from deltashard.sessions import Link
 from deltashard.signals import TermHandler
-from deltashard.streams import LONGEST_S, CutFailed, SaveStream
+from deltashard.streams import LONGEST_S, CutFailed
 
 log = logging.getLogger("deltashard")
 
@@ -162,7 +162,6 @@ class Saving(Resuming):
             flight.handles += handles
         self._flight = flight
         self._tracking.cut_taken(flight.cut, flight.mode, full=flight.full)
-        self._tracking.audit_after_cut()
         self._order.arm()
         self._force_full, self._faults = False, 0
         stall_s = time.perf_counter() - began_s
@@ -180,7 +179,7 @@ class Saving(Resuming):
             if failure is not None:
                 self._session.post(lambda: self._flight_failed(cut, failure.cause, failure))
 
-        stream = SaveStream(link, ended)
+        stream = self._ahead.take(link)
         writer: BlockWriter | None = None
         try:
             begin = pb.SaveRequest.Begin(
@@ -199,7 +198,10 @@ class Saving(Resuming):
                 begin.since_commit_seq = self._since_commit
             if self._since_baseline is not None:
                 begin.since_baseline_seq = self._since_baseline
-            begun = stream.begin(begin)
+            stream.begin(begin, ended)
+            # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
+            self._tracking.audit_sample()
+            begun = stream.begun()
             crash_point("cut.begun")
             flight.mode = self._mode(begun)
             budget_s = begun.stall_budget_s or LONGEST_S

@@ -15,9 +15,9 @@ Order at a step boundary, all on the training thread:
 
     step_done()                         every step
     refresh() -> DirtyCounts            a cut is due: audits, looks at hash tables, refreshes schemas; then counts
+    audit_sample()                      draw the next sample
     table.prepare_cut(mode)             per table; ... rows are copied ...
     cut_taken(cut, mode, full=...)      flags move to pending
-    audit_after_cut()                   draw the next sample
     committed(cut, ...) | failed(cut)   whenever the news arrives
 """
 
@@ -431,8 +431,8 @@ class Tracking:
         """`table` was restored; `ids` (int64 [n]) came from delta frames, None: treat every row so."""
         table.reseed(ids)
 
-    def audit_after_cut(self) -> None:
-        """Draw fresh samples of rows, right after `cut_taken`."""
+    def audit_sample(self) -> None:
+        """Draw fresh samples of rows, at the boundary of a cut and after the check of the last ones."""
         for table in self.tables:
             table.audit_sample()
 

@@ -192,7 +192,7 @@ class BlobChunk(_message.Message):
     def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("begin", "rows", "blob", "seal", "abort")
+    __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several")
     class Begin(_message.Message):
         __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults")
         SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -247,17 +247,31 @@ class SaveRequest(_message.Message):
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         cause: str
         def __init__(self, cause: _Optional[str] = ...) -> None: ...
+    class Ready(_message.Message):
+        __slots__ = ("session",)
+        SESSION_FIELD_NUMBER: _ClassVar[int]
+        session: str
+        def __init__(self, session: _Optional[str] = ...) -> None: ...
+    class Several(_message.Message):
+        __slots__ = ("requests",)
+        REQUESTS_FIELD_NUMBER: _ClassVar[int]
+        requests: _containers.RepeatedCompositeFieldContainer[SaveRequest]
+        def __init__(self, requests: _Optional[_Iterable[_Union[SaveRequest, _Mapping]]] = ...) -> None: ...
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     BLOB_FIELD_NUMBER: _ClassVar[int]
     SEAL_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_FIELD_NUMBER: _ClassVar[int]
     begin: SaveRequest.Begin
     rows: RowBatch
     blob: BlobChunk
     seal: SaveRequest.Seal
     abort: SaveRequest.Abort
-    def __init__(self, begin: _Optional[_Union[SaveRequest.Begin, _Mapping]] = ..., rows: _Optional[_Union[RowBatch, _Mapping]] = ..., blob: _Optional[_Union[BlobChunk, _Mapping]] = ..., seal: _Optional[_Union[SaveRequest.Seal, _Mapping]] = ..., abort: _Optional[_Union[SaveRequest.Abort, _Mapping]] = ...) -> None: ...
+    ready: SaveRequest.Ready
+    several: SaveRequest.Several
+    def __init__(self, begin: _Optional[_Union[SaveRequest.Begin, _Mapping]] = ..., rows: _Optional[_Union[RowBatch, _Mapping]] = ..., blob: _Optional[_Union[BlobChunk, _Mapping]] = ..., seal: _Optional[_Union[SaveRequest.Seal, _Mapping]] = ..., abort: _Optional[_Union[SaveRequest.Abort, _Mapping]] = ..., ready: _Optional[_Union[SaveRequest.Ready, _Mapping]] = ..., several: _Optional[_Union[SaveRequest.Several, _Mapping]] = ...) -> None: ...
 
 class SaveReply(_message.Message):
     __slots__ = ("begun", "blocks", "staged", "failed")

@@ -90,7 +90,7 @@ class TrainerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request_iterator, context):
-        """One cut. The call ends at `staged` (the bytes are the sidecar's) or `failed`.
+        """One cut. The call is opened ahead of it with `ready`, and ends at `staged` (the bytes are the sidecar's) or `failed`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,7 @@ def test_a_fault_makes_the_next_cut_full_and_is_counted():
     tracking.refresh()
     tracking.cut_taken(1, "all")
     tracking.committed(1, baseline=True)
-    tracking.audit_after_cut()
+    tracking.audit_sample()
     assert tracking.tables[0].tracker == "gradients"
     table.weight.data[::10] *= 0.5
     faults = tracking.audit_before_commit()

@@ -73,7 +73,7 @@ class Cutter:
         self.before = now
         self.tracking.cut_taken(self.cut, mode)
         self.tracking.committed(self.cut, baseline=mode == "all")
-        self.tracking.audit_after_cut()
+        self.tracking.audit_sample()
         return rows
 
 
