@@ -31,7 +31,7 @@ from kubernetes import client
 from deltashard_operator.names import FLEET_AUDIENCE
 
 THREADS = 8
-CONNECT_S = 3.0
+CONNECT_S = 5.0
 READ_S = 10.0
 REVIEW_S = 15.0
 """Waiting for a thread included."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import urllib3
 import yaml
-from deltashard_operator import configurations
+from deltashard_operator import authorities, configurations, reviews
 from kubernetes import client
 
 from tests.apiserver import ApiServer, Authority
@@ -62,6 +62,15 @@ def api(apiserver: ApiServer) -> Iterator[client.ApiClient]:
     """A client of it with all rights."""
     with apiserver.api() as api:
         yield api
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An API server on a machine with other work may take longer than a sidecar would wait before it comes again."""
+    monkeypatch.setattr(reviews, "CONNECT_S", 60.0)
+    monkeypatch.setattr(reviews, "READ_S", 60.0)
+    monkeypatch.setattr(reviews, "REVIEW_S", 120.0)
+    monkeypatch.setattr(authorities, "TIMEOUT_S", (60.0, 60.0))
 
 
 @dataclass

@@ -146,7 +146,8 @@ def test_a_token_is_believed_for_its_own_pod_only(
                 assert service.fleet.port is not None
                 hello = pod.hello(f"p{number}", **changes)
                 async with Reporter(service.fleet.port, service.authority.pem, sent, hello) as sidecar:
-                    assert (await sidecar.refused())[0] is code, cause
+                    found, sentence = await sidecar.refused()
+                    assert found is code, (cause, sentence)
                 assert service.value("streams_refused_total", cause=cause) == before + 1
             assert service.book.events == []
             async with service.reporter(pod, token) as sidecar:
