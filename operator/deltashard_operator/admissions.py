@@ -14,7 +14,7 @@ from typing import Any
 
 from deltashard_checkpoint.errors import UserError
 
-from deltashard_operator import advices, kinds, patches, policies
+from deltashard_operator import advices, identities, kinds, patches, policies
 from deltashard_operator import annotations as notes
 from deltashard_operator.injects import inject
 from deltashard_operator.refusals import Refusal
@@ -43,22 +43,33 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The policy a request needs."""
+    """What has to be known to answer a request."""
 
     namespace: str
     name: str
+    """Of the policy."""
+    run_id: str = ""
+    """The run that the user wants to go on with; empty: a new one."""
+    workload_uid: str = ""
+    """Of the workload, where it exists already (a JobSet, a StatefulSet)."""
 
 
 def asked(review: Mapping[str, Any]) -> Asked | None:
-    """Which policy has to be known to answer, or None when the answer needs none; raises `BadReview`."""
+    """What has to be known to answer, or None when the answer needs nothing; raises `BadReview`."""
     request = _request(review)
     found = _annotated(request)
     if found is None:
         return None
     try:
-        return Asked(namespace=str(request.get("namespace", "")), name=notes.read(*found.annotations).policy)
+        said = notes.read(*found.annotations)
     except Refusal:
         return None  # `answer` says so
+    return Asked(
+        namespace=str(request.get("namespace", "")),
+        name=said.policy,
+        run_id=said.run_id or "",
+        workload_uid=identities.workload_uid(found.kind, request["object"]),
+    )
 
 
 def answer(review: Mapping[str, Any], spec_of: SpecOf) -> Answer:

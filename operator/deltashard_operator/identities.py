@@ -106,6 +106,23 @@ def of_pod(pod: Mapping[str, Any]) -> IdentityRecipe:
     return POD
 
 
+def workload_uid(kind: str, document: Mapping[str, Any]) -> str:
+    """The UID of the workload that a Job or pod at its CREATE is of; empty where it is the workload itself."""
+    metadata = document.get("metadata") or {}
+    labels = metadata.get("labels") or {}
+    if kind == "Job":
+        template = ((document.get("spec") or {}).get("template") or {}).get("metadata") or {}
+        labels = {**(template.get("labels") or {}), **labels}
+    if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
+        return str(labels[JOBSET_UID_LABEL])
+    if kind == "Job":
+        return ""
+    if labels.get(JOB_UID_LABEL):
+        return str(labels[JOB_UID_LABEL])
+    owners = metadata.get("ownerReferences") or []
+    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+
+
 def environment(recipe: IdentityRecipe, run_id: str | None) -> list[dict[str, Any]]:
     """The environment entries of a recipe, each after those it refers to."""
     run = run_id or "$(DELTASHARD_WORKLOAD_NAME)-$(DELTASHARD_WORKLOAD_UID)"

@@ -25,6 +25,7 @@ from kubernetes import client, config
 from deltashard_operator.caches import PolicyCache
 from deltashard_operator.certificates import Certificate
 from deltashard_operator.defaults import Defaults
+from deltashard_operator.holders import Holders
 from deltashard_operator.webhooks import Webhook, WebhookMetrics
 
 EXIT_USAGE = 2
@@ -85,6 +86,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
     webhook = Webhook(
         certificate=Certificate(options.certificate_dir),
         cache=cache,
+        holders=Holders(api),
         defaults=Defaults(options.default_policy, options.fleet_ca),
         metrics=metrics,
     )

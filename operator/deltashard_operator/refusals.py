@@ -19,6 +19,7 @@ Code = Literal[
     "PodResourcesTooSmall",
     "PolicyNotFound",
     "PolicyUnavailable",
+    "RunIdTaken",
     "VariableTaken",
     "VolumeUnfit",
     "Unsupported",

@@ -25,6 +25,7 @@ from deltashard_operator.caches import PolicyCache, Spec
 from deltashard_operator.certificates import Certificate, CertificateUnusable
 from deltashard_operator.configurations import PATH
 from deltashard_operator.defaults import Defaults, FleetAuthorityMissing
+from deltashard_operator.holders import Holders
 from deltashard_operator.refusals import CODES, Refusal
 
 MAX_BODY_BYTES = 16 << 20
@@ -49,6 +50,14 @@ class WebhookMetrics:
         self.seconds = Histogram(
             "deltashard_webhook_admission_seconds", "Time to answer one", buckets=_BUCKETS, registry=r
         )
+        self.holder_looks = Counter(
+            "deltashard_webhook_run_id_looks",
+            "Looks whether a run id is held, by outcome",
+            ("outcome",),
+            registry=r,
+        )
+        for outcome in ("held", "free"):
+            self.holder_looks.labels(outcome)
         self.looks = Counter("deltashard_webhook_policy_looks", "Live reads after a cache miss", registry=r)
         self.watch_restarts = Counter(
             "deltashard_webhook_policy_watch_restarts", "Times the policies had to be listed anew", registry=r
@@ -77,10 +86,17 @@ class Webhook:
     """The service: two aiohttp applications over certificate, policies and defaults."""
 
     def __init__(
-        self, *, certificate: Certificate, cache: PolicyCache, defaults: Defaults, metrics: WebhookMetrics
+        self,
+        *,
+        certificate: Certificate,
+        cache: PolicyCache,
+        holders: Holders,
+        defaults: Defaults,
+        metrics: WebhookMetrics,
     ) -> None:
         self.certificate = certificate
         self.cache = cache
+        self.holders = holders
         self.defaults = defaults
         self.metrics = metrics
         self.draining = False
@@ -155,6 +171,7 @@ class Webhook:
         found: Spec | Refusal | None = None
         if asked is not None:
             try:
+                await self._check_holder(asked)
                 found = await self._find(asked)
             except Refusal as refusal:
                 found = refusal
@@ -181,6 +198,17 @@ class Webhook:
         if spec is not None:
             return policies.merged(spec, defaults)
         return defaults if asked.name == policies.DEFAULT and self.defaults.has_store() else None
+
+    async def _check_holder(self, asked: admissions.Asked) -> None:
+        """Raise `Refusal` (RunIdTaken) when another live workload holds the run that is asked for."""
+        if not asked.run_id:
+            return
+        refusal = await asyncio.to_thread(
+            self.holders.refusal, asked.namespace, asked.run_id, asked.workload_uid
+        )
+        self.metrics.holder_looks.labels("held" if refusal is not None else "free").inc()
+        if refusal is not None:
+            raise refusal
 
     def reload(self) -> None:
         """Take a changed certificate into service; a bad one is counted and said, and the old one stays."""

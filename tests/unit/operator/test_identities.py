@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from deltashard_checkpoint.keys import validate_run
-from deltashard_operator import identities
+from deltashard_operator import identities, names
 from deltashard_operator.injects import inject
 from deltashard_sidecar import settings
 
@@ -128,3 +128,19 @@ def test_the_sidecar_takes_the_environment(run_id: str | None) -> None:
         "DELTASHARD_FLEET_TOKEN_FILE",
         "DELTASHARD_FLEET_CA",
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "document", "uid"),
+    [
+        ("Job", {"metadata": {"name": "j"}}, ""),
+        ("Job", {"metadata": {"labels": {names.JOBSET_UID_LABEL: "s", names.JOBSET_NAME_LABEL: "set"}}}, "s"),
+        ("Pod", {"metadata": {"labels": {names.JOB_UID_LABEL: "j"}}}, "j"),
+        ("Pod", {"metadata": {"ownerReferences": [{"uid": "a"}, {"uid": "b", "controller": True}]}}, "b"),
+        ("Pod", {"metadata": {}}, ""),
+    ],
+)
+def test_the_workload_of_what_is_created_is_known_where_it_exists(
+    kind: str, document: dict[str, Any], uid: str
+) -> None:
+    assert identities.workload_uid(kind, document) == uid

@@ -324,3 +324,44 @@ def test_what_holds_without_the_webhook(rest: Rest) -> None:
             rest("DELETE", f"{kind}/{document['metadata']['name']}")
         wait_for(lambda: rest.create(job("bare", opted()), dry_run=True).status == 201, what="policies gone")
         wait_for(lambda: rest.create(pod("bare", opted()), dry_run=True).status == 201, what="policies gone")
+
+
+def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
+    rest: Rest, shared_webhook: WebhookProcess
+) -> None:
+    """Held until its CheckpointRun is Finished; the workload that holds it may make more pods."""
+    document = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointRun",
+        "metadata": {"name": "holder-0b4f", "labels": {names.RUN_ID: "held"}},
+        "spec": {
+            "runId": "held",
+            "policy": "default",
+            "workload": {"kind": "StatefulSet", "name": "holder", "uid": "0b4f"},
+        },
+    }
+    assert rest.create(document).status == 201
+    path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointruns/holder-0b4f"
+    owner = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": "holder",
+        "uid": "0b4f",
+        "controller": True,
+    }
+    own = pod("holder-1", opted(run_id="held"))
+    own["metadata"]["ownerReferences"] = [owner]
+    try:
+        with registered(rest, shared_webhook.client_config()):
+            refused = rest.create(job("second", opted(run_id="held")), dry_run=True)
+            assert refused.document["reason"] == "RunIdTaken"
+            assert "held by StatefulSet holder" in refused.document["message"]
+            assert "delete CheckpointRun holder-0b4f" in refused.document["message"]
+            assert has_sidecar(rest.create(own, dry_run=True))
+            assert has_sidecar(rest.create(job("third", opted(run_id="free")), dry_run=True))
+            status = {"status": {"phase": "Finished"}}
+            merge = "application/merge-patch+json"
+            assert rest("PATCH", f"{path}/status", status, content=merge).status == 200
+            assert has_sidecar(rest.create(job("second", opted(run_id="held")), dry_run=True))
+    finally:
+        assert rest("DELETE", path).status == 200
