@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from tests.cluster.witnesses import Event, Witness
 from tests.minio import MinioServer
 
 ENDLESS = 1_000_000
+NO_TIMER = {"deltashard.io/interval": "1h"}
+"""What is committed is committed because of the notice."""
 
 
 class Bench:
@@ -40,7 +42,7 @@ class Bench:
         self.bucket = minio.new_bucket()
         self.namespaces: list[str] = []
         self.jobs: list[TrainingJob] = []
-        self._folder = folder
+        self.folder = folder
         self._began_s = time.monotonic()
         self.namespace_with_store(name)
 
@@ -113,7 +115,7 @@ class Bench:
         self.note(f"{name} applied")
         return made
 
-    def began(self, job: TrainingJob, life: int, *, timeout_s: float = 120.0) -> Event:
+    def began(self, job: TrainingJob, life: int, *, timeout_s: float = 240.0) -> Event:
         """The begin of a Job's trainer number `life`, counted from 0."""
         event = self.witness.began(job.key, life, timeout_s=timeout_s)
         self.note(f"{job.name}: life {life} on {event['node']} from step {event['step']} ({event['source']})")
@@ -126,7 +128,7 @@ class Bench:
             return sum(each.step > beyond for each in checkpoints(url or self.url, job.run)) >= count
 
         wait_until(
-            enough, timeout_s=90, what=f"{count} commits of {job.run} beyond step {beyond}", every_s=0.3
+            enough, timeout_s=120, what=f"{count} commits of {job.run} beyond step {beyond}", every_s=0.3
         )
         return self.newest(job, url=url)
 
@@ -140,12 +142,27 @@ class Bench:
         assert event["exact"] is True
         assert event["digest"] == self.reference.digest(event["step"])
 
+    def assert_left_well(
+        self, job: TrainingJob, life: Event, number: int, leave: Callable[[], object]
+    ) -> Event:
+        """Make a pod leave: it commits in its grace period, and the next loses at most one step. Returns the next life."""
+        self.witness.wait_step(life["life"], life["step"] + 30, timeout_s=120)
+        leave()
+        job.wait_gone(life["pod"], timeout_s=90)
+        done = self.witness.last_step(life["life"])
+        self.note(f"{life['pod']} left at step {done}")
+        assert self.newest(job) >= done - 1
+        successor = self.began(job, number)
+        assert successor["pod"] != life["pod"]
+        self.assert_resumed(successor, at_least=done - 1)
+        return successor
+
     def assert_store_whole(self, job: TrainingJob, *, url: str = "") -> None:
         """Every byte of the run checks out, and its newest checkpoint is the reference's state at that step."""
         url = url or self.url
         command_line("verify", url, "--run", job.run, "--deep")
         newest = checkpoints(url, job.run)[-1]  # training may go on meanwhile
-        found = exported(url, job.run, newest.seq, self._folder)
+        found = exported(url, job.run, newest.seq, self.folder)
         weights = {name: found[name] for name in self.reference.names}
         assert digest_of(weights) == self.reference.weights_digest(newest.step), f"step {newest.step}"
 

@@ -66,9 +66,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+_FIRST = ("test_nodes", "test_stores")
+"""Files that take longest: a file is one process' work, one scenario after the other."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Scenarios that take the stage for themselves come last, in the order they are written in."""
-    items.sort(key=lambda item: item.get_closest_marker("alone") is not None)
+    """The longest first; scenarios that take the stage for themselves last, in the order they are written in."""
+
+    def rank(item: pytest.Item) -> int:
+        if item.get_closest_marker("alone") is not None:
+            return len(_FIRST) + 1
+        return _FIRST.index(item.path.stem) if item.path.stem in _FIRST else len(_FIRST)
+
+    items.sort(key=rank)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -77,6 +77,10 @@ class Host:
             for setting in ("cpuset.cpus", "cpuset.mems"):
                 if (folder / setting).exists() and hierarchy != CGROUPS:
                     (folder / setting).write_text((hierarchy / setting).read_text())
+            # A node does not starve beside whatever else the machine does: it counts as much as many processes.
+            for setting, most in (("cpu.shares", "65536"), ("cpu.weight", "10000")):
+                if (folder / setting).exists():
+                    (folder / setting).write_text(most)
 
     def processes_of(self, name: str) -> list[int]:
         """Every process in the cgroup and below."""

@@ -167,7 +167,7 @@ class TrainingJob:
         found = self.api.items(f"/api/v1/namespaces/{self.namespace}/events")
         return [each for each in found if each["involvedObject"]["name"].startswith(self.name)]
 
-    def wait_event(self, reason: str, *, timeout_s: float = 60.0) -> Object:
+    def wait_event(self, reason: str, *, timeout_s: float = 120.0) -> Object:
         """The first Event with this reason, waiting for it if need be."""
         found: list[Object] = []
 
@@ -182,7 +182,7 @@ class TrainingJob:
         )  # fmt: skip
         return found[0]
 
-    def wait_condition(self, kind: str, status: str = "True", *, timeout_s: float = 60.0) -> Object:
+    def wait_condition(self, kind: str, status: str = "True", *, timeout_s: float = 120.0) -> Object:
         """A condition of the CheckpointRun, waiting for it if need be."""
         found: list[Object] = []
 
@@ -202,7 +202,7 @@ class TrainingJob:
         )  # fmt: skip
         return found[0]
 
-    def wait_phase(self, phase: str, *, timeout_s: float = 60.0) -> None:
+    def wait_phase(self, phase: str, *, timeout_s: float = 120.0) -> None:
         """Until the CheckpointRun says so."""
         wait_until(
             lambda: ((self.checkpoint_run() or {}).get("status") or {}).get("phase") == phase,
@@ -220,7 +220,7 @@ class TrainingJob:
         found = self.get()["status"].get("conditions", ())
         return {each["type"]: each["status"] for each in found}
 
-    def wait_complete(self, *, timeout_s: float = 120.0) -> None:
+    def wait_complete(self, *, timeout_s: float = 180.0) -> None:
         """Wait until the Job is Complete; raises at once when it failed."""
 
         def complete() -> bool:

@@ -98,6 +98,7 @@ class Node:
             "evictionHard": {"memory.available": "50Mi"},
             "imageGCHighThresholdPercent": 100,
             "nodeStatusUpdateFrequency": "1s",
+            "syncFrequency": "10s",  # a changed Secret is in its volume so soon, not after a minute
             "nodeLeaseDurationSeconds": 4,
             "podLogsDir": str(self.logs),
             "volumePluginDir": str(self.folder / "plugins"),

@@ -42,6 +42,11 @@ class System:
         self.helm("install", RELEASE, chart, "--create-namespace", *_values(tag, values))
         self.wait_ready()
 
+    def upgrade(self, *, values: Mapping[str, Any] | None = None) -> None:
+        """Upgrade to this tree's chart, which also brings back what was deleted."""
+        self.helm("upgrade", RELEASE, CHART, *_values(TAG, values))
+        self.wait_ready()
+
     def wait_ready(self) -> None:
         """Until both Deployments have all their replicas, of the newest template."""
         for name in (WEBHOOK, CONTROLLER):
@@ -66,6 +71,10 @@ class System:
         """Its pods."""
         return self._cluster.api.items(f"/api/v1/namespaces/{NAMESPACE}/pods")
 
+    def webhooks(self) -> list[Object]:
+        """The webhook's pods."""
+        return [pod for pod in self.pods() if pod["metadata"]["name"].startswith(f"{WEBHOOK}-")]
+
     def told(self) -> str:
         """Why it may not be ready."""
         states = [
@@ -76,7 +85,7 @@ class System:
 
 
 def _values(tag: str, more: Mapping[str, Any] | None) -> list[str]:
-    requests = {"cpu": "20m", "memory": "128Mi"}
+    requests = {"cpu": "50m", "memory": "128Mi"}
     values = {
         "image": {"repository": OPERATOR, "tag": tag, "pullPolicy": "Never"},
         "sidecarImage": {"repository": SIDECAR, "tag": tag, "pullPolicy": "Never"},

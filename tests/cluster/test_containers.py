@@ -11,7 +11,7 @@ from tests.cluster.benches import Bench
 from tests.cluster.jobs import SIDECAR
 from tests.cluster.processes import wait_until
 
-pytestmark = pytest.mark.timeout(300, func_only=True)
+pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def test_killed_containers(bench: Bench) -> None:

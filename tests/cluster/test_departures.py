@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.cluster.apis import Api, Object
-from tests.cluster.benches import Bench
-from tests.cluster.clusters import HARMED
+from tests.cluster.benches import NO_TIMER, Bench
 from tests.cluster.images import TAG, TRAINER
-from tests.cluster.jobs import RESTRICTED, TrainingJob
+from tests.cluster.jobs import RESTRICTED
 from tests.cluster.processes import wait_until
-from tests.cluster.witnesses import Event
 
-pytestmark = pytest.mark.timeout(400, func_only=True)
-
-NO_TIMER = {"deltashard.io/interval": "1h"}
-"""What is committed is committed because of the notice."""
-
-
-def assert_left_well(
-    bench: Bench, job: TrainingJob, life: Event, number: int, leave: Callable[[], object]
-) -> Event:
-    """Make a pod leave: it commits within its grace period, and the next loses at most one step. Returns the next life."""
-    bench.witness.wait_step(life["life"], life["step"] + 30, timeout_s=90)
-    leave()
-    job.wait_gone(life["pod"], timeout_s=60)
-    done = bench.witness.last_step(life["life"])
-    bench.note(f"{life['pod']} left at step {done}")
-    assert bench.newest(job) >= done - 1
-    successor = bench.began(job, number)
-    assert successor["pod"] != life["pod"]
-    bench.assert_resumed(successor, at_least=done - 1)
-    return successor
-
+pytestmark = pytest.mark.timeout(600, func_only=True)
 
 SLOT = "deltashard.test/slot"
 """An extended resource: one a node, so that two pods that want it cannot share a node."""
@@ -64,17 +40,16 @@ def test_departures(bench: Bench, slots: None) -> None:
     limits = {"memory": "2Gi", SLOT: "1"}
     job = bench.job("departs", notes=NO_TIMER, container={"resources": {"requests": wants, "limits": limits}})
     life = bench.began(job, 0)
-    life = assert_left_well(bench, job, life, 1, lambda: job.evict(life["pod"]))
+    life = bench.assert_left_well(job, life, 1, lambda: job.evict(life["pod"]))
     first = life
-    life = assert_left_well(
-        bench,
+    life = bench.assert_left_well(
         job,
         life,
         2,
         lambda: bench.cluster.kubectl("delete", "pod", "-n", bench.namespace, first["pod"], "--wait=false"),
     )
     preempted = life
-    life = assert_left_well(bench, job, life, 3, lambda: preempt(api, bench.namespace, preempted["node"]))
+    life = bench.assert_left_well(job, life, 3, lambda: preempt(api, bench.namespace, preempted["node"]))
     assert life["node"] != preempted["node"]
     bench.assert_store_whole(job)
 
@@ -109,23 +84,3 @@ def preempt(api: Api, namespace: str, node: str) -> None:
         },
     }
     api.create(f"/api/v1/namespaces/{namespace}/pods", pod)
-
-
-@pytest.mark.xdist_group("nodes")
-def test_drained_node(bench: Bench) -> None:
-    """`kubectl drain` of its node, as before maintenance: the other node goes on."""
-    job = bench.job("drained", notes=NO_TIMER, pool=HARMED)
-    life = bench.began(job, 0)
-    node = life["node"]
-
-    def drain() -> None:
-        bench.cluster.kubectl(
-            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=60s"
-        )
-
-    try:
-        successor = assert_left_well(bench, job, life, 1, drain)
-    finally:
-        bench.cluster.kubectl("uncordon", node)
-    assert successor["node"] != node
-    bench.assert_store_whole(job)

@@ -11,7 +11,7 @@ from tests.cluster.processes import wait_until
 from tests.cluster.references import checkpoints
 from tests.cluster.tenants import Tenant
 
-pytestmark = pytest.mark.timeout(400, func_only=True)
+pytestmark = pytest.mark.timeout(600, func_only=True)
 
 
 def test_two_tenants(bench: Bench) -> None:

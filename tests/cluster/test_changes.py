@@ -1,0 +1,91 @@
+"""deltashard is upgraded and gets new certificates while Jobs are created and others train: no admission fails."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+import time
+
+import pytest
+from deltashard_operator import authorities, issuances
+
+from tests.cluster.benches import Bench
+from tests.cluster.loads import AdmissionLoad
+from tests.cluster.processes import wait_until
+from tests.cluster.systems import NAMESPACE
+
+pytestmark = pytest.mark.timeout(600, func_only=True)
+
+DAY_S = 86400.0
+SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authorities.WEBHOOK_SECRET}"
+CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
+
+
+def test_rolling_upgrade(bench: Bench) -> None:
+    """A change of the chart's values replaces every replica of the webhook under a load of admissions."""
+    system = bench.stage.system
+    old = {pod["metadata"]["uid"] for pod in system.webhooks()}
+    with AdmissionLoad(bench.cluster.api, bench.namespace, bench.manifest("load")) as load:
+        load.wait_more(10)
+        system.upgrade(values={"webhook.podAnnotations": {"test/rolled": "1"}})
+        wait_until(
+            lambda: not old & {pod["metadata"]["uid"] for pod in system.webhooks()},
+            timeout_s=180,
+            what="every old webhook pod gone",
+        )
+        load.wait_more(20)
+    bench.note(f"{load.admitted} admitted, slowest {load.slowest_s:.2f} s")
+    assert not load.failures, load.failures[:3]
+
+
+def served(pod: dict[str, dict[str, str]]) -> bytes:
+    """The certificate that a webhook's pod serves, PEM."""
+    return ssl.get_server_certificate((pod["status"]["podIP"], 9443), timeout=10).strip().encode()
+
+
+def test_rotated_certificate(bench: Bench) -> None:
+    """A certificate near its end is renewed by the controller and taken up by every replica, under a load of admissions."""
+    api, system = bench.cluster.api, bench.stage.system
+    made_s = time.time() - 80 * DAY_S
+    aging = issuances.authority("aging", now_s=made_s, lasts_s=90 * DAY_S)
+    names = authorities.AuthorityOptions(namespace=NAMESPACE).webhook_terms().names
+    leaf = issuances.leaf(aging, names, now_s=made_s, lasts_s=90 * DAY_S)
+
+    def stored() -> bytes:
+        return base64.b64decode(api.get(SECRET)["data"]["tls.crt"]).strip()
+
+    def text(pem: bytes) -> str:
+        return base64.b64encode(pem).decode()
+
+    before = stored()
+    with AdmissionLoad(api, bench.namespace, bench.manifest("load")) as load:
+        load.wait_more(10)
+        # As if time had passed: what is served is trusted, and has a few days left.
+        for number, webhook in enumerate(api.get(CONFIGURATION)["webhooks"]):
+            bundle = base64.b64decode(webhook["clientConfig"]["caBundle"]) + aging.certificate
+            change = [
+                {"op": "replace", "path": f"/webhooks/{number}/clientConfig/caBundle", "value": text(bundle)}
+            ]
+            api.call("PATCH", CONFIGURATION, change, content_type="application/json-patch+json")
+        load.wait_more(10)
+        data = {"tls.crt": leaf.certificate, "tls.key": leaf.key, "ca.crt": aging.certificate}
+        change = {"data": {key: text(value) for key, value in data.items()}}
+        api.call("PATCH", SECRET, change, content_type="application/merge-patch+json")
+        began_s = time.monotonic()
+        wait_until(
+            lambda: stored() not in {before, leaf.certificate.strip()},
+            timeout_s=180,
+            what="a new certificate",
+        )
+        bench.note(f"renewed after {time.monotonic() - began_s:.0f} s")
+        renewed = stored()
+        wait_until(
+            lambda: all(served(pod) == renewed for pod in system.webhooks()),
+            timeout_s=180,
+            what="every replica serves the new certificate",
+            every_s=0.5,
+        )
+        bench.note(f"served by all after {time.monotonic() - began_s:.0f} s")
+        load.wait_more(20)
+    bench.note(f"{load.admitted} admitted, slowest {load.slowest_s:.2f} s")
+    assert not load.failures, load.failures[:3]

@@ -1,0 +1,107 @@
+"""The store fails its users in the ways stores do: what the cluster says of it, and that training neither stops nor loses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.cluster.benches import Bench
+from tests.cluster.jobs import TrainingJob, credentials
+from tests.cluster.processes import wait_until
+from tests.cluster.tenants import Tenant, admin_of
+from tests.cluster.witnesses import Event
+from tests.minio import MinioServer
+
+pytestmark = pytest.mark.timeout(600, func_only=True)
+
+
+def assert_trouble(
+    bench: Bench,
+    job: TrainingJob,
+    life: Event,
+    *,
+    condition: str,
+    says: str,
+    begin: Callable[[], object],
+    end: Callable[[], object],
+    hold_s: float = 0.0,
+) -> None:
+    """A trouble is told by a condition and an Event, does not stop training, and is over by itself when it is over."""
+    at_begin = bench.witness.last_step(life["life"])
+    began_s = time.monotonic()
+    begin()
+    told = job.wait_condition(condition, timeout_s=120)
+    assert says.lower() in told["message"].lower(), told
+    job.wait_event(condition)
+    bench.note(f"{condition}: {told['message']}")
+    wait_until(lambda: time.monotonic() > began_s + hold_s, timeout_s=hold_s + 60, what="the outage's length")
+    at_end = bench.witness.last_step(life["life"])
+    assert at_end > at_begin, "training goes on"
+    end()
+    bench.wait_commits(job, beyond=at_end)
+    job.wait_condition(condition, "False")
+    bench.note(f"{condition} is over")
+
+
+def test_store_troubles(bench: Bench, own_bridge_minio: MinioServer, full: bool) -> None:
+    """The server is down for 30 s, the keys are changed, the bucket is full: told, survived, over by itself."""
+    minio, namespace = own_bridge_minio, f"{bench.namespace}-tenant"
+    old, new = Tenant(minio, bench.bucket), Tenant(minio, bench.bucket)
+    bench.namespace_with_store(namespace, keys=old.environment)
+    job = bench.job("troubled", namespace=namespace)
+    life = bench.began(job, 0)
+    bench.wait_commits(job, count=2)
+
+    def back() -> None:
+        minio.start()
+        bench.cluster.remember("own-minio", minio.pid)
+
+    assert_trouble(
+        bench, job, life, condition="StoreUnavailable", says=minio.endpoint.removeprefix("http://"),
+        begin=minio.stop, end=back, hold_s=120.0 if full else 30.0,
+    )  # fmt: skip
+
+    def rotate() -> None:
+        path = f"/api/v1/namespaces/{namespace}/secrets/store"
+        change = {"data": credentials(new.environment)}
+        bench.cluster.api.call("PATCH", path, change, content_type="application/merge-patch+json")
+
+    assert_trouble(
+        bench,
+        job,
+        life,
+        condition="StoreUnavailable",
+        says="InvalidAccessKeyId",
+        begin=old.dismiss,
+        end=rotate,
+    )
+    admin = admin_of(minio)
+    assert_trouble(
+        bench, job, life, condition="StoreUnavailable", says="quota",
+        begin=lambda: admin.bucket_quota_set(bench.bucket, 1),
+        end=lambda: admin.bucket_quota_clear(bench.bucket),
+    )  # fmt: skip
+    assert job.container(life["pod"], "trainer")["restartCount"] == 0
+    job.delete_pod(life["pod"])
+    successor = bench.began(job, 1)
+    bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
+    bench.assert_store_whole(job)
+
+
+def test_missing_bucket(bench: Bench) -> None:
+    """A policy names a bucket that is not there: told; and as soon as it is there, training saves to it."""
+    bucket = f"{bench.bucket}-later"
+    bench.policy(bench.namespace, "later", bucket=bucket)
+    job = bench.job("early", notes={"deltashard.io/policy": "later"})
+    told = job.wait_condition("StoreUnavailable", timeout_s=120)
+    assert bucket in told["message"], told
+    bench.note(told["message"])
+    client = bench.minio.client()
+    client.make_bucket(bucket)
+    url = bench.minio.url(bucket)
+    bench.began(job, 0)
+    bench.wait_commits(job, count=1, url=url)
+    job.wait_condition("StoreUnavailable", "False")
+    bench.assert_store_whole(job, url=url)

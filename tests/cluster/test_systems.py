@@ -1,0 +1,161 @@
+"""deltashard itself goes away and comes back: training hardly notices, and other people's work never does.
+
+These scenarios have the stage to themselves, one after the other, in this order; the last leaves it without deltashard.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import images
+from tests.cluster.apis import ApiError, Object
+from tests.cluster.benches import Bench
+from tests.cluster.images import OLD_TAG, OLD_VERSION, TAG, TRAINER
+from tests.cluster.jobs import RESTRICTED, SIDECAR
+from tests.cluster.processes import wait_until
+from tests.cluster.references import command_line
+from tests.cluster.systems import CHART, CONTROLLER, NAMESPACE, WEBHOOK
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.timeout(600, func_only=True),
+]
+
+
+def strangers(bench: Bench) -> list[tuple[str, Object]]:
+    """Path and object of work that has nothing to do with deltashard: without annotations at all, or with others' only."""
+    container = {"name": "c", "image": f"{TRAINER}:{TAG}", "args": ["-c", "0"], "securityContext": RESTRICTED}
+    spec = {
+        "containers": [container],
+        "restartPolicy": "Never",
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+    }
+    found: list[tuple[str, Object]] = []
+    for number, notes in enumerate(({}, {"annotations": {}}, {"annotations": {"else/where": "x"}})):
+        metadata = {"name": f"stranger-{number}", **notes}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        template = {
+            "metadata": {key: value for key, value in metadata.items() if key != "name"},
+            "spec": spec,
+        }
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": {"template": template}}
+        found += [
+            (f"/api/v1/namespaces/{bench.namespace}/pods", pod),
+            (f"/apis/batch/v1/namespaces/{bench.namespace}/jobs", job),
+        ]
+    return found
+
+
+def test_nobody_there(bench: Bench) -> None:
+    """Controller and webhook are deleted: saves and restores go on, strangers work, annotated Jobs wait for their return."""
+    cluster, system = bench.cluster, bench.stage.system
+    job = bench.job("alone")
+    life = bench.began(job, 0)
+    bench.wait_commits(job)
+    cluster.kubectl(
+        "delete", "deployment", WEBHOOK, CONTROLLER, "-n", NAMESPACE, "--cascade=foreground", "--wait"
+    )
+    wait_until(lambda: not system.pods(), timeout_s=90, what="every pod of the system gone")
+    bench.note("the system is gone")
+
+    before = bench.newest(job)
+    bench.wait_commits(job, beyond=before, count=2)
+    job.delete_pod(life["pod"])
+    successor = bench.began(job, 1)
+    bench.assert_resumed(successor, at_least=bench.witness.last_step(life["life"]) - 1)
+    for path, document in strangers(bench):
+        cluster.api.create(path, document)
+    wait_until(
+        lambda: (
+            cluster.api.get(f"/api/v1/namespaces/{bench.namespace}/pods/stranger-0")["status"]["phase"]
+            == "Succeeded"
+        ),
+        timeout_s=90,
+        what="a stranger's pod ran",
+    )
+    jobs = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs"
+    with pytest.raises(ApiError, match="failed calling webhook"):
+        cluster.api.create(jobs, bench.manifest("refused"))
+    # With failurePolicy Ignore nobody asks; what would train without checkpoints is refused all the same.
+    for number in (0, 1):
+        change = [{"op": "replace", "path": f"/webhooks/{number}/failurePolicy", "value": "Ignore"}]
+        path = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
+        cluster.api.call("PATCH", path, change, content_type="application/json-patch+json")
+
+    def refused_by_policy() -> bool:
+        with pytest.raises(ApiError) as refused:
+            cluster.api.create(f"{jobs}?dryRun=All", bench.manifest("refused"))
+        return f"no {SIDECAR}" in str(refused.value)
+
+    wait_until(refused_by_policy, timeout_s=30, what="the policy refuses a Job without its sidecar")
+
+    at_return = bench.newest(job)
+    system.upgrade()
+    bench.note("the system is back")
+    wait_until(
+        lambda: ((job.checkpoint_run() or {}).get("status") or {}).get("lastCommittedStep", 0) > at_return,
+        timeout_s=90,
+        what=lambda: f"the controller knows of newer commits: {json.dumps(job.checkpoint_run())}",
+    )
+    restores = (job.checkpoint_run() or {})["status"]["restores"]
+    assert restores == 1, "the restore it did not see"
+    bench.assert_store_whole(job)
+
+
+def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
+    """Uninstalled, Jobs train on and checkpoints are readable. A run of an older version's resumes under the newer."""
+    cluster, system = bench.cluster, bench.stage.system
+    job = bench.job("survivor")
+    life = bench.began(job, 0)
+    bench.wait_commits(job)
+    system.helm("uninstall", "deltashard", "--wait")
+    bench.note("uninstalled")
+    bench.wait_commits(job, beyond=bench.newest(job), count=2)
+    assert bench.witness.last_step(life["life"]) > 0
+    bench.assert_store_whole(job)
+    assert command_line("list", bench.url)
+    plain = bench.manifest("plain", steps=1)
+    path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs?dryRun=All"
+    made = cluster.api.create(path, plain)  # annotated, and nobody left who minds
+    assert "initContainers" not in made["spec"]["template"]["spec"]
+    job.delete()
+
+    archive = images.build(tmp_path / "old.tar", tag=OLD_TAG, version=OLD_VERSION)
+    for node in cluster.nodes.values():
+        if not node.pool:
+            node.ctr("images", "import", archive)
+    chart = tmp_path / "deltashard"
+    shutil.copytree(CHART, chart)
+    file = chart / "Chart.yaml"
+    file.write_text(
+        file.read_text()
+        .replace("version: ", f"version: {OLD_VERSION} # ")
+        .replace("appVersion: ", f"appVersion: {OLD_VERSION} # ")
+    )
+    system.install(tag=OLD_TAG, chart=chart)
+    bench.note("the older version is installed")
+    old = bench.job("upgraded")
+    first = bench.began(old, 0)
+    bench.wait_commits(old)
+    assert image_of_sidecar(bench, first["pod"]).endswith(f":{OLD_TAG}")
+    system.upgrade()
+    bench.note("the newer version is installed")
+    bench.wait_commits(old, beyond=bench.newest(old))
+    old.delete()
+    # Templates are immutable: a Job keeps the sidecar it was given. The next one goes on with its run.
+    newer = bench.job("upgraded", notes={"deltashard.io/run-id": old.run_id})
+    second = bench.began(newer, 1)
+    assert image_of_sidecar(bench, second["pod"]).endswith(f":{TAG}")
+    bench.assert_resumed(second, at_least=bench.witness.last_step(first["life"]) - 1)
+    bench.wait_commits(old, beyond=second["step"])
+    bench.assert_store_whole(old)
+
+
+def image_of_sidecar(bench: Bench, pod: str) -> str:
+    """The image that a pod's sidecar runs."""
+    found = bench.cluster.api.get(f"/api/v1/namespaces/{bench.namespace}/pods/{pod}")
+    return str(next(each["image"] for each in found["spec"]["initContainers"] if each["name"] == SIDECAR))
