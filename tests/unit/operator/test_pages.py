@@ -101,10 +101,6 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
     elif code == "PolicyUnavailable":
         said = caches._unavailable("nightly", "503").sentence
     elif code == "RunIdTaken":
-        workload = {"kind": "Job", "name": "nightly", "uid": "0b4f3c1e"}
-        run = {"metadata": {"name": "nightly-0b4f3c1e"}, "spec": {"workload": workload}}
-        said = holders._refusal("nightly", run).sentence
-    elif code == "RunIdTaken":
         workload = {"kind": "Job", "name": "nightly-29012345", "uid": "7f0e4f0a"}
         holder = {"metadata": {"name": "nightly-29012345-7f0e4f0a"}, "spec": {"workload": workload}}
         said = holders._refusal("nightly", holder).sentence
