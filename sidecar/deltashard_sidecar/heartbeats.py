@@ -37,21 +37,15 @@ _CODES = {
     grpc.StatusCode.FAILED_PRECONDITION: "protocol",
     grpc.StatusCode.INVALID_ARGUMENT: "protocol",
 }
-_TLS_WORDS = (
-    "CERTIFICATE_VERIFY_FAILED",
-    "SSL",
-    "TLS handshake",
-    "Peer name",
-    "Hostname Verification",
-    "ALPN",
-)
+_UNTRUSTED = ("certificate_verify_failed", "certificate verify failed", "peer name", "hostname verification")
+"""A handshake that merely broke (the controller restarts) says none of these."""
 LASTING = frozenset({"verification", "unauthenticated", "denied", "protocol", "token"})
 """Coming again soon will hardly help; someone must mend it."""
 
 
 def refusal(code: grpc.StatusCode, details: str) -> str:
     """Why a stream was not taken in, one of `metrics.FLEET_CAUSES`."""
-    if code == grpc.StatusCode.UNAVAILABLE and any(word.lower() in details.lower() for word in _TLS_WORDS):
+    if code == grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in _UNTRUSTED):
         return "verification"
     return _CODES.get(code, "other")
 

@@ -85,6 +85,7 @@ def test_pauses_grow_and_are_spread() -> None:
         (grpc.StatusCode.RESOURCE_EXHAUSTED, "", "no_room"),
         (grpc.StatusCode.ABORTED, "", "replaced"),
         (grpc.StatusCode.INVALID_ARGUMENT, "", "protocol"),
+        (grpc.StatusCode.UNAVAILABLE, "Ssl handshake failed: Connection reset by peer", "unreachable"),
         (grpc.StatusCode.UNIMPLEMENTED, "", "protocol"),
         (grpc.StatusCode.INTERNAL, "", "other"),
     ],
