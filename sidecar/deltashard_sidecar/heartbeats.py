@@ -37,7 +37,7 @@ _CODES = {
     grpc.StatusCode.FAILED_PRECONDITION: "protocol",
     grpc.StatusCode.INVALID_ARGUMENT: "protocol",
 }
-_UNTRUSTED = ("certificate_verify_failed", "certificate verify failed", "peer name", "hostname verification")
+_UNTRUSTED = ("tsi_protocol_failure", "certificate", "verification")
 """A handshake that merely broke (the controller restarts) says none of these."""
 LASTING = frozenset({"verification", "unauthenticated", "denied", "protocol", "token"})
 """Coming again soon will hardly help; someone must mend it."""
