@@ -326,21 +326,25 @@ def test_a_new_certificate_serves_new_connections_while_streams_live_on(
                 await eventually(lambda: loads() == 3, "a new leaf of the old authority")
                 async with Reporter(port, old.pem, token, pod.hello("old-bundle")) as lagging:
                     await lagging.greet()
-                service.tls.issued = new.issue()
-                await eventually(lambda: loads() == 4, "a leaf of the new authority")
-                async with Reporter(port, old.pem + new.pem, token, pod.hello("both")) as both:
-                    await both.greet()
-                async with Reporter(port, old.pem, token, pod.hello("lost")) as lost:
-                    assert (await lost.refused())[0] is Code.UNAVAILABLE, "no handshake"
-                await eventually(lambda: len(service.fleet._drains) == 1, "servers without streams are gone")
-                before = len(service.book.heartbeats)
-                await first.beat()
-                await eventually(lambda: len(service.book.heartbeats) == before + 1, "the first one lives on")
-                await first.call.done_writing()
-                assert (await first.status())[0] is Code.OK
-                await eventually(
-                    lambda: not service.fleet._drains, "the old server goes with its last stream"
-                )
+                    service.tls.issued = new.issue()
+                    await eventually(lambda: loads() == 4, "a leaf of the new authority")
+                    async with Reporter(port, old.pem + new.pem, token, pod.hello("both")) as both:
+                        await both.greet()
+                    async with Reporter(port, old.pem, token, pod.hello("lost")) as lost:
+                        assert (await lost.refused())[0] is Code.UNAVAILABLE, "no handshake"
+                    before = len(service.book.heartbeats)
+                    await first.beat()
+                    await eventually(
+                        lambda: len(service.book.heartbeats) == before + 1, "the first one lives on"
+                    )
+                    await first.call.done_writing()
+                    assert (await first.status())[0] is Code.OK
+                    drains = service.fleet._drains
+                    await eventually(lambda: len(drains) == 1, "a server goes with its last stream")
+                    stopping = asyncio.create_task(service.fleet.stop(60.0))
+                    assert (await lagging.status())[0] is Code.UNAVAILABLE
+                    await asyncio.wait_for(stopping, 60.0)
+                    await eventually(lambda: not drains, "all are gone")
 
     asyncio.run(scenario())
 
