@@ -81,13 +81,10 @@ def test_kubernetes_1_28_is_refused() -> None:
         render(version="1.28.9")
 
 
-def test_everything_that_has_a_say_in_admissions_goes_first() -> None:
-    """Each of them has its hook, under the very same kind and name."""
-    hooks = {
-        (d["kind"], d["metadata"]["name"])
-        for d in render().documents
-        if d["metadata"].get("annotations", {}).get("helm.sh/hook") == "pre-delete"
-    }
-    rendering = render()
-    acting = ("MutatingWebhookConfiguration", "ValidatingAdmissionPolicyBinding")
-    assert hooks == {(kind, d["metadata"]["name"]) for kind in acting for d in rendering.all(kind)}
+def test_nothing_stands_in_for_another() -> None:
+    """Who applies the output of `helm template` gets each object once, and no hook of the uninstall in its place."""
+    documents = render().documents
+    names = [(d["kind"], d["metadata"].get("namespace"), d["metadata"]["name"]) for d in documents]
+    assert len(set(names)) == len(names)
+    hooks = {d["metadata"].get("annotations", {}).get("helm.sh/hook") for d in documents}
+    assert hooks == {None, "test"}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from deltashard_operator import configurations
 from kubernetes import client, watch
 
@@ -199,6 +200,21 @@ def test_uninstall_takes_the_webhook_away_first(
         return
     assert max(min(at) for at in bindings.values()) < min(webhook["deltashard-webhook"])
     assert max(webhook["deltashard-webhook"]) < first_deployment
+
+
+def test_everything_that_has_a_say_in_admissions_has_its_hook(release: Release) -> None:
+    """Under the very same kind and name, or it would not go first."""
+    release.install()
+    documents = [document for document in yaml.safe_load_all(release("get", "hooks", RELEASE)) if document]
+    hooks = {
+        (document["kind"], document["metadata"]["name"])
+        for document in documents
+        if document["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    }
+    acting = ("MutatingWebhookConfiguration", "ValidatingAdmissionPolicyBinding")
+    assert hooks == {
+        (kind, document["metadata"]["name"]) for kind in acting for document in render().all(kind)
+    }
 
 
 def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Release, http: Rest) -> None:

@@ -551,14 +551,14 @@ def test_a_value_shows(case: Case) -> None:
 
 
 def test_templates_are_all_seen() -> None:
-    """Every template makes something for some of the values of these tests."""
+    """Every template makes something for some of the values of these tests; hooks of the uninstall, on a cluster only."""
     seen: set[str] = set()
     for given in ((), POLICIES, CERT_MANAGER, EXISTING, (*MONITORS, *RULES), DASHBOARD):
         seen |= render(merged(*(nested(*each) for each in given))).sources
     written = {
         str(path.relative_to(CHART)) for path in (CHART / "templates").rglob("*") if path.suffix == ".yaml"
     }
-    assert seen == written
+    assert seen == written - {"templates/webhook/uninstall.yaml"}
 
 
 def schemas(
