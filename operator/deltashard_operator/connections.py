@@ -37,15 +37,23 @@ class Freshness:
         self._clock = clock
         self._on_list = on_list
         self._on_watch = on_watch
-        self._begun_s = clock()
+        self._tried_any_s = clock()
+        self._begun_s = self._tried_any_s
         self._tried: dict[str, float] = {}
         self._heard: dict[str, float] = {}
         self._open: dict[str, tuple[aiohttp.ClientResponse, int]] = {}
         self.expected = expected
 
     def tried(self, path: str) -> None:
-        """A request on a watched path begins."""
-        self._tried[path] = self._clock()
+        """A request begins: of a watched path, or of what comes before all watches."""
+        if path in self.expected:
+            self._tried[path] = self._clock()
+        else:
+            self._tried_any_s = self._clock()
+
+    def begin(self) -> None:
+        """Watching begins."""
+        self._begun_s = self._tried_any_s = self._clock()
 
     def opened(self, path: str, response: aiohttp.ClientResponse, *, watch: bool) -> None:
         """The API answers it."""
@@ -78,7 +86,7 @@ class Freshness:
         return [
             path
             for path in self.expected
-            if now_s - max(self._heard.get(path, self._begun_s), self._tried.get(path, self._begun_s))
+            if now_s - max(self._heard.get(path, 0.0), self._tried.get(path, 0.0), self._tried_any_s)
             > STALE_S
         ]
 
@@ -106,8 +114,7 @@ def connection(
     async def authorized(
         request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        if request.url.path in freshness.expected:
-            freshness.tried(request.url.path)
+        freshness.tried(request.url.path)
         token = configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
         if token:
             request.headers["Authorization"] = token

@@ -191,7 +191,8 @@ class Process:
 
     def dead(self) -> list[str]:
         """Why a restart is the remedy; empty while it is not."""
-        reasons = [f"nobody tends the watch of {path}" for path in self.freshness.untended()]
+        untended = self.freshness.untended() if self.controller.loaded else ()
+        reasons = [f"nobody tends the watch of {path}" for path in untended]
         if self.lag.now_s() > MAX_LAG_S:
             reasons.append(f"the loop is {self.lag.now_s():.0f} s late")
         return reasons
@@ -246,6 +247,7 @@ class Process:
     async def watch(self, stop: asyncio.Event) -> None:
         """Watch until `stop`, beginning anew whatever goes wrong; raises `WatchesFailed` when it stays wrong."""
         failures, failing_since_s = 0, 0.0
+        self.freshness.begin()
         while not stop.is_set():
             begun_s = time.monotonic()
             error = await self._watched(stop)

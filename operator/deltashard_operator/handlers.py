@@ -144,3 +144,4 @@ def quiet() -> None:
     """Kopf tells of every event and every watch; only its warnings are wanted."""
     for name in ("kopf", "aiohttp"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # that signals are not its own

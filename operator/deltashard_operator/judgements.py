@@ -37,7 +37,7 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
             finished=bool(run.finished),
             suspended=run.suspended,
             started=bool(run.progress.attempt or run.started_at_s),
-            alive=any(each.alive and each.phase == "Running" for each in run.pods.values()),
+            alive=any(_may_train(run, each, nodes) for each in run.pods.values()),
             heard=frozenset(each.phase for each in live),
             unsafe=any(each.type in conditions.UNSAFE for each in facts),
             before=before,
@@ -57,6 +57,17 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
     facts.append(_ready(run, live, facts))
     found, changed = conditions.updated(run.conditions, facts, now_s)
     return replace(run, conditions=found), tuple(_notices(changed))
+
+
+def _may_train(run: Run, pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
+    """Whether a pod can be at work: its sidecar is heard, or it runs on a node that is not known to be lost."""
+    report = run.reports.get(pod.uid)
+    if not pod.alive:
+        return False
+    if report is not None and report.connected:
+        return True
+    node = nodes.get(pod.node)
+    return pod.phase == "Running" and (node is None or node.ready)
 
 
 def _ended(run: Run, now_s: float) -> Run:

@@ -146,6 +146,16 @@ def test_a_run_whose_sidecars_are_not_heard_keeps_its_phase_and_is_not_called_st
     assert not conditions.is_true(run.conditions, conditions.STALE)
 
 
+def test_a_pod_that_is_not_heard_on_a_lost_node_does_not_train() -> None:
+    """Before anybody evicts it. With a sidecar that is heard it trains: only the kubelet is gone."""
+    lost = {"node-a": NodeView(name="node-a", ready=False)}
+    run = training()
+    assert judgements.judged(run, lost, NOW_S)[0].phase is Phase.TRAINING
+    run = runs.without_connected(run, hello())
+    assert judgements.judged(run, NODES, NOW_S)[0].phase is Phase.TRAINING
+    assert judgements.judged(run, lost, NOW_S)[0].phase is Phase.RECOVERING
+
+
 def test_a_new_controller_has_all_that_was_counted() -> None:
     run, _ = told(training(), Incident(id=4, kind=IncidentKind.RESTORED, lost_steps=3))
     run = runs.with_pod(run, pod(phase="Failed", ending=ended(1)), node_ready=True, now_s=NOW_S)
