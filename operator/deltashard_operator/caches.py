@@ -6,12 +6,14 @@ cache is `synced` from its first list on and stays so through an outage of the A
 API works.
 
 A policy that is not in the cache may have been created a moment ago: it is asked for once, live. Only that answer
-makes a refusal.
+makes a refusal. Most workloads ask for `default` where the namespace has none of that name and the chart's is meant:
+that answer holds for `ABSENT_S`, else every admission of theirs would cost a call to the API.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -29,6 +31,9 @@ SILENCE_S = 270
 CONNECT_S = 3
 LOOK_S = 2
 """A live look, within an admission's 5 s."""
+ABSENT_S = 1.0
+"""How long the answer that a policy is not there may be used again; the watch brings a new one sooner."""
+MAX_ABSENT = 4096
 PAUSES_S = (0.2, 1.0, 5.0, 15.0)
 
 Spec = Mapping[str, Any]
@@ -41,6 +46,8 @@ class PolicyCache:
     def __init__(self, api: client.ApiClient, *, on_restart: Callable[[], None] = lambda: None) -> None:
         self._objects = client.CustomObjectsApi(api)
         self._specs: dict[tuple[str, str], Spec] = {}
+        self._absent_s: dict[tuple[str, str], float] = {}
+        """When it was looked for and not there, by the monotonic clock."""
         self._synced = threading.Event()
         self._stop = threading.Event()
         self._on_restart = on_restart
@@ -66,14 +73,22 @@ class PolicyCache:
         """The policy's spec as last seen."""
         return self._specs.get((namespace, name))
 
+    def absent(self, namespace: str, name: str) -> bool:
+        """Whether a live look of a moment ago did not find it."""
+        return time.monotonic() - self._absent_s.get((namespace, name), float("-inf")) < ABSENT_S
+
     def look(self, namespace: str, name: str) -> Spec | None:
         """The policy's spec from the API itself, None when there is none; raises `Refusal` (PolicyUnavailable)."""
+        asked_s = time.monotonic()
         try:
             found = self._objects.get_namespaced_custom_object(
                 GROUP, VERSION, namespace, PLURAL, name, _request_timeout=(LOOK_S, LOOK_S)
             )
         except client.ApiException as error:
             if error.status == 404:
+                if len(self._absent_s) >= MAX_ABSENT:
+                    self._absent_s = {}
+                self._absent_s[namespace, name] = asked_s
                 return None
             raise _unavailable(name, f"the API answered {error.status} {error.reason}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:

@@ -188,7 +188,9 @@ class Webhook:
     async def _find(self, asked: admissions.Asked) -> Spec | None:
         """The merged spec of a policy: from the cache, else by one live look, else the default of that name."""
         spec = self.cache.get(asked.namespace, asked.name)
-        if spec is None:
+        falls_back = asked.name == policies.DEFAULT and self.defaults.has_store()
+        # A refusal always rests on a look of its own; only the way to the default may be remembered.
+        if spec is None and not (falls_back and self.cache.absent(asked.namespace, asked.name)):
             self.metrics.looks.inc()
             spec = await asyncio.to_thread(self.cache.look, asked.namespace, asked.name)
         try:
@@ -197,7 +199,7 @@ class Webhook:
             raise Refusal("PolicyUnavailable", error.what, where=error.where, remedy=error.remedy) from error
         if spec is not None:
             return policies.merged(spec, defaults)
-        return defaults if asked.name == policies.DEFAULT and self.defaults.has_store() else None
+        return defaults if falls_back else None
 
     async def _check_holder(self, asked: admissions.Asked) -> None:
         """Raise `Refusal` (RunIdTaken) when another live workload holds the run that is asked for."""

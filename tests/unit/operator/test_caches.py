@@ -53,6 +53,23 @@ def test_a_live_look_sees_what_is_there_and_what_is_not(api: client.ApiClient, c
     assert cache.look("no-such-namespace", "looked") is None
 
 
+def test_what_was_not_there_is_remembered_for_a_moment(api: client.ApiClient, cache: PolicyCache) -> None:
+    """So that the chart's default costs no call an admission; a policy that comes meanwhile is found by the watch."""
+    assert not cache.absent("default", "later")
+
+    def looked() -> bool:
+        assert cache.look("default", "later") is None
+        return cache.absent("default", "later")  # unless the look itself took longer than its answer holds
+
+    wait_for(looked, what="an answer that holds", timeout_s=120)
+    assert not cache.absent("other", "later")
+    client.CustomObjectsApi(api).create_namespaced_custom_object(
+        GROUP, VERSION, "default", PLURAL, policy("later", bits=3)
+    )
+    wait_for(lambda: cache.get("default", "later") == {"bits": 3}, what="the new policy")
+    wait_for(lambda: not cache.absent("default", "later"), what="the end of the memory")
+
+
 def test_an_api_that_does_not_answer_is_said() -> None:
     """Not to be taken for a policy that is not there; and a cache without its first list is not synced."""
     configuration = client.Configuration()

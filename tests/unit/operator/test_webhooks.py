@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +158,23 @@ def test_refusals_and_warnings_reach_the_user(rest: Rest, shared_webhook: Webhoo
     counted = next(line for line in page.splitlines() if 'kind="Job",outcome="BadAnnotation"' in line)
     assert float(counted.split()[-1]) >= 1
     assert "deltashard_webhook_ready 1.0" in page
+
+
+def test_the_default_policy_costs_no_call_an_admission(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """A burst of Jobs under the chart's default asks the API about a namespace's own `default` once a second at most."""
+
+    def looks() -> float:
+        _, page = shared_webhook.get("metrics")
+        line = next(
+            each for each in page.splitlines() if each.startswith("deltashard_webhook_policy_looks_total")
+        )
+        return float(line.split()[-1])
+
+    with registered(rest, shared_webhook.client_config()):
+        before, begun_s = looks(), time.monotonic()
+        for _ in range(30):
+            assert has_sidecar(rest.create(job("many", opted()), dry_run=True))
+        assert looks() - before <= 2 + (time.monotonic() - begun_s)
 
 
 def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
