@@ -227,6 +227,11 @@ class ApiServer:
     def url(self) -> str:
         return f"https://127.0.0.1:{self.port}"
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """By program."""
+        return {Path(str(process.args[0])).name: process.pid for process in self._processes}
+
     def api(self) -> client.ApiClient:
         """A new client with cluster-admin rights."""
         configuration = client.Configuration()

@@ -67,12 +67,12 @@ def audit_flags(folder: Path) -> list[str]:
     ]
 
 
-def rendered() -> Iterator[dict[str, Any]]:
-    """The chart's objects but its pods, hooks and monitors."""
+def rendered(interval_s: float) -> Iterator[dict[str, Any]]:
+    """The chart's objects but its pods, hooks and monitors, with this interval in the default policy."""
     command = [
         built("helm"), "template", "deltashard", ROOT / "charts" / "deltashard", f"--namespace={SYSTEM}",
         "--kube-version=1.34.4",
-        "--set", f"defaultPolicy.store.url={STORE}",
+        "--set", f"defaultPolicy.store.url={STORE},defaultPolicy.intervalSeconds={interval_s:.0f}",
     ]  # fmt: skip
     done = subprocess.run([str(w) for w in command], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -85,8 +85,10 @@ def rendered() -> Iterator[dict[str, Any]]:
 class Plane:
     """The cluster; `start`, use, `stop`."""
 
-    def __init__(self, folder: Path, *, nodes: int) -> None:
+    def __init__(self, folder: Path, *, nodes: int, interval_s: float = 300.0) -> None:
+        """`interval_s`: between checkpoints, of the default policy."""
         self.folder = folder
+        self._interval_s = interval_s
         self.nodes = [f"node-{number}" for number in range(nodes)]
         self.apiserver = ApiServer(folder, *audit_flags(folder))
         self.audit_log = folder / "audit.jsonl"
@@ -173,7 +175,7 @@ class Plane:
 
     def _install(self) -> None:
         definitions = []
-        documents = list(rendered())
+        documents = list(rendered(self._interval_s))
         for document in documents:
             if document["kind"] == "Service" and document["metadata"]["name"] == WEBHOOK:
                 document["spec"] = {"type": "ExternalName", "externalName": "localhost"}

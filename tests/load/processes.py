@@ -22,6 +22,21 @@ class Usage:
     files: int
 
 
+def usage(pid: int) -> Usage:
+    """What a process uses now."""
+    process = psutil.Process(pid)
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    times = process.cpu_times()
+    return Usage(
+        rss_bytes=process.memory_info().rss,
+        peak_rss_bytes=int(peak_kib) << 10,
+        cpu_s=times.user + times.system,
+        threads=process.num_threads(),
+        files=process.num_fds(),
+    )
+
+
 class Process:
     """One program with a log file; `start` after `stop` or `kill` begins it anew."""
 
@@ -60,17 +75,7 @@ class Process:
         """What it uses now."""
         self.check()
         assert self._running is not None
-        process = psutil.Process(self._running.pid)
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        peak_kib = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-        times = process.cpu_times()
-        return Usage(
-            rss_bytes=process.memory_info().rss,
-            peak_rss_bytes=int(peak_kib) << 10,
-            cpu_s=times.user + times.system,
-            threads=process.num_threads(),
-            files=process.num_fds(),
-        )
+        return usage(self._running.pid)
 
     def stop(self, number: signal.Signals = signal.SIGTERM, *, patience_s: float = 30.0) -> None:
         """End it; SIGKILL when it does not hear."""

@@ -1,0 +1,264 @@
+"""`make bench-fleet`: 5,000 annotated pods of 1,000 runs on a real control plane, measured; out/fleet.json and a table.
+
+No kubelets: kwok plays them. Everything else is real: API server, Job controller, webhook over TLS, the controller with
+the rights of the chart, and a TLS stream with a token of its own for each of 5,000 simulated sidecars. All of it shares
+the machine, so the times are those of a control plane that is short of CPU.
+
+It measures and reports; only the audit log is a verdict: one write to an object of the users' fails the run. About ten
+minutes on two cores.
+
+    bench/fleet.py                        5,000 pods
+    bench/fleet.py --runs 100             a tenth as many, for trying it out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.load import admissions, measures, workloads  # noqa: E402
+from tests.load.processes import Usage  # noqa: E402
+from tests.load.systems import System  # noqa: E402
+
+PODS_EACH = 5
+NODES = 100
+EVERY_S = 120.0
+"""Between a run's commits."""
+PER_S = 50.0
+LASTS_S = 60.0
+STEADY_S = 60.0
+MIB = 1 << 20
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def between(before: dict[str, Usage], after: dict[str, Usage], seconds: float) -> dict[str, Any]:
+    """What each program used in between."""
+    return {
+        name: {
+            "cores": round((usage.cpu_s - before[name].cpu_s) / seconds, 3),
+            "rss_mib": usage.rss_bytes // MIB,
+            "peak_rss_mib": usage.peak_rss_bytes // MIB,
+            "threads": usage.threads,
+            "files": usage.files,
+        }
+        for name, usage in after.items()
+    }
+
+
+def steady(system: System) -> dict[str, Any]:
+    """Training, saves, and nothing else, for a while."""
+    usages, told, requests = system.usages(), system.told(), system.requests()
+    begun_s = time.monotonic()
+    time.sleep(STEADY_S)
+    lasted_s = time.monotonic() - begun_s
+    after = system.told()
+    asked = system.requests()
+    return {
+        "seconds": round(lasted_s, 1),
+        "heartbeats_per_s": round((after["heartbeats"] - told["heartbeats"]) / lasted_s, 1),
+        "requests_per_s": {
+            what: round((count - requests.get(what, 0)) / lasted_s, 2)
+            for what, count in asked.items()
+            if count > requests.get(what, 0)
+        },
+        "programs": between(usages, system.usages(), lasted_s),
+        "streams_lost": system.pods - system.streams(),
+    }
+
+
+def losses(system: System) -> dict[str, Any]:
+    """A pod of every tenth run evicted, then one of every tenth killed."""
+    by_run = {pod.job_uid: pod for pod in workloads.living(system.plane)}
+    victims = list(by_run.values())
+    found: dict[str, Any] = {}
+    share = len(victims) // 10
+    for name, how, chosen in (
+        ("evicted", workloads.evict, victims[:share]),
+        ("killed", workloads.kill, victims[share : 2 * share]),
+    ):
+        begun_s = time.monotonic()
+        found[name] = measures.spread(system.lose(chosen, how))
+        system.wait_streams(system.pods)
+        system.view.wait_training(system.runs)
+        found[name]["all_training_again_s"] = round(time.monotonic() - begun_s, 1)
+    return found
+
+
+def admitted(system: System) -> dict[str, Any]:
+    """A steady rate of admissions, while everything trains."""
+    before = system.usages()
+    outcome = admissions.admit(system.plane, system.webhook.metrics, per_s=PER_S, lasts_s=LASTS_S)
+    return {
+        "asked_per_s": PER_S,
+        "reached_per_s": round(len(outcome.latencies_s) / outcome.lasted_s, 1),
+        "latest_s": outcome.latest_s,
+        "failed": len(outcome.failures),
+        "failures": outcome.failures[:5],
+        "webhook_s": {"p50": outcome.webhook.quantile(0.5), "p99": outcome.webhook.quantile(0.99)},
+        "apiserver_calls_webhook_s": {
+            "p50": outcome.hooks.quantile(0.5),
+            "p99": outcome.hooks.quantile(0.99),
+        },
+        "client_s": measures.spread(outcome.latencies_s),
+        "programs": between(before, system.usages(), outcome.lasted_s),
+    }
+
+
+def storm(system: System) -> dict[str, Any]:
+    """The controller killed: all sidecars come back at once."""
+    told, page = system.told(), system.plane.metrics()
+    failures = {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)}
+    took_s = system.restart()
+    after, name = system.told(), "apiserver_request_duration_seconds"
+    labels = {"resource": "tokenreviews", "verb": "POST"}
+    reviews = measures.histogram(system.plane.metrics(), name, **labels).since(
+        measures.histogram(page, name, **labels)
+    )
+    refusals = {
+        cause: count - told["refusals"].get(cause, 0)
+        for cause, count in after["refusals"].items()
+        if count > told["refusals"].get(cause, 0)
+    }
+    return {
+        "seconds": {key: round(value, 1) for key, value in took_s.items()},
+        "refused_meanwhile": refusals,
+        "welcome_s": measures.spread(after["welcome_s"]),
+        "token_reviews": reviews.count,
+        "token_review_s": {"p50": reviews.quantile(0.5), "p99": reviews.quantile(0.99)},
+        "losses_invented": sum(
+            system.view.status(uid).get("failures", 0) != count for uid, count in failures.items()
+        ),
+        "controller": asdict(system.controller.usage()),
+    }
+
+
+def _jobs(system: System) -> set[str]:
+    return {pod.job_uid for pod in workloads.living(system.plane)}
+
+
+def measure(runs: int) -> dict[str, Any]:
+    """Everything, in turn."""
+    found: dict[str, Any] = {
+        "machine": machine(),
+        "pods": runs * PODS_EACH,
+        "runs": runs,
+        "commit_every_s": EVERY_S,
+    }
+    with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
+        system = System(
+            Path(folder), runs=runs, pods_each=PODS_EACH, nodes=NODES, every_s=EVERY_S, processes=2
+        )
+        try:
+            with system:
+                found["setup_s"] = system.took_s
+                found["controller_after"] = {what: asdict(u) for what, u in system.controller_after.items()}
+                for name, step in (
+                    ("steady", steady),
+                    ("losses", losses),
+                    ("admissions", admitted),
+                    ("restart", storm),
+                    ("steady_after", steady),
+                ):
+                    begun_s = time.monotonic()
+                    found[name] = step(system)
+                    print(f"{name}: {time.monotonic() - begun_s:.0f} s", flush=True)
+                found["programs"] = {name: asdict(usage) for name, usage in system.usages().items()}
+                found["requests"] = system.requests()
+                found["findings"] = system.findings()
+        except BaseException:
+            print(system.controller.process.tail(8000))
+            raise
+    return found
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """What people ask for."""
+    quiet, after, asked, again = found["steady"], found["steady_after"], found["admissions"], found["restart"]
+
+    def ms(times: dict[str, float]) -> str:
+        return f"{times['p50'] * 1e3:.0f} / {times['p99'] * 1e3:.0f} ms"
+
+    def seconds(times: dict[str, float]) -> str:
+        return f"{times['p50']:.1f} / {times['p99']:.1f} / {times['max']:.1f} s"
+
+    controller, webhook = quiet["programs"]["deltashard-controller"], asked["programs"]["deltashard-webhook"]
+    writes = sum(count for what, count in quiet["requests_per_s"].items() if "status" in what)
+    return [
+        ("controller, memory, all sidecars connected", f"{controller['rss_mib']} MiB"),
+        (
+            "the same after its restart, peak",
+            f"{after['programs']['deltashard-controller']['peak_rss_mib']} MiB",
+        ),
+        ("controller, CPU while all train", f"{controller['cores']:.2f} cores"),
+        ("heartbeats taken", f"{quiet['heartbeats_per_s']:.0f} per s"),
+        ("statuses written", f"{writes:.1f} per s"),
+        ("eviction to status, p50 / p99 / worst", seconds(found["losses"]["evicted"])),
+        ("killed trainer to status, p50 / p99 / worst", seconds(found["losses"]["killed"])),
+        ("admissions", f"{asked['reached_per_s']:.0f} per s, {asked['failed']} failed"),
+        ("webhook, its own time, p50 / p99", ms(asked["webhook_s"])),
+        ("webhook, as the API server sees it, p50 / p99", ms(asked["apiserver_calls_webhook_s"])),
+        ("webhook, CPU and memory", f"{webhook['cores']:.2f} cores, {webhook['rss_mib']} MiB"),
+        ("controller killed: ready again", f"{again['seconds']['ready']:.1f} s"),
+        ("controller killed: all sidecars back", f"{again['seconds']['sidecars back']:.1f} s"),
+        ("token reviews of that, p50 / p99", f"{again['token_reviews']:.0f}, {ms(again['token_review_s'])}"),
+        ("losses invented by that", str(again["losses_invented"])),
+        ("writes to users' objects", str(len(found["findings"]))),
+    ]
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=1000)
+    options = parser.parse_args()
+    found = measure(options.runs)
+    out = ROOT / "out"
+    out.mkdir(exist_ok=True)
+    (out / "fleet.json").write_text(json.dumps(found, indent=1))
+    table = Table(title=f"{found['pods']} annotated pods, {found['runs']} runs")
+    table.add_column("what")
+    table.add_column("", justify="right")
+    for what, figure in rows(found):
+        table.add_row(what, figure)
+    Console().print(table)
+    for finding in found["findings"]:
+        print(f"the controller must not: {finding}", file=sys.stderr)
+    return 1 if found["findings"] or found["admissions"]["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

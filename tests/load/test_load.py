@@ -1,0 +1,113 @@
+"""Five hundred annotated pods of a hundred runs: all are followed, none is missed, and nothing of the users' is written.
+
+What is real: the API server, the Job controller, the webhook over TLS, the controller with the rights the chart gives
+it, and every sidecar's own TLS stream with a token of its own. kwok plays the kubelets. `make bench-fleet` does the
+same with ten times as many, and measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.load import admissions, measures, planes, workloads
+from tests.load.systems import System
+
+RUNS, PODS_EACH, NODES = 100, 5, 20
+EVERY_S = 60.0
+LOSS_SHOWS_S = 45.0
+"""A status is written at most every 30 s per run; the rest is for a machine that has other things to do."""
+CONTROLLER_RSS_BYTES = 400 << 20
+"""With 500 sidecars."""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    """All of it, up and training."""
+    folder = tmp_path_factory.mktemp("load")
+    with System(folder, runs=RUNS, pods_each=PODS_EACH, nodes=NODES, every_s=EVERY_S) as system:
+        yield system
+
+
+def test_every_run_is_reported_training(system: System) -> None:
+    """One CheckpointRun a Job, with the step and the checkpoint its sidecars tell of and all of its pods."""
+    print(system.took_s)
+    assert system.view.training() == sum(system.view.phases().values()) == RUNS
+    for job_uid in {pod.job_uid for pod in workloads.living(system.plane)}:
+        status = system.view.status(job_uid)
+        assert len(status["pods"]) == PODS_EACH, status
+        assert status["lastCommittedStep"] > 0, status
+        assert status.get("failures", 0) == 0, status
+    assert system.told()["refusals"].get("denied", 0) == 0
+
+
+def test_no_admission_fails(system: System) -> None:
+    """Dry runs of annotated Jobs and pods at a rate: each gets its sidecar, and the webhook is quick."""
+    outcome = admissions.admit(system.plane, system.webhook.metrics, per_s=20, lasts_s=10)
+    print(measures.spread(outcome.latencies_s), outcome.webhook, outcome.hooks)
+    assert not outcome.failures
+    assert len(outcome.latencies_s) == outcome.webhook.count == outcome.hooks.count == 200
+    assert outcome.webhook.quantile(0.5) < 0.5
+
+
+def test_a_lost_pod_shows_in_its_run(system: System) -> None:
+    """Evicted or out of memory: within a bound in the status of its run and of no other; then its successor trains."""
+    by_run = {pod.job_uid: pod for pod in workloads.living(system.plane)}
+    victims = list(by_run.values())[: RUNS // 4]
+    evicted = {pod.uid for pod in victims[::2]}
+
+    def end(plane: planes.Plane, pod: workloads.Pod) -> None:
+        (workloads.evict if pod.uid in evicted else workloads.kill)(plane, pod)
+
+    seconds = system.lose(victims, end)
+    print(measures.spread(seconds))
+    assert max(seconds.values()) < LOSS_SHOWS_S
+    system.wait_streams(system.pods)
+    system.view.wait_training(RUNS)
+    lost = {pod.uid for pod in victims}
+    for job_uid, pod in by_run.items():
+        told = {each.get("podUID") for each in system.view.status(job_uid).get("losses", ())}
+        assert (pod.uid in told) == (pod.uid in lost)
+
+
+def test_a_controller_that_comes_back_finds_all_as_it_was(system: System) -> None:
+    """Killed and started anew: every sidecar returns by itself, no loss is invented, none is counted twice."""
+    before = {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)}
+    print(system.restart(), system.told()["refusals"])
+    assert {uid: system.view.status(uid).get("failures", 0) for uid in _jobs(system)} == before
+
+
+def _jobs(system: System) -> set[str]:
+    return {pod.job_uid for pod in workloads.living(system.plane)}
+
+
+def test_a_finished_job_finishes_its_run(system: System) -> None:
+    """All pods of some Jobs succeed: their runs are Finished, the others train on."""
+    done = sorted(_jobs(system))[:3]
+    pods = [pod for pod in workloads.living(system.plane) if pod.job_uid in done]
+    for swarm in system.swarms:
+        swarm.remove([pod.uid for pod in pods])
+    workloads.in_threads(lambda pod: workloads.complete(system.plane, pod), pods)
+    system.view.wait(
+        lambda view: view.phases()["Finished"] == len(done), "Finished runs", timeout_s=planes.PATIENCE_S
+    )
+    assert system.view.training() == RUNS - len(done)
+    assert {system.view.status(uid)["finishedReason"] for uid in done} == {"Completed"}
+
+
+def test_the_controller_is_within_its_budget(system: System) -> None:
+    """Memory, at its worst so far."""
+    for name, usage in system.usages().items():
+        print(name, usage)
+    usage = system.controller.usage()
+    assert usage.peak_rss_bytes < CONTROLLER_RSS_BYTES
+
+
+def test_nothing_of_the_users_was_written(system: System) -> None:
+    """By the API server's audit log: only what is the controller's own to write, and nothing was forbidden to it."""
+    print(system.requests())
+    assert system.findings() == []
+    assert "create deltashard.io/checkpointruns" in system.requests(), "the log has the controller's requests"
