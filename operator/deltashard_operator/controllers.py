@@ -210,10 +210,12 @@ class Controller:
         now_s = self._wall()
         job = views.job_of(document)
         key = job.workload.key
+        entry = self._entries.get(key)
         if kind == "DELETED":
+            if entry is not None and job.uid in entry.run.jobs:  # the last word of it says how it ended
+                self._set(entry, runs.with_job(entry.run, job, now_s))
             self._forget_job(job.uid, now_s)
             return
-        entry = self._entries.get(key)
         if entry is None:
             if self._is_old(job.ended_at_s if job.outcome else now_s, now_s):
                 return

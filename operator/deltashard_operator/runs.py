@@ -173,10 +173,11 @@ def without_job(run: Run, uid: str, now_s: float) -> Run:
     """A Job of the run is deleted."""
     if uid not in run.jobs:
         return run
+    outcome = run.jobs[uid].outcome or "Deleted"
     jobs = {key: each for key, each in run.jobs.items() if key != uid}
     run = replace(run, jobs=jobs, seen_s=now_s)
     if run.workload.kind == "Job" and not run.finished:
-        return finished(run, "Deleted", now_s)
+        return finished(run, outcome, now_s)
     return run
 
 

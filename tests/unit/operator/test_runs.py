@@ -233,6 +233,15 @@ def test_a_jobset_is_finished_by_all_its_jobs_and_a_failed_one_may_come_again() 
     assert judged(done).finished == "Completed"
 
 
+@pytest.mark.parametrize(
+    ("outcome", "how"), [("", "Deleted"), ("Completed", "Completed"), ("Failed", "Failed")]
+)
+def test_a_job_that_is_deleted_ended_as_its_last_word_says(outcome: str, how: str) -> None:
+    run = runs.with_job(training(), job(outcome=outcome), NOW_S)
+    run = judged(runs.without_job(run, "u-1", NOW_S))
+    assert (run.phase, run.finished) == (Phase.FINISHED, how)
+
+
 def test_a_statefulset_is_over_long_after_its_last_pod_and_begins_anew_with_the_next() -> None:
     workload = Workload(namespace="team", kind="StatefulSet", name="set", uid="s-1")
     run = runs.with_pod(
