@@ -24,7 +24,7 @@ def sections(bench: Bench) -> list[tuple[str, str]]:
 
 
 def _events(bench: Bench) -> Iterator[tuple[str, str]]:
-    for namespace in bench.namespaces:
+    for namespace in (*bench.namespaces, NAMESPACE):
         events = bench.cluster.api.items(f"/api/v1/namespaces/{namespace}/events")
         lines = [
             f"{each.get('lastTimestamp') or each.get('eventTime')} {each['involvedObject']['kind']} "
