@@ -379,8 +379,13 @@ class Controller:
             if self._expired(entry, now_s):
                 self._start(self._remove(entry), entry)
                 continue
-            self._judge(entry, now_s)
-            wait_s = self._wait_s(entry, now_s)
+            try:
+                self._judge(entry, now_s)
+                wait_s = self._wait_s(entry, now_s)
+            except Exception:  # noqa: BLE001 - one odd run must not stop the others
+                self.metrics.judge_errors.inc()
+                _log.exception("run.not_judged", namespace=key[0], run=entry.run.name)
+                continue
             if wait_s == 0:
                 self._start(self._write(entry), entry)
             elif wait_s <= JUDGE_S:
@@ -465,6 +470,10 @@ class Controller:
             _log.warning("run.not_written", namespace=key[0], run=entry.run.name, error=str(error))
             if entry.run.finished and entry.served is None and isinstance(error, StatusRefused):
                 self._drop(key)  # its namespace is going
+        except Exception:  # noqa: BLE001 - the same
+            self.metrics.writes.labels("failed").inc()
+            entry.pace.failed(self._wall())
+            _log.exception("run.not_written", namespace=key[0], run=entry.run.name)
         finally:
             entry.busy = False
             if self._entries.get(key) is entry:

@@ -151,6 +151,9 @@ class Teller:
             except ApiUnavailable as error:
                 self._count("failed")
                 _log.warning("events.failed", reason=notice.reason, error=str(error))
+            except Exception:  # noqa: BLE001 - one odd Event must not keep the others from being told
+                self._count("failed")
+                _log.exception("events.failed", reason=notice.reason)
             finally:
                 self._waiting.task_done()
 
