@@ -129,7 +129,10 @@ class _OfRuns(Collector):
                 ("step", "Training step reached"),
                 ("interval_seconds", "Between checkpoints; 0: off"),
                 ("stored_bytes", "Size in the store"),
-                ("training", "1 while steps are made"),
+                (
+                    "training_since_timestamp_seconds",
+                    "Since when steps are made, Unix time; absent when none are",
+                ),
                 ("training_since_timestamp_seconds", "Since when steps are made, Unix time"),
             )
         }
@@ -159,7 +162,8 @@ class _OfRuns(Collector):
             gauges["step"].add_metric(labels, progress.step)
             gauges["interval_seconds"].add_metric(labels, progress.policy.every_s)
             gauges["stored_bytes"].add_metric(labels, progress.stored_bytes)
-            gauges["training"].add_metric(labels, int(run.trains_since_s > 0))
+            if run.trains_since_s:
+                gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
             if run.trains_since_s:
                 gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
             counters["failures"].add_metric(labels, run.tally.failures)

@@ -20,6 +20,8 @@ ABSENT_S = 600.0
 """A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
 SETTLED_S = 60.0
 """A JobSet whose Jobs all ended, one of them Failed, is given so long to make new ones."""
+HELD = frozenset({conditions.SAVES_FAILING, conditions.CREDENTIALS_MISSING, conditions.STORE_UNAVAILABLE})
+"""Told by every heartbeat; they stay as they are while no sidecar is heard."""
 STUCK_S = 10.0
 """A deletion on a lost node that is overdue for so long is stuck."""
 
@@ -112,6 +114,11 @@ def _facts(
         yield fact(conditions.TRACKING_FAULT, "TrackingFault", run.tracking)
     if run.fell_back:
         yield fact(conditions.FELL_BACK, "NewerOnesDamaged", run.fell_back)
+    if not live:  # nobody says that it is over, and nobody that it goes on
+        held = HELD | ({conditions.STALE} if run.phase in phases.TRAINS else frozenset())
+        for each in run.conditions:
+            if each.type in held and each.status == "True":
+                yield fact(each.type, each.reason, each.message)
     if any(not each.credentials_ok for each in live):
         yield fact(
             conditions.CREDENTIALS_MISSING,

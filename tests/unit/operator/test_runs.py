@@ -119,6 +119,10 @@ def test_what_heartbeats_say_degrades_the_run_and_goes_with_them(said: dict[str,
     assert run.phase is Phase.DEGRADED
     assert conditions.is_true(run.conditions, type_)
     assert not conditions.is_true(run.conditions, conditions.READY)
+    unheard, notices = judgements.judged(
+        runs.with_pod(again(run), pod(), node_ready=True, now_s=NOW_S), NODES, NOW_S
+    )
+    assert (conditions.is_true(unheard.conditions, type_), notices) == (True, ())
     run, _ = runs.with_report(run, hello(), beat(seq=1), NOW_S)
     run = judged(run)
     assert run.phase is Phase.TRAINING
@@ -134,8 +138,16 @@ def test_time_alone_makes_a_checkpoint_stale_and_says_so_once() -> None:
     assert run.phase is Phase.DEGRADED
     run, notices = judgements.judged(run, NODES, NOW_S + 3 * 60 + 5)
     assert not notices
-    run, notices = judgements.judged(again(run, NOW_S + 185), NODES, NOW_S + 190)
-    assert not notices  # nor by a new controller
+    run = runs.with_pod(again(run, NOW_S + 185), pod(), node_ready=True, now_s=NOW_S + 190)
+    run, notices = judgements.judged(run, NODES, NOW_S + 190)
+    assert not notices  # nor by a new controller, which hears nobody yet
+    assert conditions.is_true(run.conditions, conditions.STALE)
+    run, _ = runs.with_report(run, hello(), beat(seq=1), NOW_S + 191)
+    run, notices = judgements.judged(run, NODES, NOW_S + 191)
+    assert not notices
+    assert conditions.is_true(run.conditions, conditions.STALE)
+    run, _ = runs.with_report(run, hello(), beat(seq=2, at_s=NOW_S + 192), NOW_S + 192)
+    assert not conditions.is_true(judged(run, NOW_S + 192).conditions, conditions.STALE)
 
 
 def test_a_run_whose_sidecars_are_not_heard_keeps_its_phase_and_is_not_called_stale() -> None:
