@@ -1,0 +1,47 @@
+"""docs/kubernetes/runs.md says what the controller does: phases, causes, Events and metrics, neither more nor fewer."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import deltashard_operator
+from deltashard_operator.controller_metrics import ControllerMetrics
+from deltashard_operator.failures import Cause
+from deltashard_operator.judgements import _EVENTS
+from deltashard_operator.phases import Phase
+from prometheus_client.metrics_core import Metric
+
+from tests.minio import ROOT
+
+PAGE = (ROOT / "docs" / "kubernetes" / "runs.md").read_text()
+
+
+def words(header: str) -> set[str]:
+    """The words in code quotes of the first column of the table with this header."""
+    rows = PAGE[PAGE.index(header) :].split("\n\n")[0].splitlines()[2:]
+    return {word for row in rows for word in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+def test_every_phase_is_on_the_page() -> None:
+    assert words("| phase | what it means |") == set(Phase)
+
+
+def test_every_cause_of_a_loss_is_on_the_page() -> None:
+    assert words("| cause | read from |") == set(Cause)
+
+
+def test_every_event_is_on_the_page() -> None:
+    folder = Path(deltashard_operator.__file__).parent
+    sources = "".join((folder / name).read_text() for name in ("runs.py", "controllers.py"))
+    told = set(re.findall(r'Notice\(reason="(\w+)"', sources))
+    assert words("| reason | type | when |") == told | set(_EVENTS.values())
+
+
+def exposed(metric: Metric) -> str:
+    return f"{metric.name}_total" if metric.type == "counter" else metric.name
+
+
+def test_every_metric_of_the_controller_is_on_the_page() -> None:
+    said = set(re.findall(r"`(deltashard_controller_\w+)", PAGE))
+    assert said == {exposed(each) for each in ControllerMetrics().registry.collect()}
