@@ -34,4 +34,9 @@ def of_workload(
                 "deltashard: with podFailurePolicy or podReplacementPolicy Failed, a pod on a lost node is not "
                 "replaced until its Node object is deleted or tainted out-of-service"
             )
+        if (job.get("parallelism") or 1) > 1 and job.get("completionMode") != "Indexed":
+            warnings.append(
+                "deltashard: pods of a Job without completionMode Indexed cannot be told apart: unless they are ranks "
+                "of one training, one of them trains and fences the others"
+            )
     return tuple(warnings)

@@ -113,7 +113,7 @@ def test_a_pod_is_labelled_once() -> None:
 
 
 def test_warnings() -> None:
-    """A grace period too short for the policy, a port that is taken, a policy that strands pods of lost nodes."""
+    """A grace period too short for the policy, a port that is taken, a policy that strands pods of lost nodes, pods that look alike."""
     assert "warnings" not in samples.answer(job(OPT_IN))
     (grace,) = samples.answer(job(OPT_IN, terminationGracePeriodSeconds=45))["warnings"]
     assert "terminationGracePeriodSeconds is 45 s and policy default asks for 120 s" in grace
@@ -122,7 +122,10 @@ def test_warnings() -> None:
     assert "port 9464" in port
     (stuck,) = samples.answer(job(OPT_IN, spec={"podReplacementPolicy": "Failed"}))["warnings"]
     assert "lost node" in stuck
-    assert all(len(w) <= 200 for w in (grace, port, stuck))
+    (alike,) = samples.answer(job(OPT_IN, spec={"parallelism": 2}))["warnings"]
+    assert "completionMode Indexed" in alike
+    assert "warnings" not in samples.answer(job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}))
+    assert all(len(w) <= 200 for w in (grace, port, stuck, alike))
 
 
 def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
