@@ -67,6 +67,9 @@ class Director(Protocol):
     def forget(self, run_key: RunKey) -> None:
         """The run is over."""
 
+    def save_now(self, run_key: RunKey, reason: str, urgent: bool, deadline_s: float) -> int:
+        """Ask for a save; returns how many are told."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -273,8 +276,21 @@ class Controller:
         node = views.node_of(document)
         if kind == "DELETED":
             self._nodes.pop(node.name, None)
-        else:
-            self._nodes[node.name] = node
+            return
+        before = self._nodes.get(node.name)
+        self._nodes[node.name] = node
+        if node.cordoned and before is not None and not before.cordoned:
+            self._save_before_drain(node.name)
+
+    def _save_before_drain(self, node: str) -> None:
+        """Its evictions are to come: a checkpoint now leaves them less to save within the grace period."""
+        for entry in self._entries.values():
+            there = any(each.node == node and each.alive for each in entry.run.pods.values())
+            if there and not entry.run.finished and self.fleet is not None:
+                told = self.fleet.save_now(entry.run.key, "drain", urgent=False, deadline_s=0.0)
+                _log.info(
+                    "run.save_before_drain", namespace=entry.run.workload.namespace, node=node, told=told
+                )
 
     def on_policy(self, kind: str | None, document: Document) -> None:
         """A CheckpointPolicy came, changed or went."""

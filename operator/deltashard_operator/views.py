@@ -129,6 +129,8 @@ class NodeView:
 
     name: str
     ready: bool
+    cordoned: bool = False
+    """Marked unschedulable, which is how a drain begins."""
 
 
 def seconds_of(text: object) -> float:
@@ -294,4 +296,5 @@ def node_of(document: Document) -> NodeView:
     """A node."""
     conditions = (document.get("status") or {}).get("conditions") or ()
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
-    return NodeView(name=document["metadata"]["name"], ready=ready)
+    cordoned = bool((document.get("spec") or {}).get("unschedulable"))
+    return NodeView(name=document["metadata"]["name"], ready=ready, cordoned=cordoned)

@@ -29,7 +29,7 @@ from tests.unit.operator import samples
 from tests.unit.operator.reporters import request_token
 from tests.unit.operator.test_certificates import put
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 Document = dict[str, Any]
@@ -375,6 +375,7 @@ class Sidecar:
         self._out: queue.Queue[wire.ReportRequest | None] = queue.Queue()
         self.acknowledged = 0
         self.directives: list[wire.Directive] = []
+        self.saves: list[wire.SaveRequested] = []
         self.error: grpc.RpcError | None = None
         self._welcome = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
@@ -395,6 +396,8 @@ class Sidecar:
                         self.acknowledged = max(self.acknowledged, reply.ack.incident)
                     case "directive":
                         self.directives.append(reply.directive)
+                    case "save_now":
+                        self.saves.append(reply.save_now)
         except grpc.RpcError as error:
             self.error = error
         self._welcome.set()

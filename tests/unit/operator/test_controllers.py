@@ -20,6 +20,8 @@ from tests.apiserver import ApiServer, Rest
 from tests.unit.operator.conftest import install_definitions
 from tests.unit.operator.controlling import MERGE, Cluster, ControllerProcess, Sidecar, eventually
 
+pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
+
 
 @pytest.fixture
 def http(apiserver: ApiServer) -> Iterator[Rest]:
@@ -250,6 +252,28 @@ def test_a_pod_stuck_on_a_lost_node_is_named_with_both_remedies(
     cluster.http("DELETE", f"/api/v1/nodes/{node}")
     cluster.delete("pods", pod["metadata"]["name"])  # the garbage collector does
     eventually(lambda: cluster.condition(job, "StuckOnLostNode")["status"] == "False", "its end")
+
+
+def test_the_runs_of_a_node_that_is_cordoned_save_before_they_are_evicted(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    node = f"node-{cluster.namespace}"
+    cluster.node(node)
+    job, other = cluster.job(), cluster.job("other")
+    pod, elsewhere = cluster.running_pod(job, node=node), cluster.running_pod(other, node="elsewhere")
+    with (
+        Sidecar(controller, cluster, pod, job) as sidecar,
+        Sidecar(controller, cluster, elsewhere, other) as second,
+    ):
+        sidecar.beat(step=5)
+        second.beat(step=5)
+        cluster.reaches(job, phase="Training")
+        cluster.reaches(other, phase="Training")
+        cordon = {"spec": {"unschedulable": True}}
+        assert cluster.http("PATCH", f"/api/v1/nodes/{node}", cordon, content=MERGE).status == 200
+        eventually(lambda: sidecar.saves, "a request to save")
+        assert (sidecar.saves[0].reason, sidecar.saves[0].urgent) == ("drain", False)
+        assert second.saves == []
 
 
 def test_a_changed_policy_becomes_a_directive_that_survives_the_controller(own: Own) -> None:
