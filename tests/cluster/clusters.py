@@ -132,12 +132,13 @@ class Cluster:
         self._serve("kube-controller-manager", kubernetes, flags.controller_manager(FOLDER, authority))
         self._serve("kube-scheduler", kubernetes, flags.scheduler(FOLDER, authority))
         self._serve("kube-proxy", kubernetes, flags.proxy(FOLDER, authority, list(self.nodes)))
-        for node in self.nodes.values():
-            node.kubelet.start()
         words, ready = flags.dns(FOLDER, self.kubeconfig)
         self._serve("coredns", coredns, words)
         self._wait_answer(ready)
-        self._wait_nodes()
+        for node in self.nodes.values():
+            # One after the other: each takes /var/lib/kubelet/device-plugins/kubelet.sock from the one before.
+            node.kubelet.start()
+            self._wait_node(node)
         wait_until(
             lambda: self.api.find("/api/v1/namespaces/default/serviceaccounts/default"),
             timeout_s=60,
@@ -155,18 +156,14 @@ class Cluster:
             tool("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments, check=check, timeout_s=timeout_s
         )
 
-    def _wait_nodes(self) -> None:
+    def _wait_node(self, node: Node) -> None:
         def ready() -> bool:
-            for server in (*self._servers, *(node.kubelet for node in self.nodes.values())):
+            for server in (*self._servers, node.kubelet):
                 if not server.alive:
                     raise ClusterError(f"{server.name} ended:\n{server.tail()}")
-            return all(map(self.node_ready, self.nodes))
+            return self.node_ready(node.name)
 
-        wait_until(
-            ready,
-            timeout_s=90,
-            what=lambda: "every node Ready\n" + "\n".join(n.kubelet.tail(1500) for n in self.nodes.values()),
-        )
+        wait_until(ready, timeout_s=120, what=lambda: f"node {node.name} Ready\n{node.kubelet.tail()}")
 
     def node_ready(self, name: str) -> bool:
         """Whether the control plane holds the node for Ready."""

@@ -42,8 +42,13 @@ def _build(config: pytest.Config) -> str:
     if _WHY not in config.stash:
         config.stash[_WHY] = _why_not()
         if not config.stash[_WHY]:
-            config.stash[_STAGE] = stage = Stage()
-            stage.build()
+            stage = Stage()
+            try:
+                stage.build()
+            except BaseException:
+                stage.strike()  # a session that cannot start does not finish either
+                raise
+            config.stash[_STAGE] = stage
     return config.stash[_WHY]
 
 

@@ -31,8 +31,8 @@ def etcd(folder: Path, client: str) -> list[str]:
 
 
 def _audit_policy() -> dict[str, Any]:
-    """Writes by anybody, without their bodies; leases and events are noise."""
-    noise = [{"group": "coordination.k8s.io", "resources": ["leases"]}]
+    """Writes by anybody, without their bodies; leases and reviews are noise."""
+    leases = [{"group": "coordination.k8s.io", "resources": ["leases"]}]
     reviews = [
         {"group": "authorization.k8s.io", "resources": ["subjectaccessreviews"]},
         {"group": "authentication.k8s.io", "resources": ["tokenreviews"]},
@@ -43,7 +43,7 @@ def _audit_policy() -> dict[str, Any]:
         "omitStages": ["RequestReceived"],
         "rules": [
             {"level": "None", "verbs": ["get", "list", "watch"]},
-            {"level": "None", "resources": noise + reviews},
+            {"level": "None", "resources": leases + reviews},
             {"level": "Metadata"},
         ],
     }

@@ -18,7 +18,9 @@ from tests.cluster.images import OLD_TAG, OLD_VERSION, TAG, TRAINER
 from tests.cluster.jobs import RESTRICTED, SIDECAR
 from tests.cluster.processes import wait_until
 from tests.cluster.references import command_line
+from tests.cluster.stages import Stage
 from tests.cluster.systems import CHART, CONTROLLER, NAMESPACE, WEBHOOK
+from tests.load import audits
 
 pytestmark = [
     pytest.mark.alone,
@@ -48,6 +50,15 @@ def strangers(bench: Bench) -> list[tuple[str, Object]]:
             (f"/apis/batch/v1/namespaces/{bench.namespace}/jobs", job),
         ]
     return found
+
+
+def test_what_the_controller_wrote(stage: Stage, stage_turn: None) -> None:
+    """In all that happened so far, nothing of any user's: the API server's own record of every write says so."""
+    asked = list(audits.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
+    statuses = [each for each in asked if each.resource == "checkpointruns/status" and each.status == 200]
+    assert statuses, "it was at work"
+    # A namespace that is being deleted refuses the Event that tells of it: refusals are no findings here.
+    assert not audits.findings(each for each in asked if each.status < 400)
 
 
 def test_nobody_there(bench: Bench) -> None:
@@ -117,7 +128,7 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
     bench.wait_commits(job, beyond=bench.newest(job), count=2)
     assert bench.witness.last_step(life["life"]) > 0
     bench.assert_store_whole(job)
-    assert command_line("list", bench.url)
+    assert command_line("ls", bench.url)
     plain = bench.manifest("plain", steps=1)
     path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs?dryRun=All"
     made = cluster.api.create(path, plain)  # annotated, and nobody left who minds
