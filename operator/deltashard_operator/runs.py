@@ -261,7 +261,14 @@ def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> t
     known = run.taken.get(hello.pod_uid)
     newest = known.incident if known is not None and known.process == hello.process else 0
     fresh = [each for each in heartbeat.incidents if each.id > newest]
+    pod = run.pods.get(hello.pod_uid)
+    # A trainer that was replaced and is fenced when its node comes back is as it should be: told, but no trouble.
+    replaced = heartbeat.attempt < run.progress.attempt or (pod is not None and not pod.alive)
     for incident in fresh:
+        if incident.kind is IncidentKind.FENCED and replaced:
+            text = f"pod {hello.pod}, which was replaced: {incident.message or 'its trainer was ended'}"
+            notices.append(Notice(reason="Fenced", message=text))
+            continue
         run, told = _with_incident(run, hello, incident, now_s)
         notices.extend(told)
     if fresh:

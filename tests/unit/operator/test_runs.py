@@ -105,6 +105,14 @@ def test_a_new_attempt_ends_a_tracking_fault_and_a_new_commit_a_fencing() -> Non
     assert not conditions.is_true(judged(run).conditions, conditions.FENCED)
 
 
+def test_the_fencing_of_a_trainer_that_was_replaced_is_told_and_no_trouble() -> None:
+    """A node comes back with its old pod, whose attempt is over."""
+    run, _ = runs.with_report(training(), hello("p-2", "s-2"), beat(seq=1, attempt=2), NOW_S)
+    run, events = told(run, Incident(id=1, kind=IncidentKind.FENCED, message="another one trains"))
+    assert events == ["Fenced"]
+    assert not conditions.is_true(judged(run).conditions, conditions.FENCED)
+
+
 @pytest.mark.parametrize(
     ("said", "type_"),
     [
