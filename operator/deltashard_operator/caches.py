@@ -29,8 +29,8 @@ WATCH_S = 240
 SILENCE_S = 270
 """A watch without a byte for so long is dead."""
 CONNECT_S = 3
-LOOK_S = 2
-"""A live look, within an admission's 5 s."""
+LOOK_S = (1.0, 3.0)
+"""A live look, to connect and to read, within an admission's 5 s."""
 ABSENT_S = 1.0
 """How long the answer that a policy is not there may be used again; the watch brings a new one sooner."""
 MAX_ABSENT = 4096
@@ -79,16 +79,15 @@ class PolicyCache:
 
     def look(self, namespace: str, name: str) -> Spec | None:
         """The policy's spec from the API itself, None when there is none; raises `Refusal` (PolicyUnavailable)."""
-        asked_s = time.monotonic()
         try:
             found = self._objects.get_namespaced_custom_object(
-                GROUP, VERSION, namespace, PLURAL, name, _request_timeout=(LOOK_S, LOOK_S)
+                GROUP, VERSION, namespace, PLURAL, name, _request_timeout=LOOK_S
             )
         except client.ApiException as error:
             if error.status == 404:
                 if len(self._absent_s) >= MAX_ABSENT:
                     self._absent_s = {}
-                self._absent_s[namespace, name] = asked_s
+                self._absent_s[namespace, name] = time.monotonic()
                 return None
             raise _unavailable(name, f"the API answered {error.status} {error.reason}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:

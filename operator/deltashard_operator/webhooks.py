@@ -100,6 +100,8 @@ class Webhook:
         self.defaults = defaults
         self.metrics = metrics
         self.draining = False
+        self._looks: dict[tuple[str, str], asyncio.Task[Spec | None]] = {}
+        """Under way, for the default policy."""
         metrics.policies.set_function(lambda: len(cache))
         metrics.ready.set_function(lambda: int(not self.unready()))
 
@@ -189,10 +191,9 @@ class Webhook:
         """The merged spec of a policy: from the cache, else by one live look, else the default of that name."""
         spec = self.cache.get(asked.namespace, asked.name)
         falls_back = asked.name == policies.DEFAULT and self.defaults.has_store()
-        # A refusal always rests on a look of its own; only the way to the default may be remembered.
+        # A refusal always rests on a look of its own; only the way to the default may be remembered or shared.
         if spec is None and not (falls_back and self.cache.absent(asked.namespace, asked.name)):
-            self.metrics.looks.inc()
-            spec = await asyncio.to_thread(self.cache.look, asked.namespace, asked.name)
+            spec = await self._look(asked, shared=falls_back)
         try:
             defaults = self.defaults.spec()
         except FleetAuthorityMissing as error:
@@ -200,6 +201,18 @@ class Webhook:
         if spec is not None:
             return policies.merged(spec, defaults)
         return defaults if falls_back else None
+
+    async def _look(self, asked: admissions.Asked, *, shared: bool) -> Spec | None:
+        """A live look; `shared`: one that is under way will do, so that a slow API is not asked by everyone at once."""
+        key = (asked.namespace, asked.name)
+        task = self._looks.get(key) if shared else None
+        if task is None:
+            self.metrics.looks.inc()
+            task = asyncio.create_task(asyncio.to_thread(self.cache.look, *key))
+            if shared:
+                self._looks[key] = task
+                task.add_done_callback(lambda _: self._looks.pop(key, None))
+        return await asyncio.shield(task)
 
     async def _check_holder(self, asked: admissions.Asked) -> None:
         """Raise `Refusal` (RunIdTaken) when another live workload holds the run that is asked for."""
