@@ -41,7 +41,7 @@ EVERY_S = 120.0
 """Between a run's commits."""
 PER_S = 50.0
 LASTS_S = 60.0
-STEADY_S = 60.0
+STEADY_S = 45.0
 MIB = 1 << 20
 
 
@@ -170,6 +170,13 @@ def _jobs(system: System) -> set[str]:
     return {pod.job_uid for pod in workloads.living(system.plane)}
 
 
+def write(found: dict[str, Any]) -> None:
+    """The results so far."""
+    out = ROOT / "out"
+    out.mkdir(exist_ok=True)
+    (out / "fleet.json").write_text(json.dumps(found, indent=1))
+
+
 def measure(runs: int) -> dict[str, Any]:
     """Everything, in turn."""
     found: dict[str, Any] = {
@@ -186,6 +193,8 @@ def measure(runs: int) -> dict[str, Any]:
             with system:
                 found["setup_s"] = system.took_s
                 found["controller_after"] = {what: asdict(u) for what, u in system.controller_after.items()}
+                print(f"up: {system.took_s}", flush=True)
+                write(found)
                 for name, step in (
                     ("steady", steady),
                     ("losses", losses),
@@ -196,6 +205,7 @@ def measure(runs: int) -> dict[str, Any]:
                     begun_s = time.monotonic()
                     found[name] = step(system)
                     print(f"{name}: {time.monotonic() - begun_s:.0f} s", flush=True)
+                    write(found)  # what was measured stays, whatever comes after
                 found["programs"] = {name: asdict(usage) for name, usage in system.usages().items()}
                 found["requests"] = system.requests()
                 found["findings"] = system.findings()
@@ -246,9 +256,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=1000)
     options = parser.parse_args()
     found = measure(options.runs)
-    out = ROOT / "out"
-    out.mkdir(exist_ok=True)
-    (out / "fleet.json").write_text(json.dumps(found, indent=1))
+    write(found)
     table = Table(title=f"{found['pods']} annotated pods, {found['runs']} runs")
     table.add_column("what")
     table.add_column("", justify="right")

@@ -99,7 +99,7 @@ class Plane:
                 built("kubernetes") / "kube-controller-manager", f"--kubeconfig={folder}/kubeconfig",
                 "--bind-address=127.0.0.1", f"--secure-port={free_port()}", f"--cert-dir={folder}/manager",
                 "--leader-elect=false", f"--controllers={','.join(_CONTROLLERS)}",
-                "--kube-api-qps=1000", "--kube-api-burst=2000", "--concurrent-job-syncs=10",
+                "--kube-api-qps=200", "--kube-api-burst=400",
             ],
             folder=folder,
         )  # fmt: skip
