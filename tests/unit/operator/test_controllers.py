@@ -179,6 +179,7 @@ def test_a_new_controller_goes_on_where_the_one_before_was_killed(own: Own) -> N
         sidecar.beat(step=5, seq=1, committed=4, attempt=2, incidents=[restored])
         before = cluster.reaches(job, phase="Training", restores=1, failures=1)
         eventually(lambda: cluster.run(gone), "the other run")
+        eventually(lambda: len(cluster.events("Restored")) == 2, "both Events")
     controller.stop(signal.SIGKILL)
     cluster.delete("jobs", "gone")
     cluster.kubelet(pod, phase="Running", restarts=1, exit_code=137, reason="OOMKilled")
