@@ -97,11 +97,20 @@ def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> No
 
     def create(number: int) -> None:
         document = job(f"train-{number}", pods=pods, node=plane.nodes[number % len(plane.nodes)])
-        made = plane.make(document, namespaces[number % len(namespaces)])
+        made: dict[str, Any] = {}
+
+        def admitted() -> bool:
+            """Like whoever is told to try again: a control plane that is short of CPU says so."""
+            reply = plane.rest.create(document, namespaces[number % len(namespaces)])
+            made.update(reply.document)
+            assert reply.status in {201, 500, 503}, reply.document
+            return reply.status == 201
+
+        planes.until(admitted, what=f"Job {number}", timeout_s=planes.PATIENCE_S)
         inits = made["spec"]["template"]["spec"].get("initContainers") or []
         assert [each["name"] for each in inits] == [names.SIDECAR], "it was not injected"
 
-    in_threads(create, range(runs))
+    in_threads(create, range(runs), threads=4)
 
     def running() -> bool:
         plane.job_controller.check()
