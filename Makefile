@@ -38,7 +38,7 @@ test-cluster: venv
 	tests/cluster/packages
 	DELTASHARD_TEST_CLUSTER=1 $(CLUSTER)
 
-# The same with longer outages and every scenario of failure several times over.
+# The same with longer outages, and every scenario three times that leaves the cluster as it was.
 test-cluster-full: venv
 	tests/cluster/packages
 	DELTASHARD_TEST_CLUSTER=full $(CLUSTER)

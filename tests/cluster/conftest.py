@@ -29,6 +29,10 @@ _STAGE = pytest.StashKey[Stage]()
 _WHY = pytest.StashKey[str]()
 
 
+def _is_full() -> bool:
+    return os.environ.get("DELTASHARD_TEST_CLUSTER") == "full"
+
+
 def _why_not() -> str:
     """Why these tests do not run; empty when they do."""
     if os.environ.get("DELTASHARD_TEST_CLUSTER") not in {"1", "full"}:
@@ -69,6 +73,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if left := stage.strike():
         print(f"the host is not as it was: {left}")
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+ROUNDS = 3
+"""Of every scenario, in the long variant."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """In the long variant, every scenario that leaves the stage as it was happens several times."""
+    alone = any(mark.name == "alone" for mark in metafunc.definition.iter_markers())
+    if _is_full() and "bench" in metafunc.fixturenames and not alone:
+        metafunc.fixturenames.append("again")
+        metafunc.parametrize("again", range(ROUNDS))
 
 
 _FIRST = ("test_nodes", "test_stores")
@@ -131,7 +147,7 @@ def reference() -> Reference:
 @pytest.fixture(scope="session")
 def full() -> bool:
     """Whether the long variants were asked for."""
-    return os.environ.get("DELTASHARD_TEST_CLUSTER") == "full"
+    return _is_full()
 
 
 @pytest.fixture

@@ -43,9 +43,18 @@ class System:
         self.wait_ready()
 
     def upgrade(self, *, values: Mapping[str, Any] | None = None) -> None:
-        """Upgrade to this tree's chart, which also brings back what was deleted."""
+        """Upgrade to this tree's chart, which also brings back what was deleted; returns when the old pods are gone.
+
+        A webhook that leaves answers for a while yet, and as it always did.
+        """
         self.helm("upgrade", RELEASE, CHART, *_values(TAG, values))
         self.wait_ready()
+        wait_until(
+            lambda: not any("deletionTimestamp" in pod["metadata"] for pod in self.pods()),
+            timeout_s=120,
+            what="the old pods gone",
+            every_s=0.3,
+        )
 
     def wait_ready(self) -> None:
         """Until both Deployments have all their replicas, of the newest template."""

@@ -56,15 +56,10 @@ def test_departures(bench: Bench, slots: None) -> None:
 
 def preempt(api: Api, namespace: str, node: str) -> None:
     """A pod that matters more wants the node's only slot."""
-    api.create(
-        "/apis/scheduling.k8s.io/v1/priorityclasses",
-        {
-            "apiVersion": "scheduling.k8s.io/v1",
-            "kind": "PriorityClass",
-            "metadata": {"name": "matters-more"},
-            "value": 1000,
-        },
-    )
+    classes = "/apis/scheduling.k8s.io/v1/priorityclasses"
+    if api.find(f"{classes}/matters-more") is None:
+        document = {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1000}
+        api.create(classes, {**document, "metadata": {"name": "matters-more"}})
     container = {
         "name": "sleeper",
         "image": f"{TRAINER}:{TAG}",

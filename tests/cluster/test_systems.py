@@ -52,15 +52,6 @@ def strangers(bench: Bench) -> list[tuple[str, Object]]:
     return found
 
 
-def test_what_the_controller_wrote(stage: Stage, stage_turn: None) -> None:
-    """In all that happened so far, nothing of any user's: the API server's own record of every write says so."""
-    asked = list(audits.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
-    statuses = [each for each in asked if each.resource == "checkpointruns/status" and each.status == 200]
-    assert statuses, "it was at work"
-    # A namespace that is being deleted refuses the Event that tells of it: refusals are no findings here.
-    assert not audits.findings(each for each in asked if each.status < 400)
-
-
 def test_nobody_there(bench: Bench) -> None:
     """Controller and webhook are deleted: saves and restores go on, strangers work, annotated Jobs wait for their return."""
     cluster, system = bench.cluster, bench.stage.system
@@ -115,6 +106,15 @@ def test_nobody_there(bench: Bench) -> None:
     restores = (job.checkpoint_run() or {})["status"]["restores"]
     assert restores == 1, "the restore it did not see"
     bench.assert_store_whole(job)
+
+
+def test_what_the_controller_wrote(stage: Stage, stage_turn: None) -> None:
+    """In all that happened so far, nothing of any user's: the API server's own record of every write says so."""
+    asked = list(audits.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
+    statuses = [each for each in asked if each.resource == "checkpointruns/status" and each.status == 200]
+    assert statuses, "it was at work"
+    # A namespace that is being deleted refuses the Event that tells of it: refusals are no findings here.
+    assert not audits.findings(each for each in asked if each.status < 400)
 
 
 def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
