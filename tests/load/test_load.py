@@ -18,7 +18,7 @@ RUNS, PODS_EACH, NODES = 100, 5, 20
 EVERY_S = 60.0
 LOSS_SHOWS_S = 45.0
 """A status is written at most every 30 s per run; the rest is for a machine that has other things to do."""
-CONTROLLER_RSS_BYTES = 400 << 20
+CONTROLLER_RSS_BYTES = 320 << 20
 """With 500 sidecars."""
 
 pytestmark = pytest.mark.timeout(600)
