@@ -84,7 +84,9 @@ class ControllerMetrics:
         self.removed = Counter("deltashard_controller_runs_removed", "CheckpointRuns removed", registry=r)
         self.directives = Counter("deltashard_controller_directives", "Directives given", registry=r)
         self.judge_errors = Counter(
-            "deltashard_controller_judge_errors", "Runs that could not be judged: a fault of ours", registry=r
+            "deltashard_controller_judge_errors",
+            "Runs that could not be read or judged: a fault of ours",
+            registry=r,
         )
         self.undecided = Counter(
             "deltashard_controller_undecided", "Policies that could not be read for a run", registry=r

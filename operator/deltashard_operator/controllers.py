@@ -154,7 +154,12 @@ class Controller:
     async def load(self) -> None:
         """Read the CheckpointRuns; raises `ApiUnavailable`."""
         for found in await self._statuses.all():
-            run = records.run_of(found)
+            try:
+                run = records.run_of(found)
+            except Exception:  # noqa: BLE001 - of a newer version, say: that run begins anew, the others go on
+                self.metrics.judge_errors.inc()
+                _log.exception("run.not_read", name=(found.get("metadata") or {}).get("name", ""))
+                continue
             entry = self._enter(run)
             entry.served = served(found)
             entry.written = entry.served.status
@@ -323,7 +328,10 @@ class Controller:
     def _lost(self, entry: Entry) -> None:
         """Its CheckpointRun is gone: make it anew."""
         entry.served, entry.written, entry.durable = None, {}, {}
-        self._marked[entry.run.key] = None
+        if (
+            self._entries.get(entry.run.key) is entry
+        ):  # not let go while the write that found out was under way
+            self._marked[entry.run.key] = None
 
     # -- what the sidecars say ---------------------------------------------------------------------------------------
 
@@ -410,7 +418,8 @@ class Controller:
 
     def _expired(self, entry: Entry, now_s: float) -> bool:
         run = entry.run
-        return bool(run.finished) and not entry.busy and now_s - run.finished_at_s > self._keep_finished_s
+        old = bool(run.finished) and now_s - run.finished_at_s > self._keep_finished_s
+        return old and not entry.busy and now_s >= entry.pace.not_before_s
 
     def _judge(self, entry: Entry, now_s: float) -> None:
         before = entry.run
