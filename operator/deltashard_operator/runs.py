@@ -24,6 +24,8 @@ from deltashard_operator.views import JobView, PodView, Wish, Workload
 
 V = TypeVar("V")
 MAX_NAME = 63
+TAKEN_OVER = "taken_over"
+"""Cause of an incident: another workload (the same `run-id`) trains the run now, and this one is over."""
 NO_POLICY = PolicyInForce()
 NO_TALLY = Tally()
 NO_WISH = Wish()
@@ -265,7 +267,7 @@ def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> t
     # A trainer that was replaced and is fenced when its node comes back is as it should be: told, but no trouble.
     replaced = heartbeat.attempt < run.progress.attempt or (pod is not None and not pod.alive)
     for incident in fresh:
-        if incident.kind is IncidentKind.FENCED and replaced:
+        if incident.kind is IncidentKind.FENCED and replaced and incident.cause != TAKEN_OVER:
             text = f"pod {hello.pod}, which was replaced: {incident.message or 'its trainer was ended'}"
             notices.append(Notice(reason="Fenced", message=text))
             continue
@@ -350,7 +352,8 @@ def _with_progress(run: Run) -> Run:
             last_seq=commit.seq,
             durable_s=commit.durable_s,
         )
-    if progress.last_seq > before.last_seq:
+    # A trainer of this workload commits again; another workload's commits stand in the same log.
+    if progress.last_seq > before.last_seq and commit is not None and commit.attempt <= progress.attempt:
         run = replace(run, fenced="")
     if progress.attempt > before.attempt:
         run = replace(run, fenced="", tracking="")

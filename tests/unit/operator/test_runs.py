@@ -113,6 +113,20 @@ def test_the_fencing_of_a_trainer_that_was_replaced_is_told_and_no_trouble() -> 
     assert not conditions.is_true(judged(run).conditions, conditions.FENCED)
 
 
+def test_a_workload_that_another_one_displaced_stays_fenced_until_it_trains_again() -> None:
+    """Its trainer has ended (no attempt is open) and its sidecar sees the other workload's commits go on."""
+    incident = Incident(id=1, kind=IncidentKind.FENCED, cause="taken_over", message="of another workload")
+    theirs = replace(beat(seq=5, attempt=0), last_commit=Commit(seq=5, attempt=4, step=9))
+    run, notices = runs.with_report(training(), hello(), replace(theirs, incidents=(incident,)), NOW_S)
+    assert [each.message for each in notices] == ["pod train-x: of another workload"]
+    assert conditions.is_true(judged(run).conditions, conditions.FENCED)
+    later = replace(theirs, last_commit=Commit(seq=8, attempt=4, step=19))
+    run, _ = runs.with_report(judged(run), hello(), later, NOW_S)
+    assert conditions.is_true(judged(run).conditions, conditions.FENCED)
+    run, _ = runs.with_report(judged(run), hello(), beat(attempt=9), NOW_S)  # taken back
+    assert not conditions.is_true(judged(run).conditions, conditions.FENCED)
+
+
 @pytest.mark.parametrize(
     ("said", "type_"),
     [
