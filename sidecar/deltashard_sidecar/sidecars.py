@@ -119,13 +119,13 @@ class Sidecar(Orders):
                     where="arena",
                     remedy=f"set arena_bytes to at least {MIN_BLOCKS_PER_RANK} blocks a trainer",
                 )
-            policy = self.in_force.policy
-            schedule = Schedule(
-                every_s=policy.every_s, every_steps=policy.every_steps, anchor_s=time.monotonic()
-            )
-            if request.HasField("attempt"):
-                schedule = schedule.opened(now_s=time.monotonic(), step=self.keeper.step_of(rank))
-            with self._lock:
+            with self._lock:  # a directive comes before all of this or finds the session
+                policy = self.in_force.policy
+                schedule = Schedule(
+                    every_s=policy.every_s, every_steps=policy.every_steps, anchor_s=time.monotonic()
+                )
+                if request.HasField("attempt"):
+                    schedule = schedule.opened(now_s=time.monotonic(), step=self.keeper.step_of(rank))
                 session = self.sessions.add(request, schedule)
                 # Its last session may have ended before it read how its last save did.
                 attempt, notice = self._outcomes.get(rank, (None, None))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+import pytest
 from deltashard_checkpoint.indexes import box_message, table_message
 from deltashard_checkpoint.tables import Box, TableSchema
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.arenas import ArenaKeeper
+from deltashard_sidecar.directives import Directive, Policy
 from deltashard_sidecar.logs import configure
 from deltashard_sidecar.metrics import Metrics
 from deltashard_sidecar.runs import Run
@@ -31,14 +34,46 @@ def made(tmp_path: Path) -> Sidecar:
     return Sidecar(config, keeper=keeper, run=Run(config, metrics=metrics, log=log), metrics=metrics, log=log)
 
 
-def test_the_log_of_a_session_goes_with_the_session(tmp_path: Path) -> None:
-    """Attachments come and go (a crash loop): after each, no handle on the log is left; a live one keeps its own."""
-    sidecar = made(tmp_path)
+def attachment() -> pb.AttachRequest:
+    """Of a trainer in the middle of its run."""
     box = Box(table="t", row_start=0, row_stop=100, col_start=0, col_stop=8)
-    request = pb.AttachRequest(
+    return pb.AttachRequest(
         protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid(), attempt=1,
         tables=[table_message(TABLE)], boxes=[box_message(box)],
     )  # fmt: skip
+
+
+def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whichever moment of the attachment: the trainer is told the new interval and the timer keeps it."""
+    sidecar = made(tmp_path)
+    step_of = sidecar.keeper.step_of
+    directive = Directive(generation=1, policy=Policy(every_s=7.0))
+    threads: list[threading.Thread] = []
+
+    def directed(rank: int) -> int:
+        if not threads:
+            threads.append(threading.Thread(target=sidecar.follow, args=(directive,)))
+            threads[0].start()
+            threads[0].join(0.5)  # it is over by then, or waits for the attachment
+        return step_of(rank)
+
+    monkeypatch.setattr(sidecar.keeper, "step_of", directed)
+    session = sidecar.sessions.get(sidecar.attach(attachment()).session)
+    threads[0].join(60.0)
+    assert not threads[0].is_alive()
+    assert session.schedule.every_s == 7.0
+    sidecar.detach(pb.DetachRequest(session=session.id))
+    sidecar.pool.shutdown()
+    sidecar.run.close()
+    sidecar.keeper.retire()
+
+
+def test_the_log_of_a_session_goes_with_the_session(tmp_path: Path) -> None:
+    """Attachments come and go (a crash loop): after each, no handle on the log is left; a live one keeps its own."""
+    sidecar = made(tmp_path)
+    request = attachment()
     for _ in range(3):
         session = sidecar.sessions.get(sidecar.attach(request).session)
         sidecar.tick()
