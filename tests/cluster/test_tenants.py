@@ -74,6 +74,7 @@ def test_suspended_and_created_again(bench: Bench) -> None:
     job.patch({"spec": {"suspend": False}})
     second = bench.began(job, 1)
     bench.assert_resumed(second, at_least=done - 1)
+    assert str(second["step"]) in job.wait_event("Restored")["message"]
 
     job.delete()
     done = bench.witness.last_step(second["life"])
@@ -82,6 +83,7 @@ def test_suspended_and_created_again(bench: Bench) -> None:
     assert again.uid != job.uid
     third = bench.began(again, 2)
     assert third["step"] == 0, "a new run"
+    assert job.run_id in again.wait_event("RunReplaced")["message"]
     again.delete()
 
     continued = bench.job(name, notes={"deltashard.io/run-id": job.run_id})
