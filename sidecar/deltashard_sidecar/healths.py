@@ -4,7 +4,7 @@ Every try of every call comes by here (`stores.retries.StoreObserver`). An answe
 there, taken) means the store is well. A refusal that waiting will not mend by itself (bucket missing, quota full, keys
 denied, a clock that is off) counts at once; an unreachable store counts once several tries in a row failed over some
 seconds, since single ones are retried and forgotten. Each change for the worse, or to another cause, is one incident
-with the refusal's own sentence; the next success ends it.
+with the refusal's own sentence; the next success ends it, but for a full store, which still reads: only a write does.
 
 The pipeline's threads call this: the way of a healthy store takes no lock.
 """
@@ -34,6 +34,7 @@ from deltashard_sidecar.metrics import Metrics
 
 UNAVAILABLE_AFTER_S = 3.0
 UNAVAILABLE_TRIES = 3
+WRITES = frozenset({"put", "put_if_absent"})
 
 _ANSWERS = (ObjectNotFound, ObjectExists)
 _CAUSES: tuple[tuple[type[Exception], str], ...] = (
@@ -87,7 +88,7 @@ class StoreHealth:
         cause = cause_of(error)
         if not cause:
             if (self._cause or self._failures) and (error is None or isinstance(error, _ANSWERS)):
-                self._recovered()
+                self._recovered(operation)
             return
         assert error is not None
         if cause == "unavailable":  # every other error is an answer
@@ -114,8 +115,11 @@ class StoreHealth:
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         """See `StoreObserver.finished`."""
 
-    def _recovered(self) -> None:
+    def _recovered(self, operation: str) -> None:
         with self._lock:
-            was, self._cause, self._failures = self._cause, "", 0
+            self._failures = 0
+            if self._cause == "full" and operation not in WRITES:
+                return
+            was, self._cause = self._cause, ""
         if was:
             self._log.info("store.recovered", after=was)

@@ -66,9 +66,9 @@ class Health(StoreHealth):
             incidents, metrics=metrics, log=configure("error", run="r"), clock=lambda: self.now_s
         )
 
-    def tried(self, error: Exception | None, *, after_s: float = 0.0) -> None:
+    def tried(self, error: Exception | None, *, after_s: float = 0.0, operation: str = "put") -> None:
         self.now_s += after_s
-        self.attempted("put", 0.1, error)
+        self.attempted(operation, 0.1, error)
 
 
 def test_a_store_counts_as_unreachable_only_when_it_lasts(incidents: Incidents, metrics: Metrics) -> None:
@@ -132,3 +132,15 @@ def test_an_answer_about_an_object_is_health(incidents: Incidents, metrics: Metr
         assert not health.store_ok
         health.tried(answer)
         assert health.store_ok
+
+
+def test_a_full_store_that_can_be_read_is_still_full(incidents: Incidents, metrics: Metrics) -> None:
+    """Looks at the log go on between the tries to write: the trouble is told once, and a write ends it."""
+    health = Health(incidents, metrics)
+    for _ in range(3):
+        health.tried(StoreFull("no room"))
+        health.tried(None, operation="list")
+        assert not health.store_ok
+    assert [i.cause for i in incidents.kept()] == ["full"]
+    health.tried(None)
+    assert health.store_ok
