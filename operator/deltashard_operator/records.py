@@ -208,13 +208,6 @@ def run_of(found: Mapping[str, Any]) -> Run:
     )
 
 
-def counted_before(run: Run, pod: PodView, written_s: float) -> bool:
-    """Whether a pod that a new controller sees first is in the counts already, though it is not listed."""
-    ended = pod.phase in {"Succeeded", "Failed"}
-    listed = pod.uid in run.restarts
-    return ended and not listed and pod.ending is not None and 0 < pod.ending.at_s <= written_s
-
-
 def human_bytes(n: int) -> str:
     """A size for people: three digits and a binary unit."""
     value, unit = float(n), "B"

@@ -135,13 +135,6 @@ class ArenaKeeper:
             self._announce()
         return self.arena.block(index)[offset : offset + length]
 
-    def close_block(self, index: int) -> None:
-        """The trainer's open block is complete."""
-        with self._lock:
-            freed = self.ledger.closed(index)
-        if freed:
-            self._announce()
-
     def encoded(self, index: int) -> None:
         """One batch of the block is encoded."""
         with self._lock:
