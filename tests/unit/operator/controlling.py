@@ -276,7 +276,8 @@ class Cluster:
 
     def runs(self) -> list[Document]:
         """The namespace's CheckpointRuns."""
-        return self.http("GET", self.path("checkpointruns")).document["items"]
+        # An API server that just started does not know its custom resources for a moment.
+        return self.http("GET", self.path("checkpointruns")).document.get("items", [])
 
     def run(self, owner: Document) -> Document:
         """The CheckpointRun of a workload, {} while there is none."""
