@@ -233,9 +233,8 @@ def test_an_urgent_notice_while_a_save_uploads_costs_no_step_and_is_kept(own_min
             assert notify(["--socket", str(socket), "--reason", "eviction"]) == 0
             began = time.monotonic()
             run.train(30)
-            assert (
-                time.monotonic() - began < 20.0
-            )  # each urgent cut that is refused costs its step three seconds
+            # Each urgent cut that is refused costs its step three seconds.
+            assert time.monotonic() - began < 20.0
             assert not run.kinds("save_failed")
             assert run.ckpt.steps == 35
             proxy.release()
