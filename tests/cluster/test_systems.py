@@ -19,7 +19,7 @@ from tests.cluster.jobs import RESTRICTED, SIDECAR
 from tests.cluster.processes import wait_until
 from tests.cluster.references import command_line
 from tests.cluster.stages import Stage
-from tests.cluster.systems import CHART, CONTROLLER, NAMESPACE, WEBHOOK
+from tests.cluster.systems import CHART, CONTROLLER, NAMESPACE, RELEASE, WEBHOOK
 from tests.load import audits
 
 pytestmark = [
@@ -50,6 +50,13 @@ def strangers(bench: Bench) -> list[tuple[str, Object]]:
             (f"/apis/batch/v1/namespaces/{bench.namespace}/jobs", job),
         ]
     return found
+
+
+def test_the_installation_tests_itself(bench: Bench) -> None:
+    """`helm test`: a pod with rights for nothing else asks the webhook, in dry runs, and says what it answered."""
+    said = bench.stage.system.helm("test", RELEASE, "--logs", "--timeout=3m")
+    assert "Phase:          Succeeded" in said, said
+    bench.note(said[said.index("POD LOGS") :])
 
 
 def test_nobody_there(bench: Bench) -> None:
