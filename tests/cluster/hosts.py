@@ -86,7 +86,7 @@ class Host:
         """Every process in the cgroup and below."""
         # One hierarchy is enough: containers are members of all of them.
         folder = (_hierarchies()[0] if _hierarchies() == [CGROUPS] else CGROUPS / "memory") / name
-        return [int(pid) for procs in folder.rglob("cgroup.procs") for pid in procs.read_text().split()]
+        return [pid for each in _with_below(folder) for pid in _members(each)]
 
     def remove_cgroup(self, name: str) -> None:
         """Remove it and what is below; whatever still runs in it is killed first."""
@@ -94,12 +94,13 @@ class Host:
             ends_s = time.monotonic() + 10
             folder = hierarchy / name
             while folder.exists() and time.monotonic() < ends_s:
-                for each in [*sorted(folder.rglob("*/"), key=lambda path: -len(path.parts)), folder]:
-                    if (each / "freezer.state").exists():
-                        (each / "freezer.state").write_text("THAWED")
-                    for pid in (each / "cgroup.procs").read_text().split() if each.is_dir() else ():
+                for each in _with_below(folder):
+                    with contextlib.suppress(OSError):
+                        if (each / "freezer.state").exists():
+                            (each / "freezer.state").write_text("THAWED")
+                    for pid in _members(each):
                         with contextlib.suppress(ProcessLookupError):
-                            os.kill(int(pid), 9)
+                            os.kill(pid, 9)
                     with contextlib.suppress(OSError):
                         each.rmdir()
                 time.sleep(0.02)
@@ -145,6 +146,19 @@ def _hierarchies() -> list[Path]:
         for folder in sorted(CGROUPS.iterdir())
         if folder.is_dir() and (folder / "cgroup.procs").exists()
     ]
+
+
+def _with_below(folder: Path) -> list[Path]:
+    """The folder and all below, the deepest first; what goes meanwhile (a container's end) is passed over."""
+    return [Path(root) for root, _, _ in os.walk(folder, topdown=False)]
+
+
+def _members(cgroup: Path) -> list[int]:
+    """Processes of one cgroup; none when it is gone."""
+    try:
+        return [int(pid) for pid in (cgroup / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
 
 
 def _rules() -> set[str]:
