@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import collections
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -33,7 +32,7 @@ from kubernetes import client, config
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from deltashard_operator import handlers
+from deltashard_operator import handlers, logs
 from deltashard_operator.authorities import Authority, AuthorityOptions
 from deltashard_operator.calls import ApiUnavailable, Caller
 from deltashard_operator.connections import STALE_S, Freshness, connection
@@ -387,18 +386,7 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-controller`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,
-    )
+    logs.configure()
     handlers.quiet()
 
     async def run() -> None:

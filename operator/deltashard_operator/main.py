@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from aiohttp import web
 from deltashard_checkpoint.errors import UserError
 from kubernetes import client, config
 
+from deltashard_operator import logs
 from deltashard_operator.caches import PolicyCache
 from deltashard_operator.certificates import Certificate
 from deltashard_operator.defaults import Defaults
@@ -128,18 +128,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-webhook`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,
-    )
+    logs.configure()
     try:
         asyncio.run(serve(options, api_client(options.kubeconfig)))
     except (UserError, config.ConfigException, OSError) as error:
