@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import signal
 import subprocess
@@ -45,16 +46,23 @@ def install_definitions(server: ApiServer) -> None:
             wait_for(served, what=name)
 
 
-@pytest.fixture(scope="session")
-def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
-    """One real API server for the session."""
-    server = ApiServer(tmp_path_factory.mktemp("apiserver"))
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[ApiServer]:
+    """A real API server that knows our resources."""
+    server = ApiServer(folder)
     server.start()
     try:
         install_definitions(server)
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """One real API server for the session."""
+    with serving(tmp_path_factory.mktemp("apiserver")) as server:
+        yield server
 
 
 @pytest.fixture

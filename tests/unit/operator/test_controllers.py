@@ -17,7 +17,7 @@ from deltashard_operator import names, records
 from deltashard_proto.v1 import fleet_pb2 as wire
 
 from tests.apiserver import ApiServer, Rest
-from tests.unit.operator.conftest import install_definitions
+from tests.unit.operator.conftest import serving
 from tests.unit.operator.controlling import MERGE, Cluster, ControllerProcess, Sidecar, eventually
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
@@ -50,13 +50,8 @@ def controller(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def second_apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
     """For controllers that come and go: two at once would write the same CheckpointRuns."""
-    server = ApiServer(tmp_path_factory.mktemp("second"))
-    server.start()
-    try:
-        install_definitions(server)
+    with serving(tmp_path_factory.mktemp("second")) as server:
         yield server
-    finally:
-        server.stop()
 
 
 @dataclass
@@ -469,13 +464,8 @@ def test_nothing_of_a_users_is_ever_written(controller: ControllerProcess, clust
 def busy(tmp_path: Path) -> Iterator[ApiServer]:
     """An API server of this test's own."""
     (tmp_path / "api").mkdir()
-    server = ApiServer(tmp_path / "api")
-    server.start()
-    try:
-        install_definitions(server)
+    with serving(tmp_path / "api") as server:
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.mark.slow
