@@ -4,6 +4,9 @@ An Event is an object of its own in the workload's namespace: telling it writes 
 told again within ten minutes raises the count of the Event that is there. What one run may tell is limited (25 at
 once, then one a minute), and what waits to be told is bounded; what is over is counted and dropped. Telling is best
 effort: a failed try is not repeated for ever, since the condition stays to be read.
+
+Two lanes tell side by side, and all about one object goes through one of them: a count is raised in order, and never
+on an Event that another worker is only about to create.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from deltashard_operator.views import timestamp
 AGGREGATE_S = 600.0
 BURST = 25
 REFILL_S = 60.0
-MAX_WAITING = 2000
+LANES = 2
+MAX_WAITING = 1000  # in each lane
 MAX_KNOWN = 4096
-WORKERS = 2
 COMPONENT = "deltashard-controller"
 MAX_MESSAGE = 1024
 OUTCOMES = ("told", "repeated", "limited", "dropped", "failed")
@@ -69,6 +72,9 @@ class _Bucket:
     at_s: float
 
 
+_Lane = asyncio.Queue[tuple[Regarding, Notice]]
+
+
 def regarding(run: Run, uid: str) -> tuple[Regarding, ...]:
     """The CheckpointRun (of this UID) and the workload."""
     workload = run.workload
@@ -97,13 +103,13 @@ class Teller:
         self._call = call
         self._count = count
         self._wall = wall
-        self._waiting: asyncio.Queue[tuple[Regarding, Notice]] = asyncio.Queue(MAX_WAITING)
+        self._lanes: tuple[_Lane, ...] = tuple(asyncio.Queue(MAX_WAITING) for _ in range(LANES))
         self._known: OrderedDict[tuple[str, str, str], _Known] = OrderedDict()
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
         self._instance = uuid.uuid4().hex[:8]
 
     def __len__(self) -> int:
-        return self._waiting.qsize()
+        return sum(lane.qsize() for lane in self._lanes)
 
     def tell(self, about: tuple[Regarding, ...], notice: Notice) -> None:
         """Have it told about each of them."""
@@ -112,7 +118,7 @@ class Teller:
             return
         for each in about:
             try:
-                self._waiting.put_nowait((each, notice))
+                self._lanes[hash(each.uid) % LANES].put_nowait((each, notice))
             except asyncio.QueueFull:
                 self._count("dropped")
 
@@ -132,20 +138,20 @@ class Teller:
     async def run(self) -> None:
         """Tell for ever."""
         async with asyncio.TaskGroup() as group:
-            for _ in range(WORKERS):
-                group.create_task(self._work())
+            for lane in self._lanes:
+                group.create_task(self._work(lane))
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until all is told, or so long."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._waiting.join()
+                await asyncio.gather(*(lane.join() for lane in self._lanes))
         except TimeoutError:
             _log.warning("events.not_told", waiting=len(self))
 
-    async def _work(self) -> None:
+    async def _work(self, lane: _Lane) -> None:
         while True:
-            about, notice = await self._waiting.get()
+            about, notice = await lane.get()
             try:
                 self._count(await self._tell(about, notice))
             except ApiUnavailable as error:
@@ -155,7 +161,7 @@ class Teller:
                 self._count("failed")
                 _log.exception("events.failed", reason=notice.reason)
             finally:
-                self._waiting.task_done()
+                lane.task_done()
 
     async def _tell(self, about: Regarding, notice: Notice) -> str:
         now_s = self._wall()
@@ -176,16 +182,15 @@ class Teller:
                 return self._refused(notice, answer.sentence)
         name = f"{about.name[:200]}.{uuid.uuid4().hex[:16]}"
         document = _event(about, notice, name, now_s, self._instance)
-        # Kept before the answer: a second worker must raise this one's count, not tell it anew.
+        answer = await self._call("POST", path, document, tries=2)
+        # The name is ours alone: 409 says that the first of two tries had reached the API after all.
+        if not answer.ok and answer.status != 409:
+            return self._refused(notice, answer.sentence)
         self._known[key] = _Known(name=name, count=1, last_s=now_s)
         self._known.move_to_end(key)
         while len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
-        answer = await self._call("POST", path, document, tries=2)
-        if answer.ok:
-            return "told"
-        self._known.pop(key, None)
-        return self._refused(notice, answer.sentence)
+        return "told"
 
     def _refused(self, notice: Notice, sentence: str) -> str:
         _log.warning("events.refused", reason=notice.reason, error=sentence)
