@@ -11,7 +11,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import warnings
@@ -21,6 +20,8 @@ from pathlib import Path
 import pytest
 import urllib3
 from minio import Minio
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,14 +42,7 @@ def minio_binary() -> Path:
     return Path(built.stdout.strip().splitlines()[-1])
 
 
-def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_for(condition: Callable[[], object], *, timeout_s: float = 30.0, what: str = "condition") -> None:
+def wait_for(condition: Callable[[], object], *, timeout_s: float = 120.0, what: str = "condition") -> None:
     """Poll until `condition()` is true."""
     ends_at = time.monotonic() + timeout_s
     while not condition():

@@ -1,0 +1,68 @@
+"""Ports for servers of tests: free, and nobody else's as long as this process lives.
+
+A port that the kernel picks (by binding port 0) is given back before its server binds it, seconds later, and again
+whenever that server is stopped to be started anew. Meanwhile anybody may get it: another worker's server, or just an
+outgoing connection. So ports are taken from below the range the kernel picks from, and every process of ours that
+takes one locks its byte of one file, which the kernel unlocks when that process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import secrets
+import socket
+import tempfile
+from pathlib import Path
+
+LOWEST, HIGHEST = 12_000, 30_000
+"""Above what the cluster's programs are known by, below NodePorts."""
+RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ours: set[int] = set()
+"""A process is never kept out by its own lock."""
+
+
+@functools.cache
+def _end() -> int:
+    """The first port that is not ours to take: the kernel may pick it by itself."""
+    with contextlib.suppress(OSError):
+        return max(min(int(RANGE.read_text().split()[0]), HIGHEST), LOWEST + 1000)
+    return HIGHEST
+
+
+@functools.cache
+def _locks() -> int:
+    # Never closed: closing any descriptor of the file would drop all its locks.
+    path = Path(tempfile.gettempdir()) / f"deltashard-test-ports-{os.getuid()}"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on, kept for this process."""
+    count = _end() - LOWEST
+    first = secrets.randbelow(count)
+    for n in range(count):
+        port = LOWEST + (first + n) % count
+        if port not in _ours and _locked(port) and _unused(port):
+            _ours.add(port)
+            return port
+    raise AssertionError(f"no port is free from {LOWEST} to {_end()}")
+
+
+def _locked(port: int) -> bool:
+    try:
+        fcntl.lockf(_locks(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except OSError:
+        return False
+    return True
+
+
+def _unused(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
