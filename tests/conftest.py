@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.minio import MinioServer
 
 pytest.register_assert_rewrite("deltashard_checkpoint.stores.conformance")
+# How long an example takes says something about the machine, nothing about what is tested.
+settings.register_profile(
+    "any-machine", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
