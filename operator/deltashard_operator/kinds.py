@@ -15,6 +15,7 @@ from typing import Any
 from deltashard_operator import identities
 from deltashard_operator.identities import IdentityRecipe
 from deltashard_operator.injects import labelled
+from deltashard_operator.names import RUN_ID
 
 Document = dict[str, Any]
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -75,7 +76,11 @@ class Target:
         if self.kind == "Pod":
             return {**document, **template}
         spec = {**document["spec"], "template": template}
-        return {**document, "metadata": labelled(document.get("metadata") or {}), "spec": spec}
+        metadata = labelled(document.get("metadata") or {})
+        run_id = next((each[RUN_ID] for each in self.annotations if RUN_ID in each), "")
+        if run_id:  # by which `holders` finds who has a run, without a controller
+            metadata["labels"][RUN_ID] = run_id
+        return {**document, "metadata": metadata, "spec": spec}
 
 
 def target(group: str, kind: str, document: Mapping[str, Any]) -> Target | None:

@@ -359,6 +359,8 @@ RIGHTS: dict[str, dict[str, set[str]]] = {
     "deltashard-webhook": {
         "deltashard.io/checkpointpolicies": READ,
         "deltashard.io/checkpointruns": {"list"},
+        "batch/jobs": {"get", "list"},
+        "pods": {"get"},
     },
     "deltashard-controller": {
         "batch/jobs": READ,

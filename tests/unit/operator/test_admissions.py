@@ -51,6 +51,19 @@ def test_an_annotated_job_is_labelled_and_its_template_injected() -> None:
     assert "patch" not in again
 
 
+@pytest.mark.parametrize("on", ["job", "template"])
+def test_a_job_that_names_its_run_is_found_by_it(on: str) -> None:
+    """By a label, so that who holds a run can be asked of the API alone."""
+    document = job(OPT_IN)
+    notes = {names.POLICY: "default", names.RUN_ID: "nightly"}
+    if on == "job":
+        document["metadata"]["annotations"] = notes
+    else:
+        document["spec"]["template"].setdefault("metadata", {})["annotations"] = notes
+    result = samples.applied(document, samples.answer(document))
+    assert result["metadata"]["labels"] == {names.MANAGED_BY: "deltashard", names.RUN_ID: "nightly"}
+
+
 @pytest.mark.parametrize(
     "document",
     [

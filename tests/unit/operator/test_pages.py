@@ -101,9 +101,7 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
     elif code == "PolicyUnavailable":
         said = caches._unavailable("nightly", "503").sentence
     elif code == "RunIdTaken":
-        workload = {"kind": "Job", "name": "nightly-29012345", "uid": "7f0e4f0a"}
-        holder = {"metadata": {"name": "nightly-29012345-7f0e4f0a"}, "spec": {"workload": workload}}
-        said = holders._refusal("nightly", holder).sentence
+        said = holders._taken("nightly", "Job", "nightly-29012345").sentence
     else:
         response = samples.answer(REFUSED[code], {"intervalSeconds": -1} if code == "BadPolicy" else None)
         assert response["status"]["reason"] == code

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +386,86 @@ def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
             assert has_sidecar(rest.create(job("second", opted(run_id="held")), dry_run=True))
     finally:
         assert rest("DELETE", path).status == 200
+
+
+def test_a_run_id_is_free_once_its_job_has_ended_whatever_the_controller_says(
+    rest: Rest, shared_webhook: WebhookProcess
+) -> None:
+    """A CronJob's next Job needs no controller, and two that live never share a run, though nobody wrote of the first."""
+    jobs = "/apis/batch/v1/namespaces/default/jobs"
+    runs = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointruns"
+
+    def asked(name: str) -> Reply:
+        return rest.create(job(name, opted(run_id="cron")), dry_run=True)
+
+    def known(name: str, uid: str) -> dict[str, Any]:
+        """What a controller wrote before it went away."""
+        return {
+            "apiVersion": "deltashard.io/v1alpha1",
+            "kind": "CheckpointRun",
+            "metadata": {"name": f"{name}-known", "labels": {names.RUN_ID: "cron"}},
+            "spec": {
+                "runId": "cron",
+                "policy": "default",
+                "workload": {"kind": "Job", "name": name, "uid": uid, "apiVersion": "batch/v1"},
+            },
+        }
+
+    with registered(rest, shared_webhook.client_config()):
+        first = rest.create(job("cron-1", opted(run_id="cron")))
+        assert has_sidecar(first), first.document
+        refused = asked("cron-2")
+        assert refused.document["reason"] == "RunIdTaken", "it lives, and no controller ever saw it"
+        assert "held by Job cron-1" in refused.document["message"]
+        assert "delete CheckpointRun" not in refused.document["message"]
+        uid = first.document["metadata"]["uid"]
+        assert rest.create(known("cron-1", uid)).status == 201
+        assert asked("cron-2").document["reason"] == "RunIdTaken", "it lives, and the controller says so, too"
+        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        conditions = [
+            {"type": each, "status": "True", "lastTransitionTime": at, "reason": "x", "message": "x"}
+            for each in ("FailureTarget", "Failed")
+        ]
+        status = {"status": {"conditions": conditions, "startTime": at}}
+        ended = rest("PATCH", f"{jobs}/cron-1/status", status, content="application/merge-patch+json")
+        assert ended.status == 200, ended.document
+        second = rest.create(job("cron-2", opted(run_id="cron")))
+        assert has_sidecar(second), "it ended, whoever says that it did not"
+        assert "held by Job cron-2" in asked("cron-3").document["message"]
+        for name in ("cron-1", "cron-2"):
+            assert rest("DELETE", f"{jobs}/{name}", {"propagationPolicy": "Background"}).status == 200
+        assert has_sidecar(asked("cron-3")), "both are gone"
+        third = rest.create(job("cron-1", opted(run_id="other")))
+        assert has_sidecar(third)
+        assert has_sidecar(asked("cron-3")), "a Job of the same name is not the one that held it"
+        assert rest("DELETE", f"{jobs}/cron-1", {"propagationPolicy": "Background"}).status == 200
+    assert rest("DELETE", f"{runs}/cron-1-known").status == 200
+
+
+def test_a_pod_holds_its_run_until_it_has_ended(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """A bare pod is a workload, too, and nobody else can say of it what the API says."""
+    pods = "/api/v1/namespaces/default/pods"
+    with registered(rest, shared_webhook.client_config()):
+        made = rest.create(pod("bare", opted(run_id="bare")))
+        assert has_sidecar(made), made.document
+        run = {
+            "apiVersion": "deltashard.io/v1alpha1",
+            "kind": "CheckpointRun",
+            "metadata": {"name": "bare-known", "labels": {names.RUN_ID: "bare"}},
+            "spec": {
+                "runId": "bare",
+                "policy": "default",
+                "workload": {"kind": "Pod", "name": "bare", "uid": made.document["metadata"]["uid"]},
+            },
+        }
+        assert rest.create(run).status == 201
+        again = job("again", opted(run_id="bare"))
+        assert rest.create(again, dry_run=True).document["reason"] == "RunIdTaken"
+        status = {"status": {"phase": "Succeeded"}}
+        merge = "application/merge-patch+json"
+        assert rest("PATCH", f"{pods}/bare/status", status, content=merge).status == 200
+        assert has_sidecar(rest.create(again, dry_run=True))
+        assert rest("DELETE", f"{pods}/bare", {"gracePeriodSeconds": 0}).status == 200
+        assert has_sidecar(rest.create(again, dry_run=True))
+    path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointruns/bare-known"
+    assert rest("DELETE", path).status == 200
