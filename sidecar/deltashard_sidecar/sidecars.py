@@ -306,14 +306,15 @@ class Sidecar(Orders):
         """Refuse while another save of the rank is in flight.
 
         An urgent save cancels one that stages and waits a while for one that uploads; any other waits only for what is
-        about to end anyway (an abort on its way, a stream being closed).
+        about to end anyway: an abort on its way, a stream being closed, an end that is being told (the trainer may have
+        heard of it already, and begins anew).
         """
         running = self._saves.get(session.local_rank)
         if running is None:
             return
         if begin.urgent and running.staging and not running.cut.urgent:
             running.cancel("superseded", f"an urgent save ({begin.reason}) takes its place")
-        brief = running.staging or running.over.is_set()
+        brief = running.staging or running.life.ended
         patience_s = URGENT_WAIT_S if begin.urgent else BRIEF_WAIT_S if brief else 0.0
         if running.over.wait(patience_s) and running.stream_over.wait(BRIEF_WAIT_S):
             return

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deltashard_checkpoint.indexes import box_message, table_message
 from deltashard_checkpoint.tables import Box, TableSchema
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar import settings
+from deltashard_sidecar import settings, sidecars
 from deltashard_sidecar.arenas import ArenaKeeper
 from deltashard_sidecar.directives import Directive, Policy
 from deltashard_sidecar.logs import configure
@@ -81,6 +82,40 @@ def test_the_log_of_a_session_goes_with_the_session(tmp_path: Path) -> None:
         sidecar.detach(pb.DetachRequest(session=session.id))
         sidecar.tick()
         assert sidecar.run.log_of(session) is sidecar.run.log
+    sidecar.pool.shutdown()
+    sidecar.run.close()
+    sidecar.keeper.retire()
+
+
+def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer hears how its save ended before the sidecar is done with it: its next save is not refused as busy."""
+    sidecar = made(tmp_path)
+    session = sidecar.attach(attachment()).session
+    sidecar.open(pb.OpenRequest(session=session, which="none"))
+    first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+    first.start()
+    monkeypatch.setattr(sidecars, "BRIEF_WAIT_S", 60.0)
+    asked, wait = threading.Event(), first.over.wait
+
+    def waited(timeout: float | None = None) -> bool:
+        asked.set()
+        return wait(timeout)
+
+    def told(*_: Any) -> None:
+        assert asked.wait(60.0)
+
+    monkeypatch.setattr(first.over, "wait", waited)
+    monkeypatch.setattr(sidecar.reports, "ended", told)
+    stream = threading.Thread(target=first.read, args=(iter(()),))
+    stream.start()
+    while not first.life.ended:
+        assert stream.is_alive()
+    second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
+    stream.join(60.0)
+    assert first.over.is_set()
+    second.cancel("test", "it is over")
     sidecar.pool.shutdown()
     sidecar.run.close()
     sidecar.keeper.retire()
