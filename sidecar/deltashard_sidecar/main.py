@@ -149,10 +149,11 @@ def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: L
     if not config.fleet:
         return None
     from deltashard_sidecar.fleets import Fleet
+    from deltashard_sidecar.standings import Standing
 
     fleet = Fleet(
         config,
-        beat=lambda: sidecar.reports.heartbeat(sidecar),
+        beat=Standing(sidecar).heartbeat,
         follow=sidecar.follow,
         save_now=lambda asked: sidecar.save_now(
             asked.reason, urgent=asked.urgent, deadline_s=asked.deadline_s
