@@ -21,6 +21,7 @@ import structlog
 import urllib3
 from kubernetes import client, watch
 
+from deltashard_operator.deadlines import Deadline
 from deltashard_operator.refusals import Refusal
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointpolicies"
@@ -29,8 +30,6 @@ WATCH_S = 240
 SILENCE_S = 270
 """A watch without a byte for so long is dead."""
 CONNECT_S = 3
-LOOK_S = (1.0, 3.0)
-"""A live look, to connect and to read, within an admission's 5 s."""
 ABSENT_S = 1.0
 """How long the answer that a policy is not there may be used again; the watch brings a new one sooner."""
 MAX_ABSENT = 4096
@@ -77,11 +76,11 @@ class PolicyCache:
         """Whether a live look of a moment ago did not find it."""
         return time.monotonic() - self._absent_s.get((namespace, name), float("-inf")) < ABSENT_S
 
-    def look(self, namespace: str, name: str) -> Spec | None:
+    def look(self, namespace: str, name: str, deadline: Deadline) -> Spec | None:
         """The policy's spec from the API itself, None when there is none; raises `Refusal` (PolicyUnavailable)."""
         try:
             found = self._objects.get_namespaced_custom_object(
-                GROUP, VERSION, namespace, PLURAL, name, _request_timeout=LOOK_S
+                GROUP, VERSION, namespace, PLURAL, name, _request_timeout=deadline.left_s()
             )
         except client.ApiException as error:
             if error.status == 404:
@@ -89,9 +88,9 @@ class PolicyCache:
                     self._absent_s = {}
                 self._absent_s[namespace, name] = time.monotonic()
                 return None
-            raise _unavailable(name, f"the API answered {error.status} {error.reason}") from error
+            raise unavailable(name, f"the API answered {error.status} {error.reason}") from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise _unavailable(name, f"the API did not answer: {type(error).__name__}") from error
+            raise unavailable(name, f"the API did not answer: {type(error).__name__}") from error
         return _spec_of(cast("dict[str, Any]", found))
 
     def _run(self) -> None:
@@ -155,7 +154,8 @@ def _spec_of(item: Mapping[str, Any]) -> Spec:
     return spec if isinstance(spec, dict) else {}
 
 
-def _unavailable(name: str, why: str) -> Refusal:
+def unavailable(name: str, why: str) -> Refusal:
+    """The refusal of a workload whose policy cannot be read just now."""
     return Refusal(
         "PolicyUnavailable",
         f"CheckpointPolicy {name} could not be read: {why}",

@@ -16,18 +16,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import structlog
 import urllib3
 from kubernetes import client
 
 from deltashard_operator import views
+from deltashard_operator.deadlines import Deadline
 from deltashard_operator.names import RUN_ID
 from deltashard_operator.records import GROUP, PLURAL, VERSION, run_label
 from deltashard_operator.refusals import Refusal
 
-LOOK_S = 1.0
-"""A look, within an admission's 5 s."""
-_log = structlog.get_logger("deltashard.holders")
+UNKNOWN = (client.ApiException, urllib3.exceptions.HTTPError, OSError)
 
 
 class Holders:
@@ -37,20 +35,16 @@ class Holders:
         self._objects = client.CustomObjectsApi(api)
         self._pods = client.CoreV1Api(api)
 
-    def refusal(self, namespace: str, run_id: str, workload_uid: str) -> Refusal | None:
-        """Why a workload (of this UID; empty: a new one) may not have this run, or None when it may."""
-        try:
-            return self._refusal(namespace, run_id, workload_uid)
-        except (client.ApiException, urllib3.exceptions.HTTPError, OSError) as error:
-            _log.warning("holders.unknown", namespace=namespace, run_id=run_id, error=str(error)[:300])
-            return None
+    def refusal(self, namespace: str, run_id: str, workload_uid: str, deadline: Deadline) -> Refusal | None:
+        """Why a workload (of this UID; empty: a new one) may not have this run, or None when it may.
 
-    def _refusal(self, namespace: str, run_id: str, workload_uid: str) -> Refusal | None:
-        for found in self._list("batch", "v1", namespace, "jobs", run_id):
+        Raises one of `UNKNOWN` when the API cannot be asked.
+        """
+        for found in self._list("batch", "v1", namespace, "jobs", run_id, deadline):
             job = views.job_of(found)
             if not job.outcome and job.workload.uid != workload_uid:
                 return _taken(run_id, job.workload.kind, job.workload.name)
-        for found in self._list(GROUP, VERSION, namespace, PLURAL, run_id):
+        for found in self._list(GROUP, VERSION, namespace, PLURAL, run_id, deadline):
             spec, phase = found["spec"], (found.get("status") or {}).get("phase")
             workload = spec["workload"]
             if spec["runId"] != run_id or phase == "Finished" or workload["uid"] == workload_uid:
@@ -58,12 +52,12 @@ class Holders:
             kind, name = workload["kind"], workload["name"]
             if kind not in {"Job", "Pod"}:
                 return _taken(run_id, kind, name, record=found["metadata"]["name"])
-            if self._lives(namespace, kind, name, workload["uid"]):
+            if self._lives(namespace, kind, name, workload["uid"], deadline):
                 return _taken(run_id, kind, name)
         return None
 
     def _list(
-        self, group: str, version: str, namespace: str, plural: str, run_id: str
+        self, group: str, version: str, namespace: str, plural: str, run_id: str, deadline: Deadline
     ) -> list[dict[str, Any]]:
         found: Any = self._objects.list_namespaced_custom_object(
             group,
@@ -71,17 +65,17 @@ class Holders:
             namespace,
             plural,
             label_selector=f"{RUN_ID}={run_label(run_id)}",
-            _request_timeout=(LOOK_S, LOOK_S),
+            _request_timeout=deadline.left_s(),
         )
         return list(found["items"])
 
-    def _lives(self, namespace: str, kind: str, name: str, uid: str) -> bool:
+    def _lives(self, namespace: str, kind: str, name: str, uid: str, deadline: Deadline) -> bool:
         """Whether this very Job or pod is there and has not ended."""
-        timeout_s = (LOOK_S, LOOK_S)
+        timeout_s = deadline.left_s()
         try:
             if kind == "Pod":
-                pod = self._pods.read_namespaced_pod(name, namespace, _request_timeout=timeout_s)
-                return str(pod.metadata.uid) == uid and str(pod.status.phase) not in {"Succeeded", "Failed"}
+                pod: Any = self._pods.read_namespaced_pod(name, namespace, _request_timeout=timeout_s)
+                return pod.metadata.uid == uid and pod.status.phase not in {"Succeeded", "Failed"}
             found: Any = self._objects.get_namespaced_custom_object(
                 "batch", "v1", namespace, "jobs", name, _request_timeout=timeout_s
             )

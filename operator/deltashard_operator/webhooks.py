@@ -21,11 +21,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from deltashard_operator import admissions, policies
-from deltashard_operator.caches import PolicyCache, Spec
+from deltashard_operator.caches import PolicyCache, Spec, unavailable
 from deltashard_operator.certificates import Certificate, CertificateUnusable
 from deltashard_operator.configurations import PATH
+from deltashard_operator.deadlines import Deadline
 from deltashard_operator.defaults import Defaults, FleetAuthorityMissing
-from deltashard_operator.holders import Holders
+from deltashard_operator.holders import UNKNOWN, Holders
 from deltashard_operator.refusals import CODES, Refusal
 
 MAX_BODY_BYTES = 16 << 20
@@ -56,7 +57,7 @@ class WebhookMetrics:
             ("outcome",),
             registry=r,
         )
-        for outcome in ("held", "free"):
+        for outcome in ("held", "free", "unknown"):
             self.holder_looks.labels(outcome)
         self.looks = Counter("deltashard_webhook_policy_looks", "Live reads after a cache miss", registry=r)
         self.watch_restarts = Counter(
@@ -145,9 +146,10 @@ class Webhook:
         """One AdmissionReview."""
         begun_s = time.perf_counter()
         kind, outcome = "other", "failed"
+        deadline = Deadline()
         try:
             review = json.loads(await request.read())
-            answer = await self.answer(review)
+            answer = await self.answer(review, deadline)
             kind, outcome = answer.kind, answer.outcome
             if answer.sentence:
                 _log.info("admission.refused", kind=kind, code=outcome, sentence=answer.sentence)
@@ -167,14 +169,14 @@ class Webhook:
             response.force_close()
         return response
 
-    async def answer(self, review: Mapping[str, Any]) -> admissions.Answer:
-        """The answer to a review; raises what `admissions.answer` raises."""
+    async def answer(self, review: Mapping[str, Any], deadline: Deadline) -> admissions.Answer:
+        """The answer to a review, by its deadline; raises what `admissions.answer` raises."""
         asked = admissions.asked(review)
         found: Spec | Refusal | None = None
         if asked is not None:
             try:
-                await self._check_holder(asked)
-                found = await self._find(asked)
+                found = await self._find(asked, deadline)
+                await self._check_holder(asked, deadline)
             except Refusal as refusal:
                 found = refusal
 
@@ -187,13 +189,13 @@ class Webhook:
 
         return admissions.answer(review, spec_of)
 
-    async def _find(self, asked: admissions.Asked) -> Spec | None:
+    async def _find(self, asked: admissions.Asked, deadline: Deadline) -> Spec | None:
         """The merged spec of a policy: from the cache, else by one live look, else the default of that name."""
         spec = self.cache.get(asked.namespace, asked.name)
         falls_back = asked.name == policies.DEFAULT and self.defaults.has_store()
         # A refusal always rests on a look of its own; only the way to the default may be remembered or shared.
         if spec is None and not (falls_back and self.cache.absent(asked.namespace, asked.name)):
-            spec = await self._look(asked, shared=falls_back)
+            spec = await self._look(asked, deadline, shared=falls_back)
         try:
             defaults = self.defaults.spec()
         except FleetAuthorityMissing as error:
@@ -202,25 +204,36 @@ class Webhook:
             return policies.merged(spec, defaults)
         return defaults if falls_back else None
 
-    async def _look(self, asked: admissions.Asked, *, shared: bool) -> Spec | None:
+    async def _look(self, asked: admissions.Asked, deadline: Deadline, *, shared: bool) -> Spec | None:
         """A live look; `shared`: one that is under way will do, so that a slow API is not asked by everyone at once."""
         key = (asked.namespace, asked.name)
         task = self._looks.get(key) if shared else None
         if task is None:
             self.metrics.looks.inc()
-            task = asyncio.create_task(asyncio.to_thread(self.cache.look, *key))
+            task = asyncio.create_task(asyncio.to_thread(self.cache.look, *key, deadline))
             if shared:
                 self._looks[key] = task
                 task.add_done_callback(lambda _: self._looks.pop(key, None))
-        return await asyncio.shield(task)
+        try:
+            async with asyncio.timeout(deadline.left_s()):
+                return await asyncio.shield(task)
+        except TimeoutError:  # it waits for a thread, or its answer drips
+            raise unavailable(asked.name, "the API did not answer in time") from None
 
-    async def _check_holder(self, asked: admissions.Asked) -> None:
-        """Raise `Refusal` (RunIdTaken) when another live workload holds the run that is asked for."""
+    async def _check_holder(self, asked: admissions.Asked, deadline: Deadline) -> None:
+        """Raise `Refusal` (RunIdTaken) when another live workload is known to hold the run that is asked for."""
         if not asked.run_id:
             return
-        refusal = await asyncio.to_thread(
-            self.holders.refusal, asked.namespace, asked.run_id, asked.workload_uid
-        )
+        try:
+            async with asyncio.timeout(deadline.left_s()):
+                refusal = await asyncio.to_thread(
+                    self.holders.refusal, asked.namespace, asked.run_id, asked.workload_uid, deadline
+                )
+        except UNKNOWN as error:
+            why = f"{type(error).__name__}: {error}"[:300]
+            _log.warning("holders.unknown", namespace=asked.namespace, run_id=asked.run_id, error=why)
+            self.metrics.holder_looks.labels("unknown").inc()
+            return
         self.metrics.holder_looks.labels("held" if refusal is not None else "free").inc()
         if refusal is not None:
             raise refusal

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.caches import GROUP, PLURAL, VERSION, PolicyCache
+from deltashard_operator.deadlines import Deadline
 from deltashard_operator.refusals import Refusal
 from kubernetes import client
 
@@ -48,9 +49,9 @@ def test_a_live_look_sees_what_is_there_and_what_is_not(api: client.ApiClient, c
     client.CustomObjectsApi(api).create_namespaced_custom_object(
         GROUP, VERSION, "default", PLURAL, policy("looked", bits=2)
     )
-    assert cache.look("default", "looked") == {"bits": 2}
-    assert cache.look("default", "nowhere") is None
-    assert cache.look("no-such-namespace", "looked") is None
+    assert cache.look("default", "looked", Deadline(60.0)) == {"bits": 2}
+    assert cache.look("default", "nowhere", Deadline(60.0)) is None
+    assert cache.look("no-such-namespace", "looked", Deadline(60.0)) is None
 
 
 def test_what_was_not_there_is_remembered_for_a_moment(api: client.ApiClient, cache: PolicyCache) -> None:
@@ -58,7 +59,7 @@ def test_what_was_not_there_is_remembered_for_a_moment(api: client.ApiClient, ca
     assert not cache.absent("default", "later")
 
     def looked() -> bool:
-        assert cache.look("default", "later") is None
+        assert cache.look("default", "later", Deadline(60.0)) is None
         return cache.absent("default", "later")  # unless the look itself took longer than its answer holds
 
     wait_for(looked, what="an answer that holds", timeout_s=120)
@@ -79,7 +80,7 @@ def test_an_api_that_does_not_answer_is_said() -> None:
         restarts: list[int] = []
         cache = PolicyCache(api, on_restart=lambda: restarts.append(1))
         with pytest.raises(Refusal) as caught:
-            cache.look("default", "p")
+            cache.look("default", "p", Deadline(60.0))
         assert caught.value.code == "PolicyUnavailable"
         cache.start()
         wait_for(lambda: len(restarts) >= 2, what="another try")

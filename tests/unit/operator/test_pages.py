@@ -99,7 +99,7 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
     if code == "PolicyNotFound":
         said = policies.not_found("nightly", default=False).sentence
     elif code == "PolicyUnavailable":
-        said = caches._unavailable("nightly", "503").sentence
+        said = caches.unavailable("nightly", "503").sentence
     elif code == "RunIdTaken":
         said = holders._taken("nightly", "Job", "nightly-29012345").sentence
     else:
