@@ -10,6 +10,7 @@ first means that a watch had to begin anew and may have missed deletions: whoeve
 from __future__ import annotations
 
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,8 @@ class Freshness:
         self._tried: dict[str, float] = {}
         self._heard: dict[str, float] = {}
         self._open: dict[str, tuple[aiohttp.ClientResponse, int]] = {}
+        self._lock = threading.Lock()
+        """Of `_open`: watches are opened on kopf's thread and looked at on the controller's."""
         self.expected = expected
 
     def tried(self, path: str) -> None:
@@ -59,19 +62,21 @@ class Freshness:
         """The API answers it."""
         self._heard[path] = self._clock()
         if watch:
-            self._open[path] = (response, 0)
+            with self._lock:
+                self._open[path] = (response, 0)
             self._on_watch(path)
         else:
             self._on_list(path)
 
     def _look(self) -> None:
-        for path, (response, seen) in list(self._open.items()):
-            content: Any = response.content
-            if content.total_bytes != seen:
-                self._heard[path] = self._clock()
-                self._open[path] = (response, content.total_bytes)
-            if response.closed:
-                del self._open[path]
+        with self._lock:  # else one that is opened meanwhile may be lost, and would look dead for ever
+            for path, (response, seen) in list(self._open.items()):
+                content: Any = response.content
+                if content.total_bytes != seen:
+                    self._heard[path] = self._clock()
+                    self._open[path] = (response, content.total_bytes)
+                if response.closed:
+                    del self._open[path]
 
     def heard_s(self) -> float:
         """Seconds since the least fresh expected watch brought anything, or since the beginning."""

@@ -9,7 +9,9 @@ What was counted survives in the CheckpointRuns, which are read before anything 
 acknowledged when the status that counts it is written, so that a controller that dies in between hears it again.
 
 A watch that begins anew shows what is there and not what went; so after every list, and every ten minutes, a `sweep`
-asks for the names of all Jobs and pods and drops what is not among them.
+asks for the names of all Jobs and pods and drops what is not among them. A new controller's first sweeps tell it, too,
+when it has seen all that there is, policies included. Before, it judges no run of an earlier one's and directs none: a
+policy that was not seen yet is not one that is not there.
 
 The ledger refuses a sidecar whose pod is of another workload than it says, and one that asks for a run id that an
 older workload holds: which is the one whose CheckpointRun was made first, as long as it is not Finished.
@@ -43,6 +45,7 @@ from deltashard_operator.views import NodeView, PodView, Wish
 SELECTOR = f"{MANAGED_BY}={MANAGED_BY_VALUE}"
 JOBS = "/apis/batch/v1/jobs"
 PODS = "/api/v1/pods"
+POLICIES = "/apis/deltashard.io/v1alpha1/checkpointpolicies"
 TICK_S = 0.25
 JUDGE_S = 5.0
 """Time alone changes a run (stale, stuck, settled): every run is judged so often."""
@@ -134,7 +137,7 @@ class Controller:
         self._sweep_at_s = 0.0
         self.loaded = False
         self.synced = False
-        """Whether all that there is was seen: before, a run of an earlier controller's is not judged."""
+        """Whether all that there is was seen: before, no run of an earlier controller's is judged and none directed."""
         self._sync_tries = 0
         metrics.follow(self)
 
@@ -435,7 +438,7 @@ class Controller:
         """Have the run's sidecars go on under the policy as it is now."""
         run = entry.run
         in_force = run.progress.policy
-        if run.finished or not in_force.encoding or not run.live or self.fleet is None:
+        if run.finished or not in_force.encoding or not run.live or self.fleet is None or not self.synced:
             return
         wanted = self._decide(entry)
         if wanted is None:
@@ -616,12 +619,15 @@ class Controller:
             if run.seen_s < begun_s:
                 self._set(entry, runs.finished(run, "Deleted", now_s))
         self.metrics.sweeps.inc()
-        self._sync_tries += 1
-        # Watches bring what the lists name, but for what ended so long ago that nobody keeps it.
-        if (jobs <= set(self._jobs) and pods <= set(self._pods)) or self._sync_tries >= SYNC_TRIES:
-            self.synced = True
         if gone:
             _log.info("controller.swept", pods=len(gone))
+        if not self.synced:
+            self._sync_tries += 1
+            listed = await self._call.every(POLICIES, accept=METADATA)
+            specs = {(each["metadata"]["namespace"], each["metadata"]["name"]) for each in listed}
+            # Watches bring what the lists name, but for what ended so long ago that nobody keeps it.
+            seen = jobs <= set(self._jobs) and pods <= set(self._pods) and specs <= set(self._specs)
+            self.synced = seen or self._sync_tries >= SYNC_TRIES
 
     async def drain(self, timeout_s: float) -> None:
         """Write what is not written yet, for at most so long."""

@@ -16,10 +16,9 @@ import kopf
 import structlog
 
 from deltashard_operator.controller_metrics import ControllerMetrics
-from deltashard_operator.controllers import JOBS, PODS, SELECTOR, Controller
+from deltashard_operator.controllers import JOBS, PODS, POLICIES, SELECTOR, Controller
 
 NODES = "/api/v1/nodes"
-POLICIES = "/apis/deltashard.io/v1alpha1/checkpointpolicies"
 RUNS = "/apis/deltashard.io/v1alpha1/checkpointruns"
 RESOURCES = {JOBS: "jobs", PODS: "pods", NODES: "nodes", POLICIES: "policies", RUNS: "runs"}
 """Watched path -> the metrics' word for it."""

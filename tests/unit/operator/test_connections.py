@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,6 +30,20 @@ class Stream:
     def __init__(self) -> None:
         self.content: Any = SimpleNamespace(total_bytes=0)
         self.closed = False
+
+
+class Ended(Stream):
+    """One that ended, and is asked just when kopf opens the next one, on its own thread."""
+
+    def __init__(self, opens: Callable[[], None]) -> None:
+        self._opening = threading.Thread(target=opens)
+        self.content = SimpleNamespace(total_bytes=0)
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]
+        self._opening.start()
+        self._opening.join(0.2)  # it is over by then, or waits for us
+        return True
 
 
 @pytest.fixture
@@ -84,3 +99,17 @@ def test_lists_and_watches_are_told_apart(clock: Clock) -> None:
     found, _, _ = watching(clock, on_list=lists.append, on_watch=watches.append)
     found.opened(JOBS, Stream(), watch=False)  # type: ignore[arg-type]
     assert (lists, watches) == ([JOBS], [JOBS, PODS])
+
+
+def test_a_watch_that_is_opened_while_somebody_looks_is_not_lost(clock: Clock) -> None:
+    """The one before has ended, and goes; the new one is looked at from then on."""
+    found, _, pods = watching(clock)
+    new = Stream()
+    old = Ended(lambda: found.opened(JOBS, new, watch=True))  # type: ignore[arg-type]
+    found.opened(JOBS, old, watch=True)  # type: ignore[arg-type]
+    found.heard_s()
+    old._opening.join(60.0)
+    clock.now_s += STALE_S + 1
+    new.content.total_bytes = pods.content.total_bytes = 100
+    assert found.untended() == []
+    assert found.heard_s() == 0

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from deltashard_operator import names, records
 from deltashard_operator.calls import Answer, Caller
 from deltashard_operator.controller_metrics import ControllerMetrics
-from deltashard_operator.controllers import Controller
+from deltashard_operator.controllers import JOBS, PODS, POLICIES, Controller
 from deltashard_operator.defaults import Defaults
 from deltashard_operator.events import Teller
+from deltashard_operator.reports import Directive, Heartbeat, Hello, Phase, PolicyInForce, RunKey
+from deltashard_operator.statuses import ALL
+
+from tests.unit.operator import samples
 
 Document = dict[str, Any]
 UID = "0b4f3c1e-0000-4000-8000-000000000001"
@@ -20,11 +26,15 @@ DEADLINE_S = 60.0
 
 
 class Api:
-    """Answers as an API server would; status writes wait for `let_go` and then find the object gone."""
+    """Answers as an API server would; status writes wait for `let_go` and then find the object gone.
+
+    `stored` are the CheckpointRuns, `listed` other objects by their collection's path.
+    """
 
     def __init__(self, stored: list[Document] | None = None) -> None:
         self.asked: list[str] = []
         self.stored = stored or []
+        self.listed: dict[str, list[Document]] = {}
         self.writing, self.let_go = asyncio.Event(), asyncio.Event()
 
     async def __call__(
@@ -42,19 +52,26 @@ class Api:
             return Answer(status=403, document={"reason": "Forbidden"})
         return Answer(status=200, document={})
 
-    async def every(self, _path: str, **_: Any) -> list[Document]:
-        return self.stored
+    async def every(self, path: str, **_: Any) -> list[Document]:
+        return self.stored if path == ALL else self.listed.get(path, [])
 
 
-def controller_of(api: Api, *, keep_finished_s: float = 86400.0) -> Controller:
+def controller_of(
+    api: Api,
+    *,
+    keep_finished_s: float = 86400.0,
+    default_policy: Path | None = None,
+    wall: Callable[[], float] = time.time,
+) -> Controller:
     call = cast(Caller, api)
     return Controller(
         call=call,
         teller=Teller(call),
-        defaults=Defaults(None, None),
+        defaults=Defaults(default_policy, None),
         metrics=ControllerMetrics(),
         keep_finished_s=keep_finished_s,
         status_interval_s=1.0,
+        wall=wall,
     )
 
 
@@ -75,6 +92,43 @@ def checkpoint_run(name: str = "train-0b4f3c1e", uid: str = UID, **status: Any) 
         "spec": {"runId": f"train-{uid}", "policy": "default", "workload": workload},
         "status": status,
     }
+
+
+def pod() -> Document:
+    """A pod of the Job."""
+    labels = {
+        names.MANAGED_BY: names.MANAGED_BY_VALUE,
+        names.JOB_NAME_LABEL: "train",
+        names.JOB_UID_LABEL: UID,
+    }
+    notes = {names.POLICY: "default", names.INJECTED: "1"}
+    return {
+        "metadata": {
+            "name": "train-x",
+            "namespace": "n",
+            "uid": "p-1",
+            "labels": labels,
+            "annotations": notes,
+        },
+        "spec": {"nodeName": "node-a"},
+        "status": {"phase": "Running"},
+    }
+
+
+class Told:
+    """Who carries directives, and only writes them down."""
+
+    def __init__(self) -> None:
+        self.directives: list[Directive] = []
+
+    def direct(self, run_key: RunKey, directive: Directive) -> None:
+        self.directives.append(directive)
+
+    def forget(self, run_key: RunKey) -> None:
+        pass
+
+    def save_now(self, run_key: RunKey, reason: str, urgent: bool, deadline_s: float) -> int:
+        return 0
 
 
 async def ticked(controller: Controller, event: asyncio.Event) -> None:
@@ -113,7 +167,8 @@ def test_a_removal_that_is_refused_is_tried_again_after_a_pause() -> None:
     """A right that is missing does not become a request with every tick."""
 
     async def scenario() -> None:
-        over = records.timestamp(time.time() - 1000)
+        now_s = time.time()
+        over = records.timestamp(now_s - 1000)
         status = {
             "phase": "Finished",
             "finishedReason": "Completed",
@@ -121,13 +176,66 @@ def test_a_removal_that_is_refused_is_tried_again_after_a_pause() -> None:
             "observedTime": over,
         }
         api = Api([checkpoint_run(**status)])
-        controller = controller_of(api, keep_finished_s=10.0)
+        controller = controller_of(api, keep_finished_s=10.0, wall=lambda: now_s)
         await controller.load()
         controller.synced = True
-        for _ in range(50):
+
+        async def tries() -> int:
+            for _ in range(50):
+                controller.tick()
+                await asyncio.sleep(0)
+            return sum(each.startswith("DELETE") for each in api.asked)
+
+        assert await tries() == 1
+        now_s += 60.0
+        assert await tries() == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
+    """A new controller: sidecars and pods may come before the namespace's own `default` does. No directive of the chart's."""
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(samples.DEFAULTS))
+
+    async def scenario() -> None:
+        api = Api()
+        controller = controller_of(api, default_policy=tmp_path / "policy.yaml")
+        told = Told()
+        controller.fleet = told
+        policy = {"metadata": {"namespace": "n", "name": "default"}, "spec": {"intervalSeconds": 77}}
+        api.listed = {
+            JOBS: [{"metadata": {"uid": UID}}],
+            PODS: [{"metadata": {"uid": "p-1"}}],
+            POLICIES: [{"metadata": policy["metadata"]}],
+        }
+        api.let_go.set()
+        await controller.load()
+        controller.on_job("ADDED", job())
+        controller.on_pod("ADDED", pod())
+        hello = Hello(
+            protocol_min=1, protocol_max=1, namespace="n", pod="train-x", pod_uid="p-1", process="p",
+            workload_kind="Job", workload_name="train", workload_uid=UID,
+        )  # fmt: skip
+        controller.connected(hello)
+        in_force = PolicyInForce(
+            every_s=77.0, encoding="q8", differential="intermittent", state_encoding="fp32"
+        )
+        controller.reported(hello, Heartbeat(run="n/train", phase=Phase.TRAINING, attempt=1, policy=in_force))
+
+        async def told_by_now() -> list[float]:
             controller.tick()
-            await asyncio.sleep(0.005)
-        assert sum(each.startswith("DELETE") for each in api.asked) == 1
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+            return [each.policy.every_s for each in told.directives]
+
+        await controller.sweep()
+        assert not controller.synced
+        assert await told_by_now() == []
+        controller.on_policy("ADDED", policy)
+        await controller.sweep()
+        assert controller.synced
+        assert await told_by_now() == []
+        controller.on_policy("MODIFIED", {**policy, "spec": {"intervalSeconds": 60}})
+        assert await told_by_now() == [60.0]
 
     asyncio.run(scenario())
 
