@@ -134,6 +134,47 @@ def test_an_answer_about_an_object_is_health(incidents: Incidents, metrics: Metr
         assert health.store_ok
 
 
+def test_one_kind_of_call_that_is_denied_stays_a_trouble_while_others_succeed(
+    incidents: Incidents, metrics: Metrics
+) -> None:
+    """Rights are given for each kind: no flapping, one incident, and the end comes with a success of that kind."""
+    health = Health(incidents, metrics)
+    for _ in range(3):
+        health.tried(AccessDenied("no right to delete"), operation="delete")
+        for operation in ("put", "put_if_absent", "get", "get_into", "head", "list"):
+            health.tried(None, operation=operation)
+            assert not health.store_ok
+    assert [i.message for i in incidents.kept()] == ["no right to delete"]
+    health.tried(ObjectNotFound("gone already"), operation="delete")
+    assert health.store_ok
+
+
+def test_two_troubles_at_once_are_told_and_end_each_by_itself(incidents: Incidents, metrics: Metrics) -> None:
+    """A store that is full and whose list is denied: neither hides the other."""
+    health = Health(incidents, metrics)
+    for _ in range(2):
+        health.tried(StoreFull("no room"), operation="put_if_absent")
+        health.tried(AccessDenied("no right to list"), operation="list")
+    assert [i.cause for i in incidents.kept()] == ["full", "denied"]
+    health.tried(None, operation="put")
+    assert not health.store_ok
+    health.tried(None, operation="list")
+    assert health.store_ok
+
+
+def test_an_answer_ends_what_kept_requests_from_the_store(incidents: Incidents, metrics: Metrics) -> None:
+    """Keys that are there and wrong are denied, and no longer missing."""
+    health = Health(incidents, metrics)
+    health.tried(CredentialsMissing("no file"), operation="list")
+    assert (health.store_ok, health.credentials_ok) == (True, False)
+    health.tried(AccessDenied("wrong keys"), operation="put")
+    assert (health.store_ok, health.credentials_ok) == (False, True)
+    health.tried(CredentialsMissing("no file"), operation="put")
+    assert (health.store_ok, health.credentials_ok) == (True, False)
+    health.tried(None, operation="get")
+    assert (health.store_ok, health.credentials_ok) == (True, True)
+
+
 def test_a_full_store_that_can_be_read_is_still_full(incidents: Incidents, metrics: Metrics) -> None:
     """Looks at the log go on between the tries to write: the trouble is told once, and a write ends it."""
     health = Health(incidents, metrics)
