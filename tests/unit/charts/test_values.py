@@ -618,6 +618,25 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
         render(nested(path, value))
 
 
+@pytest.mark.parametrize(("replicas", "away"), [(2, 2), (3, 5), (2, "51%"), (3, "99%")])
+def test_a_budget_under_which_all_replicas_may_go_is_refused(replicas: int, away: int | str) -> None:
+    """A drain would then stop every annotated Job; the sentence says how to get on."""
+    webhook = {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}
+    with pytest.raises(
+        HelmRefused, match=rf"maxUnavailable \({away}\) lets all {replicas} replicas.* must leave one"
+    ):
+        render({"webhook": webhook})
+    webhook["podDisruptionBudget"] = {"maxUnavailable": away, "enabled": False}
+    assert not render({"webhook": webhook}).all("PodDisruptionBudget")
+
+
+@pytest.mark.parametrize(("replicas", "away"), [(1, 1), (2, "50%"), (3, 2), (3, "66%"), (100, "99%")])
+def test_a_budget_that_leaves_a_replica_is_taken(replicas: int, away: int | str) -> None:
+    """A single replica has nothing to leave: whoever wants only one has said so."""
+    rendering = render({"webhook": {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}})
+    assert rendering.find("PodDisruptionBudget")["spec"]["maxUnavailable"] == away
+
+
 def test_a_value_can_be_left_to_the_cluster() -> None:
     """OpenShift gives each namespace its own range of users."""
     rendering = render({"runAsUser": None})
