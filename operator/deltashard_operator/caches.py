@@ -1,9 +1,9 @@
 """CheckpointPolicies in memory, kept by list and watch, and one live look for what is not there.
 
 A thread lists all policies of the cluster, then watches from there; bookmarks and a server-side timeout keep a quiet
-watch young, a client-side timeout ends a dead one, and whatever goes wrong ends in a new list after a pause. The
-cache is `synced` from its first list on and stays so through an outage of the API: an admission only comes when the
-API works.
+watch young, a client-side timeout ends a dead one, and whatever goes wrong ends in a new list after a pause, which
+grows until a watch has held for a while: a list alone is no sign that watching works. The cache is `synced` from its
+first list on and stays so through an outage of the API: an admission only comes when the API works.
 
 A policy that is not in the cache may have been created a moment ago: it is asked for once, live. Only that answer
 makes a refusal. Most workloads ask for `default` where the namespace has none of that name and the chart's is meant:
@@ -12,6 +12,7 @@ that answer holds for `ABSENT_S`, else every admission of theirs would cost a ca
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +35,9 @@ ABSENT_S = 1.0
 """How long the answer that a policy is not there may be used again; the watch brings a new one sooner."""
 MAX_ABSENT = 4096
 PAUSES_S = (0.2, 1.0, 5.0, 15.0)
+"""Before a new list, the more the longer watches fail; half of it is left to chance, so that replicas spread."""
+STEADY_S = 30.0
+"""A watch that held for so long was well."""
 
 Spec = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.policies")
@@ -96,16 +100,17 @@ class PolicyCache:
     def _run(self) -> None:
         failures = 0
         while not self._stop.is_set():
+            begun_s = time.monotonic()
             try:
-                version = self._list()
-                failures = 0
-                self._watch(version)
+                self._watch(self._list())
             except Exception as error:  # noqa: BLE001 - whatever it is, the answer is to list again
                 gone = isinstance(error, client.ApiException) and error.status == 410
                 if not gone:
                     _log.warning("policies.watch_failed", error=f"{type(error).__name__}: {error}"[:300])
                 self._on_restart()
-                self._stop.wait(PAUSES_S[min(failures, len(PAUSES_S) - 1)])
+                if time.monotonic() - begun_s >= STEADY_S:
+                    failures = 0
+                self._stop.wait(PAUSES_S[min(failures, len(PAUSES_S) - 1)] * random.uniform(0.5, 1.0))  # noqa: S311
                 failures += 1
 
     def _list(self) -> str:

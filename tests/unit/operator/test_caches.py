@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deltashard_operator.caches import GROUP, PLURAL, VERSION, PolicyCache
+from deltashard_operator.caches import GROUP, PAUSES_S, PLURAL, VERSION, PolicyCache
 from deltashard_operator.deadlines import Deadline
 from deltashard_operator.refusals import Refusal
 from kubernetes import client
@@ -86,3 +87,31 @@ def test_an_api_that_does_not_answer_is_said() -> None:
         wait_for(lambda: len(restarts) >= 2, what="another try")
         assert not cache.synced
         cache.stop()
+
+
+def test_a_watch_that_always_fails_does_not_list_the_policies_over_and_over(api: client.ApiClient) -> None:
+    """A list that succeeds between two failures shortens no pause; what it brought is served all the same."""
+    rights = client.RbacAuthorizationV1Api(api)
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "lists-only"}
+    lists = {"apiGroups": [GROUP], "resources": [PLURAL], "verbs": ["list"]}
+    rights.create_cluster_role({"metadata": {"name": "lists-only"}, "rules": [lists]})
+    rights.create_cluster_role_binding(
+        {
+            "metadata": {"name": "lists-only"},
+            "roleRef": role,
+            "subjects": [{"apiGroup": role["apiGroup"], "kind": "User", "name": "lister"}],
+        }
+    )
+    restarts: list[float] = []
+    with client.ApiClient(api.configuration) as limited:
+        limited.set_default_header("Impersonate-User", "lister")
+        cache = PolicyCache(limited, on_restart=lambda: restarts.append(time.monotonic()))
+        cache.start()
+        try:
+            wait_for(lambda: len(restarts) >= 4 and cache.synced, what="the fourth failure", timeout_s=120)
+        finally:
+            cache.stop()
+            cache._thread.join(60)
+    assert restarts[3] - restarts[0] >= sum(PAUSES_S[:3]) / 2
+    rights.delete_cluster_role_binding("lists-only")
+    rights.delete_cluster_role("lists-only")
