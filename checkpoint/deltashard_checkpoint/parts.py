@@ -322,9 +322,12 @@ class PartWriter:
                 until(self._stopped),
             ):
                 crash_point("pack.before_put")
+                during = threading.Thread(target=crash_point, args=("pack.during_put",))
                 if is_armed("pack.during_put"):
-                    threading.Thread(target=crash_point, args=("pack.during_put",)).start()
+                    during.start()
                 self._store.put(key, data)
+                if during.ident is not None:
+                    during.join()  # a death that is due comes before the part goes on, however late its thread runs
                 crash_point("pack.after_put")
             with self._state:
                 self._uploaded_bytes += filling.spool.size_bytes
