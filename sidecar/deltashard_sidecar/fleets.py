@@ -41,6 +41,8 @@ WELCOME_DEADLINE_S = 30.0
 MARGIN_S = 120.0
 """A stream is ended from here so long after the controller should have ended it."""
 LONGEST_STREAM_S = 6 * 3600.0
+NEWS_DEADLINE_S = 3.0
+"""For the last heartbeat, at the end; a controller that reads takes milliseconds."""
 STOP_DEADLINE_S = 1.0
 
 _OPTIONS = (
@@ -130,7 +132,7 @@ class Fleet:
         if stream is not None:
             if stream.welcomed.is_set():
                 stream.finish()
-                self._thread.join(STOP_DEADLINE_S)
+                self._thread.join(NEWS_DEADLINE_S)
             stream.cancel()
         if self._thread.is_alive():
             self._thread.join(STOP_DEADLINE_S)

@@ -36,6 +36,8 @@ EXIT_USAGE = 2
 EXIT_OWNED = 3
 EXIT_ENVIRONMENT = 4
 TICK_S = 0.1
+NOTIFY_DEADLINE_S = 5.0
+"""A hook must never hold the pod's end up, but a node that drains is a busy one."""
 
 USAGE = """usage: deltashard-sidecar serve --url URL --run RUN --dir DIR --cache-dir DIR [--SETTING VALUE ...]
        deltashard-sidecar notify [--reason eviction] [--deadline-s S] [--socket PATH]
@@ -189,9 +191,8 @@ def notify(argv: Sequence[str]) -> int:
     request = pb.NotifyRequest(
         reason=flags.get("--reason", "eviction"), deadline_s=float(flags.get("--deadline-s", "0"))
     )
-    # A hook must never hold the pod's end up.
     with grpc.insecure_channel(f"unix:{path}") as channel, contextlib.suppress(grpc.RpcError):
-        TrainerStub(channel).Notify(request, timeout=2.0)  # type: ignore[no-untyped-call]  # generated
+        TrainerStub(channel).Notify(request, timeout=NOTIFY_DEADLINE_S)  # type: ignore[no-untyped-call]  # generated
     return 0
 
 
