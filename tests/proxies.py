@@ -20,14 +20,14 @@ class FaultyProxy:
 
     def __init__(self, upstream_port: int) -> None:
         self.upstream_port = upstream_port
-        self.hang = False
         self.rewrite: Callable[[bytes], bytes] = lambda chunk: chunk
         self.lost = 0
         self.truncated = 0
         self._lose: dict[str, int] = {}
         self._truncate_left = 0
         self._truncate_at = 0
-        self._released = threading.Event()
+        self._flows = threading.Event()
+        self._flows.set()
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -41,7 +41,7 @@ class FaultyProxy:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        self._released.set()
+        self._flows.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -60,9 +60,16 @@ class FaultyProxy:
         with self._lock:
             self._truncate_at, self._truncate_left = at_bytes, count
 
+    @property
+    def hang(self) -> bool:
+        return not self._flows.is_set()
+
+    @hang.setter
+    def hang(self, hangs: bool) -> None:
+        (self._flows.clear if hangs else self._flows.set)()
+
     def release(self) -> None:
         self.hang = False
-        self._released.set()
 
     def _spawn(self, work: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
@@ -92,8 +99,7 @@ class FaultyProxy:
                 method = chunk.split(b" ", 1)[0]
                 if method in {b"GET", b"PUT", b"HEAD", b"POST", b"DELETE"} and b"HTTP/1.1\r\n" in chunk:
                     state["method"], state["sent"] = method.decode(), "0"
-                if self.hang:
-                    self._released.wait()
+                self._flows.wait()
                 upstream.sendall(self.rewrite(chunk))
         _close(upstream)
 

@@ -321,7 +321,7 @@ def test_trainer_killed(story: Story, stage: str, commits: bool) -> None:
         code = TRAINER.format(tests=str(Path(__file__).parents[2]))
         child = subprocess.run(
             [sys.executable, "-c", code, str(process.socket), stage, str(saved)], capture_output=True, text=True,
-            timeout=60, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            timeout=240, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert child.returncode == -signal.SIGKILL, child.stderr
         assert lock_is_free(process.dir / "arena", 0), "a lock dies with its process"

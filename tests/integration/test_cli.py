@@ -501,8 +501,9 @@ def test_what_the_environment_did_is_3(cli: Cli, minio_url: str, monkeypatch: py
     from deltashard_checkpoint.stores.retries import RetryPolicy
     from deltashard_cli import targets
 
-    monkeypatch.setattr(targets, "POLICY", RetryPolicy(deadline_s=0.5))
-    code, text = cli("verify", f"s3://bucket/run?endpoint=http://127.0.0.1:{free_port()}", "--json")
+    with monkeypatch.context() as patched:
+        patched.setattr(targets, "POLICY", RetryPolicy(deadline_s=0.5))
+        code, text = cli("verify", f"s3://bucket/run?endpoint=http://127.0.0.1:{free_port()}", "--json")
     assert code == 3
     document = json.loads(text[: text.rindex("}") + 1])
     assert document["error"]["kind"] == "StoreUnavailable"

@@ -104,13 +104,14 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         (restored,) = server.incidents(fleet.INCIDENT_KIND_RESTORED)
         assert (restored.step, restored.lost_steps, restored.cause) == (5, 2, "cache")
         assert "2 steps were lost" in restored.message
-        assert heard(server, "restored", phase=fleet.PHASE_TRAINING).restores == 1
+        heard(server, "restored", phase=fleet.PHASE_TRAINING, restores=1)
         cut = again.begin()
         heard(server, "saving", phase=fleet.PHASE_SAVING)
         cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
         until(cut.over.is_set, what="aborted")
         cut.outbox.put(None)
         heard(server, "the failure", saves_failed=1, saves_failed_in_a_row=1)
+        until(lambda: server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED), deadline_s=DEADLINE_S, what="told")
         (failed,) = server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)
         assert failed.cause == "aborted"
         again.model.step = 8
@@ -121,8 +122,7 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         heard(server, "closed", phase=fleet.PHASE_CLOSED)
         again.close()
         assert process.terminate() == 0
-    assert server.last.phase == fleet.PHASE_CLOSED
-    assert server.last.last_commit.step == 8
+    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).last_commit.step == 8
 
 
 def test_the_last_commit_is_told_though_the_pod_goes_at_once(
@@ -139,7 +139,8 @@ def test_the_last_commit_is_told_though_the_pod_goes_at_once(
         trainer.detach()
         assert process.terminate() == 0
         trainer.close()
-    assert (server.last.phase, server.last.last_commit.step) == (fleet.PHASE_CLOSED, 9)
+    # Sent by then; the server may still be reading it.
+    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).last_commit.step == 9
 
 
 def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
@@ -207,7 +208,7 @@ def test_a_restart_without_a_controller_keeps_the_directive(
         assert trainer.reply.policy.encoding == "fp32"
         trainer.open()
         until(lambda: trainer.policies, what="the notice")
-        assert trainer.arena.line(0)[SAVE_AT_STEP] == 25
+        until(lambda: trainer.arena.line(0)[SAVE_AT_STEP] == 25, what="the timer follows")
         assert trainer.begin().begun.encoding == "q8"
         attempt = trainer.attempt
         trainer.close()

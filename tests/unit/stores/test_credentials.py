@@ -19,7 +19,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "aws", "AWS_SECRET_ACCESS_KEY": "aws-secret"}
 
 @pytest.fixture
 def http() -> Iterator[urllib3.PoolManager]:
-    pool = urllib3.PoolManager(timeout=urllib3.Timeout(connect=1, read=5), retries=False)
+    pool = urllib3.PoolManager(timeout=urllib3.Timeout(connect=60, read=60), retries=False)
     yield pool
     pool.clear()
 

@@ -27,7 +27,7 @@ sys.exit(0)
 def test_the_default_action_ends_the_process() -> None:
     """Without a handler of the user's, SIGTERM does what it always does."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == -signal.SIGTERM, done.stderr
     assert "still here" not in done.stdout
@@ -39,7 +39,7 @@ def test_the_first_process_of_a_container_ends_as_well() -> None:
     if subprocess.run([*unshare, "true"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip("no new pid namespace can be made here (unshare)")
     done = subprocess.run(
-        [*unshare, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+        [*unshare, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 143, (done.stdout, done.stderr)
     assert done.stdout == "saved 1\n"
