@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import urllib.request
@@ -50,7 +51,7 @@ def trainer(process: SidecarProcess) -> Iterator[Trainer]:
 def metric(process: SidecarProcess, name: str) -> float:
     """The value of one sample."""
     page = (
-        urllib.request.urlopen(f"http://127.0.0.1:{process.ready()['metrics_port']}/metrics", timeout=5)
+        urllib.request.urlopen(f"http://127.0.0.1:{process.ready()['metrics_port']}/metrics", timeout=60)
         .read()
         .decode()
     )
@@ -109,12 +110,13 @@ sys.exit("torch" in sys.modules)"""
 
 def test_it_lingers_only_without_a_trainer(tmp_path: Path, url: str) -> None:
     """An orphan of a laptop exits; while a trainer is attached it stays."""
-    with sidecar(tmp_path, url, encoding="fp32", linger_s=0.3) as process:
+    # Long enough for the trainer to attach on a busy machine.
+    with sidecar(tmp_path, url, encoding="fp32", linger_s=4) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
         trainer.save_and_commit()
         with pytest.raises(AssertionError, match="not within"):
-            until(lambda: process.poll() is not None, deadline_s=1.0)
+            until(lambda: process.poll() is not None, deadline_s=5.0)
         trainer.detach()
         assert process.died() == 0
         trainer.close()
@@ -122,15 +124,19 @@ def test_it_lingers_only_without_a_trainer(tmp_path: Path, url: str) -> None:
 
 def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
     """Its lock and its stream are gone, whatever killed it: the lingering sidecar exits."""
-    # Long enough for a Python that starts slowly to attach.
-    with sidecar(tmp_path, url, linger_s=10) as process:
-        code = (
-            "import sys,os,signal;from pathlib import Path;from tests.sidecar_client import Model,Trainer;"
-            "t=Trainer(Path(sys.argv[1]),Model());t.open();os.kill(os.getpid(),signal.SIGKILL)"
-        )
-        subprocess.run(
-            [sys.executable, "-c", code, str(process.socket)], cwd=Path(__file__).parents[2], check=False
-        )
+    code = (
+        "import sys,os,signal;from pathlib import Path;from tests.sidecar_client import Model,Trainer;"
+        "print('ready',flush=True);t=Trainer(Path(input()),Model());t.open();os.kill(os.getpid(),signal.SIGKILL)"
+    )
+    killed = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "ready\n"  # a Python that starts slowly is no part of the lingering
+    with sidecar(tmp_path, url, linger_s=4) as process:
+        killed.communicate(f"{process.socket}\n", timeout=120)
+        assert killed.returncode == -signal.SIGKILL
         trainer = Trainer(process.socket, Model())
         assert trainer.open().attempt > 1
         trainer.detach()
@@ -326,7 +332,7 @@ def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: 
         {"row_start": 295}, {"col_stop": 9}, {"col_start": 8}, {"contiguous": False},
     ):  # fmt: skip
         cut = trainer.begin()
-        block = cut.granted.get(timeout=5)
+        block = cut.granted.get(timeout=60)
         message = {**good, "block": block, **bad}
         cut.outbox.put(pb.SaveRequest(rows=pb.RowBatch(**message)))
         if bad == {"contiguous": False}:  # ids [0, 0, ...] are not ascending: found by the encoder
@@ -339,7 +345,7 @@ def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: 
             assert cut.end.failed.cause == "invalid"
         else:
             until(lambda c=cut: c.number in trainer.failures or c.end.WhichOneof("kind") == "failed")
-        assert cut.over.wait(10)
+        assert cut.over.wait(60)
     trainer.save_and_commit()
     assert process.poll() is None
 
@@ -356,11 +362,11 @@ def test_rows_that_never_arrived_fail_the_save(trainer: Trainer) -> None:
 
 def test_a_silent_trainer_loses_its_save(tmp_path: Path, url: str) -> None:
     """A hung trainer is no reason to hold the arena for ever."""
-    with sidecar(tmp_path, url, encoding="fp32", stream_idle_s=0.5) as process:
+    with sidecar(tmp_path, url, encoding="fp32", stream_idle_s=4) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
         cut = trainer.begin()
-        assert cut.over.wait(10)
+        assert cut.over.wait(60)
         assert cut.end is not None
         assert cut.end.failed.cause == "deadline"
         trainer.save_and_commit()
@@ -374,7 +380,7 @@ def test_one_save_in_flight_and_urgent_ones(trainer: Trainer, process: SidecarPr
         trainer.begin()
     assert metric(process, "deltashard_saves_skipped_total") == 1
     urgent = trainer.begin(reason="eviction", urgent=True)
-    assert first.over.wait(10)
+    assert first.over.wait(60)
     assert first.end is not None
     assert first.end.failed.cause == "superseded"
     urgent.write_all()
@@ -418,7 +424,7 @@ def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
         trainer = Trainer(process.socket, Model(rows=50))
         trainer.open()
         me = psutil.Process(process.pid)
-        counts = []
+        counts = 0, 0
         for i in range(1000):
             trainer.model.train()
             try:
@@ -427,10 +433,11 @@ def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
                 SaveRefused
             ) as refused:  # the stream before is still closing: on a busy machine a save is skipped
                 assert refused.cause == "busy"  # noqa: PT017
-            if i in (99, 999):
-                counts.append((me.num_fds(), me.num_threads()))
-        assert counts[1][0] <= counts[0][0] + 2, counts
-        assert counts[1][1] <= counts[0][1] + 4, counts
+            if i == 99:
+                counts = me.num_fds(), me.num_threads()
+        # The threads of the last streams may still be ending.
+        until(lambda: me.num_fds() <= counts[0] + 2, what=f"no more descriptors than {counts}")
+        until(lambda: me.num_threads() <= counts[1] + 4, what=f"no more threads than {counts}")
         status = Path(f"/proc/{process.pid}/status").read_text()
         anonymous = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])  # type: ignore[index]
         assert anonymous < 256 << 10, status
@@ -594,7 +601,7 @@ def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
 
 def test_sigterm_finishes_what_is_staged(tmp_path: Path, url: str) -> None:
     """The trainer is gone, the save is not: it is committed before the process ends, and the marker is taken away."""
-    process = SidecarProcess(tmp_path, url, encoding="fp32")
+    process = SidecarProcess(tmp_path, url, encoding="fp32", term_deadline_s=60)
     trainer = Trainer(process.socket, Model(rows=100_000))
     trainer.open()
     number = trainer.save()
@@ -611,9 +618,9 @@ def test_sigterm_finishes_what_is_staged(tmp_path: Path, url: str) -> None:
 
 @pytest.mark.minio
 def test_store_down_training_goes_on(tmp_path: Path, own_minio: MinioServer) -> None:
-    """Blocks keep moving, frames wait on disk, the save commits when the store is back; a restore meanwhile is unavailable."""
+    """Blocks keep moving, frames wait on disk, the save commits when the store is back."""
     url = own_minio.url(own_minio.new_bucket(), "prefix")
-    with sidecar(tmp_path, url, encoding="fp32", metrics_port=0, restore_deadline_s=1) as process:
+    with sidecar(tmp_path, url, encoding="fp32", metrics_port=0) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
         trainer.save_and_commit()
@@ -637,7 +644,8 @@ def test_a_stalled_store_costs_one_save(tmp_path: Path, own_minio: MinioServer) 
     """It fails by its deadline, the trainer hears of it, the next save covers; SIGTERM aborts by its own deadline."""
     with FaultyProxy(own_minio.port) as proxy:
         url = own_minio.url(own_minio.new_bucket(), port=proxy.port)
-        with sidecar(tmp_path, url, encoding="fp32", save_deadline_s=1.5, term_deadline_s=1) as process:
+        # Long enough for the saves that must succeed, on a busy machine.
+        with sidecar(tmp_path, url, encoding="fp32", save_deadline_s=10, term_deadline_s=1) as process:
             trainer = Trainer(process.socket, Model())
             trainer.open()
             trainer.save_and_commit()
@@ -665,7 +673,7 @@ def test_a_stalled_store_costs_one_save(tmp_path: Path, own_minio: MinioServer) 
 def test_a_restore_without_the_store_is_unavailable(tmp_path: Path, own_minio: MinioServer) -> None:
     """Never invalid: nothing was proven."""
     url = own_minio.url(own_minio.new_bucket())
-    with sidecar(tmp_path, url, encoding="fp32", restore_deadline_s=1, cache_bytes="64MiB") as process:
+    with sidecar(tmp_path, url, encoding="fp32", restore_deadline_s=10, cache_bytes="64MiB") as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
         commit = trainer.save_and_commit()
