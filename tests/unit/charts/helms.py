@@ -6,6 +6,7 @@ are skipped, loudly.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -87,8 +88,8 @@ def is_hook(document: Document) -> bool:
 def render(
     values: Mapping[str, Any] | None = None, *, namespace: str = NAMESPACE, version: str = VERSION
 ) -> Rendering:
-    """`helm template` with these values over the chart's; raises `HelmRefused`."""
-    return _render(json.dumps(values or {}, sort_keys=True), namespace, version)
+    """`helm template` with these values over the chart's, the caller's to change; raises `HelmRefused`."""
+    return copy.deepcopy(_render(json.dumps(values or {}, sort_keys=True), namespace, version))
 
 
 @cache

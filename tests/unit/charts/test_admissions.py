@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import pytest
@@ -46,11 +47,15 @@ def test_the_webhook_configuration(failure_policy: str, exempt: tuple[str, ...],
 
 def test_with_an_authority_of_yours() -> None:
     """It is the bundle."""
-    (bundle,) = {
-        each["clientConfig"].pop("caBundle")
-        for each in render({"certificates": EXISTING}).find("MutatingWebhookConfiguration")["webhooks"]
-    }
-    assert bundle
+    webhooks = render({"certificates": EXISTING}).find("MutatingWebhookConfiguration")["webhooks"]
+    bundles = {base64.b64decode(each["clientConfig"]["caBundle"]).decode() for each in webhooks}
+    assert bundles == {CERTIFICATE}
+
+
+def test_what_one_test_does_to_a_rendering_no_other_sees() -> None:
+    """Each gets its own, though Helm runs once for each set of values: which files share a process is chance."""
+    render().documents[0].clear()
+    assert render().documents[0]
 
 
 @pytest.mark.parametrize("missing", ["webhookCa", "fleetCa"])
