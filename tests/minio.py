@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -94,7 +93,7 @@ class MinioServer:
 
     def client(self) -> Minio:
         """minio-py's own client, to look at the server past our code."""
-        http = urllib3.PoolManager(timeout=urllib3.Timeout(connect=2, read=10), retries=False)
+        http = urllib3.PoolManager(timeout=urllib3.Timeout(connect=60, read=60), retries=False)
         return Minio(
             f"{self.host}:{self.port}",
             self.access_key,
@@ -161,7 +160,7 @@ class MinioServer:
                 return False
 
         try:
-            wait_for(settled, what="MinIO ready", timeout_s=60)
+            wait_for(settled, what="MinIO ready")
         finally:
             http.clear()
         return process.poll() is None
@@ -180,8 +179,7 @@ class MinioServer:
             return
         process.send_signal(how)
         try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            warnings.warn("MinIO did not end on SIGTERM", ResourceWarning, stacklevel=2)
+            process.wait(60)
+        except subprocess.TimeoutExpired:  # no test's business
             process.kill()
-            process.wait(10)
+            process.wait(60)
