@@ -18,6 +18,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
+from deltashard_checkpoint.caches import PackCache
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.stores.urls import open_store
 from deltashard_proto.arenas import NEVER, SAVE_AT_STEP, URGENT
@@ -589,14 +590,28 @@ def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
 
         def settled() -> bool:
             live = RunLog(open_store(url), "run").refresh().checkpoints
-            cuts = list((tmp_path / "store/run/data").glob("*/*"))
-            return len(live) == 2 and sum(any(cut.iterdir()) for cut in cuts) <= 3
+            cuts = {info.key.rpartition("/")[0] for info in open_store(url).list("run/data/")}
+            return len(live) == 2 and len(cuts) <= 3
 
         until(settled, what="old checkpoints are gone")
         trainer.model.wipe()
         trainer.restore(commit.seq)
         assert same(trainer.model.state(), state)
         trainer.close()
+
+
+def test_caches_of_ended_runs_make_room(tmp_path: Path, url: str) -> None:
+    """They go at start already, before any store answers; the cache of a run whose sidecar lives stays."""
+    for name in ("ended", "alive"):
+        PackCache(tmp_path / name, budget_bytes=1 << 20).close()
+        (tmp_path / name / f"{'0' * 32}.pack").write_bytes(bytes(4096))
+    with (
+        PackCache(tmp_path / "alive", budget_bytes=1 << 20),
+        sidecar(tmp_path, url, cache_total_bytes=1) as process,
+    ):
+        until(lambda: any(event["event"] == "sweep.done" for event in process.events()))
+        assert not (tmp_path / "ended").exists()
+        assert (tmp_path / "alive").exists()
 
 
 def test_sigterm_finishes_what_is_staged(tmp_path: Path, url: str) -> None:
