@@ -10,7 +10,6 @@ at a multiple of 64 bytes (`sections`), or chunks of blobs. The sidecar grants b
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -120,13 +119,18 @@ class Arena:
         """Map an existing arena; raises `ArenaError` when it is not one."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            size = os.fstat(fd).st_size
-            if size < BLOCKS_OFFSET:
-                raise ArenaError(f"{path}: {size} bytes is no arena")  # noqa: TRY301 - the descriptor is closed below
-            mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            return cls.mapped(path, fd)
         except BaseException:
             os.close(fd)
             raise
+
+    @classmethod
+    def mapped(cls, path: Path, fd: int) -> Arena:
+        """Map the arena that `fd` has open; raises `ArenaError` when it is not one."""
+        size = os.fstat(fd).st_size
+        if size < BLOCKS_OFFSET:
+            raise ArenaError(f"{path}: {size} bytes is no arena")
+        mapping = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         arena = cls(path, mapping, fd)
         # Forked DataLoader workers must neither write blocks nor keep them alive.
         mapping.madvise(mmap.MADV_DONTFORK)
@@ -169,10 +173,17 @@ class Arena:
         """Give the memory of all blocks back; whoever still looks at one sees zeros. `create` allocates it anew."""
         self._map.madvise(mmap.MADV_REMOVE, BLOCKS_OFFSET, len(self.view) - BLOCKS_OFFSET)
 
-    def close(self) -> None:
-        """Unmap when nothing refers to the mapping any more, and close the file (which drops its record locks)."""
+    def unmap(self) -> bool:
+        """Unmap; False when something still looks at the memory: the kernel unmaps it once this object is gone, too."""
         self.words.release()
         self.view.release()
-        with contextlib.suppress(BufferError):  # tensors still look at it; the kernel unmaps at exit
+        try:
             self._map.close()
+        except BufferError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Unmap when nothing refers to the mapping any more, and close the file (which drops its record locks)."""
+        self.unmap()
         os.close(self.fd)

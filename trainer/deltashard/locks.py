@@ -3,7 +3,9 @@
 The sidecar asks the kernel whether the writer of an arena line still lives by testing a record lock. Such locks belong
 to the process: forked DataLoader workers do not inherit them, and they vanish with the process whatever killed it. But
 closing *any* descriptor of the file drops them all. So every arena is opened once per process, kept in a registry by
-(device, inode), counted, and closed with its last user.
+(device, inode), counted, and closed with its last user. A mapping has a descriptor of its own inside, which closes
+whenever it is collected: a mapping that something still looks at (a control line, a tensor) stays in the registry with
+its file, and is unmapped when the file is opened or given up the next time, while no lock is held.
 
 A second lock, on a file of its own in the runtime directory, is taken before a sidecar is even started: two trainers
 of one run on one machine would replace each other's session for ever.
@@ -13,10 +15,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import threading
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltashard_proto.arenas import Arena, ArenaError
@@ -27,8 +29,24 @@ _PF_EXITING = 0x4
 """A flag of /proc/PID/stat: the process is on its way out (linux/sched.h)."""
 
 _Key = tuple[int, int]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Opened:
+    """An arena's file, open in this process."""
+
+    arena: Arena
+    users: int = 0
+    older: list[Arena] = field(default_factory=list)
+    """Earlier mappings of the same descriptor that could not be unmapped, or had become too small."""
+
+    def unmap(self) -> None:
+        """Unmap what nobody looks at any more. Drops the locks: only without users."""
+        self.older = [arena for arena in self.older if not arena.unmap()]
+
+
 _lock = threading.Lock()
-_arenas: dict[_Key, tuple[Arena, int]] = {}
+_arenas: dict[_Key, _Opened] = {}
 _files: dict[_Key, tuple[int, int]] = {}
 
 
@@ -71,38 +89,38 @@ def open_arena(path: Path) -> Arena:
     with _lock:
         try:
             key = _key(path)
-            held = _arenas.get(key)
-            if held is None:
-                arena = Arena.open(path)
-            elif held[0].shape.total_bytes > len(held[0].view):
-                old = held[0]
-                mapping = mmap.mmap(
-                    old.fd, os.fstat(old.fd).st_size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE
-                )
-                mapping.madvise(mmap.MADV_DONTFORK)
-                arena = Arena(path, mapping, old.fd)
-            else:
-                arena = held[0]
+            opened = _arenas.get(key)
+            if opened is None:
+                opened = _arenas[key] = _Opened(arena=Arena.open(path))
+            elif opened.users == 0:
+                opened.unmap()
+                opened.arena = Arena.mapped(path, opened.arena.fd)
+            elif opened.arena.shape.total_bytes > len(opened.arena.view):
+                opened.older.append(opened.arena)
+                opened.arena = Arena.mapped(path, opened.arena.fd)
         except (OSError, ArenaError) as error:
             raise SidecarUnavailable(
                 f"the arena cannot be mapped: {error}",
                 where=str(path),
                 remedy="trainer and sidecar must share the volume",
             ) from error
-        _arenas[key] = (arena, (held[1] if held else 0) + 1)
-        return arena
+        opened.users += 1
+        return opened.arena
 
 
 def release_arena(arena: Arena) -> None:
-    """Give up one use; the last one closes the file, and with it drops the lock."""
+    """Give up one use; the last one drops the lock, and closes the file if nothing looks at its memory any more."""
     with _lock:
-        for key, (held, users) in list(_arenas.items()):
-            if held.fd == arena.fd:
-                if users > 1:
-                    _arenas[key] = (held, users - 1)
-                else:
-                    del _arenas[key]
-                    held.close()
+        for key, opened in list(_arenas.items()):
+            if opened.arena.fd == arena.fd:
+                opened.users -= 1
+                if opened.users == 0:
+                    fcntl.lockf(arena.fd, fcntl.LOCK_UN)
+                    opened.older.append(opened.arena)
+                    opened.unmap()
+                    if not opened.older:
+                        del _arenas[key]
+                        os.close(arena.fd)
                 return
 
 

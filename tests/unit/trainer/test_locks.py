@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,10 @@ def in_child(work: Callable[[], object]) -> str:
     os.waitpid(pid, 0)
     with os.fdopen(read, "rb") as pipe:
         return pipe.read().decode()
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 @pytest.fixture
@@ -74,6 +79,45 @@ def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -
     second.block(8)[:4] = b"abcd"
     assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == "AnotherTrainer"
     release_arena(first)
+    release_arena(second)
+
+
+def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> None:
+    """A mapping has a descriptor of its own: it must not close, whenever its last reader goes, under a newer lock."""
+    before = open_files()
+    first = open_arena(arena_path)
+    line = first.line(
+        0
+    )  # as a Checkpointer that was closed, or has not heard yet that its sidecar is another one
+    release_arena(first)
+    second = open_arena(arena_path)
+    lock_line(second, 0)
+    del first, line
+    gc.collect()
+    assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == "AnotherTrainer"
+    second.line(0)[0] = 7
+    release_arena(second)
+    assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == ""
+    third = open_arena(arena_path)
+    assert third.line(0)[0] == 7
+    release_arena(third)
+    assert open_files() == before
+
+
+def test_a_mapping_that_was_outgrown_and_is_collected_drops_no_lock(arena_path: Path) -> None:
+    """The same with a live user, whose arena was mapped anew."""
+    first = open_arena(arena_path)
+    lock_line(first, 0)
+    pid = os.fork()
+    if pid == 0:
+        Arena.create(arena_path, blocks=9, block_bytes=1 << 16, epoch=2)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    second = open_arena(arena_path)
+    release_arena(first)
+    del first
+    gc.collect()
+    assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == "AnotherTrainer"
     release_arena(second)
 
 
