@@ -28,7 +28,8 @@ from pods import Pod
 from records import StepLines, Watch
 
 T = TypeVar("T")
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
+"""Without a step or a checkpoint: a machine that is busy with something else is slow, but it gets on."""
 
 
 class DemoFailed(Exception):
@@ -78,11 +79,14 @@ class Scene:
 
     def until(self, what: str, found: Callable[[], T | None], *, poll_s: float = 0.02) -> T:
         """Wait for `found()` to be true; raises `DemoFailed` with the containers' last lines."""
-        deadline = time.monotonic() + DEADLINE_S
+        reached, deadline = None, 0.0
         while True:
             value = found()
             if value:
                 return value
+            now_at = (self.lines.last, len(self.watch.seen))
+            if now_at != reached:
+                reached, deadline = now_at, time.monotonic() + DEADLINE_S
             if time.monotonic() > deadline or self.pod.finished.is_set():
                 logs = "\n".join(f"--- {name}\n{self.pod.log_tail(name)}" for name in ("trainer", "sidecar"))
                 raise DemoFailed(f"waited in vain for {what}\n{logs}")

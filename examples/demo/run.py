@@ -146,8 +146,7 @@ def _play(folder: Path, url: str, steps: int, stack: contextlib.ExitStack, conso
             f"    {what}: committed {kill.last_committed_step}, back at {kill.restored_step}; source: {kill.source}"
         )
         happened.append(kill)
-    if not pod.finished.wait(600):
-        raise kills.DemoFailed(f"training did not finish\n{pod.log_tail('trainer')}")
+    scene.until("the end of training", pod.finished.is_set)
     watch.poll()
     result = json.loads((evidence / "result.json").read_text())
     return Played(lines=lines, watch=watch, pod=pod, kills=happened, result=result, started_s=started_s)
@@ -259,4 +258,7 @@ def _print(console: Console, summary: dict[str, object], out: Path, took_s: floa
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except kills.DemoFailed as failure:
+        sys.exit(f"the demo failed: {failure}")
