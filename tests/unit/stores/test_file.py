@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deltashard_checkpoint.stores import file
@@ -95,6 +96,26 @@ def test_stale_temporaries_go_with_their_directory(tmp_path: Path, monkeypatch: 
     os.utime(debris, (1, 1))
     store.delete(["data/1/a"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_put_goes_on_when_a_deleter_takes_the_directory_above_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever deletes the last object prunes upwards, at any instant of a put into a new directory beside it."""
+    store = FileStore(tmp_path)
+    (tmp_path / "data").mkdir()
+    real, pruned = Path.mkdir, []
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == tmp_path / "data" / "2" and not pruned:
+            pruned.append(path)
+            path.parent.rmdir()
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    store.put_if_absent("data/2/x", b"x")
+    assert pruned
+    assert store.get("data/2/x") == b"x"
 
 
 @pytest.mark.parametrize(
