@@ -2,8 +2,9 @@
 
 Now it is what the CheckpointPolicy says, with the workload's annotations before it; what measures failures and costs
 decides here, too, once there is such a thing. A directive is given when the policy changed under a run: when what is
-wanted differs from what the run's sidecars say is in force and from the directive they were given last. In a directive
-0 and "" keep what the pod was started with, so a timer cannot be turned off while training runs.
+wanted differs from what the run's sidecars say is in force and from the directive they were given last. Of the two
+timers, interval and steps, 0 turns one off while training runs; both off is no directive, so that nobody switches
+saving off from afar.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ def decided(spec: Mapping[str, Any], defaults: Mapping[str, Any], wish: Wish) ->
 
 def differs(wanted: PolicyInForce, in_force: PolicyInForce) -> bool:
     """Whether a directive with `wanted` would change anything."""
+    if wanted.timed and (wanted.every_s, wanted.every_steps) != (in_force.every_s, in_force.every_steps):
+        return True
     return any(
         ask and ask != have
         for ask, have in (
-            (wanted.every_s, in_force.every_s),
-            (wanted.every_steps, in_force.every_steps),
             (wanted.encoding, in_force.encoding),
             (wanted.differential, in_force.differential),
         )

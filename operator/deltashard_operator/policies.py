@@ -138,13 +138,17 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         top.fail("bits", f"one of {', '.join(map(str, _BITS))}")
     cpu_request = requests.millis("cpu", 500)
     memory_request = requests.bytes("memory", 512 << 20)
+    every_s = top.integer("intervalSeconds", 300, high=7 * 86400)
+    every_steps = top.integer("everySteps", 0)
+    if not every_s and not every_steps:
+        top.fail("intervalSeconds", "seconds above 0, or 0 beside everySteps above 0")
     return Policy(
         name=name,
         url=_url(store),
         secret_name=store.text("secretName", "", _NAME) or None,
         web_identity=_web_identity(identity) if identity.present else None,
-        every_s=float(top.integer("intervalSeconds", 300, high=7 * 86400)),
-        every_steps=top.integer("everySteps", 0),
+        every_s=float(every_s),
+        every_steps=every_steps,
         encoding=top.choice("encoding", _BITS[bits], ENCODINGS),
         differential=top.choice("differential", "intermittent", DIFFERENTIALS),
         arena_bytes=_whole_blocks(

@@ -78,6 +78,7 @@ def status(run: Run, now_s: float) -> Document:
     """The whole status; a field without a value is left out."""
     progress, tally = run.progress, run.tally
     policy = run.directed or progress.policy
+    timers = policy if policy.timed else progress.policy
     guess = failures.estimate(tally, run.trained_s, now_s)
     begun = bool(run.started_at_s)
     found: Document = {
@@ -91,10 +92,8 @@ def status(run: Run, now_s: float) -> Document:
         "lastCommitTime": _time(progress.last_commit_at_s),
         "lastCommitSeq": progress.last_seq or None,
         "attempt": progress.attempt or None,
-        "intervalSeconds": int(policy.every_s or progress.policy.every_s)
-        if progress.policy.encoding
-        else None,
-        "everySteps": (policy.every_steps or progress.policy.every_steps) or None,
+        "intervalSeconds": int(timers.every_s) if progress.policy.encoding else None,
+        "everySteps": timers.every_steps or None,
         "encoding": policy.encoding or None,
         "bits": BITS.get(policy.encoding),
         "differential": policy.differential or None,

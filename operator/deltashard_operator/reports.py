@@ -142,13 +142,18 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInForce:
-    """How a run saves. In a directive, 0 and "" keep what the pod was started with."""
+    """How a run saves. In a directive, "" keeps what the pod was started with, and so do timers that are both 0."""
 
     every_s: float = 0.0
     every_steps: int = 0
     encoding: str = ""
     differential: str = ""
     state_encoding: str = ""
+
+    @property
+    def timed(self) -> bool:
+        """Whether anything but a person or the pod's end makes it save."""
+        return bool(self.every_s or self.every_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,6 +207,7 @@ class Directive:
         policy = self.policy
         return wire.Directive(
             generation=self.generation,
+            timers=policy.timed,
             policy=trainer_wire.Policy(
                 every_s=policy.every_s,
                 every_steps=policy.every_steps,

@@ -2,12 +2,14 @@
 
     settings (environment, flags)  <  directive by its generation
 
-A directive is whole: it replaces the one before, and its zero and empty fields keep what the pod started with. Only a
-newer generation counts, so late and repeated messages change nothing. The newest one rides in the metadata of every
-commit under `KEY`, with the workload it was given to: a sidecar of that workload that starts while no controller is
-there goes on under it. A sidecar of another workload (a run continued by `run-id`) does not: its user chose anew.
+A directive is whole: it replaces the one before, and its zero and empty fields keep what the pod started with. With
+`timers` its interval and its steps count as they are, so that a policy can go from seconds to steps and back under a
+run; both off is refused, for nobody may switch saving off from afar. Only a newer generation counts, so late and
+repeated messages change nothing. The newest one rides in the metadata of every commit under `KEY`, with the workload it
+was given to: a sidecar of that workload that starts while no controller is there goes on under it. A sidecar of another
+workload (a run continued by `run-id`) does not: its user chose anew.
 
-docs/design/020-directives.md has the reasons.
+docs/design/021-directives.md has the reasons.
 """
 
 from __future__ import annotations
@@ -64,6 +66,8 @@ class Directive:
 
     generation: int
     policy: Policy
+    timers: bool = False
+    """`every_s` and `every_steps` count as they are: 0 is off."""
     workload: str = ""
     """UID of the workload it was given to."""
 
@@ -74,6 +78,7 @@ class Directive:
             "generation": self.generation,
             "policy": {name: value for name, value in said.items() if value},
             "workload": self.workload,
+            **({"timers": True} if self.timers else {}),
         }
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
 
@@ -88,7 +93,13 @@ class InForce:
     @property
     def policy(self) -> Policy:
         """The settings with the directive over them."""
-        return self.started_with if self.directive is None else self.directive.policy.over(self.started_with)
+        if self.directive is None:
+            return self.started_with
+        asked = self.directive.policy
+        policy = asked.over(self.started_with)
+        if self.directive.timers:
+            policy = replace(policy, every_s=asked.every_s, every_steps=asked.every_steps)
+        return policy
 
     @property
     def generation(self) -> int:
@@ -102,8 +113,9 @@ class InForce:
 
 def received(message: fleet.Directive, workload: str) -> Directive:
     """The directive of a message to a sidecar of `workload`; raises `BadDirective`."""
+    policy = Policy.of(message.policy)
     return _checked(
-        Directive(generation=message.generation, policy=Policy.of(message.policy), workload=workload)
+        Directive(generation=message.generation, policy=policy, timers=message.timers, workload=workload)
     )
 
 
@@ -112,7 +124,12 @@ def recorded(text: str) -> Directive:
     try:
         document: Any = json.loads(text[: MAX_TEXT + 1])
         policy = Policy(**document["policy"])
-        directive = Directive(generation=document["generation"], policy=policy, workload=document["workload"])
+        directive = Directive(
+            generation=document["generation"],
+            policy=policy,
+            timers=document.get("timers", False),
+            workload=document["workload"],
+        )
     except (ValueError, TypeError, KeyError, RecursionError):
         raise BadDirective("the recorded directive cannot be read", where=KEY) from None
     words = (policy.encoding, policy.differential, policy.state_encoding, directive.workload)
@@ -120,6 +137,7 @@ def recorded(text: str) -> Directive:
         type(policy.every_s) not in (int, float)
         or type(policy.every_steps) is not int
         or type(directive.generation) is not int
+        or type(directive.timers) is not bool
         or not all(type(word) is str for word in words)
     ):
         raise BadDirective("the recorded directive has a value of a wrong type", where=KEY)
@@ -148,4 +166,10 @@ def _checked(directive: Directive) -> Directive:
     )
     if not numbers_fit:
         raise BadDirective("a number is out of range", where=f"directive {directive.generation}")
+    if directive.timers and not policy.every_s and not policy.every_steps:
+        raise BadDirective(
+            "it would turn off every timer",
+            where=f"directive {directive.generation}",
+            remedy="a pod of its own settings may save on demand only; no directive can have it so",
+        )
     return directive

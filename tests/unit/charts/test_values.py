@@ -606,6 +606,8 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("monitoring.rules.runbooks", "https://wiki.example/"),
         ("defaultPolicy", {"bits": 5}),
         ("defaultPolicy", {"bits": 8, "encoding": "q8"}),
+        ("defaultPolicy", {"intervalSeconds": 0}),
+        ("defaultPolicy", {"intervalSeconds": 0, "everySteps": 0}),
         ("defaultPolicy", {"store": {"url": "file:///tmp"}}),
         ("defaultPolicy", {"store": {"secretName": "without-url"}}),
         ("defaultPolicy", {"intervalSecond": 5}),

@@ -311,6 +311,13 @@ def test_a_changed_policy_becomes_a_directive_that_survives_the_controller(own: 
         assert cluster.http("PATCH", path, {"spec": {"intervalSeconds": 90}}, content=MERGE).status == 200
         eventually(lambda: sidecar.directives[-1].generation > generation, "a newer one")
         assert sidecar.directives[-1].policy.every_s == 90.0
+        generation = sidecar.directives[-1].generation
+        steps = {"spec": {"intervalSeconds": 0, "everySteps": 20}}
+        assert cluster.http("PATCH", path, steps, content=MERGE).status == 200
+        eventually(lambda: sidecar.directives[-1].generation > generation, "one that turns the interval off")
+        told = sidecar.directives[-1]
+        assert (told.timers, told.policy.every_s, told.policy.every_steps) == (True, 0.0, 20)
+        cluster.reaches(job, intervalSeconds=0, everySteps=20)
 
 
 def test_a_job_created_again_under_its_name_is_a_new_run_and_hears_how_to_continue_the_older(

@@ -59,6 +59,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a store without url": ({"store": {"secretName": "store"}}, "Required value"),
     "a negative interval": ({"intervalSeconds": -1}, "greater than or equal to 0"),
     "an interval beyond a week": ({"intervalSeconds": 604801}, "less than or equal to 604800"),
+    "no timer at all": ({"intervalSeconds": 0, "everySteps": None}, "it needs everySteps above 0"),
+    "no timer and no steps": ({"intervalSeconds": 0, "everySteps": 0}, "it needs everySteps above 0"),
     "steps as text": ({"everySteps": "10"}, "must be of type integer"),
     "an unknown differential": ({"differential": "sometimes"}, "Unsupported value"),
     "an arena too small": ({"arenaSize": "63Mi"}, "from 64Mi to 1Ti"),

@@ -94,6 +94,7 @@ def test_a_policys_encoding_is_not_mixed_with_the_defaults_bits() -> None:
         ({"differential": "some"}, "spec.differential is 'some'"),
         ({"intervalSeconds": -1}, "spec.intervalSeconds is"),
         ({"intervalSeconds": True}, "spec.intervalSeconds is"),
+        ({"intervalSeconds": 0}, "spec.intervalSeconds is"),
         ({"everySteps": "10"}, "spec.everySteps is"),
         ({"arenaSize": "1Mi"}, "spec.arenaSize is"),
         ({"cacheSize": []}, "spec.cacheSize is"),

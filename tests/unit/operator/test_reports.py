@@ -182,5 +182,6 @@ def test_a_directive_goes_out_whole() -> None:
         every_s=90.0, every_steps=7, encoding="q4", differential="one-shot", state_encoding="bf16"
     )
     message = reports.Directive(generation=5, policy=policy).message()
-    assert message.generation == 5
+    assert (message.generation, message.timers) == (5, True)
+    assert not reports.Directive(generation=6, policy=reports.PolicyInForce(encoding="q8")).message().timers
     assert reports.heartbeat_of(wire.Heartbeat(policy=message.policy)).policy == policy

@@ -59,6 +59,8 @@ def test_a_run_does_what_its_policy_says_and_before_that_what_its_annotations_sa
 def test_only_what_a_directive_can_say_is_compared() -> None:
     in_force = PolicyInForce(every_s=60.0, every_steps=7, encoding="q4", differential="full")
     assert not differs(in_force, in_force)
-    assert not differs(PolicyInForce(every_s=60.0, encoding="q4"), in_force)
+    assert not differs(PolicyInForce(encoding="q4"), in_force), "no timer at all is no directive"
+    assert differs(PolicyInForce(every_s=60.0, encoding="q4"), in_force), "steps are off"
+    assert differs(PolicyInForce(every_steps=7, encoding="q4"), in_force), "the interval is off"
     assert differs(PolicyInForce(every_s=61.0, encoding="q4"), in_force)
     assert differs(PolicyInForce(encoding="q8"), in_force)

@@ -27,6 +27,25 @@ def test_a_directive_lies_over_what_the_pod_was_started_with() -> None:
     assert held.after(Directive(generation=3, policy=Policy())).policy == BASE
 
 
+def test_a_directive_of_timers_turns_one_of_them_off() -> None:
+    """From seconds to steps and back, as a policy says; what is no timer is kept as ever."""
+    held = InForce(started_with=BASE)
+    steps = fleet.Directive(generation=1, policy=pb.Policy(every_steps=20), timers=True)
+    held = held.after(received(steps, ""))
+    assert (held.policy.every_s, held.policy.every_steps, held.policy.encoding) == (0.0, 20, "q8")
+    seconds = fleet.Directive(generation=2, policy=pb.Policy(every_s=60.0), timers=True)
+    held = InForce(started_with=Policy(every_steps=20)).after(received(seconds, ""))
+    assert (held.policy.every_s, held.policy.every_steps) == (60.0, 0)
+
+
+def test_no_directive_turns_saving_off() -> None:
+    """From whoever it comes: the controller, or a commit's metadata."""
+    with pytest.raises(BadDirective, match="every timer"):
+        received(fleet.Directive(generation=1, policy=pb.Policy(encoding="q8"), timers=True), "")
+    with pytest.raises(BadDirective, match="every timer"):
+        recorded('{"generation": 1, "policy": {}, "timers": true, "workload": ""}')
+
+
 def test_only_a_newer_generation_counts() -> None:
     """Late, repeated and reordered messages change nothing."""
     held = InForce(started_with=BASE)
@@ -41,6 +60,8 @@ def test_the_recorded_form_reads_back() -> None:
     message = fleet.Directive(generation=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
     directive = received(message, "uid-1")
     assert recorded(directive.text()) == directive
+    steps = fleet.Directive(generation=8, policy=pb.Policy(every_steps=5), timers=True)
+    assert recorded(received(steps, "uid-1").text()) == received(steps, "uid-1")
     assert json.loads(directive.text()) == {
         "generation": 7,
         "policy": {"encoding": "q2", "every_s": 45.5},
@@ -81,6 +102,7 @@ def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
         '{"generation": 1, "policy": {"every_steps": 1.5}, "workload": ""}',
         '{"generation": 1, "policy": {"bogus": 1}, "workload": ""}',
         '{"generation": 1, "policy": [], "workload": ""}',
+        '{"generation": 1, "policy": {"every_s": 1}, "timers": 1, "workload": ""}',
         '{"generation": 1, "policy": {}, "workload": 3}',
         '{"generation": 9223372036854775808, "policy": {}, "workload": ""}',
         '{"generation": 1, "policy": {"every_s": NaN}, "workload": ""}',
