@@ -134,7 +134,7 @@ class Rest:
         self._pool = urllib3.PoolManager(
             maxsize=16,
             retries=False,
-            timeout=30.0,
+            timeout=120.0,
             ca_certs=f"{folder}/ca.crt",
             cert_file=f"{folder}/admin.crt",
             key_file=f"{folder}/admin.key",
@@ -165,7 +165,9 @@ class Rest:
             body=None if body is None else json.dumps(body),
             headers={"Content-Type": content, "Accept": accept},
         )
-        return Reply(status=reply.status, document=reply.json(), warnings=reply.headers.getlist("Warning"))
+        return Reply(
+            status=reply.status, document=_document(reply.data), warnings=reply.headers.getlist("Warning")
+        )
 
     def text(self, path: str) -> str:
         """A page that is no document, such as the metrics."""
@@ -192,6 +194,15 @@ class Rest:
         assert self.create(document).status == 201
         account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
         assert self.create(account, name).status == 201
+
+
+def _document(said: bytes) -> dict[str, Any]:
+    """What is no document (a page that is not there, yet) is a message, as in a status."""
+    try:
+        found = json.loads(said)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"message": said.decode(errors="replace")}
 
 
 NAMESPACED = {
@@ -279,7 +290,7 @@ class ApiServer:
             "--shutdown-delay-duration=0s",
             *self._flags,
         )
-        core = client.CoreV1Api(self.api())
+        http = self.http()
 
         def ready() -> bool:
             for process in self._processes:
@@ -289,21 +300,21 @@ class ApiServer:
                         pytrace=False,
                     )
             try:
-                core.read_namespace("default")
-            except Exception:
+                return all(
+                    http("GET", path).status == 200 for path in ("/readyz", "/api/v1/namespaces/default")
+                )
+            except urllib3.exceptions.HTTPError:
                 return False
-            return True
 
         try:
-            wait_for(ready, what="the API server", timeout_s=90)
-            for name in ("default", "trainer"):  # nobody makes them without the controller manager
-                account = client.V1ServiceAccount(metadata=client.V1ObjectMeta(name=name))
-                core.create_namespaced_service_account("default", account)
+            with http:
+                wait_for(ready, what="the API server", timeout_s=180)
+                for name in ("default", "trainer"):  # nobody makes them without the controller manager
+                    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
+                    assert http.create(account).status == 201
         except BaseException:
             self.stop()
             raise
-        finally:
-            core.api_client.close()
 
     def _certificates(self) -> dict[str, bytes]:
         authority = Authority("cluster")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,20 +69,12 @@ def prepared(http: Rest) -> Rest:
         assert http("POST", root, definition).status == 201, path
         spec = definition["spec"]
         place = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-        wait_for(partial(served, http, place), what=place, timeout_s=60)
+        wait_for(lambda place=place: http("GET", place).status == 200, what=place)
     http.namespace(NAMESPACE, {"pod-security.kubernetes.io/enforce": "restricted"})
     rendering = render()
     for account in [*rendering.all("ServiceAccount"), *rendering.all("ServiceAccount", hook=True)]:
         assert http("POST", f"{collection(account)}?fieldValidation=Strict", account).status == 201
     return http
-
-
-def served(http: Rest, place: str) -> bool:
-    """Whether the API knows a custom resource by now; before, it answers with no JSON."""
-    try:
-        return http("GET", place).status == 200
-    except ValueError:
-        return False
 
 
 def collection(document: Document) -> str:

@@ -277,7 +277,7 @@ def _all_configurations(apiserver: ApiServer) -> list[str]:
     return [item["metadata"]["name"] for item in items]
 
 
-def eventually(ask: Any, good: Any, *, timeout_s: float = 60.0) -> Any:
+def eventually(ask: Any, good: Any) -> Any:
     """The first answer that is good: the API server takes a moment to heed new resources and policies."""
     answers: list[Any] = []
 
@@ -285,7 +285,7 @@ def eventually(ask: Any, good: Any, *, timeout_s: float = 60.0) -> Any:
         answers[:] = [ask()]
         return bool(good(answers[0]))
 
-    wait_for(met, timeout_s=timeout_s, what=f"a good answer in place of {answers}")
+    wait_for(met, what=f"a good answer in place of {answers}")
     return answers[0]
 
 

@@ -24,26 +24,20 @@ from tests.minio import ROOT, free_port, wait_for
 from tests.unit.operator import samples
 from tests.unit.operator.test_certificates import put
 
+GROUP = "apiextensions.k8s.io/v1"
 DEFINITIONS = sorted((ROOT / "charts/deltashard/templates/crds").glob("*.yaml"))
 """The chart's own custom resources."""
 
 
 def install_definitions(server: ApiServer) -> None:
     """Make the custom resources and wait until they are served."""
-    with server.api() as api:
-        definitions = client.ApiextensionsV1Api(api)
+    with server.http() as http:
         for path in DEFINITIONS:
-            name = definitions.create_custom_resource_definition(
-                yaml.safe_load(path.read_text())
-            ).metadata.name
-
-            def served(name: str = name) -> bool:
-                found = definitions.read_custom_resource_definition(name)
-                return any(
-                    c.type == "Established" and c.status == "True" for c in found.status.conditions or []
-                )
-
-            wait_for(served, what=name)
+            made = http("POST", f"/apis/{GROUP}/customresourcedefinitions", yaml.safe_load(path.read_text()))
+            assert made.status == 201, made.document
+            spec = made.document["spec"]
+            place = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
+            wait_for(lambda place=place: http("GET", place).status == 200, what=place)
 
 
 @contextlib.contextmanager
@@ -123,7 +117,7 @@ class WebhookProcess:
         """Status and text of a plain page; status 0 when nobody answers."""
         assert self.process is not None
         assert self.process.poll() is None, (self.directory / "log").read_text()
-        with urllib3.PoolManager(retries=False, timeout=5.0) as http:
+        with urllib3.PoolManager(retries=False, timeout=60.0) as http:
             try:
                 reply = http.request("GET", f"http://127.0.0.1:{self.metrics_port}/{path}")
             except urllib3.exceptions.HTTPError:
@@ -134,7 +128,7 @@ class WebhookProcess:
         """End it; returns its exit status."""
         assert self.process is not None
         self.process.send_signal(number)
-        status = self.process.wait(20)
+        status = self.process.wait(60)
         self.process = None
         return status
 

@@ -149,7 +149,7 @@ def test_no_api(tmp_path: Path) -> None:
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("deltashard-chart-test: ")
