@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -108,7 +109,7 @@ class ControllerProcess:
         """Status and text of a plain page; status 0 when nobody answers."""
         assert self.process is not None
         assert self.process.poll() is None, self.log
-        with urllib3.PoolManager(retries=False, timeout=10.0) as http:
+        with urllib3.PoolManager(retries=False, timeout=60.0) as http:
             try:
                 reply = http.request("GET", f"http://127.0.0.1:{self.metrics_port}/{path}")
             except urllib3.exceptions.HTTPError:
@@ -423,7 +424,8 @@ class Sidecar:
         return self.error.code(), self.error.details() or ""
 
     def __enter__(self) -> Self:
-        for _ in range(60):  # a pod that is not known yet is told to come again
+        until_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until_s:  # a pod that is not known yet is told to come again
             self._welcome.clear()
             self.open()
             assert self._welcome.wait(PATIENCE_S)

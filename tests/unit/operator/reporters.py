@@ -150,6 +150,8 @@ async def serving(api: Any, **settings: Any) -> AsyncIterator[Service]:
     authority, metrics, book = Authority("fleet"), FleetMetrics(), settings.pop("book", None) or Book()
     tls = Tls(authority.issue())
     reviewer = Reviewer(api, count=metrics.reviewed)
+    # Three of them are how long a sidecar may be silent: none shall be because this machine is busy.
+    settings = {"heartbeat_s": PATIENCE_S} | settings
     fleet = Fleet(ledger=book, reviewer=reviewer, tls=tls, metrics=metrics, **settings)
     await fleet.start("127.0.0.1", 0)
     try:

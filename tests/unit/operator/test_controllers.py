@@ -150,10 +150,9 @@ def test_incidents_are_events_once_each_and_conditions_while_they_last(
         assert cluster.condition(job, "SavesFailing")["status"] == "True"
         assert "the bucket is missing" in cluster.condition(job, "StoreUnavailable")["message"]
         eventually(
-            lambda: {each["count"] for each in cluster.events("SaveFailed")} == {3},
-            "one Event that was told three times",
+            lambda: [each["count"] for each in cluster.events("SaveFailed")] == [3, 3],
+            "an Event of the run and one of the Job, each told three times",
         )
-        assert len(cluster.events("SaveFailed")) == 2  # of the run and of the Job
         assert eventually(lambda: cluster.events("StoreUnavailable"), "an Event")[0]["type"] == "Warning"
         sidecar.beat(step=9, seq=1, committed=8)
         cluster.reaches(job, phase="Training")
@@ -198,6 +197,8 @@ def test_what_is_not_written_at_sigterm_is_written_before_the_end(own: Own) -> N
     with Sidecar(controller, cluster, pod, job) as sidecar:
         sidecar.beat(step=5, seq=1, committed=4)
         cluster.reaches(job, phase="Training", lastCommittedStep=4)
+        # What the kubelet says of the pod is worth a write of its own: it must not come later.
+        eventually(lambda: cluster.status(job)["pods"][0].get("phase") == "Running", "the pod's phase")
         sidecar.beat(step=50, seq=2, committed=44)
         eventually(
             lambda: (
@@ -217,8 +218,10 @@ def test_finished_runs_are_removed_after_their_days_and_do_not_come_back(own: Ow
     controller.start()
     eventually(lambda: cluster.run(job), "a CheckpointRun")
     cluster.end(job)
-    cluster.reaches(job, phase="Finished")
     eventually(lambda: not cluster.run(job), "its removal")
+    eventually(
+        lambda: controller.metric("deltashard_controller_runs_removed_total"), "the controller's count"
+    )
     controller.stop()
     controller.start()
     other = cluster.job("other")
@@ -454,9 +457,7 @@ def test_nothing_of_a_users_is_ever_written(controller: ControllerProcess, clust
             assert eventually(lambda reason=reason: cluster.events(reason), reason)
         one.beat(step=9, seq=2, committed=8, attempt=2)
         two.beat(step=9, seq=2, committed=8, attempt=2)
-        cluster.reaches(
-            job, phase="Degraded" if cluster.condition(job, "FellBack")["status"] == "x" else "Training"
-        )
+        cluster.reaches(job, phase="Training")
     after = [cluster.http("GET", path).document for path in paths]
     assert after == before
     managers = {f["manager"] for each in after for f in each["metadata"]["managedFields"]}

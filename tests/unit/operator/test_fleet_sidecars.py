@@ -55,6 +55,7 @@ def test_a_sidecar_and_the_controller_understand_each_other(
             try:
                 await eventually(lambda: side.directives, "the directive")
                 assert (side.directives[0].generation, side.directives[0].policy.every_s) == (3, 7.0)
+                await eventually(lambda: book.heartbeats, "the first heartbeat")
                 ((hello, _), *_) = book.heartbeats
                 assert (hello.pod, hello.pod_uid, hello.run_key) == (pod.name, pod.uid, key)
                 side.phase = wire.PHASE_TRAINING

@@ -398,7 +398,7 @@ def test_limits_hold(api: client.ApiClient, pod: Pod, token: str, monkeypatch: p
                 huge = wire.Incident(id=1, message="x" * (2 * fleets.MAX_MESSAGE_BYTES))
                 await sidecar.beat(incidents=[huge])
                 assert (await sidecar.status())[0] is not Code.OK
-            await eventually(lambda: not service.book.present, "the end")
+            await eventually(lambda: not service.fleet._calls, "room for another one")
             monkeypatch.setattr(fleets, "HELLO_S", 0.3)
             async with service.reporter(pod, token) as mute:
                 assert (await mute.status())[0] is Code.UNAVAILABLE
