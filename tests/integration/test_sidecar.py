@@ -419,6 +419,7 @@ def test_the_timer_writes_the_control_line(tmp_path: Path, url: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
     """Over 1,000 saves the same number of descriptors, and less than 256 MiB beyond the arena."""
     with sidecar(tmp_path, url, encoding="q8", metrics_port=0) as process:
