@@ -299,6 +299,7 @@ class Process:
             stopping.cancel()
 
     async def _kopf(self, loop: asyncio.AbstractEventLoop, told: threading.Event) -> None:
+        asyncio.get_running_loop().set_exception_handler(handlers.unclosed)
         configuration, freshness = self._api.configuration, self.freshness
         registry = handlers.registry(
             self.controller,
