@@ -189,7 +189,7 @@ class Run:
         return seqs.pop()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
     """Poll a condition that another thread brings about."""
     until = time.monotonic() + seconds
     while not condition():

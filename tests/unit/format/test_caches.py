@@ -126,7 +126,7 @@ def test_descriptors_stay_constant_over_a_thousand_packs(tmp_path: Path) -> None
             _get(cache, f"pack-{i}", 64)
             with cache.mapped(f"pack-{i}") as view:
                 assert len(view) == 64
-        assert open_descriptors() == before
+        assert open_descriptors() <= before  # fewer, if something of an earlier test ended meanwhile
         assert len(list(tmp_path.glob("*.pack"))) == 20
 
 
