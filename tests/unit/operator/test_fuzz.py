@@ -94,7 +94,10 @@ def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         if "imagePullSecrets" in was:
             spec["imagePullSecrets"] = was["imagePullSecrets"]
     for mine, had in ((pod["metadata"], old["metadata"]), (job["metadata"], before["metadata"])):
-        for key, ours in (("labels", [names.MANAGED_BY]), ("annotations", [names.INJECTED, names.POLICY])):
+        for key, ours in (
+            ("labels", [names.MANAGED_BY, names.RUN_ID]),
+            ("annotations", [names.INJECTED, names.POLICY]),
+        ):
             here, there = mine.get(key) or {}, had.get(key) or {}
             for name in ours:
                 here.pop(name, None)
