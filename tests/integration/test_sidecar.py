@@ -205,9 +205,10 @@ def test_attach_refuses_what_cannot_be_served(process: SidecarProcess, tmp_path:
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, local_rank=1, blob_bytes=1 << 40)
     with pytest.raises(grpc.RpcError, match="arena .* and the cache .* hold"):
         good.stub.Attach(request)
-    Trainer(process.socket, model, rank=1, world_size=3).close()
+    another = Trainer(process.socket, model, rank=1, world_size=3)
     with pytest.raises(grpc.RpcError, match="too few for 3 trainers"):
         Trainer(process.socket, model, rank=2, world_size=3)
+    another.close()
     good.close()
 
 
