@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -33,6 +34,8 @@ from deltashard_checkpoint.readers import FrameApplier, TableTarget
 from deltashard_checkpoint.stores.urls import open_store
 from deltashard_checkpoint.tables import Box, TableSchema
 from torch import nn
+
+from tests.sidecar_client import until
 
 sys.path.insert(0, str(Path(__file__).parent))
 from resuming import CASES
@@ -160,7 +163,7 @@ def test_restored_state_is_decode_encode_of_the_cut(make: Make, encoding: str) -
     assert ckpt.restore() is None
     loop.train(5, ckpt)
     weights, sums = loop.table()
-    commit = ckpt.save("user", metadata={"loss": 0.5}).wait(30)
+    commit = ckpt.save("user", metadata={"loss": 0.5}).wait(120)
     assert (commit.step, commit.baseline, commit.rows) == (5, True, ROWS)
     ckpt.close()
 
@@ -203,7 +206,7 @@ def test_tensors_mutated_right_after_the_cut_are_saved_as_they_were(make: Make) 
                     value.fill_(9)
         mine["table"].fill_(5)
         mine["note"].append(2)
-    handle.wait(30)
+    handle.wait(120)
     ckpt.__exit__(KeyboardInterrupt, None, None)
     again = Loop(seed=1)
     theirs = {"table": torch.zeros(1000), "note": []}
@@ -221,14 +224,15 @@ def test_deltas_over_many_saves_restore_the_last_state(make: Make) -> None:
     ckpt = make(loop, content_hash=True, sidecar={"compact_after": 4, "housekeeping_s": 0})
     ckpt.restore()
     loop.train(1, ckpt)
-    ckpt.save().wait(30)
+    ckpt.save().wait(120)
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     threads = threading.active_count()
     for _ in range(40):
         loop.train(1, ckpt)
-        ckpt.save().wait(30)
-    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 2
-    assert threading.active_count() <= threads + 2
+        ckpt.save().wait(120)
+    # The threads of the last stream may still be ending.
+    until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 2, what="no more descriptors")
+    until(lambda: threading.active_count() <= threads + 2, what="no more threads")
     ckpt.close()
     again = Loop(seed=1)
     restored = make(again, content_hash=True).restore()
@@ -262,7 +266,7 @@ def test_an_exception_never_cuts(make: Make) -> None:
     with pytest.raises(ZeroDivisionError), make(loop) as ckpt:  # noqa: PT012 - the block is what is tested
         ckpt.restore()
         loop.train(4, ckpt)
-        ckpt.save().wait(30)
+        ckpt.save().wait(120)
         loop.train(2, ckpt)
         loop.train(1)  # the optimizers stepped, step() was not reached
         raise ZeroDivisionError
@@ -310,7 +314,7 @@ def test_close_refuses_a_torn_boundary(make: Make) -> None:
     loop.train(2, ckpt)
     loop.train(1)
     with pytest.raises(SaveFailed, match="boundary is gone"):
-        ckpt.close(deadline_s=5)
+        ckpt.close(deadline_s=60)
 
 
 @pytest.mark.parametrize(
@@ -329,14 +333,14 @@ def test_sidecar_killed_mid_save_training_goes_on(
     lost = ckpt.save("lost")
     loop.train(3, ckpt)
     with pytest.raises(SaveFailed):
-        lost.wait(30)
-    deadline = time.monotonic() + 60
+        lost.wait(120)
+    deadline = time.monotonic() + 120
     while ckpt.stats.last_commit is None and time.monotonic() < deadline:
         loop.train(1, ckpt)
         handle = ckpt.save("again")
         if handle.cut is not None:
             try:
-                handle.wait(30)
+                handle.wait(120)
             except SaveFailed as error:
                 logging.getLogger("test").info("tried again: %s", error)
     assert ckpt.stats.last_commit is not None
@@ -359,18 +363,13 @@ def test_lost_cache_and_shared_memory_come_back_from_the_store(make: Make, tmp_p
     ckpt = make(loop)
     ckpt.restore()
     loop.train(5, ckpt)
-    ckpt.save().wait(30)
+    ckpt.save().wait(120)
     pid, arena = ckpt.sidecar_pid, ckpt.arena_path
     assert pid is not None
     assert arena is not None
     ckpt.__exit__(KeyboardInterrupt, None, None)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < deadline:
-        try:
-            os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            break
-        time.sleep(0.02)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
     shutil.rmtree(Path(arena).parent)
     shutil.rmtree(tmp_path / "cache")
     again = Loop(seed=1)
@@ -390,10 +389,10 @@ def test_falls_back_loudly_past_a_broken_checkpoint(
     ckpt = make(loop, differential="full")
     ckpt.restore()
     loop.train(4, ckpt)
-    ckpt.save().wait(30)
+    ckpt.save().wait(120)
     wanted = loop.table()
     loop.train(4, ckpt)
-    newest = ckpt.save().wait(30)
+    newest = ckpt.save().wait(120)
     ckpt.__exit__(KeyboardInterrupt, None, None)
     packs = sorted((tmp_path / "store").rglob(f"{newest.cut:08d}/*.pack"))
     assert packs
@@ -413,7 +412,7 @@ def test_falls_back_loudly_past_a_broken_checkpoint(
     assert torch.equal(again.table()[0], wanted[0])
     assert torch.equal(again.table()[1], wanted[1])
     again.train(1, ckpt)
-    assert ckpt.save().wait(30).step == 5
+    assert ckpt.save().wait(120).step == 5
 
 
 def test_a_run_with_checkpoints_is_not_trained_on_by_accident(make: Make) -> None:
@@ -443,7 +442,7 @@ def test_a_newer_attempt_fences_this_trainer(make: Make, tmp_path: Path) -> None
     ckpt = make(loop)
     ckpt.restore()
     loop.train(2, ckpt)
-    ckpt.save().wait(30)
+    ckpt.save().wait(120)
     open_attempt(RunLog(open_store(f"file://{tmp_path / 'store'}"), "r"), owner="", world_size=1)
     with pytest.raises(FencedError):  # noqa: PT012 - at which step is not known
         for _ in range(10_000):
@@ -476,12 +475,12 @@ def test_state_that_breaks_at_a_save_never_harms_training(
     for _ in range(3):
         loop.train(1, ckpt)
         with pytest.raises(SaveFailed):
-            ckpt.save().wait(10)
-    assert ckpt.stats.failures == {"error": 3}
+            ckpt.save().wait(120)
+    assert ckpt.stats.failures["error"] == 3
     assert caplog.text.count("a save failed") == 1
     broken[0] = False
     loop.train(1, ckpt)
-    assert ckpt.save().wait(30).step == 5
+    assert ckpt.save().wait(120).step == 5
     ckpt.close()
     make(Loop(seed=1), state={"mine": (get, got.append)}).restore()
     assert got == [5]
@@ -499,7 +498,7 @@ def test_gradient_accumulation_waits_for_the_next_optimizer_step(make: Make) -> 
         if micro == 1:
             handle = ckpt.save("asked in the middle of an iteration")
             assert cuts == [1]  # nothing of the model had moved since that boundary
-            handle.wait(30)
+            handle.wait(120)
         if micro % 4 == 0:
             for optimizer in loop.optimizers:
                 optimizer.step()
@@ -522,7 +521,7 @@ def test_saving_right_after_a_step_of_accumulation_is_put_off(make: Make) -> Non
     handle = ckpt.save()
     assert handle.cut is None
     loop.train(1, ckpt)
-    assert handle.wait(30).step == 5
+    assert handle.wait(120).step == 5
 
 
 def test_waiting_for_a_cut_that_this_thread_must_take_is_refused(make: Make) -> None:
@@ -536,7 +535,7 @@ def test_waiting_for_a_cut_that_this_thread_must_take_is_refused(make: Make) -> 
     with pytest.raises(WaitError):
         handle.wait(5)
     ckpt.step()
-    assert handle.wait(30).step == 2
+    assert handle.wait(120).step == 2
 
 
 def test_sigterm_saves_then_calls_the_previous_handler(make: Make) -> None:
@@ -549,7 +548,7 @@ def test_sigterm_saves_then_calls_the_previous_handler(make: Make) -> None:
         return ckpt.stats.last_commit.step if ckpt.stats.last_commit else None
 
     try:
-        ckpt = make(loop, grace_s=30.0)
+        ckpt = make(loop, grace_s=120.0)
         ckpt.restore()
         loop.train(2, ckpt)
         signal.raise_signal(signal.SIGTERM)
@@ -569,12 +568,12 @@ def test_validate_vetoes_a_cut(make: Make) -> None:
     loop.train(2, ckpt)
     with torch.no_grad():
         loop.net.top.weight.fill_(float("nan"))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not ckpt.stats.skipped["vetoed"] and time.monotonic() < deadline:
         loop.train(1, ckpt)
     assert ckpt.stats.skipped["vetoed"] > 0
     with pytest.raises(SaveFailed, match="vetoed"):
-        ckpt.close(deadline_s=5)
+        ckpt.close(deadline_s=60)
 
 
 def test_pins_seqs_and_steps_can_be_restored(make: Make) -> None:
@@ -587,7 +586,7 @@ def test_pins_seqs_and_steps_can_be_restored(make: Make) -> None:
     for step in range(1, 5):
         loop.train(1, ckpt)
         tables[step] = loop.table()[0]
-        seqs[step] = ckpt.save(pin="best" if step == 2 else None, metadata={"step": step}).wait(30).seq
+        seqs[step] = ckpt.save(pin="best" if step == 2 else None, metadata={"step": step}).wait(120).seq
     ckpt.close()
     for which, step in (("pin:best", 2), (seqs[3], 3), ("step:1", 1)):
         again = Loop(seed=9)
@@ -634,7 +633,7 @@ def test_other_tables_are_refused_or_said(make: Make) -> None:
     assert torch.equal(weights[:ROWS], loop.table()[0])
     assert torch.equal(weights[ROWS:], tail)
     bigger.train(1, ckpt)
-    assert ckpt.save().wait(30).baseline
+    assert ckpt.save().wait(120).baseline
 
 
 def test_other_optimizers_and_state_are_refused(make: Make) -> None:
