@@ -7,6 +7,7 @@ by the sidecar, whose words `launchers` hands on.
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import operator
@@ -32,9 +33,16 @@ def _refusal(name: str, value: object, takes: str, remedy: str) -> UserError:
 
 
 def check_model(model: object) -> None:
-    """Raises `UserError` for anything that is no module."""
+    """Raises `UserError` for anything that is no module, or has no memory yet."""
     if not isinstance(model, nn.Module):
         raise _refusal("model", model, "a torch.nn.Module", "give the module that is trained")
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_meta:
+            raise UserError(
+                f"{name} is on the meta device, where nothing can be saved or restored",
+                where="Checkpointer(model=)",
+                remedy="give the model memory first, model.to_empty(device=...), then build its optimizers",
+            )
 
 
 def check_state(state: object) -> None:

@@ -232,6 +232,12 @@ class Checkpointer(Saving):
             raise UserError(
                 f"a loader {name!r} is wrapped already", where="wrap()", remedy="give it another name="
             )
+        if isinstance(loader, WrappedLoader):
+            raise UserError(
+                "this loader is wrapped already: its position would be resumed twice",
+                where="wrap()",
+                remedy="wrap the loader itself, once",
+            )
         wrapped = WrappedLoader(loader, clock=lambda: self._step, skip=skip, pipelined=pipelined)
         self._loaders[name] = wrapped
         if name in self._pending_loaders:
@@ -292,7 +298,11 @@ class Checkpointer(Saving):
         self._refuse_closed("restore()")
         if self._opened and self._step != 0:
             raise UserError(
-                "restore() after training began", where="restore()", remedy="call it before the loop"
+                f"the model is restored already, to step {self._step}"
+                if self._step == self._resumed_step
+                else "restore() after training began",
+                where="restore()",
+                remedy="call it once, before the loop; for another checkpoint close() and make a new Checkpointer",
             )
         clock = restores.Clock()
         text = f"seq:{which}" if isinstance(which, int) else which

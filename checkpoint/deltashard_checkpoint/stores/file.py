@@ -50,6 +50,12 @@ class FileStore(Store):
         if create:
             try:
                 _make_directories(self.root)
+            except FileExistsError as error:
+                raise BucketMissing(
+                    "the store's path, or a part of it, is no directory",
+                    where=self.url,
+                    remedy="name a directory",
+                ) from error
             except OSError as error:
                 raise self._translated(error, "") from error
         if not self.root.is_dir():

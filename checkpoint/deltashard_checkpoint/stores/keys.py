@@ -1,7 +1,8 @@
 """What an object key may look like, so that every store can hold it and none can be led outside its root.
 
 Keys are relative, '/'-separated, printable ASCII, at most `MAX_KEY_BYTES` long. Segments are neither empty, `.`
-nor `..`, and do not begin with `TEMPORARY` (a file store's half-written objects bear such names).
+nor `..`, at most `MAX_SEGMENT_BYTES` long, and do not begin with `TEMPORARY` (a file store's half-written objects bear
+such names).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from deltashard_checkpoint.errors import UserError
 
 MAX_KEY_BYTES = 800
 """S3 allows 1024; the rest is room for the store's own prefix."""
+MAX_SEGMENT_BYTES = 255
+"""Longer names no file system takes."""
 TEMPORARY = ".tmp-"
 
 _PRINTABLE = re.compile(r"[!-\[\]-~ ]*")
@@ -49,3 +52,9 @@ def _check_common(key: str, segments: list[str]) -> None:
     for segment in segments:
         if segment in {".", ".."} or segment.startswith(TEMPORARY):
             raise BadKey(f"object key has the reserved segment {segment!r}", where=repr(key))
+        if len(segment) > MAX_SEGMENT_BYTES:
+            raise BadKey(
+                f"object key has a segment longer than {MAX_SEGMENT_BYTES} bytes",
+                where=repr(key[:80] + "..."),
+                remedy="use a shorter name",
+            )

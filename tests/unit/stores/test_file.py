@@ -181,6 +181,14 @@ def test_a_missing_root(tmp_path: Path) -> None:
             call()
 
 
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_a_root_that_is_no_directory(tmp_path: Path, path: str) -> None:
+    """The caller's to mend, and said as such."""
+    (tmp_path / "file").touch()
+    with pytest.raises(BucketMissing, match="no directory"):
+        FileStore(tmp_path / path)
+
+
 def test_no_symlinked_surprise_in_listing(tmp_path: Path) -> None:
     """Names that are no keys of ours (editors' and systems' files) do not break a listing of what is."""
     store = FileStore(tmp_path)

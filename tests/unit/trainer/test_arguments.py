@@ -58,6 +58,15 @@ def test_rubbish_is_refused_by_name(tmp_path: Path, name: str, value: Any) -> No
     assert not (tmp_path / "store").exists()
 
 
+def test_a_model_without_memory_is_refused() -> None:
+    """On the meta device there is nothing to save, and nothing to restore into."""
+    with torch.device("meta"):
+        empty = model()
+    with pytest.raises(UserError, match=r"0\.weight is on the meta device") as caught:
+        deltashard.Checkpointer(empty, url="file:///nowhere", run="r")
+    assert "to_empty" in caught.value.remedy
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     """It would step something else than what is saved; one shared parameter is enough to be taken."""
     mine, other = model(), model()
