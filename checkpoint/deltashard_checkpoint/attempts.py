@@ -19,7 +19,9 @@ chain reads an excluded one, and another attempt is opened that names what was r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 
 from deltashard_checkpoint.commits import FencedError, TakenOver
@@ -112,15 +114,18 @@ def open_attempt(
     takeover: bool = False,
     closing_wait_s: float = CLOSING_WAIT_S,
     deadline_s: float = DEFAULT_DEADLINE_S,
+    choosing: Callable[[RunState, Checkpoint], None] | None = None,
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
 
-    `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster.
+    `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster. `choosing` hears of the checkpoint
+    that will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to
+    read it may begin with that.
     Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
     version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline.
     """
     excluded = tuple(exclude)
-    state = log.refresh(deadline_s=deadline_s)
+    state, marked = _look(log, closing_wait_s, deadline_s)
     if state.tip < 0:
         log.append(
             lambda now, seq, writer: None if now.tip >= 0 else _genesis(now, seq, writer, owner),
@@ -128,7 +133,7 @@ def open_attempt(
             after="attempt.after_genesis",
             deadline_s=deadline_s,
         )
-    waited_s = wait_for_closing(log, bound_s=closing_wait_s)
+    waited_s = wait_for_closing(log, bound_s=closing_wait_s) if marked else 0.0
     chosen: list[tuple[RunState, Checkpoint | None]] = []
 
     def build(now: RunState, seq: int, writer: str) -> Entry:
@@ -161,6 +166,8 @@ def open_attempt(
                 "fresh=True begins anew",
             )
         chosen[:] = [(now, resume)]
+        if resume is not None and choosing is not None:
+            choosing(now, resume)
         return AttemptOpened(
             seq=seq,
             previous="",
@@ -232,18 +239,36 @@ def unmark_closing(log: RunLog, attempt: int, name: str) -> None:
     log.store.delete([log.key(closing_key(attempt, name))])
 
 
+def _look(log: RunLog, closing_wait_s: float, deadline_s: float) -> tuple[RunState, bool]:
+    """(the log's state, whether a save of a terminating pod may still upload), asked for at once where that may be.
+
+    It does not matter which answer is older: a save that ends in between has the slot that the opener tries for.
+    """
+    if not log.concurrent:
+        state = log.refresh(deadline_s=deadline_s)
+        return state, _closing(log, closing_wait_s)
+    with ThreadPoolExecutor(1, thread_name_prefix="closing") as pool:
+        marked = pool.submit(copy_context().run, _closing, log, closing_wait_s)
+        return log.refresh(deadline_s=deadline_s), marked.result()
+
+
 def wait_for_closing(log: RunLog, *, bound_s: float) -> float:
     """Wait until no young marker is left, at most `bound_s`; the seconds spent.
 
     Only a courtesy: nothing but the waiting depends on markers, so a store that does not answer here is passed over.
     """
     patience: Patience = log.patience(bound_s)
-    while True:
-        try:
-            marks = list(log.store.list(log.key("closing/")))
-            now_s = log.store.now_s() if marks else 0.0
-            busy = any(now_s - mark.modified_at_s < bound_s for mark in marks)
-        except StoreUnavailable:
-            busy = True
-        if not busy or not patience.pause():
-            return patience.spent_s
+    while _closing(log, bound_s):
+        if not patience.pause():
+            break
+    return patience.spent_s
+
+
+def _closing(log: RunLog, bound_s: float) -> bool:
+    """Whether a young marker is there, or may be for all that the store says."""
+    try:
+        marks = list(log.store.list(log.key("closing/")))
+        now_s = log.store.now_s() if marks else 0.0
+    except StoreUnavailable:
+        return True
+    return any(now_s - mark.modified_at_s < bound_s for mark in marks)

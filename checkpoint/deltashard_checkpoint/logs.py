@@ -107,6 +107,11 @@ class RunLog:
         return other
 
     @property
+    def concurrent(self) -> bool:
+        """Whether several requests may be on their way at once."""
+        return self._readers > 1
+
+    @property
     def state(self) -> RunState:
         """As last seen; `refresh` brings it up to date."""
         return self._state
@@ -220,7 +225,7 @@ class RunLog:
         return True
 
     def _read(self, seqs: Sequence[int]) -> list[Slot]:
-        if self._readers <= 1 or len(seqs) <= 4:
+        if not self.concurrent or len(seqs) <= 4:
             return [self.read_slot(seq) for seq in seqs]
         with ThreadPoolExecutor(self._readers) as pool:
             return list(pool.map(self.read_slot, seqs))
@@ -265,8 +270,7 @@ class RunLog:
         """
         with self._lock:
             patience = self.patience(deadline_s)
-            if not self.single_writer:
-                self._probe(patience)
+            self._probe(patience)
             if self._state.tip < 0:
                 self.refresh(deadline_s=patience.left_s)
             while True:
@@ -371,9 +375,16 @@ class RunLog:
             if stale:
                 self.store.delete(stale)
 
+    def probe(self, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        """Find out now what the first append would: whether the store creates where it was asked to, and only there.
+
+        Raises `ConditionalPutUnsupported`, `StoreUnavailable` past the deadline, and whatever the store answers.
+        """
+        self._probe(self.patience(deadline_s))
+
     def _probe(self, patience: Patience) -> None:
         """Refuse a store that overwrites where it was asked to create; once per store."""
-        if self.store in _probed:
+        if self.single_writer or self.store in _probed:
             return
         key = self.key(f"probe/{new_token()}")
         first, second = b"first", b"second"

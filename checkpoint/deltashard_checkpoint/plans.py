@@ -1,8 +1,8 @@
 """Restore plans: which byte ranges of which packs must be read, in which order, to fill some boxes. Pure.
 
 The log's chain (`lineages.chain`) says which parts speak for which boxes, newest first; their indexes say which frames
-they have. A plan keeps the frames that meet a wanted box, newest checkpoint first and rows before tombstones within
-one, puts ranges that lie next to each other into one request, and takes blobs from the newest checkpoint only.
+they have. A plan takes blobs first, from the newest checkpoint only, then the frames that meet a wanted box, newest
+checkpoint first and rows before tombstones within one; ranges that lie next to each other are put into one request.
 
 A plan that cannot succeed is refused before a byte is fetched, with what is missing: boxes that no baseline reaches,
 a baseline whose frames have fewer rows than its boxes, tables and fields that are not stored, shapes and types that
@@ -161,23 +161,30 @@ def restore_plan(
             if missing
             else "new or grown tables keep their initial values with strict=False; renamed ones need a mapping",
         )
-    requests = _Requests()
     _check_baselines(links, indexes)
-    for link, place, table in _ordered(links, indexes, wanted):
-        requests.add(indexes[link.part.index_key], place, link.seq, table, baseline=link.part.covers is None)
-    held: dict[str, list[tuple[Index, Place]]] = {}
+    held: dict[str, list[FrameInfo]] = {}
+    chunks: list[tuple[Index, Place]] = []
     for part in blob_parts:
         index = indexes[part.index_key]
-        for place in index.places:
-            if place.info.kind is FrameKind.BLOB and (blobs is None or place.info.name in blobs):
-                held.setdefault(place.info.name, []).append((index, place))
+        mine = [
+            place
+            for place in index.places
+            if place.info.kind is FrameKind.BLOB and (blobs is None or place.info.name in blobs)
+        ]
+        for place in sorted(mine, key=lambda place: (place.pack, place.offset)):
+            held.setdefault(place.info.name, []).append(place.info)
+            chunks.append((index, place))
     if absent_blobs := sorted(set(blobs or ()) - held.keys()):
         raise IncompletePlan(f"checkpoint {seq} does not hold the blobs {absent_blobs}")
-    for name in sorted(held):
-        chunks = sorted(held[name], key=lambda each: each[1].info.blob_offset)
-        _check_blob(name, [place.info for _, place in chunks])
-        for index, place in chunks:
-            requests.add(index, place, seq, None, baseline=True)
+    for name, infos in held.items():
+        _check_blob(name, infos)
+    requests = _Requests()
+    # Blobs first: a restore compares them with the program before rows change it. As they lie in the packs, so that
+    # ranges join: each chunk says where in which blob it goes.
+    for index, place in chunks:
+        requests.add(index, place, seq, None, baseline=True)
+    for link, place, table in _ordered(links, indexes, wanted):
+        requests.add(indexes[link.part.index_key], place, link.seq, table, baseline=link.part.covers is None)
     return Plan(
         requests=requests.done(),
         chain=tuple(dict.fromkeys((seq, *(link.seq for link in links)))),
@@ -321,8 +328,8 @@ def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -
 
 
 def _check_blob(name: str, chunks: list[FrameInfo]) -> None:
-    """Chunks begin at 0 and are in order; their ends are in the frames and are checked as they are assembled."""
-    offsets = [info.blob_offset for info in chunks]
+    """Chunks begin at 0 and none occurs twice; their ends are in the frames and are checked as they are assembled."""
+    offsets = sorted(info.blob_offset for info in chunks)
     if offsets[0] != 0 or len(set(offsets)) != len(offsets) or len({info.blob_bytes for info in chunks}) != 1:
         raise InvalidCheckpoint("chunks of a blob are missing or occur twice", where=name)
 

@@ -126,6 +126,7 @@ class Restore:
         for message in want.boxes:
             wanted.setdefault(message.table, []).append(box_of(message))
         schemas = {table.fqn: table for table in self._session.tables}
+        ahead, self._session.ahead = self._session.ahead, None
         plan = plan_restore(
             self._run.store,
             state,
@@ -135,6 +136,7 @@ class Restore:
             strict=not want.lenient,
             mapping=dict(want.mapping),
             weights_only=want.weights_only,
+            indexes=None if ahead is None else ahead.take(),
             deadline_s=settings.restore_deadline_s,
         )
         return state, plan
@@ -215,6 +217,7 @@ class Restore:
                     seq=planned.seq,
                     baseline=planned.baseline,
                     table=None if planned.table is None else table_message(planned.table),
+                    after_blobs=planned.table is not None,
                     last=closes and frame.last,
                 )
                 yield pb.RestoreReply(filled=filled)
@@ -226,6 +229,8 @@ class Restore:
             fetched.close()  # type: ignore[attr-defined]  # a generator: waits for reads into our blocks
 
     def _destination(self, request: Request, *, wait: bool) -> memoryview | None:
+        if self._over.is_set():
+            raise RestoreStopped("the trainer wants no more of it", where="restore")
         number, offset, _ = self._places[self._next]
         if number not in self._blocks:
             gives_up = self._gives_up if wait else _at_once()

@@ -24,7 +24,7 @@ from deltashard_checkpoint.fetches import warm_cache
 from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.indexes import table_message
 from deltashard_checkpoint.keys import new_token
-from deltashard_checkpoint.lineages import chain, in_lineage
+from deltashard_checkpoint.lineages import chain, in_lineage, parts_of
 from deltashard_checkpoint.logs import RunLog, stopped
 from deltashard_checkpoint.snapshots import load_indexes
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
@@ -32,6 +32,7 @@ from deltashard_checkpoint.stores.deadlines import deadline
 from deltashard_checkpoint.stores.urls import open_store
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_sidecar.aheads import IndexesAhead
 from deltashard_sidecar.directives import Policy
 from deltashard_sidecar.healths import StoreHealth
 from deltashard_sidecar.identities import Identity, identity
@@ -122,12 +123,14 @@ class Run:
     # What is known.
 
     def learn(self, *, deadline_s: float) -> RunState | None:
-        """The log at its tip; None when the store does not answer in time."""
+        """The log at its tip, after the store was tried as an Open would; None when it does not answer in time."""
+        state: RunState | None = None
         try:
-            return self.log.refresh(deadline_s=deadline_s)
+            state = self.log.refresh(deadline_s=deadline_s)
+            self.log.probe(deadline_s=deadline_s)
         except DeltashardError as error:
-            self._logger.warning("log.unseen", **explain(error))
-            return None
+            self._logger.warning("log.unseen" if state is None else "store.unproven", **explain(error))
+        return state
 
     def state(self) -> RunState:
         """The newest that any handle has seen. No store is asked."""
@@ -235,6 +238,7 @@ class Run:
             takeover=request.takeover,
             closing_wait_s=min(CLOSING_WAIT_S, deadline_s),
             deadline_s=deadline_s,
+            choosing=lambda state, checkpoint: self._read_ahead(session, state, checkpoint.seq),
         )
         with self._lock:
             self._logs[session.id] = log
@@ -262,6 +266,17 @@ class Run:
             if step_seen > 0:
                 reply.last_step_seen = step_seen
         return reply
+
+    def _read_ahead(self, session: Session, state: RunState, seq: int) -> None:
+        """Begin to read the indexes that a restore of this checkpoint will ask for."""
+        try:
+            parts = (
+                *(link.part for link in chain(state, seq, session.boxes, strict=False)),
+                *parts_of(state, seq),
+            )
+        except DeltashardError:
+            return  # the restore will say what is wrong
+        session.ahead = IndexesAhead(self.store, state.run, parts)
 
     def closing(self, attempt: int, *, begun: bool) -> None:
         """Best effort: tell openers elsewhere that a save of this attempt still uploads, or that it ended."""

@@ -17,6 +17,7 @@ from deltashard_checkpoint.indexes import box_of, table_of
 from deltashard_checkpoint.tables import Box, TableSchema
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_sidecar.aheads import IndexesAhead
 from deltashard_sidecar.notices import Notices
 from deltashard_sidecar.schedulers import Schedule
 
@@ -67,6 +68,8 @@ class Session:
     """When its attempt was opened, monotonic."""
     opened_at_s: float = 0.0
     """The same, Unix seconds."""
+    ahead: IndexesAhead | None = None
+    """Indexes that the restore which follows will want; it takes them."""
     resumed: bool = False
     """Whether its attempt resumes from a checkpoint."""
     restored: bool = False

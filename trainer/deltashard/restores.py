@@ -1,6 +1,6 @@
 """Restore into the living model: tables in place, frame by frame; everything else last; nothing half done is kept.
 
-    blobs     read first, decoded, and checked against the program before a byte of the model changes
+    blobs     come first in the one stream; decoded, and checked against the program before a byte of the model changes
     rows      every frame is decoded and scattered straight into the parameter and the optimizer's row state (views of
               their memory; tables on an accelerator go through a staging copy), newest frame first
     dense     parameters, buffers, optimizers, the user's state, loader, generators, step: only after all rows arrived
@@ -68,21 +68,15 @@ class Restored:
     """Whether content hashes taken at the cut equal those of the restored state; None: none were recorded."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """Totals of the streams of one restore."""
+    """What one restore read, and from where."""
 
-    chain: tuple[int, ...] = ()
-    cache_bytes: int = 0
-    store_bytes: int = 0
-    baseline_seq: int | None = None
-
-    def add(self, done: pb.RestoreReply.Done, chain: tuple[int, ...]) -> None:
-        """Count one stream."""
-        self.cache_bytes += done.cache_bytes
-        self.store_bytes += done.store_bytes
-        if chain:
-            self.chain, self.baseline_seq = chain, done.baseline_seq or None
+    blobs: Blobs
+    chain: tuple[int, ...]
+    baseline_seq: int | None
+    cache_bytes: int
+    store_bytes: int
 
 
 def read_frames(
@@ -144,44 +138,84 @@ def _drain(call: Any) -> None:
         timer.cancel()
 
 
-def read_blobs(link: Link, seq: int, from_run: str, received: Received) -> dict[str, memoryview]:
-    """The blobs of a checkpoint, whole; raises as `read_frames` does."""
-    applier = FrameApplier([])
-    want = pb.RestoreRequest.Want(session=link.session, seq=seq, blobs=True, from_run=from_run)
-    _, done = read_frames(link, want, lambda frame, _filled: _nothing(applier.apply(frame)))
-    applier.finish(blobs=("rng", "meta"))
-    received.add(done, ())
-    received.chain = (seq,)
-    received.baseline_seq = seq
-    return applier.blobs
+def read_checkpoint(
+    link: Link,
+    seq: int,
+    from_run: str,
+    targets: ModelTargets,
+    judge: Callable[[Mapping[str, memoryview]], Blobs],
+) -> Received:
+    """Read a checkpoint in one stream: blobs, then rows, which are scattered into the targets.
 
-
-def read_rows(link: Link, seq: int, from_run: str, targets: ModelTargets, received: Received) -> None:
-    """Scatter the rows of a checkpoint into the targets; raises as `read_frames` does, or for rows that never came."""
-    if not targets.placed:
-        return
+    `judge` gets the blobs, whole, while rows are on their way already, and before a byte of the model changes: it
+    places the targets, or raises. Raises as `read_frames` does, or for rows and blobs that never came.
+    """
     want = pb.RestoreRequest.Want(
         session=link.session,
         seq=seq,
-        boxes=[box_message(placed.target.box) for placed in targets.placed],
+        boxes=[box_message(box) for box in targets.boxes],
+        blobs=True,
         from_run=from_run,
         mapping=targets.renames,
         # What fits is judged here, where lazily created optimizer state is known; `finish` insists on every row.
         lenient=True,
         weights_only=targets.weights_only,
     )
-    applier = FrameApplier(
-        [placed.target for placed in targets.placed], mapping=targets.renames, strict=targets.strict
+    arrivals = Arrivals(targets, judge)
+    plan, done = read_frames(link, want, arrivals.take)
+    blobs = arrivals.finish(plan)
+    rows = bool(targets.placed)
+    return Received(
+        blobs=blobs,
+        chain=tuple(plan.chain) if rows else (seq,),
+        baseline_seq=(done.baseline_seq or None) if rows else seq,
+        cache_bytes=done.cache_bytes,
+        store_bytes=done.store_bytes,
     )
-    plan, done = read_frames(link, want, targets.taker(applier))
-    applier.finish(initial=[] if targets.strict else [box_of(box) for box in plan.initial])
-    targets.notes += [note for note in applier.notes if note not in targets.notes]
-    targets.finish()
-    received.add(done, tuple(plan.chain))
 
 
-def _nothing(_value: object) -> None:
-    return None
+class Arrivals:
+    """The frames of one restore: blobs until they are judged, then rows."""
+
+    def __init__(self, targets: ModelTargets, judge: Callable[[Mapping[str, memoryview]], Blobs]) -> None:
+        self._targets = targets
+        self._judge = judge
+        self._dense = FrameApplier([])
+        self._blobs: Blobs | None = None
+
+    def take(self, frame: memoryview, filled: pb.RestoreReply.Filled) -> None:
+        """Apply one frame."""
+        if not filled.HasField("table"):
+            self._dense.apply(frame)
+            return
+        if self._blobs is None:
+            if not filled.after_blobs:
+                raise RestoreFailed(
+                    "the sidecar sends rows before the dense state: it is older than this library",
+                    where="restore",
+                    remedy="update the sidecar (the operator's image) to this library's version",
+                )
+            self._begin_rows()
+        self._rows(frame, filled)
+
+    def finish(self, plan: pb.RestoreReply.Plan) -> Blobs:
+        """Everything was sent: insist that nothing lacks."""
+        blobs = self._begin_rows() if self._blobs is None else self._blobs
+        targets = self._targets
+        self._applier.finish(initial=[] if targets.strict else [box_of(box) for box in plan.initial])
+        targets.notes += [note for note in self._applier.notes if note not in targets.notes]
+        targets.finish()
+        return blobs
+
+    def _begin_rows(self) -> Blobs:
+        self._dense.finish(blobs=("rng", "meta"))
+        self._blobs = self._judge(self._dense.blobs)
+        targets = self._targets
+        self._applier = FrameApplier(
+            [placed.target for placed in targets.placed], mapping=targets.renames, strict=targets.strict
+        )
+        self._rows = targets.taker(self._applier)
+        return self._blobs
 
 
 def array_of(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -237,6 +271,12 @@ def _differences(table: TrackedTable, held: TableSchema, *, strict: bool) -> lis
     return [what if strict else f"{what}; {fate}" for what, fate in found]
 
 
+def _box(table: TrackedTable, held: TableSchema) -> Box:
+    """The rows that both the model and the checkpoint have."""
+    rows = min(held.rows, table.param.shape[0])
+    return Box(table=table.fqn, row_start=0, row_stop=rows, col_start=0, col_stop=held.columns)
+
+
 class ModelTargets:
     """The model's tables as targets of a restore, after they were compared with what is stored."""
 
@@ -248,25 +288,22 @@ class ModelTargets:
         strict: bool,
         weights_only: bool,
         renames: Mapping[str, str],
-        strangers: Collection[int] = (),
     ) -> None:
         """`renames` gives the stored name of a table by the model's name for it.
-
-        `strangers` are the optimizers that were others when this was stored: they get no row state of those.
 
         Raises:
             CheckpointMismatch: tables differ in a way that is not allowed.
         """
         self.notes: list[str] = []
         self.placed: list[_Placed] = []
+        """Nothing before `place`."""
         self.renames = dict(renames)
         self.strict = strict
         self.weights_only = weights_only
-        self._strangers = frozenset(strangers)
         by_name = {schema.fqn: schema for schema in stored}
         named = {renames.get(table.fqn, table.fqn): table for table in tracking.tables}
         faults = [f"table {fqn} is stored, the model has none" for fqn in by_name.keys() - named.keys()]
-        plans: list[tuple[TrackedTable, TableSchema]] = []
+        self._tables: list[tuple[TrackedTable, TableSchema]] = []
         for fqn, table in named.items():
             held = by_name.get(fqn)
             if held is None:
@@ -275,7 +312,7 @@ class ModelTargets:
                 )
                 continue
             faults += _differences(table, held, strict=strict)
-            plans.append((table, held))
+            self._tables.append((table, held))
         if faults and strict:
             raise CheckpointMismatch(
                 "; ".join(faults),
@@ -285,9 +322,20 @@ class ModelTargets:
             )
         self.notes += faults
         # A delta says its tables' names: what it covers must have stored them under the same.
-        self._alike = not faults and all(table.fqn == held.fqn for table, held in plans)
-        for table, held in plans:
-            self.placed.append(self._place(table, held, weights_only=weights_only))
+        self._alike = not faults and all(table.fqn == held.fqn for table, held in self._tables)
+
+    @property
+    def boxes(self) -> list[Box]:
+        """What of the tables is wanted."""
+        return [_box(table, held) for table, held in self._tables]
+
+    def place(self, strangers: Collection[int]) -> None:
+        """Make room for rows and their optimizer state.
+
+        `strangers` are the optimizers that were others when this was stored: they get no row state of those.
+        """
+        for table, held in self._tables:
+            self.placed.append(self._place(table, held, frozenset(strangers)))
 
     def taker(self, applier: FrameApplier) -> Callable[[memoryview, pb.RestoreReply.Filled], None]:
         """The consumer of frames: decode, scatter, note what came from deltas."""
@@ -322,20 +370,21 @@ class ModelTargets:
 
     def covers(self, other: ModelTargets) -> list[str]:
         """Tables of which `other` may have written more than this one will."""
-        mine = {p.table.fqn: p.target.box.row_stop for p in self.placed}
+        mine = {box.table: box.row_stop for box in self.boxes}
         return [p.table.fqn for p in other.placed if mine.get(p.table.fqn, 0) < p.target.box.row_stop]
 
-    def _place(self, table: TrackedTable, held: TableSchema, *, weights_only: bool) -> _Placed:
-        rows = min(held.rows, table.param.shape[0])
+    def _place(self, table: TrackedTable, held: TableSchema, strangers: Collection[int]) -> _Placed:
+        box = _box(table, held)
+        rows = box.row_stop
         copies: list[tuple[Tensor, Tensor]] = []
         weights = self._memory(table.param, rows, copies)
         fields: dict[str, np.ndarray[Any, Any]] = {}
         specs: list[FieldSpec] = []
-        for spec in () if weights_only else held.fields:
+        for spec in () if self.weights_only else held.fields:
             if not table.views and not self.strict:
                 self.notes.append(f"{table.fqn}: no optimizer owns its stored state {spec.name}")
                 continue
-            if (owner := table.owner_of(spec)) is not None and owner.index in self._strangers:
+            if (owner := table.owner_of(spec)) is not None and owner.index in strangers:
                 continue
             live = table.allocate_state(spec)
             specs.append(spec)
@@ -349,7 +398,6 @@ class ModelTargets:
             dtype=table.schema.dtype,
             fields=tuple(specs),
         )
-        box = Box(table=table.fqn, row_start=0, row_stop=rows, col_start=0, col_stop=held.columns)
         return _Placed(
             table=table,
             target=TableTarget(schema=schema, box=box, weights=weights, fields=fields),

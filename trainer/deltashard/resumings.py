@@ -29,7 +29,7 @@ from deltashard.errors import (
     SidecarUnavailable,
 )
 from deltashard.fingerprints import differences
-from deltashard.restores import Blobs, ModelTargets, Received, Restored
+from deltashard.restores import Blobs, ModelTargets, Restored
 from deltashard.rngs import apply_globals
 from deltashard.sessions import OPEN_DEADLINE_S, Link
 
@@ -141,28 +141,33 @@ class Resuming(Boundary):
         damage: str,
     ) -> Restored:
         seq = reply.resume_seq
-        received = Received()
-        raw = restores.read_blobs(link, seq, from_run, received)
-        blobs = Blobs.decode(raw)
         names = [source.name for source in self._sources]
-        notes = blobs.check(self._tracking, strict=strict, weights_only=weights_only, names=names)
+        notes: list[str] = []
         targets = ModelTargets(
             self._tracking,
             [table_of(table) for table in reply.tables],
             strict=strict,
             weights_only=weights_only,
             renames=renames,
-            strangers=blobs.strangers(self._tracking),
         )
-        for failed in earlier:
-            if torn := targets.covers(failed):
-                raise RestoreFailed(
-                    f"an older checkpoint does not hold all of {', '.join(torn)}, which a broken newer one overwrote",
-                    where=self.run,
-                    remedy=f"build the model anew and restore(which='seq:{seq}', strict=False)",
-                )
-        earlier.append(targets)
-        restores.read_rows(link, seq, from_run, targets, received)
+
+        def judge(raw: Mapping[str, memoryview]) -> Blobs:
+            found = Blobs.decode(raw)
+            notes.extend(found.check(self._tracking, strict=strict, weights_only=weights_only, names=names))
+            for failed in earlier:
+                if torn := targets.covers(failed):
+                    raise RestoreFailed(
+                        f"an older checkpoint does not hold all of {', '.join(torn)}, which a broken newer one "
+                        "overwrote",
+                        where=self.run,
+                        remedy=f"build the model anew and restore(which='seq:{seq}', strict=False)",
+                    )
+            earlier.append(targets)
+            targets.place(found.strangers(self._tracking))
+            return found
+
+        received = restores.read_checkpoint(link, seq, from_run, targets, judge)
+        blobs = received.blobs
         crash_point("restore.before_dense")
         notes += targets.notes
         notes += blobs.apply_dense(self._tracking, strict=strict, weights_only=weights_only)

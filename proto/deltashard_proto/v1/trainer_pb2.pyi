@@ -372,7 +372,7 @@ class RestoreReply(_message.Message):
         notes: _containers.RepeatedScalarFieldContainer[str]
         def __init__(self, step: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., frames: _Optional[int] = ..., chain: _Optional[_Iterable[int]] = ..., initial: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
     class Filled(_message.Message):
-        __slots__ = ("block", "offset", "frame", "seq", "baseline", "table", "last")
+        __slots__ = ("block", "offset", "frame", "seq", "baseline", "table", "last", "after_blobs")
         BLOCK_FIELD_NUMBER: _ClassVar[int]
         OFFSET_FIELD_NUMBER: _ClassVar[int]
         FRAME_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +380,7 @@ class RestoreReply(_message.Message):
         BASELINE_FIELD_NUMBER: _ClassVar[int]
         TABLE_FIELD_NUMBER: _ClassVar[int]
         LAST_FIELD_NUMBER: _ClassVar[int]
+        AFTER_BLOBS_FIELD_NUMBER: _ClassVar[int]
         block: int
         offset: int
         frame: _index_pb2.Frame
@@ -387,7 +388,8 @@ class RestoreReply(_message.Message):
         baseline: bool
         table: _index_pb2.TableSchema
         last: bool
-        def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., frame: _Optional[_Union[_index_pb2.Frame, _Mapping]] = ..., seq: _Optional[int] = ..., baseline: _Optional[bool] = ..., table: _Optional[_Union[_index_pb2.TableSchema, _Mapping]] = ..., last: _Optional[bool] = ...) -> None: ...
+        after_blobs: bool
+        def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., frame: _Optional[_Union[_index_pb2.Frame, _Mapping]] = ..., seq: _Optional[int] = ..., baseline: _Optional[bool] = ..., table: _Optional[_Union[_index_pb2.TableSchema, _Mapping]] = ..., last: _Optional[bool] = ..., after_blobs: _Optional[bool] = ...) -> None: ...
     class Done(_message.Message):
         __slots__ = ("cache_bytes", "store_bytes", "seconds", "baseline_seq")
         CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]

@@ -218,7 +218,10 @@ def test_blobs_come_from_the_newest_checkpoint_only(tmp_path: Path) -> None:
     assert plan(False).blobs == ()
     with pytest.raises(IncompletePlan, match="old"):
         plan(["old"])
-    assert {f.seq for r in plan(True).requests for f in r.frames if f.info.kind is FrameKind.BLOB} == {seq}
+    planned = [f for r in plan(True).requests for f in r.frames]
+    assert {f.seq for f in planned if f.info.kind is FrameKind.BLOB} == {seq}
+    first_row = next(i for i, f in enumerate(planned) if f.info.kind is FrameKind.ROWS)
+    assert all(f.info.kind is not FrameKind.BLOB for f in planned[first_row:]), "blobs come before rows"
 
 
 def test_a_hole_in_a_blob_is_invalid() -> None:

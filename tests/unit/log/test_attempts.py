@@ -14,6 +14,8 @@ from deltashard_checkpoint.entries import entry_key
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.lineages import CheckpointNotFound
 from deltashard_checkpoint.logs import LogStopped
+from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported
+from deltashard_checkpoint.stores.memory import MemoryStore
 
 from tests.unit.log.builders import Run
 from tests.unit.log.test_entries import resealed
@@ -49,9 +51,28 @@ def test_a_commit_that_wins_the_openers_slot_is_what_the_opener_resumes_from(mon
         put(key, data)
 
     monkeypatch.setattr(opener, "_put_slot", late)
-    opened = attempts.open_attempt(opener, owner="me", closing_wait_s=0.0)
+    told = []
+    opened = attempts.open_attempt(
+        opener, owner="me", closing_wait_s=0.0, choosing=lambda _, chosen: told.append(chosen.seq)
+    )
+    assert told == [zombie[0] - 1, zombie[0]]
     assert opened.resume.seq == zombie[0]
     assert opened.attempt == zombie[0] + 1
+
+
+def test_a_store_is_tried_before_anybody_waits_for_it():
+    """What was tried once is not tried again when an attempt is opened, and what overwrites is refused at once."""
+    run = Run()
+    run.log.probe()
+    tried = []
+    put = run.memory.put_if_absent
+    run.memory.put_if_absent = lambda key, data: (tried.append(key), put(key, data))[1]
+    run.open()
+    assert not [key for key in tried if "probe" in key]
+    careless = MemoryStore()
+    careless.put_if_absent = careless.put
+    with pytest.raises(ConditionalPutUnsupported, match="overwrote"):
+        Run(careless).log.probe()
 
 
 def test_which_chooses_by_seq_step_pin_or_nothing():
