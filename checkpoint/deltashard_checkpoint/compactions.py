@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from deltashard_checkpoint.entries import Compacted, Entry, Part
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.folds import EntryRefused, RunState
-from deltashard_checkpoint.keys import new_token
+from deltashard_checkpoint.keys import compaction_token
 from deltashard_checkpoint.lineages import ChainLink, chain
 from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, RunLog
 
@@ -56,7 +56,7 @@ def compact(
     links = chain(state, seq)
     if all(link.seq == seq for link in links):
         return None
-    moved = move(log, state, seq, links, new_token())
+    moved = move(log, state, seq, links, compaction_token(state.tip))
 
     # IMPORTANT: chains change with this entry and not before: until it is in the log, the moved rows are garbage that
     # debris may name (and then the log refuses the entry).

@@ -1,8 +1,9 @@
 """Entries of the commit log: what they say, and their one canonical form in bytes.
 
-An entry is a frozen dataclass (`Genesis`, `AttemptOpened`, `Checkpoint`, `Compacted`, `Retired`). Its stored form is
-canonical JSON: sorted keys, no spaces, ASCII, finite numbers. `hash` is the SHA-256 of that document without `hash`;
-`previous` is the hash of the entry one slot before, so the log is a chain and one changed byte anywhere is seen.
+An entry is a frozen dataclass (`Genesis`, `AttemptOpened`, `Checkpoint`, `Compacted`, `Retired`, `Reclaimed`). Its
+stored form is canonical JSON: sorted keys, no spaces, ASCII, finite numbers. `hash` is the SHA-256 of that document
+without `hash`; `previous` is the hash of the entry one slot before, so the log is a chain and one changed byte anywhere
+is seen.
 `seal` makes bytes, `parse` reads them back and accepts *only* the canonical form of a known kind: input is hostile
 until the hash fits, every bound is checked before anything is built, and every refusal has a name (`CorruptObject`,
 `UnsupportedVersion`, `ForeignObject`). A kind this version does not know is refused unless it says `ignorable`.
@@ -145,6 +146,17 @@ class Retired(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reclaimed(Entry):
+    """gc found nothing left of what was retired up to a slot: nobody need remember those prefixes any more.
+
+    It is stored as `ignorable`: a version that passes over it remembers more, and refuses nothing that others accept.
+    """
+
+    through: int
+    """Seq of the last retire entry it speaks of; all before it are meant, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ignored(Entry):
     """An entry of a kind this version does not know and may pass over."""
 
@@ -166,6 +178,7 @@ KINDS: dict[str, type[Entry]] = {
     "checkpoint": Checkpoint,
     "compact": Compacted,
     "retire": Retired,
+    "reclaim": Reclaimed,
 }
 
 
@@ -266,6 +279,8 @@ def document_of(entry: Entry) -> dict[str, Any]:
             }
         case Retired():
             doc |= {"checkpoints": list(entry.checkpoints), "prefixes": list(entry.prefixes)}
+        case Reclaimed():
+            doc |= {"ignorable": True, "through": entry.through}
     return doc
 
 
@@ -597,10 +612,17 @@ def _retire(r: Reader, common: dict[str, Any]) -> Entry:
     return entry
 
 
+def _reclaim(r: Reader, common: dict[str, Any]) -> Entry:
+    if not r.boolean("ignorable"):
+        r.fail("reclaim is ignorable")
+    return Reclaimed(through=r.integer("through"), **common)
+
+
 _ENTRIES = {
     "genesis": _genesis,
     "attempt": _attempt,
     "checkpoint": _checkpoint,
     "compact": _compact,
     "retire": _retire,
+    "reclaim": _reclaim,
 }

@@ -27,7 +27,8 @@ from deltashard_checkpoint.entries import (
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.folds import Attempt, RunState
 
-FORMAT = 1
+FORMAT = 2
+"""1 was folded by a version that did not forget what is reclaimed: it is not the state that others fold."""
 E = TypeVar("E", bound=Entry)
 
 
@@ -55,6 +56,7 @@ def dump(state: RunState) -> bytes:
         "compactions": [_sealed(c) for _, c in sorted(state.compactions.items())],
         "superseded": [[prefix, seq] for prefix, seq in sorted(state.superseded.items())],
         "retired": [[prefix, seq] for prefix, seq in sorted(state.retired.items())],
+        "compactions_from": state.compactions_from,
         "committed": state.committed,
     }
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
@@ -121,6 +123,7 @@ def load(data: bytes, run: str, seq: int) -> RunState:
         compactions={c.replaces: c for c in compactions},
         superseded=superseded,
         retired=retired,
+        compactions_from=r.integer("compactions_from"),
         committed=r.integer("committed"),
     )
     r.end()

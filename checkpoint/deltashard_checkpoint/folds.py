@@ -10,6 +10,12 @@ A slot that does hold one (bit rot, a hostile or broken writer), or that cannot 
 `state.stopped` says where and why, everything before it stays restorable, gc is blocked. If its bytes are really bad
 (never if they are merely newer than this library) the next attempt may say `voids=k`: the slots from k up to that
 attempt's own count for nothing, for every reader. That loses what was committed in them, so it is loud.
+
+What was retired is remembered until a reclaim entry says that its objects are gone, not for ever: a state is as large
+as what is live and what waits for its grace. To forget is always safe, whatever lies in the store. A cut may be named
+only when it can never be committed any more, and that follows from its attempt and number without any memory; a
+compaction may not be committed when it began before one that is forgotten began. And what lies under a forgotten prefix
+all the same (a put that landed late) is debris, is named anew and deleted a grace later.
 """
 
 from __future__ import annotations
@@ -26,11 +32,13 @@ from deltashard_checkpoint.entries import (
     Genesis,
     Ignored,
     Part,
+    Reclaimed,
     Retired,
     Sealed,
     cut_of,
 )
 from deltashard_checkpoint.errors import DeltashardError, FormatError
+from deltashard_checkpoint.keys import compaction_slot
 
 
 class EntryRefused(FormatError):
@@ -96,7 +104,9 @@ class RunState:
     superseded: Mapping[str, int] = field(default_factory=dict)
     """Prefix -> checkpoint that no longer reads it because of its compaction: retire may name it."""
     retired: Mapping[str, int] = field(default_factory=dict)
-    """Prefix -> seq of the retire entry that named it."""
+    """Prefix -> seq of the retire entry that named it, until it is forgotten."""
+    compactions_from: int = 0
+    """A compaction must have begun at this slot or later: prefixes of older ones may have been forgotten."""
     committed: int = 0
     """Checkpoints ever committed."""
     stopped: Unreadable | None = None
@@ -236,6 +246,14 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                     **dict.fromkeys(sorted(prefixes - state.retired.keys()), entry.seq),
                 },
             )
+        case Reclaimed():
+            forgotten = forgettable(state, entry.through)
+            begun = [slot for prefix in forgotten if (slot := compaction_slot(prefix)) is not None]
+            return replace(
+                state,
+                retired={prefix: seq for prefix, seq in state.retired.items() if prefix not in forgotten},
+                compactions_from=max([state.compactions_from, *(slot + 1 for slot in begun)]),
+            )
     return state
 
 
@@ -263,6 +281,9 @@ def judge(state: RunState, entry: Entry) -> None:
             _judge_compact(state, entry)
         case Retired():
             _judge_retire(state, entry)
+        case Reclaimed():
+            if entry.through >= entry.seq:
+                raise _refused(entry, f"it speaks of slot {entry.through}, which is not before it")
         case Ignored():
             pass
 
@@ -338,6 +359,18 @@ def _judge_compact(state: RunState, entry: Compacted) -> None:
     if prefixes & state.live_prefixes():
         raise _refused(entry, "it re-uses the prefix of another compaction")
     _judge_prefixes(state, entry, prefixes)
+    _judge_begun(state, entry, prefixes)
+
+
+def _judge_begun(state: RunState, entry: Compacted, prefixes: set[str]) -> None:
+    """A compaction that is as old as a forgotten one may be that one: retired, deleted, and nobody remembers."""
+    for prefix in sorted(prefixes):
+        slot = compaction_slot(prefix)
+        if slot is not None and slot < state.compactions_from:
+            raise _refused(
+                entry,
+                f"it began at slot {slot}, and what began before slot {state.compactions_from} may be deleted",
+            )
 
 
 def _judge_retire(state: RunState, entry: Retired) -> None:
@@ -365,6 +398,19 @@ def _judge_retire(state: RunState, entry: Retired) -> None:
         place = cut_of(prefix)
         if place is not None and not over(state, *place):
             raise _refused(entry, f"it names {prefix}, whose cut may still be committed")
+
+
+def forgettable(state: RunState, through: int) -> frozenset[str]:
+    """Retired prefixes, named by entries up to slot `through`, that nothing depends on any more once they are empty.
+
+    All but those of compactions whose names do not say when they began (of a version before this rule): only memory
+    keeps those from being committed.
+    """
+    return frozenset(
+        prefix
+        for prefix, named_by in state.retired.items()
+        if named_by <= through and (cut_of(prefix) is not None or compaction_slot(prefix) is not None)
+    )
 
 
 def over(state: RunState, attempt: int, cut: int) -> bool:

@@ -6,6 +6,9 @@ say. Because no entry may reference a retired prefix any more, what gc may delet
 be killed and run again, run twice at once, and run on an old state. The grace is for readers that still restore a
 checkpoint which was live when they began.
 
+When enough of what was named is gone, gc says so in the log (`reclaim`), and nobody remembers those prefixes any
+longer: what a run has retired in its life must not add up in every reader. That is one entry for `FORGET_AT` prefixes.
+
 A log that cannot be followed to its end blocks gc: what cannot be read might say that something is still needed.
 """
 
@@ -15,15 +18,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from deltashard_checkpoint.crashpoints import crash_point
-from deltashard_checkpoint.entries import cut_of, entry_key, prefix_of
+from deltashard_checkpoint.entries import Entry, Reclaimed, cut_of, entry_key, prefix_of
 from deltashard_checkpoint.errors import CorruptObject
-from deltashard_checkpoint.folds import RunState, over
+from deltashard_checkpoint.folds import RunState, forgettable, over
 from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, RunLog, stopped
 from deltashard_checkpoint.stores.abc import ObjectInfo
 
 DEFAULT_GRACE_S = 600.0
 COMPACTION_PATIENCE_S = 24 * 3600.0
 """A compaction that has not been committed for so long is given up (its entry would be refused from then on)."""
+FORGET_AT = 64
+"""So many retired prefixes whose objects are gone make a reclaim entry worth its slot."""
 _BATCH = 1000
 
 
@@ -44,10 +49,11 @@ def collect(
     log: RunLog,
     *,
     grace_s: float = DEFAULT_GRACE_S,
+    forget_at: int = FORGET_AT,
     dry_run: bool = False,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Collected:
-    """Delete the objects under retired prefixes whose grace is over. Idempotent.
+    """Delete the objects under retired prefixes whose grace is over, and forget those that are empty. Idempotent.
 
     Raises `LogStopped` when an entry is unreadable, `LogGap`, `StoreUnavailable`.
     """
@@ -79,6 +85,10 @@ def collect(
             _delete(log, doomed, dry_run=dry_run)
             doomed = []
     _delete(log, doomed, dry_run=dry_run)
+    if not dry_run:
+        # What waits must be remembered, or it would be named anew, and its grace begin anew, again and again.
+        still = min((state.retired[prefix] for prefix in waiting), default=state.tip + 1)
+        _forget(log, still - 1, forget_at=forget_at, deadline_s=deadline_s)
     return Collected(
         objects=objects,
         bytes=size_bytes,
@@ -86,6 +96,19 @@ def collect(
         waiting=tuple(sorted(waiting)),
         dry_run=dry_run,
     )
+
+
+def _forget(log: RunLog, through: int, *, forget_at: int, deadline_s: float) -> None:
+    """Say that what was retired up to slot `through` is gone, when that is worth an entry."""
+    if len(forgettable(log.state, through)) < forget_at:
+        return
+
+    def build(state: RunState, seq: int, writer: str) -> Entry | None:
+        if len(forgettable(state, through)) < forget_at:
+            return None
+        return Reclaimed(seq=seq, previous="", writer=writer, at_s=0.0, through=through)
+
+    log.append(build, before="gc.before_forget", after="gc.after_forget", deadline_s=deadline_s)
 
 
 def _delete(log: RunLog, keys: list[str], *, dry_run: bool) -> None:

@@ -4,6 +4,9 @@
     data/{attempt:020d}/{cut:08d}/{rank:05d}-{token}-{xxh3}.index      their directory; the name carries its hash
     data/compact-{token}/{n:05d}.pack  and  data/compact-{token}/{xxh3}.index   the same of a compaction
 
+A compaction's token says the slot of the log at which it began (`compaction_token`): what is known of the run's past
+decides whether it may still be committed, as an attempt's number does for cuts.
+
 All are relative to the run's root; `run_key` makes a store key of them. Zero padding makes the store's listing order
 the numeric order. `token` is random per process, so a restarted process never takes an older one's object for its own.
 """
@@ -26,6 +29,7 @@ _INDEX = re.compile(
     rf"data/([0-9]{{20}})/([0-9]{{8}})/([0-9]{{5}})-({TOKEN_PATTERN})-([0-9a-f]{{32}})\.index", re.ASCII
 )
 _COMPACT_PACK = re.compile(rf"data/compact-({TOKEN_PATTERN})/([0-9]{{5}})\.pack", re.ASCII)
+_BEGUN = re.compile(r"data/compact-([0-9]{15})x[0-9a-f]{16}/", re.ASCII)
 _COMPACT_INDEX = re.compile(rf"data/compact-({TOKEN_PATTERN})/([0-9a-f]{{32}})\.index", re.ASCII)
 _LIMITS = (("attempt", 10**20), ("cut", 10**8), ("rank", 10**5), ("n", 10**5))
 
@@ -56,6 +60,17 @@ class IndexKey:
 def new_token() -> str:
     """A fresh random token: 64 bits, 16 hexadecimal digits."""
     return secrets.token_hex(8)
+
+
+def compaction_token(slot: int) -> str:
+    """A fresh token for a compaction that begins when `slot` is the last slot of the log."""
+    return f"{slot:015d}x{new_token()}"
+
+
+def compaction_slot(prefix: str) -> int | None:
+    """The slot at which the compaction of this prefix began; None for a cut's, and for one whose name does not say."""
+    match = _BEGUN.fullmatch(prefix)
+    return int(match[1]) if match else None
 
 
 def run_key(run: str, key: str) -> str:

@@ -15,7 +15,8 @@ What must hold, whatever happened (`World.check`):
 - every live checkpoint restores exactly what was in the model at its cut, from the objects that lie there;
 - an acknowledged commit is in the log; the newest checkpoint is never retired; an attempt resumes from the newest
   valid checkpoint at its slot; what an attempt loads is exactly what it says it resumes from;
-- and after all that a new trainer opens, restores, trains, saves, and that restores too (`World.finish`).
+- and after all that a new trainer opens, restores, trains, saves, and that restores too; a last round of housekeeping
+  leaves no object that nobody needs, and no memory of what is gone (`World.finish`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,18 @@ from unittest import mock
 
 import greenlet
 from deltashard_checkpoint import attempts, commits, compactions, gcs, lineages, logs, retentions
-from deltashard_checkpoint.entries import AttemptOpened, Checkpoint, Part, Sealed, entry_key, parse
+from deltashard_checkpoint.entries import (
+    AttemptOpened,
+    Checkpoint,
+    Part,
+    Reclaimed,
+    Sealed,
+    cut_of,
+    entry_key,
+    parse,
+)
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError
-from deltashard_checkpoint.folds import RunState
+from deltashard_checkpoint.folds import RunState, over
 from deltashard_checkpoint.keys import compaction_index_key, compaction_pack_key, index_key, pack_key
 from deltashard_checkpoint.patience import Clocks
 from deltashard_checkpoint.stores.abc import (
@@ -300,6 +310,7 @@ class Counts:
     compactions: int = 0
     retired: int = 0
     deleted: int = 0
+    reclaimed: int = 0
     kills: int = 0
     failures: int = 0
     refused_gap: int = 0
@@ -602,15 +613,15 @@ class World:
             rank, job = self.random.choice(waiting)
             rank.acknowledge(job)
 
-    def move_retire(self) -> Task:
+    def move_retire(self, *, patience_s: float | None = None) -> Task:
         state = self.last_state() if self.random.random() < 0.5 else None
         retention = retentions.Retention(keep_last=self.random.choice([1, 1, 2]))
+        if patience_s is None:
+            patience_s = self.random.choice([0.0, 1e6])
 
         def work() -> None:
             log = self.log(state)
-            litter = gcs.debris(
-                log, log.refresh(deadline_s=20.0), compaction_patience_s=self.random.choice([0.0, 1e6])
-            )
+            litter = gcs.debris(log, log.refresh(deadline_s=20.0), compaction_patience_s=patience_s)
             entry = retentions.append_retirement(log, retention, debris=litter, deadline_s=20.0)
             self.counts.retired += 0 if entry is None else len(entry.checkpoints)
 
@@ -622,7 +633,7 @@ class World:
 
         def work() -> None:
             log = self.log(state)
-            self.counts.deleted += gcs.collect(log, grace_s=grace_s, deadline_s=20.0).objects
+            self.counts.deleted += gcs.collect(log, grace_s=grace_s, forget_at=1, deadline_s=20.0).objects
 
         return self.spawn("gc", work)
 
@@ -653,6 +664,20 @@ class World:
             self.counts.compactions += entry is not None
 
         return self.spawn("compact", work)
+
+    def move_stall(self) -> None:
+        """A compaction stands still with objects put and no entry, while housekeeping gives it up; then it goes on."""
+        task = self.move_compact()
+        there = self.compacted()
+        while task is not None and not task.done and self.compacted() == there:
+            self.advance(task)
+        for tidy in (functools.partial(self.move_retire, patience_s=0.0), self.move_gc):
+            self.advance(tidy(), 80)
+            self.look()
+
+    def compacted(self) -> int:
+        """Objects of compactions that lie in the store."""
+        return sum(1 for _ in self.memory.list(f"{RUN}/data/compact-"))
 
     def move_mangle_hint(self) -> None:
         """HINT is best effort: anything may stand there."""
@@ -781,6 +806,8 @@ class World:
             self.counts.deltas += not entry.baseline
             self.counts.multi_rank += len(entry.parts) > 1
             self._check_content(state, entry.seq)
+        elif isinstance(entry, Reclaimed):
+            self.counts.reclaimed += 1
         elif not isinstance(entry, AttemptOpened):
             self._check_contents()
 
@@ -855,7 +882,23 @@ class World:
             if last is None and mode == "full":
                 raise Violation("the next save did not succeed")
             self.move_train(gang, 1)
+        self.tidy()
         self.check()
+
+    def tidy(self) -> None:
+        """One round without grace: what is left is live, or of a cut that may still come; nothing else is remembered."""
+        log = self.log()
+        litter = gcs.debris(log, log.refresh(), compaction_patience_s=0.0)
+        retentions.append_retirement(log, retentions.Retention(keep_last=1), debris=litter)
+        gcs.collect(log, grace_s=0.0, forget_at=1)
+        state = self.truth()
+        live = state.live_prefixes()
+        for prefix, _ in gcs.data_objects(log):
+            place = cut_of(prefix)
+            if prefix not in live and (place is None or over(state, *place)):
+                raise Violation(f"{prefix} lies there for ever: nobody needs it, nobody deletes it")
+        if state.retired:
+            raise Violation(f"{min(state.retired)} is gone, and remembered all the same")
 
     def drain(self) -> None:
         while self.tasks:
@@ -878,6 +921,7 @@ MOVES = {
     "gc": 3,
     "compact": 3,
     "janitor": 3,
+    "stall": 0.5,
     "hint": 1,
     "hide": 0.3,
     "show": 1,
@@ -934,6 +978,8 @@ def act(world: World, move: str) -> None:
                 if task is not None:
                     world.advance(task, 60)
                     world.look()
+        case "stall":
+            world.move_stall()
         case "hint":
             world.move_mangle_hint()
         case "hide":

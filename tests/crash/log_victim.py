@@ -101,7 +101,7 @@ def act(directory: Path, action: str) -> None:
                 log, retentions.Retention(keep_last=1), debris=gcs.debris(log, state)
             )
         case "gc":
-            gcs.collect(log, grace_s=0.0)
+            gcs.collect(log, grace_s=0.0, forget_at=1)
         case "compact":
             with PackCache(directory / "compaction", budget_bytes=64 << 20) as cache:
                 compactions.compact(log, newest.seq, moves.mover(cache))

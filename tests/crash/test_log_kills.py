@@ -33,6 +33,8 @@ POINTS = [
     ("retire.after_put", "retire", 4),
     ("gc.during_delete", "gc", 4),
     ("gc.after_delete", "gc", 4),
+    ("gc.before_forget", "gc", 4),
+    ("gc.after_forget", "gc", 4),
     ("compact.after_packs", "compact", 4),
     ("compact.after_index", "compact", 4),
     ("compact.before_log_put", "compact", 4),

@@ -210,3 +210,27 @@ def test_a_compaction_given_up_as_debris_is_refused(cache):
 
     with pytest.raises(CompactionAbandoned, match="retired and may be deleted"):
         compact(run.log, seqs[-1], slow)
+
+
+def test_a_compaction_that_was_given_up_deleted_and_forgotten_is_refused(cache):
+    """Nobody remembers its prefix; its name says that it began before what is forgotten. A later one may commit."""
+    run = Run()
+    _, seqs = a_chain(run, cache, deltas=1)
+    before = content(run, seqs[-1])
+    move = mover(cache)
+
+    def slow(*arguments):
+        moved = move(*arguments)
+        run.time.now_s += 48 * 3600
+        other = run.reader()
+        append_retirement(other, Retention(), debris=gcs.debris(other, other.refresh()))
+        run.time.now_s += 3600
+        assert gcs.collect(other, forget_at=1).objects == 2
+        assert not other.state.retired
+        return moved
+
+    with pytest.raises(CompactionAbandoned, match="may be deleted"):
+        compact(run.log, seqs[-1], slow)
+    assert content(run, seqs[-1]) == before
+    assert compact(run.log, seqs[-1], move) is not None
+    assert content(run, seqs[-1]) == before

@@ -222,8 +222,9 @@ def test_cached_folds_are_read_strictly():
     document = json.loads(data)
     with pytest.raises(ForeignObject):
         foldcaches.load(data, "other", 2)
-    with pytest.raises(UnsupportedVersion):
-        foldcaches.load(resealed({**document, "format": 2}), "job", 2)
+    for other in (1, 3):
+        with pytest.raises(UnsupportedVersion):
+            foldcaches.load(resealed({**document, "format": other}), "job", 2)
     for key in document:
         for bad in (None, -1, [[]], "x", {}, [1], [["a"]]):
             if key != "hash" and document[key] != bad and not (key == "attempt" and bad is None):

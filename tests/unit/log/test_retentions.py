@@ -1,13 +1,17 @@
-"""Retention keeps what must be kept, and gc deletes what retire named, after its grace, and nothing else."""
+"""Retention keeps what must be kept; gc deletes what retire named, after its grace, and then nobody remembers it."""
+
+from dataclasses import replace
 
 import pytest
-from deltashard_checkpoint import gcs, retentions
-from deltashard_checkpoint.entries import entry_key
+from deltashard_checkpoint import entries, foldcaches, gcs, retentions
+from deltashard_checkpoint.entries import Reclaimed, entry_key
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.folds import EntryRefused
+from deltashard_checkpoint.folds import EntryRefused, RunState, fold
 from deltashard_checkpoint.keys import cut_prefix
 from deltashard_checkpoint.logs import LogStopped
 from deltashard_checkpoint.retentions import Retention, append_retirement, kept, retire
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.unit.log.builders import Run
 
@@ -160,3 +164,148 @@ def test_what_the_newest_was_written_against_is_kept_for_the_next_cut():
         run.commit(attempt, cut, base)
     keep = retentions.kept(run.log.state, Retention(keep_last=1))
     assert keep == {base, run.log.state.newest().seq}
+
+
+# Forgetting
+
+
+def housekeeping(run: Run, *, keep_last: int = 1, grace_s: float = 600.0, **options) -> gcs.Collected:
+    """One round of a sidecar's."""
+    state = run.log.refresh()
+    append_retirement(run.log, Retention(keep_last=keep_last), debris=gcs.debris(run.log, state))
+    return gcs.collect(run.log, grace_s=grace_s, **options)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    keep_last=st.integers(1, 4),
+    chain=st.integers(1, 5),
+    litter_every=st.integers(1, 9),
+    grace_s=st.sampled_from([0.0, 600.0]),
+)
+def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, litter_every, grace_s):
+    """A save a minute, retention of the last few: later saves find no more to remember than the first 160 did."""
+    run = Run()
+    attempt = run.open().attempt
+    remembered, sizes, base = [], [], None
+    for cut in range(1, 321):
+        if cut % litter_every == 0:  # a save that was begun, and another that came instead
+            run.memory.put(f"job/{cut_prefix(attempt, 2 * cut - 1)}00000-{'a' * 16}-00000.pack", b"x")
+        seq = run.commit(attempt, 2 * cut, None if cut % chain == 0 else base)
+        base = seq if cut % chain == 0 or base is None else base
+        run.time.now_s += 60
+        housekeeping(run, keep_last=keep_last, grace_s=grace_s)
+        remembered.append(len(run.log.state.retired))
+        sizes.append(len(foldcaches.dump(run.log.state)))
+    assert max(remembered) <= gcs.FORGET_AT + 2 * (
+        10 + chain
+    )  # what waits for its grace, and one chain's end
+    assert max(remembered[160:]) <= max(remembered[:160]) + 8  # rounds and chains are not in step
+    assert max(sizes[160:]) <= max(sizes[:160]) + 1000
+    left = {prefix for prefix, _ in gcs.data_objects(run.log)}
+    assert left <= run.log.state.live_prefixes() | run.log.state.retired.keys()
+    assert run.reader().refresh() == run.log.state
+    assert (
+        fold(RunState(run="job"), [run.log.read_slot(n) for n in range(run.log.state.tip + 1)])
+        == run.log.state
+    )
+
+
+def test_what_waits_for_its_grace_is_remembered_however_much_that_is():
+    """Forgotten, it would be named anew, and its grace begin anew with every save: it would never be deleted."""
+    run = Run()
+    attempt = run.open().attempt
+    first = cut_prefix(attempt, 1)
+    for cut in range(1, 200):
+        run.commit(attempt, cut)
+        run.time.now_s += 1
+        assert housekeeping(run, grace_s=1000.0).objects == 0
+    named_by = run.log.state.retired[first]
+    assert len(run.log.state.retired) > 2 * gcs.FORGET_AT
+    run.time.now_s += 900
+    assert first in housekeeping(run, grace_s=1000.0).prefixes
+    assert named_by < run.log.state.tip
+    run.time.now_s += 1000
+    housekeeping(run, grace_s=1000.0)
+    assert not run.log.state.retired
+
+
+def test_what_lands_late_under_a_forgotten_prefix_is_named_anew_and_deleted():
+    run = Run()
+    attempt = run.open().attempt
+    chains(run, attempt)
+    housekeeping(run, grace_s=0.0, forget_at=1)
+    assert not run.log.state.retired
+    late = cut_prefix(attempt, 1)
+    run.memory.put(f"job/{late}00000-{'a' * 16}-00000.pack", b"a zombie's put that landed late")
+    assert gcs.debris(run.log, run.log.state) == (late,)
+    assert housekeeping(run, grace_s=600.0).waiting == (late,)
+    run.time.now_s += 601
+    assert housekeeping(run, grace_s=600.0).prefixes == (late,)
+
+
+def test_a_forgotten_cut_can_never_be_committed():
+    """Fencing and the order of cuts refuse it, without any memory of its prefix."""
+    run = Run()
+    attempt = run.open().attempt
+    run.commit(attempt, 2)
+    run.memory.put(f"job/{cut_prefix(attempt, 1)}00000-{'a' * 16}-00000.pack", b"x")
+    housekeeping(run, grace_s=0.0, forget_at=1)
+    assert not run.log.state.retired
+    with pytest.raises(EntryRefused, match="not newer than cut 2"):
+        run.append_checkpoint([run.report(attempt, 1).part], attempt=attempt, cut=1)
+    run.open()
+    with pytest.raises(EntryRefused, match="fenced"):
+        run.append_checkpoint([run.report(attempt, 1).part], attempt=attempt, cut=1)
+
+
+def test_old_compactions_whose_names_say_nothing_are_remembered():
+    """Only memory keeps a compaction of an older version from being committed when it was given up."""
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    prefix = "data/compact-cccccccccccccccc/"
+    run.memory.put(f"job/{prefix}00000.pack", b"x")
+    run.time.now_s += 25 * 3600
+    for _ in range(2):
+        housekeeping(run, grace_s=0.0, forget_at=1)
+    assert list(run.log.state.retired) == [prefix]
+    assert not isinstance(
+        run.log.read_slot(run.log.state.tip).entry, Reclaimed
+    )  # nothing to say, nothing said
+
+
+def test_a_dry_run_forgets_nothing():
+    run = Run()
+    chains(run, run.open().attempt)
+    append_retirement(run.log, Retention(keep_last=1))
+    tip = run.log.state.tip
+    gcs.collect(run.log, grace_s=0.0, forget_at=1, dry_run=True)
+    assert run.log.refresh().tip == tip
+
+
+def test_a_version_that_passes_over_reclaim_entries_reads_the_same_run(monkeypatch):
+    """It remembers more, and everything else of the state is the same."""
+    run = Run()
+    attempt = run.open().attempt
+    for cut in range(1, 30):
+        run.commit(attempt, cut)
+        housekeeping(run, grace_s=0.0, forget_at=4)
+    truth = run.log.state
+    slots = range(truth.tip + 1)
+    assert any(isinstance(run.log.read_slot(seq).entry, Reclaimed) for seq in slots)
+    monkeypatch.delitem(entries.KINDS, "reclaim")
+    old = fold(RunState(run="job"), [run.log.read_slot(seq) for seq in slots])
+    assert old.stopped is None
+    assert len(old.retired) == 27 > len(truth.retired)
+    assert replace(old, retired=truth.retired, compactions_from=truth.compactions_from) == truth
+
+
+def test_a_reclaim_entry_speaks_of_what_is_before_it():
+    run = Run()
+    run.commit(run.open().attempt, 1)
+
+    def build(state, seq, writer):
+        return Reclaimed(seq=seq, previous="", writer=writer, at_s=0.0, through=seq)
+
+    with pytest.raises(EntryRefused, match="not before it"):
+        run.append(build)
