@@ -3,7 +3,7 @@
 Every pack this process writes is spooled here, uploaded from here, and stays here as long as there is room, so that a
 restarted container restores without the store. One file a pack, named by the hash of its store key:
 
-    LOCK             POSIX record lock of the one owner
+    LOCK             POSIX record lock of the one owner (`cachedirs`)
     {hash}.spool     being filled; debris of a dead owner is removed at start
     {hash}.pack      whole
 
@@ -15,7 +15,6 @@ uploaded) are never evicted; when pins alone fill the budget, `create` waits for
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import threading
@@ -30,11 +29,9 @@ from typing import Self
 
 import xxhash
 
+from deltashard_checkpoint import cachedirs
 from deltashard_checkpoint.errors import InternalBug
 from deltashard_checkpoint.packs import CacheFull, CacheUnusable, PackSpool, disk_error
-
-_owned: set[Path] = set()  # a record lock does not exclude its own process
-_owned_lock = threading.Lock()
 
 
 @dataclass(slots=True)
@@ -55,7 +52,7 @@ class PackCache:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # oldest first
         self._used_bytes = 0
         self._changed = threading.Condition()  # re-entrant
-        self._lock_fd = self._own()
+        self._lock_fd = cachedirs.own(directory)
         try:
             self._load()
         except OSError as error:
@@ -212,10 +209,8 @@ class PackCache:
     def close(self) -> None:
         """Give the directory up; its packs stay for the next owner."""
         if self._lock_fd >= 0:
-            os.close(self._lock_fd)
+            cachedirs.disown(self.directory, self._lock_fd)
             self._lock_fd = -1
-            with _owned_lock:
-                _owned.discard(self.directory.resolve())
 
     def __enter__(self) -> Self:
         return self
@@ -224,29 +219,6 @@ class PackCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _own(self) -> int:
-        taken = CacheUnusable(
-            "the cache directory belongs to another running process",
-            where=str(self.directory),
-            remedy="one sidecar per cache directory",
-        )
-        with _owned_lock:
-            # Looked at before the file is opened: closing any descriptor of it would drop the first owner's lock.
-            if self.directory.resolve() in _owned:
-                raise taken
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                fd = os.open(self.directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-            except OSError as error:
-                raise disk_error(error, self.directory) from error
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(fd)
-                raise taken from None
-            _owned.add(self.directory.resolve())
-            return fd
 
     def _load(self) -> None:
         found: list[tuple[float, str, int]] = []

@@ -1,8 +1,11 @@
-"""What a sidecar does unasked, on one thread of its own: prefetch at start, then retention, gc and compaction.
+"""What a sidecar does unasked, on one thread of its own: sweep, prefetch at start, then retention, gc and compaction.
 
 A round begins after a commit of rank 0, not more often than `housekeeping_s`: compact a chain that grew too long, name
 in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and run
 again; a step that fails is counted and logged, and the next round tries anew. Nothing waits for a round.
+
+At start and in every round pack caches that other, ended runs left beside this one's make room (`cachedirs`), where a
+budget for all of them is set.
 
 The prefetch brings the packs of the newest checkpoint into the local cache while the trainer still imports its
 libraries; it stops for good when a restore begins, which then finds what is there.
@@ -15,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from deltashard_checkpoint.cachedirs import sweep
 from deltashard_checkpoint.compactions import compact, worthwhile
 from deltashard_checkpoint.entries import Checkpoint
 from deltashard_checkpoint.errors import DeltashardError
@@ -79,6 +83,7 @@ class Housekeeping:
             self._wake.notify_all()
 
     def _work(self) -> None:
+        self._sweep()
         newest = self._learn()
         if newest is not None and self._run.settings.prefetch:
             self._step("prefetch", lambda: self._prefetch(newest.seq))
@@ -135,7 +140,18 @@ class Housekeeping:
 
         self._step("retire", retire)
         self._step("gc", gc)
+        self._sweep()
         self.rounds += 1
+
+    def _sweep(self) -> None:
+        budget_bytes = self._run.settings.cache_total_bytes
+
+        def work() -> str | None:
+            swept = sweep(self._run.cache.directory, budget_bytes=budget_bytes)
+            return f"caches of {swept.runs} runs, {swept.bytes} bytes" if swept.runs else None
+
+        if budget_bytes:
+            self._step("sweep", work)
 
     def _compact(self, log: RunLog) -> str | None:
         state = log.refresh(deadline_s=ROUND_DEADLINE_S)

@@ -55,6 +55,8 @@ class Settings:
     """Size of one block of the arena; at least the largest frame (8 MiB)."""
     cache_bytes: int = 10 << 30
     """Budget of the local cache, packs that wait for the store included."""
+    cache_total_bytes: int = 0
+    """Budget of this cache and other runs' beside it, of which the least recently used go; 0: they are left alone."""
     every_s: float = 0.0
     """Save every so many seconds; 0 is off."""
     every_steps: int = 0

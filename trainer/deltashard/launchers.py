@@ -38,6 +38,8 @@ log = logging.getLogger("deltashard")
 
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 40.0
+CACHE_TOTAL_BYTES = 20 << 30
+"""Pack caches of all runs on this machine together, those of living sidecars besides; twice what one may have."""
 EXIT_USAGE = 2
 """Exit code of a sidecar that refused its settings; its last line in the log says what, where and the remedy."""
 EXIT_OWNED = 3
@@ -112,7 +114,7 @@ class SidecarOptions:
         """The command line after the interpreter."""
         arguments = ["-m", "deltashard_sidecar.main", "serve", "--url", self.url, "--run", self.run]
         arguments += ["--dir", str(runtime), "--cache-dir", str(cache)]
-        for name, value in sorted(self.flags.items()):
+        for name, value in sorted({"cache_total_bytes": CACHE_TOTAL_BYTES, **self.flags}.items()):
             if value is not None:
                 arguments += [f"--{name.replace('_', '-')}", str(value)]
         return arguments
