@@ -168,7 +168,7 @@ class _OfRuns(Collector):
                 gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
             if run.trains_since_s:
                 gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
-            counters["failures"].add_metric(labels, run.tally.failures)
+            counters["failures"].add_metric(labels, run.failures)
             counters["restores"].add_metric(labels, run.restores)
             counters["lost_steps"].add_metric(labels, run.lost_steps)
             counters["saves_failed"].add_metric(labels, run.saves_failed)

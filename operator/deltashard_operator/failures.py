@@ -12,6 +12,9 @@ meanwhile say why. Losses after which no attempt was opened yet are one interrup
 attempts (sidecars that cannot reach us), a burst of losses is one. The attempt is settled `SETTLE_S` after it rose,
 because the API tells of the pod's end a little later than the new trainer tells of its attempt.
 
+Where each pod of an Indexed Job is a run of its own in the store, each has attempts of its own and a tally of its own,
+and the workload's failures are all of theirs.
+
 MTBF = (prior + training time) / (1 + failures) over a window: the prior is one failure in 12 hours, near the medians
 that large fleets report (8 to 17 h), and counts as little as one failure does.
 """
@@ -19,6 +22,7 @@ that large fleets report (8 to 17 h), and counts as little as one failure does.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from deltashard_operator.views import JobView, PodView
@@ -84,8 +88,10 @@ class Loss:
     pod: str = ""
     pod_uid: str = ""
     node: str = ""
+    run: str = ""
+    """The pod's number where each is a run of its own; empty: the one run of the workload."""
     attempt: int = 0
-    """The newest attempt known when it happened; what came of it is in the next one."""
+    """The newest attempt of this run known when it happened; what came of it is in the next one."""
     interruptions: int = 1
     """More than one only where nobody looked."""
 
@@ -97,7 +103,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """The failures of a run so far. Survives the controller in the CheckpointRun's status."""
+    """The failures of a run in the store so far. Survives the controller in the CheckpointRun's status."""
 
     settled: int = 0
     """Interruptions after which training was opened again."""
@@ -195,7 +201,7 @@ def with_loss(tally: Tally, loss: Loss) -> Tally:
     return replace(tally, losses=losses[-MAX_LOSSES:], bursts=bursts)
 
 
-def with_attempt(tally: Tally, attempt: int, now_s: float, *, own: bool) -> Tally:
+def with_attempt(tally: Tally, attempt: int, now_s: float, *, own: bool, run: str = "") -> Tally:
     """The tally after the run's newest attempt was told.
 
     Args:
@@ -203,13 +209,14 @@ def with_attempt(tally: Tally, attempt: int, now_s: float, *, own: bool) -> Tall
         attempt: the newest one; older ones are ignored.
         now_s: now.
         own: the run is this workload's alone, so that its attempts began at 1.
+        run: which of the workload's, see `Loss.run`.
     """
     if attempt <= tally.attempt:
         return tally
     if tally.attempt == 0:
         # Attempts tell from now on. What bursts were seen before is among the attempts, if they are all ours.
         unseen = max(attempt - 1 - tally.bursts, 0) if own else 0
-        return _unseen(replace(tally, attempt=attempt, settled=tally.settled + unseen), unseen, now_s)
+        return _unseen(replace(tally, attempt=attempt, settled=tally.settled + unseen), unseen, now_s, run)
     if not tally.rose_at_s:
         return replace(tally, rose_at_s=now_s)
     if now_s - tally.rose_at_s < SETTLE_S:
@@ -219,15 +226,22 @@ def with_attempt(tally: Tally, attempt: int, now_s: float, *, own: bool) -> Tall
     asked = bool(seen) and all(each.asked for each in seen)
     unexplained = rose - int(bool(seen))
     tally = replace(tally, settled=tally.settled + rose - int(asked), attempt=attempt, rose_at_s=0.0)
-    return _unseen(tally, unexplained, now_s)
+    return _unseen(tally, unexplained, now_s, run)
 
 
-def _unseen(tally: Tally, n: int, now_s: float) -> Tally:
+def _unseen(tally: Tally, n: int, now_s: float, run: str) -> Tally:
     if not n:
         return tally
     message = f"training was opened again {n} more time{'s' * (n > 1)} than losses were seen"
     # Of the attempt before the settled one: it is over.
-    loss = Loss(at_s=now_s, cause=Cause.UNSEEN, message=message, attempt=tally.attempt - 1, interruptions=n)
+    loss = Loss(
+        at_s=now_s,
+        cause=Cause.UNSEEN,
+        message=message,
+        run=run,
+        attempt=tally.attempt - 1,
+        interruptions=n,
+    )
     return replace(tally, losses=(*tally.losses, loss)[-MAX_LOSSES:])
 
 
@@ -240,22 +254,34 @@ class Estimate:
     """In the coming day of training."""
 
 
-def estimate(tally: Tally, trained_s: float, now_s: float) -> Estimate:
+def newest(tallies: Mapping[str, Tally]) -> tuple[Loss, ...]:
+    """The newest losses of all runs of a workload, oldest first."""
+    found = sorted((loss for each in tallies.values() for loss in each.losses), key=lambda each: each.at_s)
+    return tuple(found[-MAX_LOSSES:])
+
+
+def estimate(tallies: Mapping[str, Tally], trained_s: float, now_s: float) -> Estimate:
     """From the failures of a window: the newest 7 days, or as far as the losses kept reach back.
 
     Args:
-        tally: the failures.
-        trained_s: training time of the run so far.
+        tallies: the failures, by run.
+        trained_s: training time of the workload so far.
         now_s: now.
     """
+    losses = newest(tallies)
     window_s = WINDOW_S
-    if len(tally.losses) == MAX_LOSSES:
-        window_s = min(window_s, max(now_s - tally.losses[0].at_s, 1.0))
-    recent = [each for each in tally.losses if not each.asked and now_s - each.at_s <= window_s]
-    if tally.attempt:
-        seen = {each.attempt for each in recent if each.cause is not Cause.UNSEEN}
-        failures = len(seen) + sum(each.interruptions for each in recent if each.cause is Cause.UNSEEN)
-    else:
-        failures = min(tally.bursts, len(recent))
+    if len(losses) == MAX_LOSSES:
+        window_s = min(window_s, max(now_s - losses[0].at_s, 1.0))
+    recent = [each for each in losses if not each.asked and now_s - each.at_s <= window_s]
+    failures = sum(
+        _interruptions(tally, [each for each in recent if each.run == run]) for run, tally in tallies.items()
+    )
     mtbf_s = (PRIOR_S + min(max(trained_s, 0.0), window_s)) / (1 + failures)
     return Estimate(mtbf_s=mtbf_s, expected_restores=HORIZON_S / mtbf_s)
+
+
+def _interruptions(tally: Tally, recent: list[Loss]) -> int:
+    if not tally.attempt:
+        return min(tally.bursts, len(recent))
+    seen = {each.attempt for each in recent if each.cause is not Cause.UNSEEN}
+    return len(seen) + sum(each.interruptions for each in recent if each.cause is Cause.UNSEEN)

@@ -29,7 +29,13 @@ STUCK_S = 10.0
 def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
     """The run with phase, failures and conditions of now, and what people should hear of it."""
     own = not run.wish.run_id
-    run = replace(run, tally=failures.with_attempt(run.tally, run.progress.attempt, now_s, own=own))
+    tallies = {
+        part: failures.with_attempt(
+            run.tallies.get(part, failures.Tally()), attempt, now_s, own=own, run=part
+        )
+        for part, attempt in run.progress.attempts.items()
+    }
+    run = replace(run, tallies={**run.tallies, **tallies})
     run = _ended(run, now_s)
     live = run.live
     facts = list(_facts(run, live, nodes, now_s))

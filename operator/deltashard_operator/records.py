@@ -76,10 +76,10 @@ def document(run: Run) -> Document:
 
 def status(run: Run, now_s: float) -> Document:
     """The whole status; a field without a value is left out."""
-    progress, tally = run.progress, run.tally
+    progress, tallies = run.progress, run.tallies
     policy = run.directed or progress.policy
     timers = policy if policy.timed else progress.policy
-    guess = failures.estimate(tally, run.trained_s, now_s)
+    guess = failures.estimate(tallies, run.trained_s, now_s)
     begun = bool(run.started_at_s)
     found: Document = {
         "observedGeneration": 1,  # a spec never changes
@@ -104,16 +104,17 @@ def status(run: Run, now_s: float) -> Document:
         "restores": run.restores,
         "lostSteps": run.lost_steps,
         "savesFailed": run.saves_failed,
-        "failures": tally.failures,
-        "settledFailures": tally.settled + tally.bursts,
-        "settledAttempt": tally.attempt,
+        "failures": run.failures,
+        "settledFailures": sum(each.settled + each.bursts for each in tallies.values()),
+        "settledAttempt": tallies[""].attempt if "" in tallies else 0,
+        "settledAttempts": _settled_attempts(run) or None,
         "mtbfSeconds": int(guess.mtbf_s) if begun else None,
         "expectedRestores": f"{guess.expected_restores:.2f}" if begun else None,
         "trainedSeconds": int(run.trained_s),
         "startedAt": _time(run.started_at_s),
         "finishedAt": _time(run.finished_at_s) if run.finished else None,
         "finishedReason": run.finished or None,
-        "losses": [_loss(each) for each in tally.losses] or None,
+        "losses": [_loss(each) for each in failures.newest(tallies)] or None,
         "pods": _pods(run) or None,
         "conditions": [_condition(each) for each in run.conditions] or None,
     }
@@ -145,8 +146,8 @@ def run_of(found: Mapping[str, Any]) -> Run:
     )
     if not said:
         return run
-    attempt, losses = int(said.get("settledAttempt", 0)), tuple(map(_loss_of, said.get("losses") or ()))
-    settled = int(said.get("settledFailures", 0))
+    losses = tuple(map(_loss_of, said.get("losses") or ()))
+    numbered = {each["index"]: int(each["attempt"]) for each in said.get("settledAttempts") or ()}
     pods = said.get("pods") or ()
     in_force = PolicyInForce(
         every_s=float(said.get("intervalSeconds", 0)),
@@ -169,18 +170,13 @@ def run_of(found: Mapping[str, Any]) -> Run:
             for each in pods
             if each.get("uid") and each.get("process")
         },
-        tally=Tally(
-            settled=settled if attempt else 0,
-            bursts=0 if attempt else settled,
-            attempt=attempt,
-            losses=losses,
-        ),
+        tallies=_tallies(said, losses, numbered),
         progress=Progress(
             step=int(said.get("step", 0)),
             last_step=int(said.get("lastCommittedStep", 0)),
             last_commit_at_s=seconds_of(said.get("lastCommitTime")),
             last_seq=int(said.get("lastCommitSeq", 0)),
-            attempt=int(said.get("attempt", 0)),
+            attempts=numbered or ({"": int(said["attempt"])} if said.get("attempt") else {}),
             stored_bytes=int(said.get("storedBytes", 0)),
             checkpoints=int(said.get("checkpoints", 0)),
             policy=in_force,
@@ -205,6 +201,30 @@ def run_of(found: Mapping[str, Any]) -> Run:
         fell_back=kept.get("FellBack", ""),
         taken_by=kept.get("RunIdTaken", ""),
     )
+
+
+def _settled_attempts(run: Run) -> list[Document]:
+    """Of pods that are runs of their own: those that a controller that starts anew could not take for the first."""
+    told = [
+        {"index": part, "attempt": each.attempt}
+        for part, each in sorted(run.tallies.items())
+        if part and each.attempt and (each.attempt > 1 or each.losses)
+    ]
+    return told[:MAX_PODS]
+
+
+def _tallies(said: Document, losses: tuple[Loss, ...], numbered: Mapping[str, int]) -> dict[str, Tally]:
+    """The tallies of a status; what was counted of pods that are runs of their own is kept as one sum."""
+    attempt, settled = int(said.get("settledAttempt", 0)), int(said.get("settledFailures", 0))
+    found = {
+        part: Tally(attempt=numbered.get(part, 0), losses=tuple(each for each in losses if each.run == part))
+        for part in {*numbered, *(each.run for each in losses)}
+    }
+    one = found.get("", Tally())
+    found[""] = replace(
+        one, settled=settled if attempt else 0, bursts=0 if attempt else settled, attempt=attempt
+    )
+    return found
 
 
 def human_bytes(n: int) -> str:
@@ -235,6 +255,7 @@ def _loss(loss: Loss) -> Document:
                 "pod": loss.pod,
                 "podUID": loss.pod_uid,
                 "node": loss.node,
+                "index": loss.run,
                 "asked": loss.asked,
                 "attempt": loss.attempt,
                 "interruptions": loss.interruptions if loss.interruptions > 1 else None,
@@ -252,6 +273,7 @@ def _loss_of(found: Mapping[str, Any]) -> Loss:
         pod=found.get("pod", ""),
         pod_uid=found.get("podUID", ""),
         node=found.get("node", ""),
+        run=found.get("index", ""),
         attempt=int(found.get("attempt", 0)),
         interruptions=int(found.get("interruptions", 1)),
     )

@@ -27,7 +27,6 @@ MAX_NAME = 63
 TAKEN_OVER = "taken_over"
 """Cause of an incident: another workload (the same `run-id`) trains the run now, and this one is over."""
 NO_POLICY = PolicyInForce()
-NO_TALLY = Tally()
 NO_WISH = Wish()
 
 
@@ -57,11 +56,17 @@ class Progress:
     last_commit_at_s: float = 0.0
     last_seq: int = 0
     durable_s: float = 0.0
-    attempt: int = 0
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    """The newest of each run in the store: by the pod's number where each is a run of its own, else by ""."""
     stored_bytes: int = 0
     checkpoints: int = 0
     policy: PolicyInForce = NO_POLICY
     """In force, as the sidecars say."""
+
+    @property
+    def attempt(self) -> int:
+        """The newest of all."""
+        return max(self.attempts.values(), default=0)
 
 
 NO_PROGRESS = Progress()
@@ -91,7 +96,8 @@ class Run:
     lost: frozenset[str] = frozenset()
     """UIDs of pods whose loss is counted."""
     taken: Mapping[str, Taken] = field(default_factory=dict)
-    tally: Tally = NO_TALLY
+    tallies: Mapping[str, Tally] = field(default_factory=dict)
+    """Failures, by the same keys as `Progress.attempts`."""
     progress: Progress = NO_PROGRESS
     restores: int = 0
     lost_steps: int = 0
@@ -134,6 +140,11 @@ class Run:
     def name(self) -> str:
         """Of the CheckpointRun."""
         return object_name(self.workload)
+
+    @property
+    def failures(self) -> int:
+        """Interruptions of all its runs in the store."""
+        return sum(each.failures for each in self.tallies.values())
 
     @property
     def suspended(self) -> bool:
@@ -196,7 +207,7 @@ def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
     )
     if pod.restarts > run.restarts.get(pod.uid, 0):
         run = replace(run, restarts={**run.restarts, pod.uid: pod.restarts})
-        run = _with_loss(run, failures.loss_of_restart(pod, now_s))
+        run = _with_loss(run, failures.loss_of_restart(pod, now_s), _number(run, pod))
     return _with_end(run, pod, gone=False, node_ready=node_ready, now_s=now_s)
 
 
@@ -232,11 +243,24 @@ def _with_end(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: fl
     loss = failures.loss_of_pod(pod, gone=gone, node_ready=node_ready, job=job, now_s=now_s)
     if loss is None:
         return run
-    return replace(_with_loss(run, loss), lost=run.lost | {pod.uid})
+    return replace(_with_loss(run, loss, _number(run, pod)), lost=run.lost | {pod.uid})
 
 
-def _with_loss(run: Run, loss: Loss) -> Run:
-    return replace(run, tally=failures.with_loss(run.tally, loss))
+def _number(run: Run, pod: PodView | None) -> str:
+    """Whose failure a pod's is: its own number's where pods are known to be runs of their own."""
+    return pod.index if pod is not None and any(run.progress.attempts) else ""
+
+
+def _part(run: Run, pod_uid: str, said: str) -> str:
+    """Which run in the store a heartbeat is of: the pod's number if it is a run of its own, by the API's word."""
+    pod = run.pods.get(pod_uid)
+    own = pod is not None and said == f"{run.workload.namespace}/{run.run_id}-{pod.index}"
+    return pod.index if own and pod is not None else ""
+
+
+def _with_loss(run: Run, loss: Loss, part: str) -> Run:
+    tally = failures.with_loss(run.tallies.get(part, Tally()), replace(loss, run=part))
+    return replace(run, tallies={**run.tallies, part: tally})
 
 
 def with_connected(run: Run, hello: Hello) -> Run:
@@ -265,7 +289,8 @@ def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> t
     fresh = [each for each in heartbeat.incidents if each.id > newest]
     pod = run.pods.get(hello.pod_uid)
     # A trainer that was replaced and is fenced when its node comes back is as it should be: told, but no trouble.
-    replaced = heartbeat.attempt < run.progress.attempt or (pod is not None and not pod.alive)
+    newest_attempt = run.progress.attempts.get(_part(run, hello.pod_uid, heartbeat.run), 0)
+    replaced = heartbeat.attempt < newest_attempt or (pod is not None and not pod.alive)
     for incident in fresh:
         if incident.kind is IncidentKind.FENCED and replaced and incident.cause != TAKEN_OVER:
             text = f"pod {hello.pod}, which was replaced: {incident.message or 'its trainer was ended'}"
@@ -315,7 +340,7 @@ def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> 
                 pod_uid=hello.pod_uid,
                 node=hello.node,
             )
-            return _with_loss(run, loss), []
+            return _with_loss(run, loss, _number(run, run.pods.get(hello.pod_uid))), []
         case _:
             return run, []
 
@@ -323,23 +348,28 @@ def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> 
 def _with_progress(run: Run) -> Run:
     """What the sidecars say together. What nobody says stays as it was."""
     slowest: dict[str, Heartbeat] = {}
-    for each in (report.heartbeat for report in run.reports.values()):
+    before = run.progress
+    attempts = dict(before.attempts)
+    for uid, report in run.reports.items():
+        each = report.heartbeat
         if each is None:
             continue
+        if each.attempt:
+            part = _part(run, uid, each.run)
+            attempts[part] = max(each.attempt, attempts.get(part, 0))
         other = slowest.get(each.run)
         seq = each.last_commit.seq if each.last_commit is not None else 0
         if other is None or seq >= (other.last_commit.seq if other.last_commit is not None else 0):
             slowest[each.run] = each
-    before = run.progress
     steps = [rank.step for beat in run.live for rank in beat.ranks]
     shown = min(slowest.values(), key=lambda each: each.last_commit_at_s, default=None)
     if shown is None:
         return run
-    commit, attempt = shown.last_commit, max(each.attempt for each in slowest.values())
+    commit = shown.last_commit
     progress = replace(
         before,
         step=min(steps) if steps else before.step,
-        attempt=max(attempt, before.attempt),
+        attempts=attempts,
         stored_bytes=sum(each.stored_bytes for each in slowest.values()) or before.stored_bytes,
         checkpoints=sum(each.checkpoints for each in slowest.values()) or before.checkpoints,
         policy=shown.policy if shown.policy.encoding else before.policy,
@@ -355,7 +385,7 @@ def _with_progress(run: Run) -> Run:
     # A trainer of this workload commits again; another workload's commits stand in the same log.
     if progress.last_seq > before.last_seq and commit is not None and commit.attempt <= progress.attempt:
         run = replace(run, fenced="")
-    if progress.attempt > before.attempt:
+    if any(each > before.attempts.get(part, 0) for part, each in attempts.items()):
         run = replace(run, fenced="", tracking="")
     return replace(run, progress=progress)
 

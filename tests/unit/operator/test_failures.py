@@ -171,38 +171,38 @@ def test_failures_are_the_interruptions_that_nobody_asked_for(story: list[tuple[
 
 
 def test_the_estimate_begins_with_the_prior_and_moves_with_what_happens() -> None:
-    fresh = failures.estimate(Tally(), 0.0, NOW_S)
+    fresh = failures.estimate({"": Tally()}, 0.0, NOW_S)
     assert fresh.mtbf_s == failures.PRIOR_S
     assert fresh.expected_restores == pytest.approx(2.0)
-    quiet = failures.estimate(opened(Tally(), 1), 6 * 24 * HOUR_S, NOW_S)
+    quiet = failures.estimate({"": opened(Tally(), 1)}, 6 * 24 * HOUR_S, NOW_S)
     assert quiet.mtbf_s > 12 * failures.PRIOR_S
     tally, at_s = opened(Tally(), 1), NOW_S
     for attempt in range(2, 12):
         at_s += HOUR_S
         tally = opened(lost(tally, at_s=at_s), attempt, at_s + 1)
-    busy = failures.estimate(tally, 10 * HOUR_S, at_s)
+    busy = failures.estimate({"": tally}, 10 * HOUR_S, at_s)
     assert busy.mtbf_s == pytest.approx((failures.PRIOR_S + 10 * HOUR_S) / 11)
     assert busy.expected_restores == pytest.approx(24 * HOUR_S / busy.mtbf_s)
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
     tally = opened(lost(opened(Tally(), 1)), 2)
-    later = failures.estimate(tally, 30 * 24 * HOUR_S, NOW_S + 2 * failures.WINDOW_S)
+    later = failures.estimate({"": tally}, 30 * 24 * HOUR_S, NOW_S + 2 * failures.WINDOW_S)
     assert later.mtbf_s == failures.PRIOR_S + failures.WINDOW_S
 
 
 def test_unseen_interruptions_weigh_as_many_as_they_are() -> None:
     tally = opened(opened(Tally(), 1), 6)
-    assert failures.estimate(tally, 0.0, NOW_S).mtbf_s == failures.PRIOR_S / 6
+    assert failures.estimate({"": tally}, 0.0, NOW_S).mtbf_s == failures.PRIOR_S / 6
 
 
 @given(st.floats(0, 1e8), st.integers(0, 50))
 def test_more_failures_never_make_a_longer_mtbf(trained_s: float, n: int) -> None:
     tally, at_s = opened(Tally(), 1), NOW_S
-    before = failures.estimate(tally, trained_s, at_s).mtbf_s
+    before = failures.estimate({"": tally}, trained_s, at_s).mtbf_s
     for attempt in range(2, 2 + min(n, 10)):
         tally = opened(lost(tally, at_s=at_s), attempt, at_s)
-        after = failures.estimate(tally, trained_s, at_s).mtbf_s
+        after = failures.estimate({"": tally}, trained_s, at_s).mtbf_s
         assert 0 < after < before
         before = after
 
@@ -228,14 +228,14 @@ def test_restarts_in_place_are_losses_once_each_and_the_sidecars_own_are_none() 
     for _ in range(3):
         seen = views.pod_of(document(phase="Running", containerStatuses=[container(1, 137)]))
         run = runs.with_pod(run, replace(seen, workload=TRAIN), node_ready=True, now_s=NOW_S)
-    assert [each.cause for each in run.tally.losses] == [Cause.ERROR]
+    assert [each.cause for each in failures.newest(run.tallies)] == [Cause.ERROR]
     seen = views.pod_of(
         document(
             phase="Running", containerStatuses=[container(1, 137), container(9, 1, name="deltashard-sidecar")]
         )
     )
     run = runs.with_pod(run, replace(seen, workload=TRAIN), node_ready=True, now_s=NOW_S)
-    assert len(run.tally.losses) == 1
+    assert len(failures.newest(run.tallies)) == 1
 
 
 def test_a_pods_end_is_one_loss_however_often_it_is_told() -> None:
@@ -245,5 +245,5 @@ def test_a_pods_end_is_one_loss_however_often_it_is_told() -> None:
     for seen in (pod(), evicted, replace(evicted, phase="Failed", ending=ended(143))):
         run = runs.with_pod(run, seen, node_ready=True, now_s=NOW_S)
     run = runs.without_pod(run, "p-1", node_ready=True, now_s=NOW_S)
-    assert [each.cause for each in run.tally.losses] == [Cause.EVICTED]
+    assert [each.cause for each in failures.newest(run.tallies)] == [Cause.EVICTED]
     assert not run.pods

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from deltashard_operator import conditions, judgements, phases, records, runs
+from deltashard_operator import conditions, failures, judgements, phases, records, runs
 from deltashard_operator.phases import Phase
 from deltashard_operator.reports import Commit, Heartbeat, Hello, Incident, IncidentKind, PolicyInForce, Rank
 from deltashard_operator.reports import Phase as At
@@ -195,14 +195,68 @@ def test_a_new_controller_has_all_that_was_counted() -> None:
     run = runs.with_pod(run, pod(phase="Failed", ending=ended(1)), node_ready=True, now_s=NOW_S)
     run = replace(judged(run), generation=3, directed=EVERY, trained_s=500.0)
     found = again(run)
-    assert found.tally.failures == run.tally.failures == 1
+    assert found.failures == run.failures == 1
     assert (found.restores, found.lost_steps, found.generation, found.directed) == (1, 3, 3, EVERY)
     assert found.lost == {"p-1"}
     assert found.progress.last_seq == 1
     assert (found.phase, found.trained_s) == (run.phase, 500.0)
     found = runs.with_pod(found, pod(phase="Failed", ending=ended(1)), node_ready=True, now_s=NOW_S + 9)
-    assert found.tally.failures == 1
+    assert found.failures == 1
     assert records.patch(records.status(run, NOW_S), records.status(run, NOW_S + 1)) == {}
+
+
+def numbered(run: Run, index: int, attempt: int, **more: Any) -> Run:
+    """The run after the sidecar of a pod that is a run of its own reported."""
+    said = replace(beat(seq=attempt, attempt=attempt, **more), run=f"team/train-u-1-{index}")
+    return runs.with_report(run, hello(f"p-{index}", f"s-{index}"), said, NOW_S)[0]
+
+
+def crashed(run: Run, index: int, restarts: int, at_s: float) -> Run:
+    """The run after the training container of a numbered pod was started again in place."""
+    seen = pod(uid=f"p-{index}", name=f"train-{index}", index=str(index), restarts=restarts, ending=ended(1))
+    return runs.with_pod(run, seen, node_ready=True, now_s=at_s)
+
+
+def test_the_failures_of_pods_that_are_runs_of_their_own_are_counted_each_by_its_attempts() -> None:
+    """Not by the greatest attempt of any, which says nothing about the others; a new controller counts on."""
+    run = runs.with_job(Run(workload=TRAIN), job(), NOW_S)
+    for index in range(3):
+        run = numbered(crashed(run, index, 0, NOW_S), index, 1)
+    run, at_s = judged(run), NOW_S
+    told = [
+        (0, 1),
+        (0, 2),
+        (1, 1),
+    ]  # (pod, restarts): the first fails twice, the second once, the third never
+    for index, restarts in told:
+        at_s += 100.0
+        run = judged(crashed(run, index, restarts, at_s), at_s)
+        run = judged(numbered(run, index, restarts + 1), at_s + 1)
+        run = judged(run, at_s + 1 + failures.SETTLE_S)
+    assert run.failures == len(told)
+    losses = failures.newest(run.tallies)
+    assert [(each.run, each.cause) for each in losses] == [
+        ("0", failures.Cause.ERROR),
+        ("0", failures.Cause.ERROR),
+        ("1", failures.Cause.ERROR),
+    ]
+    assert failures.estimate(run.tallies, 0.0, at_s).mtbf_s == failures.PRIOR_S / (1 + len(told))
+    found = again(run, at_s + 30)
+    assert found.failures == len(told)
+    found = judged(numbered(crashed(found, 2, 0, at_s), 2, 1), at_s + 40)
+    found = judged(numbered(crashed(found, 0, 2, at_s), 0, 4), at_s + 41)
+    found = judged(found, at_s + 41 + failures.SETTLE_S)
+    assert found.failures == len(told) + 1, "one more while no controller looked"
+
+
+def test_a_fence_is_no_replacement_because_another_number_has_a_greater_attempt() -> None:
+    """Attempts of two runs cannot be compared: this one's trainer was ended, and it has no other."""
+    run = runs.with_job(Run(workload=TRAIN), job(), NOW_S)
+    for index, attempt in ((0, 5), (1, 1)):
+        run = numbered(crashed(run, index, 0, NOW_S), index, attempt)
+    fence = Incident(id=1, kind=IncidentKind.FENCED, message="another pod trains it")
+    run = judged(numbered(run, 1, 1, incidents=(fence,)))
+    assert conditions.is_true(run.conditions, conditions.FENCED)
 
 
 def test_the_patch_of_a_status_removes_what_is_no_more() -> None:
