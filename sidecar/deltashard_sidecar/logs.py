@@ -1,7 +1,7 @@
 """Structured logs: one JSON object a line on stderr, through structlog, with the run and the process in every line.
 
 An event is a short name (`save.staged`, `restore.failed`); everything else is a key. Errors of ours log their what,
-where and remedy; a traceback only for what no one foresaw.
+where and remedy; a traceback only for what no one foresaw. A line that cannot be written is lost, and nothing else is.
 
 A child sidecar's stderr is a file in memory, `sidecar.log` in its runtime directory: `bound` moves it aside to
 `sidecar.log.1` when it is large, so that a long life of small events costs a bounded amount.
@@ -12,7 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 from deltashard_checkpoint.errors import DeltashardError
@@ -50,6 +52,18 @@ def bound(path: Path, *, limit_bytes: int = LOG_BYTES) -> bool:
     return True
 
 
+class _Stderr:
+    """Where lines go. Memory that is full, or a reader that is gone, must cost no save."""
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stderr.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stderr.flush()
+
+
 def configure(level: str, *, run: str) -> Logger:
     """Set structlog up for this process and return its logger."""
     structlog.configure(
@@ -61,7 +75,7 @@ def configure(level: str, *, run: str) -> Logger:
             structlog.processors.JSONRenderer(default=str),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=cast("TextIO", _Stderr())),
         cache_logger_on_first_use=True,
     )
     logger: Logger = structlog.get_logger().bind(run=run, pid=os.getpid())

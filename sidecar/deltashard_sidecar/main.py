@@ -232,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     if arguments[0] == "serve" and argv is None:
         # Everything is closed. A thread that still hangs in the store must not keep the process.
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
         os._exit(status)
     return status
 

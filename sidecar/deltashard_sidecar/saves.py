@@ -334,8 +334,7 @@ class Save:
                     self.life = self.life.on(Event.COMMIT)
                     self._metrics.in_flight.dec()
             self.commit = commit
-            self._ended(self)
-            self.over.set()
+            self._tell()
         except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
             self.fail(error)
 
@@ -366,8 +365,16 @@ class Save:
         else:
             self._metrics.in_flight.dec()
         self._sink.abandon()
-        self._ended(self)
-        self.over.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        """It is over, whatever telling that meets: the rank's next save waits for this."""
+        try:
+            self._ended(self)
+        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs the news, never the saves to come
+            self._log.error("save.untold", exc_info=error)
+        finally:
+            self.over.set()
 
     @property
     def staging(self) -> bool:

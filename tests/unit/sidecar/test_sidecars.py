@@ -119,3 +119,26 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     sidecar.pool.shutdown()
     sidecar.run.close()
     sidecar.keeper.retire()
+
+
+def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong while it is told: the rank may save again."""
+    sidecar = made(tmp_path)
+    session = sidecar.attach(attachment()).session
+    sidecar.open(pb.OpenRequest(session=session, which="none"))
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("nobody foresaw it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sidecar.reports, "ended", broken)
+        first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+        first.start()
+        first.read(iter(()))
+    second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
+    second.cancel("test", "it is over")
+    sidecar.pool.shutdown()
+    sidecar.run.close()
+    sidecar.keeper.retire()
