@@ -38,7 +38,7 @@ from tests.proxies import FaultyProxy, FixedAnswers, Trickle
 
 pytestmark = pytest.mark.minio
 
-QUICK = RetryPolicy(deadline_s=20, first_delay_s=0.02, longest_delay_s=0.2, attempts=1000)
+QUICK = RetryPolicy(deadline_s=120, first_delay_s=0.02, longest_delay_s=0.2, attempts=1000)
 
 
 class TestMinio(StoreTests):
@@ -150,10 +150,10 @@ def test_a_store_without_conditional_put(minio_server: MinioServer, minio_url: s
     with FaultyProxy(minio_server.port) as proxy:
         through = minio_url.replace(str(minio_server.port), str(proxy.port))
         with open_store(through) as store:
-            probe(store)
+            probe(store, "probe/token")
             proxy.rewrite = lambda chunk: chunk.replace(b"If-None-Match", b"X-None-At-All")
             with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
-                probe(store)
+                probe(store, "probe/token")
             assert list(store.list("")) == []
 
 
@@ -343,7 +343,7 @@ def test_killed_in_mid_put(own_minio: MinioServer) -> None:
                     own_minio.url("any-bucket"), policy=RetryPolicy(deadline_s=0.3, first_delay_s=0.05)
                 ).get("pack")
             own_minio.start()
-            putting.result(60)
+            putting.result(200)
         assert store.get("pack") == data
 
 
@@ -359,16 +359,16 @@ def test_down_and_back(own_minio: MinioServer) -> None:
                 pool.submit(lambda: [found.key for found in store.list("b")]),
             ]
             own_minio.start()
-            assert results[0].result(30) == b"x"
-            assert results[2].result(30) == ["before"]
-            results[1].result(30)
+            assert results[0].result(200) == b"x"
+            assert results[2].result(200) == ["before"]
+            results[1].result(200)
         assert store.get("meanwhile") == b"y"
 
 
 def test_503_for_ever(minio_url: str) -> None:
     """Retries back off, end by the deadline, and the error still says SlowDown."""
     body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
-    policy = RetryPolicy(deadline_s=1.0, first_delay_s=0.05, longest_delay_s=0.3)
+    policy = RetryPolicy(deadline_s=4.0, first_delay_s=0.05, longest_delay_s=0.3)
     with (
         FixedAnswers(503, body) as server,
         open_store(f"s3://some-bucket?endpoint=http://127.0.0.1:{server.port}", policy=policy) as store,
@@ -376,8 +376,8 @@ def test_503_for_ever(minio_url: str) -> None:
         begun = time.monotonic()
         with pytest.raises(StoreUnavailable, match="SlowDown"):
             store.get("a")
-        assert time.monotonic() - begun < 6.0
-        assert 3 <= server.requests <= 20
+        assert time.monotonic() - begun < 15.0
+        assert 3 <= server.requests <= 50
         seen = server.requests
         with pytest.raises(StoreUnavailable, match="SlowDown"):
             store.put_if_absent("a", b"x")
@@ -400,7 +400,7 @@ def test_a_silent_server(minio_server: MinioServer, minio_url: str) -> None:
                 begun = time.monotonic()
                 with pytest.raises(StoreUnavailable):
                     call()
-                assert time.monotonic() - begun < 6.0
+                assert time.monotonic() - begun < 15.0  # one silence alone may last twenty
         proxy.release()
 
 
@@ -411,9 +411,9 @@ def test_a_server_that_trickles(minio_url: str) -> None:
         S3Store(bucket="some-bucket", endpoint=f"http://127.0.0.1:{server.port}") as store,
     ):
         begun = time.monotonic()
-        with deadline(0.7), pytest.raises(StoreUnavailable, match="deadline"):
+        with deadline(3.0), pytest.raises(StoreUnavailable, match="deadline"):
             store.get("a")
-        assert time.monotonic() - begun < 6.0
+        assert time.monotonic() - begun < 15.0
 
 
 def test_nobody_listens(minio_url: str) -> None:
