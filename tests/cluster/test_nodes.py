@@ -110,6 +110,9 @@ def test_lost_kubelet(bench: Bench) -> None:
         assert heir["node"] != zombie["node"]
         bench.assert_resumed(heir)
         wait_fenced(bench, job, zombie)
+        fence = job.wait_event("Fenced")
+        assert f"pod {zombie['pod']}, which was replaced" in fence["message"], fence
+        bench.note(f"Fenced: {fence['message']}")
         assert_heir_rules(bench, job, heir)
     finally:
         node.kubelet.start()
