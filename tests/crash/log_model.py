@@ -26,6 +26,7 @@ import hashlib
 import itertools
 import json
 import random
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest import mock
@@ -996,8 +997,13 @@ def act(world: World, move: str) -> None:
 def run_schedule(seed: int, *, moves: int = 90, faults: bool = True) -> Counts:
     """One schedule; raises `Violation` (or anything that escaped the code under test)."""
     # Parsing is pure, and every process of a world parses the same few entries: remembered, schedules run twice as fast.
-    # Folds are cached often, so that the caches matter in runs as short as these.
-    with mock.patch.multiple(logs, parse=_parse_once, _FOLD_EVERY=4, _HINT_EVERY=2):
+    # Folds are cached often, so that the caches matter in runs as short as these. Names decide the order of listings, so
+    # tokens come from the seed, too.
+    tokens = random.Random(seed)
+    with (
+        mock.patch.multiple(logs, parse=_parse_once, _FOLD_EVERY=4, _HINT_EVERY=2),
+        mock.patch.object(secrets, "token_hex", lambda n: f"{tokens.getrandbits(8 * n):0{2 * n}x}"),
+    ):
         return _run_schedule(World(seed, faults=faults), moves)
 
 
