@@ -35,7 +35,6 @@ from deltashard_checkpoint.folds import EntryRefused, RunState, Slot, Unreadable
 from deltashard_checkpoint.keys import new_token, run_key, validate_run
 from deltashard_checkpoint.patience import Clocks, Patience
 from deltashard_checkpoint.stores.abc import (
-    ConditionalPutUnsupported,
     ObjectExists,
     ObjectInfo,
     ObjectNotFound,
@@ -43,6 +42,7 @@ from deltashard_checkpoint.stores.abc import (
     StoreUnavailable,
 )
 from deltashard_checkpoint.stores.deadlines import deadline
+from deltashard_checkpoint.stores.probes import probe
 
 DEFAULT_DEADLINE_S = 120.0
 _HINT_DEADLINE_S = 5.0
@@ -383,40 +383,11 @@ class RunLog:
         self._probe(self.patience(deadline_s))
 
     def _probe(self, patience: Patience) -> None:
-        """Refuse a store that overwrites where it was asked to create; once per store."""
+        """See `stores.probes`; once per store."""
         if self.single_writer or self.store in _probed:
             return
-        key = self.key(f"probe/{new_token()}")
-        first, second = b"first", b"second"
-        while True:
-            try:
-                for data in (first, second):
-                    try:
-                        self.store.put_if_absent(key, data)
-                    except ObjectExists:
-                        continue
-                    if data is second:
-                        raise ConditionalPutUnsupported(
-                            "the store overwrote an object it was asked to create only",
-                            where=self.store.url,
-                            remedy="use a store with If-None-Match, or say single_writer and let one trainer write",
-                        )
-                if self.store.get(key) != first:
-                    raise ConditionalPutUnsupported(
-                        "the store replaced an object it was asked to create only", where=self.store.url
-                    )
-                break
-            except (StoreUnavailable, ObjectNotFound) as error:
-                if not patience.pause():
-                    if isinstance(error, StoreUnavailable):
-                        raise
-                    raise StoreUnavailable(
-                        "the store loses what it acknowledged", where=self.store.url
-                    ) from error
+        probe(self.store, self.key(f"probe/{new_token()}"), pause=patience.pause)
         _probed.add(self.store)
-        # A few bytes may stay behind; whoever may not delete here will hear of it from gc.
-        with suppress(DeltashardError):
-            self.store.delete([key])
 
 
 def stopped(state: RunState) -> LogStopped:

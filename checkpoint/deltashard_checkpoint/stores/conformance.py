@@ -216,8 +216,8 @@ class StoreTests:
         assert list(store.list("")) == []
 
     def test_the_probe_passes(self, store: Store) -> None:
-        """The start-up probe finds create-only at work, and leaves nothing behind."""
-        probe(store)
+        """The probe of a log's first append finds create-only at work, and leaves nothing behind."""
+        probe(store, "probe/token")
         assert list(store.list("")) == []
 
     def test_many_threads_at_once(self, store: Store) -> None:

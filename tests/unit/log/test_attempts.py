@@ -71,7 +71,7 @@ def test_a_store_is_tried_before_anybody_waits_for_it():
     assert not [key for key in tried if "probe" in key]
     careless = MemoryStore()
     careless.put_if_absent = careless.put
-    with pytest.raises(ConditionalPutUnsupported, match="overwrote"):
+    with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
         Run(careless).log.probe()
 
 

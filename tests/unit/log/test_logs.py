@@ -315,8 +315,9 @@ class Overwriting(MemoryStore):
 
 def test_a_store_that_overwrites_is_refused_unless_there_is_a_single_writer():
     store = Overwriting()
-    with pytest.raises(ConditionalPutUnsupported, match="overwrote"):
+    with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
         RunLog(store, "job", clocks=Time().clocks).append(genesis, before="", after="")
+    assert not list(store.list("job/probe/"))
     log = RunLog(store, "job", clocks=Time().clocks, single_writer=True)
     assert log.append(genesis, before="", after="") is not None
     assert [info.key for info in store.list("job/log/0")] == ["job/" + entry_key(0)]
