@@ -77,7 +77,7 @@ def test_deeprec_1023_weights_and_optimizer_slots_belong_to_one_step(tmp_path: P
         arena_bytes=64 << 20,
     ) as ckpt:
         ckpt.restore()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while ckpt.stats.commits < 6 and time.monotonic() < deadline:
             optimizer.step()
             ckpt.step()
@@ -106,8 +106,15 @@ def test_pytorch_144657_tensors_mutated_right_after_the_cut(tmp_path: Path) -> N
         assert_holds(stored(tmp_path / "store"), before)
 
 
+def row_lengths(state: dict[str, np.ndarray]) -> np.ndarray:
+    return np.linalg.norm(state["weights"], axis=1)
+
+
 def test_torchrec_4322_content_of_the_cut_is_content_of_what_is_restored(tmp_path: Path) -> None:
-    """At every encoding the restore proves, by the hash recorded at the cut, that it brought back what was cut."""
+    """At every encoding the restore proves, by the hash recorded at the cut, that it brought back what was cut.
+
+    The hash is of the staged rows, so the model itself is asked as well: it would not see a row that was staged wrong.
+    """
     for encoding in ("fp32", "q8", "q4", "q2"):
         url = tmp_path / encoding
         with Run(url, encoding=encoding) as run:
@@ -115,10 +122,16 @@ def test_torchrec_4322_content_of_the_cut_is_content_of_what_is_restored(tmp_pat
             run.save()
             run.train(3)
             run.save()
+            was = run.state()
         with Run(url, encoding=encoding) as again:
             assert again.resumed is not None
             assert again.resumed.exact is True
-            assert float(again.model.items.weight.detach().abs().sum()) > 0, "not zeros"
+            now = again.state()
+        assert np.array_equal(now["sum"], was["sum"])
+        assert np.array_equal(now["head"], was["head"])
+        error = np.linalg.norm(now["weights"] - was["weights"], axis=1)
+        # A row of zeros, or another row, is as far away as the row is long.
+        assert np.all(error <= {"fp32": 0.0, "q8": 0.02, "q4": 0.2, "q2": 0.7}[encoding] * row_lengths(was))
 
 
 def test_kempnerforge_102_the_old_checkpoint_is_whole_until_the_new_one_is_durable(
@@ -234,7 +247,7 @@ def test_an_urgent_notice_while_a_save_uploads_costs_no_step_and_is_kept(own_min
             began = time.monotonic()
             run.train(30)
             # Each urgent cut that is refused costs its step three seconds.
-            assert time.monotonic() - began < 20.0
+            assert time.monotonic() - began < 60.0
             assert not run.kinds("save_failed")
             assert run.ckpt.steps == 35
             proxy.release()
@@ -258,6 +271,7 @@ def test_kubectl_1739_close_blocks_until_durable_and_raises(tmp_path: Path) -> N
         run.ckpt.close(deadline_s=5)
 
 
+@pytest.mark.timeout(900)
 def test_xtuner_1859_file_descriptors_are_constant_over_many_saves(tmp_path: Path) -> None:
     """200 saves of a real trainer: neither it nor its sidecar holds more descriptors at the end (1,000: see sidecar)."""
 
@@ -273,6 +287,7 @@ def test_xtuner_1859_file_descriptors_are_constant_over_many_saves(tmp_path: Pat
         for _ in range(180):
             run.train(1)
             run.save()
-        assert open_files(os.getpid()) <= here + 2
-        assert open_files(run.ckpt.sidecar_pid) <= there + 2
+        # The streams of the last save may still be ending.
+        wait_for(lambda: open_files(os.getpid()) <= here + 2, timeout_s=60, what="no more descriptors here")
+        wait_for(lambda: open_files(run.ckpt.sidecar_pid) <= there + 2, timeout_s=60, what="no more there")
         assert run.model.items.weight.shape[0] == ROWS
