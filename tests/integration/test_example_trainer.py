@@ -16,7 +16,7 @@ import pytest
 from tests.cluster.published import PUBLISHED
 from tests.minio import ROOT, wait_for
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture
@@ -64,14 +64,14 @@ def _steps(log: Path) -> list[int]:
 def test_stopped_and_started_again(train: object) -> None:
     """SIGTERM: the last step is saved and the process does not exit 0; the next one restores it and says from where."""
     process, log = train("--steps=1000000")  # type: ignore[operator]
-    wait_for(lambda: len(_steps(log)) >= 10 or process.poll() is not None, what="ten steps", timeout_s=240)
+    wait_for(lambda: len(_steps(log)) >= 10 or process.poll() is not None, what="ten steps", timeout_s=600)
     assert "begins at step 0" in log.read_text(), log.read_text()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) in {-signal.SIGTERM, 128 + signal.SIGTERM}
+    assert process.wait(300) in {-signal.SIGTERM, 128 + signal.SIGTERM}
     reached = _steps(log)[-1]
 
     process, again = train(f"--steps={reached + 5}")  # type: ignore[operator]
-    assert process.wait(240) == 0, again.read_text()
+    assert process.wait(600) == 0, again.read_text()
     (restored, source) = re.findall(r"restored step (\d+) from the (\w+) in", again.read_text())[0]
     assert int(restored) == reached
     assert source in {"cache", "store"}

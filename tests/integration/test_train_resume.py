@@ -136,14 +136,14 @@ def resumed_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=560,
+        timeout=1700,
         check=False,
     )
     return work, done.stdout + done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # the first one waits for all of the processes
+@pytest.mark.timeout(1800)  # the first one waits for all of the processes
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_equals_uninterrupted(case: str, resumed_runs: tuple[Path, str]) -> None:
     """Bit for bit: parameters, optimizer state and generators, with dropout and loader workers."""
