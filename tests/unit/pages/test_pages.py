@@ -125,3 +125,15 @@ def test_pages_of_kubernetes_are_well_written() -> None:
         for step in pages.read(path.read_text()):
             for name in re.findall(r"-f (\S+)", step.commands):
                 assert (ROOT / name).exists(), f"{path.name}:{step.line}: {name}"
+
+
+def test_the_tests_that_the_incidents_page_names_exist() -> None:
+    """Each file, and in it at least one test of each name, which may end in a star."""
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+)(\*?))?`", (ROOT / "docs/incidents.md").read_text())
+    assert len(named) > 20
+    for file, name, star in named:
+        text = (ROOT / file).read_text()
+        assert re.search(rf"^def {name}{'' if star else r'[(]'}", text, re.MULTILINE) if name else text, (
+            file,
+            name,
+        )
