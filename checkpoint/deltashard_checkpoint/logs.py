@@ -29,7 +29,8 @@ from dataclasses import replace
 
 from deltashard_checkpoint import foldcaches
 from deltashard_checkpoint.crashpoints import crash_point
-from deltashard_checkpoint.entries import Entry, Sealed, entry_key, parse, seal, seq_of
+from deltashard_checkpoint.documents import parse, seal
+from deltashard_checkpoint.entries import Entry, Sealed, entry_key, seq_of
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UnsupportedVersion
 from deltashard_checkpoint.folds import EntryRefused, RunState, Slot, Unreadable, VoidedBehind, advance, fold
 from deltashard_checkpoint.keys import new_token, run_key, validate_run

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deltashard_checkpoint.entries import Genesis, entry_key, parse, seq_of
+from deltashard_checkpoint.documents import parse
+from deltashard_checkpoint.entries import Genesis, entry_key, seq_of
 from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.keys import run_key, validate_run
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store

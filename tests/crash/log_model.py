@@ -33,6 +33,7 @@ from unittest import mock
 
 import greenlet
 from deltashard_checkpoint import attempts, commits, compactions, gcs, lineages, logs, retentions
+from deltashard_checkpoint.documents import parse
 from deltashard_checkpoint.entries import (
     AttemptOpened,
     Checkpoint,
@@ -41,7 +42,6 @@ from deltashard_checkpoint.entries import (
     Sealed,
     cut_of,
     entry_key,
-    parse,
 )
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError
 from deltashard_checkpoint.folds import RunState, over

@@ -4,8 +4,8 @@ import json
 import random
 
 import pytest
+from deltashard_checkpoint.documents import KINDS, parse, seal
 from deltashard_checkpoint.entries import (
-    KINDS,
     AttemptOpened,
     Checkpoint,
     Compacted,
@@ -14,13 +14,10 @@ from deltashard_checkpoint.entries import (
     Part,
     Reclaimed,
     Retired,
-    canonical,
-    cut_prefix,
-    parse,
-    seal,
 )
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
-from deltashard_checkpoint.keys import compaction_index_key
+from deltashard_checkpoint.jsons import canonical
+from deltashard_checkpoint.keys import compaction_index_key, cut_prefix
 from deltashard_checkpoint.tables import Box, FieldSpec, TableSchema
 from hypothesis import given, settings
 from hypothesis import strategies as st

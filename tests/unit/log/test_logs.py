@@ -8,9 +8,11 @@ import pytest
 from deltashard_checkpoint import foldcaches, logs
 from deltashard_checkpoint.attempts import open_attempt
 from deltashard_checkpoint.commits import _Commit
-from deltashard_checkpoint.entries import Genesis, Sealed, canonical, entry_key, seal
+from deltashard_checkpoint.documents import seal
+from deltashard_checkpoint.entries import Genesis, Sealed, entry_key
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.folds import EntryRefused, RunState
+from deltashard_checkpoint.jsons import canonical
 from deltashard_checkpoint.logs import AppendUnknown, LogGap, LogStopped, RunLog
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore

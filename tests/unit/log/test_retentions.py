@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from deltashard_checkpoint import entries, foldcaches, gcs, retentions
+from deltashard_checkpoint import documents, foldcaches, gcs, retentions
 from deltashard_checkpoint.entries import Reclaimed, entry_key
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.folds import EntryRefused, RunState, fold
@@ -293,7 +293,7 @@ def test_a_version_that_passes_over_reclaim_entries_reads_the_same_run(monkeypat
     truth = run.log.state
     slots = range(truth.tip + 1)
     assert any(isinstance(run.log.read_slot(seq).entry, Reclaimed) for seq in slots)
-    monkeypatch.delitem(entries.KINDS, "reclaim")
+    monkeypatch.delitem(documents.KINDS, "reclaim")
     old = fold(RunState(run="job"), [run.log.read_slot(seq) for seq in slots])
     assert old.stopped is None
     assert len(old.retired) == 27 > len(truth.retired)

@@ -1,0 +1,148 @@
+"""Canonical JSON: the one byte form of a document, and its strict reader.
+
+Sorted keys, no spaces, ASCII, finite numbers: equal documents are equal bytes, so a hash of the bytes is one of what
+they say. `load` accepts only that form, and of bounded size; `Reader` gives typed, bounded access to what it holds.
+Input is hostile: every refusal is a `CorruptObject`, and none costs more than the bytes themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, NoReturn, cast
+
+from deltashard_checkpoint.errors import CorruptObject
+
+MAX_DOCUMENT_BYTES = 64 << 20
+"""A larger object is none of ours; parsing stops before it costs memory."""
+_MAX_INT = (1 << 63) - 1
+_MAX_TEXT = 1 << 16
+
+
+def canonical(document: Any) -> bytes:
+    """The one byte form of a JSON document."""
+    return json.dumps(
+        document,
+        sort_keys=True,
+        separators=(",", ":"),
+        ensure_ascii=True,
+        allow_nan=False,
+        check_circular=False,
+    ).encode("ascii")
+
+
+def load(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object from canonical bytes and nothing else; raises `CorruptObject`."""
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise CorruptObject(f"{len(data)} bytes are too many (limit {MAX_DOCUMENT_BYTES})", where=where)
+    try:
+        document = json.loads(data.decode("ascii"), parse_constant=_refuse_constant)
+        same = isinstance(document, dict) and canonical(document) == data
+    except (ValueError, RecursionError, OverflowError) as error:
+        raise CorruptObject(f"not canonical JSON: {str(error)[:200]}", where=where) from None
+    if not same:
+        raise CorruptObject("not a canonical JSON object", where=where)
+    return cast("dict[str, Any]", document)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+class Reader:
+    """Typed, bounded access to one JSON object: each field is asked for once, and `end` refuses what is left over."""
+
+    __slots__ = ("_left", "_object", "where")
+
+    def __init__(self, document: Any, where: str) -> None:
+        self.where = where
+        if not isinstance(document, dict):
+            self.fail("an object was expected")
+        self._object: dict[str, Any] = document
+        self._left = set(document)
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise the one error of a malformed document."""
+        raise CorruptObject(f"log document is malformed: {what}", where=self.where)
+
+    def take(self, key: str) -> Any:
+        """A required field, untyped."""
+        if key not in self._object:
+            self.fail(f"{key!r} is missing")
+        self._left.discard(key)
+        return self._object[key]
+
+    def has(self, key: str) -> bool:
+        """Whether the object has this field."""
+        return key in self._object
+
+    def optional(self, key: str) -> Any:
+        """A field that may be absent, untyped."""
+        self._left.discard(key)
+        return self._object.get(key)
+
+    def integer(self, key: str, *, low: int = 0) -> int:
+        """An integer in [low, 2^63)."""
+        return self.as_integer(self.take(key), key, low=low)
+
+    def as_integer(self, value: Any, what: str, *, low: int = 0) -> int:
+        """`value` as an integer in [low, 2^63)."""
+        if type(value) is not int or not low <= value <= _MAX_INT:
+            self.fail(f"{what} is no integer from {low}")
+        return value
+
+    def nullable(self, key: str) -> int | None:
+        """An integer or null."""
+        value = self.take(key)
+        return None if value is None else self.as_integer(value, key)
+
+    def number(self, key: str) -> float:
+        """A finite, non-negative number."""
+        value = self.take(key)
+        if type(value) not in (int, float) or not 0 <= value <= _MAX_INT:
+            self.fail(f"{key} is no number from 0")
+        return cast("float", value)
+
+    def boolean(self, key: str) -> bool:
+        """True or false."""
+        value = self.take(key)
+        if type(value) is not bool:
+            self.fail(f"{key} is neither true nor false")
+        return value
+
+    def text(self, key: str, pattern: re.Pattern[str] | None = None) -> str:
+        """A string of bounded length that matches the whole pattern."""
+        return self.as_text(self.take(key), key, pattern)
+
+    def as_text(self, value: Any, what: str, pattern: re.Pattern[str] | None = None) -> str:
+        """`value` as a string of bounded length that matches the whole pattern."""
+        if type(value) is not str or len(value) > _MAX_TEXT or (pattern and not pattern.fullmatch(value)):
+            self.fail(f"{what} is no such string")
+        return value
+
+    def items(self, key: str) -> Iterator[Any]:
+        """The elements of a list."""
+        return iter(self.as_list(self.take(key), key))
+
+    def as_list(self, value: Any, what: str, length: int | None = None) -> list[Any]:
+        """`value` as a list, of this length if one is given."""
+        if type(value) is not list or (length is not None and len(value) != length):
+            self.fail(f"{what} is no such list")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        return tuple(self.as_text(item, key) for item in self.items(key))
+
+    def mapping(self, key: str) -> dict[str, str]:
+        """An object whose values are strings."""
+        value = self.take(key)
+        if type(value) is not dict:
+            self.fail(f"{key} is no object")
+        return {name: self.as_text(text, f"{key}.{name[:40]}") for name, text in value.items()}
+
+    def end(self) -> None:
+        """Refuse fields nobody asked for."""
+        if self._left:
+            self.fail(f"unknown fields {sorted(self._left)[:5]}")
