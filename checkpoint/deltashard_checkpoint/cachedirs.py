@@ -95,7 +95,8 @@ def _take(directory: Path) -> int | None:
         if directory.resolve() in _owned:
             raise _taken(directory)
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):  # `exist_ok` looks again, and raises when it was swept meanwhile
+                directory.mkdir(parents=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         except FileNotFoundError:  # swept between the two
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -129,6 +130,27 @@ def test_owners_and_sweepers_at_once_never_share_a_directory(tmp_path: Path) -> 
         finally:
             sweeper.kill()
     assert open_descriptors() == before
+
+
+def test_a_directory_that_is_swept_while_it_is_made_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when it was to be made, and is gone a moment later."""
+    made: list[bool] = []
+    make = os.mkdir
+
+    def late(path: Path, mode: int = 0o777) -> None:
+        made.append(True)
+        if len(made) == 1:
+            raise FileExistsError(errno.EEXIST, "it is there", str(path))
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    cachedirs.disown(tmp_path / "run", own(tmp_path / "run", wait_s=60.0))
+    assert len(made) == 2
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(CacheUnusable, match="cannot be written"):
+        own(tmp_path / "file", wait_s=60.0)
 
 
 def test_an_owner_waits_for_one_that_is_about_to_let_go(tmp_path: Path) -> None:
