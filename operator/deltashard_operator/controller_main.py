@@ -161,7 +161,7 @@ class Process:
         )
         self.freshness = Freshness(
             tuple(handlers.RESOURCES),
-            on_list=self.controller.sweep_soon,
+            on_list=self.controller.watches.sweep_soon,
             on_watch=lambda path: metrics.watch_restarts.labels(handlers.RESOURCES[path]).inc(),
         )
         metrics.watch_age.set_function(self.freshness.heard_s)
@@ -183,7 +183,7 @@ class Process:
             metrics=fleet_metrics,
             heartbeat_s=options.heartbeat_s,
         )
-        self.controller.fleet = self.fleet
+        self.controller.follow(self.fleet)
         self.stopping = False
 
     # -- pages -------------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Process:
         asyncio.get_running_loop().set_exception_handler(handlers.unclosed)
         configuration, freshness = self._api.configuration, self.freshness
         registry = handlers.registry(
-            self.controller,
+            self.controller.watches,
             self.metrics,
             log_in=lambda: connection(configuration, freshness, USER_AGENT),
             hand_on=loop.call_soon_threadsafe,
@@ -343,7 +343,7 @@ class Process:
                 return
             start(self.teller.run(), "events")
             start(self.controller.pump(), "pump")
-            start(self.controller.sweep_for_ever(), "sweep")
+            start(self.controller.watches.sweep_for_ever(), "sweep")
             watching = start(self.watch(stop), "watches")
             await self.fleet.start(self.options.host, self.options.fleet_port)
             _log.info("controller.serving", metrics_port=runner.addresses[0][1], port=self.fleet.port)

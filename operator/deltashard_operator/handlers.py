@@ -17,7 +17,7 @@ import kopf
 import structlog
 
 from deltashard_operator.controller_metrics import ControllerMetrics
-from deltashard_operator.controllers import JOBS, PODS, POLICIES, SELECTOR, Controller
+from deltashard_operator.watches import JOBS, PODS, POLICIES, SELECTOR, Watches
 
 NODES = "/api/v1/nodes"
 RUNS = "/apis/deltashard.io/v1alpha1/checkpointruns"
@@ -90,7 +90,7 @@ def settings() -> kopf.OperatorSettings:
 
 
 def registry(
-    controller: Controller,
+    watches: Watches,
     metrics: ControllerMetrics,
     *,
     log_in: Callable[[], kopf.AiohttpSession],
@@ -99,7 +99,7 @@ def registry(
     """Handlers for this controller.
 
     Args:
-        controller: where events go.
+        watches: where events go.
         metrics: the controller's.
         log_in: makes a session; called on kopf's loop.
         hand_on: has a function called with arguments on the controller's loop, in order.
@@ -111,11 +111,11 @@ def registry(
         return log_in()
 
     targets: tuple[tuple[str, tuple[str, ...], Callable[[str | None, Any], None]], ...] = (
-        ("jobs", ("batch", "v1", "jobs"), controller.on_job),
-        ("pods", ("", "v1", "pods"), controller.on_pod),
-        ("nodes", ("", "v1", "nodes"), controller.on_node),
-        ("policies", ("deltashard.io", "v1alpha1", "checkpointpolicies"), controller.on_policy),
-        ("runs", ("deltashard.io", "v1alpha1", "checkpointruns"), controller.on_run),
+        ("jobs", ("batch", "v1", "jobs"), watches.on_job),
+        ("pods", ("", "v1", "pods"), watches.on_pod),
+        ("nodes", ("", "v1", "nodes"), watches.on_node),
+        ("policies", ("deltashard.io", "v1alpha1", "checkpointpolicies"), watches.on_policy),
+        ("runs", ("deltashard.io", "v1alpha1", "checkpointruns"), watches.on_run),
     )
 
     def handler(resource: str, target: Callable[[str | None, Any], None]) -> Callable[..., Any]:

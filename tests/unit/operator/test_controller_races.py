@@ -12,11 +12,12 @@ import yaml
 from deltashard_operator import names, records
 from deltashard_operator.calls import Answer, Caller
 from deltashard_operator.controller_metrics import ControllerMetrics
-from deltashard_operator.controllers import JOBS, PODS, POLICIES, Controller
+from deltashard_operator.controllers import Controller
 from deltashard_operator.defaults import Defaults
 from deltashard_operator.events import Teller
 from deltashard_operator.reports import Directive, Heartbeat, Hello, Phase, PolicyInForce, RunKey
 from deltashard_operator.statuses import ALL
+from deltashard_operator.watches import JOBS, PODS, POLICIES
 
 from tests.unit.operator import samples
 
@@ -145,10 +146,10 @@ def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_let_go()
     async def scenario() -> None:
         api = Api()
         controller = controller_of(api)
-        controller.on_job("ADDED", job())
-        controller.on_job("DELETED", job())
+        controller.watches.on_job("ADDED", job())
+        controller.watches.on_job("DELETED", job())
         await ticked(controller, api.writing)
-        controller.on_run("DELETED", checkpoint_run())
+        controller.watches.on_run("DELETED", checkpoint_run())
         assert len(controller) == 0
         api.let_go.set()
         async with asyncio.timeout(DEADLINE_S):
@@ -178,7 +179,7 @@ def test_a_removal_that_is_refused_is_tried_again_after_a_pause() -> None:
         api = Api([checkpoint_run(**status)])
         controller = controller_of(api, keep_finished_s=10.0, wall=lambda: now_s)
         await controller.load()
-        controller.synced = True
+        controller.watches.synced = True
 
         async def tries() -> int:
             for _ in range(50):
@@ -201,7 +202,7 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         api = Api()
         controller = controller_of(api, default_policy=tmp_path / "policy.yaml")
         told = Told()
-        controller.fleet = told
+        controller.follow(told)
         policy = {"metadata": {"namespace": "n", "name": "default"}, "spec": {"intervalSeconds": 77}}
         api.listed = {
             JOBS: [{"metadata": {"uid": UID}}],
@@ -210,8 +211,8 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         }
         api.let_go.set()
         await controller.load()
-        controller.on_job("ADDED", job())
-        controller.on_pod("ADDED", pod())
+        controller.watches.on_job("ADDED", job())
+        controller.watches.on_pod("ADDED", pod())
         hello = Hello(
             protocol_min=1, protocol_max=1, namespace="n", pod="train-x", pod_uid="p-1", process="p",
             workload_kind="Job", workload_name="train", workload_uid=UID,
@@ -227,14 +228,14 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
             await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
             return [each.policy.every_s for each in told.directives]
 
-        await controller.sweep()
+        await controller.watches.sweep()
         assert not controller.synced
         assert await told_by_now() == []
-        controller.on_policy("ADDED", policy)
-        await controller.sweep()
+        controller.watches.on_policy("ADDED", policy)
+        await controller.watches.sweep()
         assert controller.synced
         assert await told_by_now() == []
-        controller.on_policy("MODIFIED", {**policy, "spec": {"intervalSeconds": 60}})
+        controller.watches.on_policy("MODIFIED", {**policy, "spec": {"intervalSeconds": 60}})
         assert await told_by_now() == [60.0]
 
     asyncio.run(scenario())
