@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.crash import log_model
 from tests.crash.log_model import MOVES, Counts, World, act, run_schedule
 
-CHUNKS, CHUNK = 20, 110
+CHUNKS, CHUNK = 10, 220
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
