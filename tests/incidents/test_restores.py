@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 import urllib.request
 from collections.abc import Callable
@@ -11,13 +12,13 @@ import deltashard
 import numpy as np
 import pytest
 import torch
+from deltashard.launchers import runtime_dir
 from deltashard_checkpoint.entries import entry_key
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.policies import History, decide
 from deltashard_checkpoint.stores.urls import open_store
 
 from tests.incidents.toys import Run, assert_holds, newest_step, stored
-from tests.minio import free_port
 
 
 def test_recsys_examples_477_deltas_of_an_earlier_run_are_never_replayed(tmp_path: Path) -> None:
@@ -128,12 +129,13 @@ def test_a_warm_start_from_a_damaged_run_is_told(tmp_path: Path) -> None:
         other.train(1)
         newest = other.save().seq
     open_store(f"file://{tmp_path}/store").put(f"other/{entry_key(newest)}", b"")
-    port = free_port()
-    with Run(tmp_path / "store", restore=False, metrics_port=port) as warm:
+    with Run(tmp_path / "store", restore=False, metrics_port=0) as warm:
         restored = warm.ckpt.restore(from_run="other")
         assert restored is not None
         assert (restored.step, restored.fell_back) == (3, True)
         assert f"past entry {newest}: " in restored.notes[0]
+        ready = runtime_dir(warm.ckpt.url, "run") / "ready.json"
+        port = json.loads(ready.read_text())["metrics_port"]
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             assert b"\ndeltashard_log_damaged_total 1.0\n" in answer.read()
 
