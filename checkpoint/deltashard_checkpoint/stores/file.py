@@ -262,7 +262,8 @@ def _open_new(path: Path) -> int:
     for _ in range(_RACES):
         with suppress(FileNotFoundError):
             return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-        with suppress(FileNotFoundError):  # the deleter was faster again, with the parent's parent
+        # The deleter was faster again: with the parent's parent, or with what was there when it was to be made.
+        with suppress(FileNotFoundError, FileExistsError):
             _make_directories(path.parent)
     raise OSError(errno.ESTALE, "directory was removed again and again while an object was written")
 

@@ -118,6 +118,25 @@ def test_a_put_goes_on_when_a_deleter_takes_the_directory_above_its_own(
     assert store.get("data/2/x") == b"x"
 
 
+def test_a_put_goes_on_when_a_deleter_takes_the_directory_that_another_put_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when this put was to make it, and is gone a moment later."""
+    store = FileStore(tmp_path)
+    real, made = os.mkdir, []
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        made.append(Path(path))
+        if len(made) == 1:
+            raise FileExistsError(errno.EEXIST, "it is there", str(path))
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    store.put_if_absent("data/x", b"x")
+    assert made == [tmp_path / "data"] * 2
+    assert store.get("data/x") == b"x"
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
