@@ -101,7 +101,7 @@ def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> N
     third = open_arena(arena_path)
     assert third.line(0)[0] == 7
     release_arena(third)
-    assert open_files() == before
+    assert open_files() <= before
 
 
 def test_a_mapping_that_was_outgrown_and_is_collected_drops_no_lock(arena_path: Path) -> None:
