@@ -168,6 +168,7 @@ def _measure_ours(place: Place, state: states.TrainingState, rounds: int, folder
         restores = []
         for _ in range(rounds):
             with Sidecar(place, run, where, **flags) as sidecar:
+                sidecar.settle()
                 ours = Deltashard(sidecar, state)
                 _, seconds = ours.restore()
                 restores.append(seconds)

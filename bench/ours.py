@@ -94,6 +94,14 @@ class Sidecar:
                 self.process.wait()
         shutil.rmtree(self.memory, ignore_errors=True)
 
+    def settle(self) -> None:
+        """Wait until it is idle: in a pod it has looked at the log long before a trainer has imported torch."""
+        deadline = time.monotonic() + READY_S
+        before = -1.0
+        while before != self.cpu_s and time.monotonic() < deadline:
+            before = self.cpu_s
+            time.sleep(0.2)
+
     def wipe_cache(self) -> None:
         """As on a new node."""
         shutil.rmtree(self.folder / "cache", ignore_errors=True)
