@@ -129,7 +129,7 @@ def test_owners_and_sweepers_at_once_never_share_a_directory(tmp_path: Path) -> 
                 cachedirs.disown(tmp_path / "run", fd)
         finally:
             sweeper.kill()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_directory_that_is_swept_while_it_is_made_is_made_anew(
