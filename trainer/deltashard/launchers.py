@@ -237,7 +237,8 @@ class ChildLauncher:
                 remedy="remove it, or unmount /dev/shm's leftover",
             )
         self.runtime.mkdir(mode=0o700, exist_ok=True)
-        self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a sweep may take it just now: the sidecar makes it anew
+            self.cache.mkdir(mode=0o700, parents=True)
 
     def ensure(self) -> Path:
         """See `Launcher`. A dead child is started again; a living one with other settings is replaced."""
