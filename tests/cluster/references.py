@@ -78,9 +78,12 @@ def command_line(*arguments: str) -> dict[str, Any]:
     return document
 
 
-def exported(url: str, run: str, seq: int, folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's weights, as the command line exports them."""
-    file = folder / f"{seq}.pt"
-    command_line("export", url, str(file), "--run", run, "--checkpoint", f"seq:{seq}")
+def exported(url: str, run: str, folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """(step, weights) of the newest checkpoint, as the command line exports them.
+
+    Which one that is, is for the command to say: training may go on, and one that was named before can be gone.
+    """
+    file = folder / "newest.pt"
+    said = command_line("export", url, str(file), "--run", run, "--force")
     found: dict[str, torch.Tensor] = torch.load(file)
-    return found
+    return int(said["step"]), found

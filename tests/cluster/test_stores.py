@@ -46,7 +46,7 @@ def assert_trouble(
 
 
 def test_store_troubles(bench: Bench, own_bridge_minio: MinioServer, full: bool) -> None:
-    """The server is down for 30 s, the keys are changed, the bucket is full: told, survived, over by itself."""
+    """The server is down for 30 s, keys are changed, then gone, the bucket is full: told, survived, over by itself."""
     minio, namespace = own_bridge_minio, f"{bench.namespace}-tenant"
     old, new = Tenant(minio, bench.bucket), Tenant(minio, bench.bucket)
     bench.namespace_with_store(namespace, keys=old.environment)
@@ -63,10 +63,12 @@ def test_store_troubles(bench: Bench, own_bridge_minio: MinioServer, full: bool)
         begin=minio.stop, end=back, hold_s=120.0 if full else 30.0,
     )  # fmt: skip
 
-    def rotate() -> None:
+    def put(data: dict[str, str]) -> None:
         path = f"/api/v1/namespaces/{namespace}/secrets/store"
-        change = {"data": credentials(new.environment)}
-        bench.cluster.api.call("PATCH", path, change, content_type="application/merge-patch+json")
+        bench.cluster.api.call("PATCH", path, {"data": data}, content_type="application/merge-patch+json")
+
+    def rotate() -> None:
+        put(credentials(new.environment))
 
     assert_trouble(
         bench,
@@ -77,6 +79,13 @@ def test_store_troubles(bench: Bench, own_bridge_minio: MinioServer, full: bool)
         begin=old.dismiss,
         end=rotate,
     )
+    refused = job.wait_event("SaveFailed")
+    assert life["pod"] in refused["message"], refused
+    bench.note(f"SaveFailed: {refused['message']}")
+    assert_trouble(
+        bench, job, life, condition="CredentialsMissing", says="create the Secret",
+        begin=lambda: put({"credentials": ""}), end=rotate,
+    )  # fmt: skip
     admin = admin_of(minio)
     assert_trouble(
         bench, job, life, condition="StoreUnavailable", says="quota",
