@@ -15,7 +15,7 @@ from deltashard_checkpoint.snapshots import read_checkpoint
 from deltashard_checkpoint.stores.urls import open_store
 from deltashard_sidecar.main import notify
 
-from tests.incidents.toys import ROWS, Run, assert_holds, kill, newest_step, stored
+from tests.incidents.toys import ROWS, Run, assert_holds, newest_step, stored
 from tests.minio import MinioServer, wait_for
 from tests.proxies import FaultyProxy
 
@@ -193,22 +193,32 @@ def test_megatron_1435_store_down_for_a_while_loses_no_step_and_the_next_save_co
         assert_holds(read_checkpoint(open_store(url), "run", f"seq:{commit.seq}"), state)
 
 
-def test_megatron_1435_sidecar_gone_is_survived_and_counted(tmp_path: Path) -> None:
-    """The sidecar is killed: training goes on, a new one comes, the next save covers everything."""
-    with Run(tmp_path / "store") as run:
+def test_megatron_1435_sidecar_gone_is_survived_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sidecar dies with a save in flight: training goes on, a new one comes, the next save covers everything.
+
+    Consecutive deltas: rows of the lost save that nobody touches again are in no other.
+    """
+    monkeypatch.setenv("DELTASHARD_CRASH_AT", "commit.before_log_put:2")
+    with Run(tmp_path / "store", differential="consecutive") as run:
         run.train(2)
         run.save()
         first = run.ckpt.sidecar_pid
-        kill(first)
+        run.train(3)
+        with pytest.raises(deltashard.SaveFailed):
+            run.save()
         run.train(20)
         wait_for(
             lambda: (run.train(1), run.kinds("attached"))[1], timeout_s=60, what="the library attached again"
         )
         assert run.ckpt.sidecar_pid != first
         assert run.kinds("sidecar_lost")
+        assert run.kinds("save_failed")
         state_before = run.ckpt.steps
         commit = run.save()
         assert commit.step == state_before
+        assert not commit.baseline
         assert_holds(stored(tmp_path / "store"), run.state())
 
 
