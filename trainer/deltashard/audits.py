@@ -2,8 +2,8 @@
 
 Tracking by gradients believes that nothing else writes weights or state. A fused kernel, a write through `.data` or a
 replayed CUDA graph does so without a trace: no hook runs and no version moves. So right after each cut a fresh random
-sample of rows is hashed (live weights and state, before any quantization), and before the next cut those that are
-still unmarked are hashed again. A difference is a *fault*: every row of the table is marked, the coming cut is full,
+sample of rows is hashed (live weights and state, before any quantization), and before the next cut it is hashed again.
+A difference in a row that is still unmarked is a *fault*: every row of the table is marked, the coming cut is full,
 and the table is tracked by hashes from then on.
 
 If a fraction f of the unmarked rows was written behind our back between two cuts, a sample of k unmarked rows misses
@@ -71,20 +71,18 @@ class Audit:
         self._layout = rowhashes.layout(sections)
 
     def check(self, sections: Sequence[Tensor], marks: Marks) -> AuditFault | None:
-        """Hash the sampled rows that are still unmarked again; None when all agree or nothing was sampled."""
+        """Hash the sampled rows again; None when those that are still unmarked agree, or nothing was sampled."""
         if self._ids is None or self._hashes is None:
             return None
         if self._layout != rowhashes.layout(sections):
             return None  # a field appeared: the whole table is marked anyway
-        clean = marks.clean(self._ids)
-        ids = self._ids[clean]
-        if ids.numel() == 0:
-            return None
-        now = rowhashes.row_hashes(sections, self._seed, rows=ids)
-        wrong = torch.unique(ids[now != self._hashes[clean]]).tolist()
+        now = rowhashes.row_hashes(sections, self._seed, rows=self._ids)
+        changed = self._ids[now != self._hashes]
+        wrong = torch.unique(changed[marks.clean(changed)]).tolist()
         if not wrong:
             return None
-        return AuditFault(table=self._table, rows=tuple(wrong[:16]), found=len(wrong), checked=ids.numel())
+        checked = int(marks.clean(self._ids).sum())
+        return AuditFault(table=self._table, rows=tuple(wrong[:16]), found=len(wrong), checked=checked)
 
     def forget(self) -> None:
         """Drop the sample: the rows were all rewritten (a restore)."""

@@ -5,8 +5,9 @@ This is the only work of a save that training waits for. Rows leave as batches o
 written, so that the sidecar encodes the first large one while the second is copied. One block is open at a time: small
 tables share it.
 
-All rows of a table are plain copies. Chosen rows are gathered by `torch.index_select` straight into the arena. On an
-accelerator the gather runs on the device, two pinned buffers take turns to receive batches, and only the arena copy
+All rows of a table are plain copies. Chosen rows are gathered by the checkpoint package's kernel straight into the
+arena, on as many threads as torch uses: it asks for rows ahead and writes around the caches. On an accelerator the
+gather runs on the device, two pinned buffers take turns to receive batches, and only the arena copy
 runs on the host while the next batch is on its way.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from deltashard_checkpoint.codecs.rowgathers import gather_rows
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.trees import EncodedTree
 from deltashard_proto.arenas import ALIGN, BATCH_BYTES, Arena, aligned, sections
@@ -25,10 +27,15 @@ from torch import Tensor
 
 from deltashard.errors import UserError
 from deltashard.marks import RowSelection
+from deltashard.rowhashes import row_bytes
 from deltashard.streams import SaveStream
+from deltashard.threads import split
 
 SMALLEST_BATCH_ROWS = 512
 """With less room than for so many rows left in the open block, the next one is taken."""
+
+_SPLIT_BYTES = 1 << 20
+"""So much of a gather is worth another thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -294,7 +301,12 @@ def _within(staging: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, 
 def _gather(part: Tensor, chosen: Tensor | None, start: int, out: Tensor) -> None:
     if chosen is None:
         out.copy_(part[start : start + out.shape[0]])
-    elif part.device.type == "cpu":
-        torch.index_select(part, 0, chosen, out=out)
-    else:  # a CPU table with state on a device
+    elif part.device.type == "cpu" and part.is_contiguous():
+        rows, values, target = chosen.numpy(), row_bytes(part).numpy(), row_bytes(out).numpy()
+
+        def work(a: int, b: int) -> None:
+            gather_rows(values, rows[a:b], target[a:b])
+
+        split(len(rows), target.nbytes // _SPLIT_BYTES, work)
+    else:  # strided, or a CPU table with state on a device
         out.copy_(part.index_select(0, chosen.to(part.device)))

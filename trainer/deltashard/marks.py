@@ -29,6 +29,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from deltashard_checkpoint.codecs import rowflags
 from torch import Tensor
 
 FRESH = 1
@@ -89,7 +90,7 @@ class Marks:
         if mode == "all":
             return RowSelection(all=True, ids=None)
         if self._array is not None:
-            ids = torch.from_numpy(np.flatnonzero((self._array & _SELECTS[mode]) != 0))
+            ids = torch.from_numpy(rowflags.find_rows(self._array, _SELECTS[mode]))
         else:
             ids = torch.nonzero(self.flags & _SELECTS[mode]).view(-1)
         if ids.numel() == self.rows:
@@ -153,7 +154,7 @@ class Marks:
 
     def _count(self, mode: Mode) -> int:
         if self._array is not None:
-            return int(np.count_nonzero(self._array & _SELECTS[mode]))
+            return rowflags.count_rows(self._array, _SELECTS[mode])
         return int(torch.count_nonzero(self.flags & _SELECTS[mode]))
 
     def _merge(self, pending: int) -> None:
@@ -162,11 +163,7 @@ class Marks:
     def _shift(self, bits: int, *, left: int) -> None:
         """Move `bits` of every row one place up (1) or down (-1); what is at the target stays set."""
         if self._array is not None:
-            # Not by torch: its thread pool waits for cores that the sidecar is busy on at just this moment.
-            moved = self._array & np.uint8(bits)
-            (np.left_shift if left > 0 else np.right_shift)(moved, 1, out=moved)
-            np.bitwise_and(self._array, np.uint8(0xFF ^ bits), out=self._array)
-            np.bitwise_or(self._array, moved, out=self._array)
+            rowflags.move_flags(self._array, bits, left=left > 0)
         else:
             moved_on = self.flags & bits
             moved_on = moved_on << 1 if left > 0 else moved_on >> 1

@@ -48,7 +48,7 @@ def capture_globals() -> dict[str, Any]:
         "numpy": np.random.get_state(legacy=False),  # noqa: NPY002 - the legacy global is what programs draw from
         "torch": _bytes_of(torch.get_rng_state()),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch
         captured["cuda"] = [_bytes_of(state.cpu()) for state in torch.cuda.get_rng_state_all()]
     return captured
 

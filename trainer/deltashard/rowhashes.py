@@ -10,13 +10,13 @@ On the CPU the rows of large tables are split over as many threads as torch uses
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 import torch
 from deltashard_checkpoint.codecs import rowhashes
 from torch import Tensor
+
+from deltashard.threads import split
 
 _SPLIT_BYTES = 8 << 20
 _GPU_CHUNK_BYTES = 64 << 20
@@ -50,23 +50,17 @@ def layout(sections: Sequence[Tensor]) -> tuple[object, ...]:
 
 
 def _on_cpu(sections: list[Tensor], seed: int, rows: Tensor | None) -> Tensor:
-    arrays = [_bytes(s).numpy() for s in sections]
+    arrays = [row_bytes(s).numpy() for s in sections]
     if rows is not None:
         positions = np.ascontiguousarray(rows.numpy(), np.int64)
         return torch.from_numpy(rowhashes.row_hashes(arrays, seed, rows=positions).view(np.int64))
     n = len(arrays[0])
     out = np.zeros(n, np.uint64)
-    threads = min(torch.get_num_threads(), 1 + sum(a.nbytes for a in arrays) // _SPLIT_BYTES)
-    if threads < 2:
-        rowhashes.row_hashes(arrays, seed, out=out)
-    else:
-        edges = [n * i // threads for i in range(threads + 1)]
 
-        def work(i: int) -> None:
-            a, b = edges[i], edges[i + 1]
-            rowhashes.row_hashes([x[a:b] for x in arrays], seed, out=out[a:b])
+    def work(a: int, b: int) -> None:
+        rowhashes.row_hashes([x[a:b] for x in arrays], seed, out=out[a:b])
 
-        list(_pool(threads).map(work, range(threads)))
+    split(n, sum(a.nbytes for a in arrays) // _SPLIT_BYTES, work)
     return torch.from_numpy(out.view(np.int64))
 
 
@@ -74,9 +68,9 @@ def _on_device(sections: list[Tensor], seed: int, rows: Tensor | None) -> Tensor
     device = sections[0].device
     n = sections[0].shape[0]
     count = n if rows is None else rows.numel()
-    raw = [_bytes(s) for s in sections]
+    raw = [row_bytes(s) for s in sections]
     words = [-(-r.shape[1] // 4) for r in raw]
-    weights = torch.from_numpy(rowhashes.hash_weights(seed, sum(words)).view(np.int64)).to(device)
+    weights = torch.from_numpy(rowhashes.hash_weights(seed, sum(words)).astype(np.int64)).to(device)
     out = torch.zeros(count, dtype=torch.int64, device=device)
     # int64 products of a chunk take twice the bytes of its words.
     step = max(1, _GPU_CHUNK_BYTES // max(4 * max(words), 1))
@@ -96,12 +90,7 @@ def _on_device(sections: list[Tensor], seed: int, rows: Tensor | None) -> Tensor
     return out
 
 
-def _bytes(section: Tensor) -> Tensor:
+def row_bytes(section: Tensor) -> Tensor:
     """The section's rows as uint8 [R, bytes of a row], without a copy when it is contiguous."""
     section = section.contiguous()
     return section.view(section.shape[0], -1).view(torch.uint8)
-
-
-@cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, thread_name_prefix="deltashard-hash")

@@ -25,10 +25,11 @@
 #error "the format is little-endian; numba serves elsewhere"
 #endif
 
-#define ABI 1
+#define ABI 2
 #define LANES 16
 #define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, ties to even */
 #define AROUND_FROM (1 << 20)
+#define AHEAD 16 /* rows: a chosen row is asked for so long before it is needed, for memory is far away */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vf __attribute__((vector_size(64)));
@@ -152,6 +153,14 @@ void ds_copy(const char *values, int64_t from, char *out, int64_t stride, int64_
     DISPATCH(copy, values, from, out, stride, width, rows, take, n);
 }
 
+void ds_gather(const char *values, int64_t stride, int64_t width, const int64_t *rows, int64_t n, char *out) {
+    DISPATCH(gather, values, stride, width, rows, n, out);
+}
+
+int64_t ds_find(const uint8_t *flags, int64_t n, int mask, int64_t *rows) { return DISPATCH(find, flags, n, mask, rows); }
+
+void ds_move_flags(uint8_t *flags, int64_t n, int bits, int left) { DISPATCH(move_flags, flags, n, bits, left); }
+
 int64_t ds_delta_bytes(const int64_t *ids, int64_t n) {
     int64_t total = 0, last = -1;
     for (int64_t i = 0; i < n; i++) {
@@ -236,6 +245,8 @@ int64_t ds_read_bitmap(const uint8_t *data, int64_t size, int64_t first, int64_t
 #define codes16 DS_NAME(codes16)
 #define decode_row DS_NAME(decode_row)
 #define rounded DS_NAME(rounded)
+#define ask_for DS_NAME(ask_for)
+#define raised DS_NAME(raised)
 
 INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE vf load(const float *p) { return *(const vfu *)p; }
@@ -835,10 +846,68 @@ static void DS_NAME(copy)(const char *values, int64_t from, char *out, int64_t s
     settle();
 }
 
+INLINE void ask_for(const char *row, int64_t width) {
+    for (int64_t j = 0; j < width && j < 512; j += 64) __builtin_prefetch(row + j, 0, 3);
+    __builtin_prefetch(row + width - 1, 0, 3);
+}
+
+static void DS_NAME(gather)(const char *values, int64_t stride, int64_t width, const int64_t *rows, int64_t n, char *out) {
+    const int around = DS_AROUND && width % 64 == 0 && !((uintptr_t)out & 63) && n * width >= AROUND_FROM;
+    for (int64_t i = 0; i < n; i++) {
+        if (width >= 64 && i + AHEAD < n) ask_for(values + rows[i + AHEAD] * stride, width); /* of narrow rows several share a line */
+        const char *p = values + rows[i] * stride;
+        char *to = out + i * width;
+        if (around)
+            for (int64_t j = 0; j < width; j += 64) write_around(to + j, load((const float *)(p + j)));
+        else if (width == 4)
+            memcpy(to, p, 4);
+        else
+            memcpy(to, p, (size_t)width);
+    }
+    settle();
+}
+
+/* Bit l: whether flags[l] has one of the bits of `mask`; 64 flags. */
+INLINE uint64_t raised(const uint8_t *flags, uint8_t mask) {
+#if DS_LEVEL == 2
+    return _mm512_test_epi8_mask(_mm512_loadu_si512(flags), _mm512_set1_epi8((char)mask));
+#else
+    uint64_t found = 0;
+    for (int l = 0; l < 64; l++) found |= (uint64_t)((flags[l] & mask) != 0) << l;
+    return found;
+#endif
+}
+
+static int64_t DS_NAME(find)(const uint8_t *flags, int64_t n, int mask, int64_t *rows) {
+    int64_t count = 0, i = 0;
+    for (; i + 64 <= n; i += 64) {
+        uint64_t found = raised(flags + i, (uint8_t)mask);
+        if (!rows)
+            count += __builtin_popcountll(found);
+        else
+            for (; found; found &= found - 1) rows[count++] = i + __builtin_ctzll(found);
+    }
+    for (; i < n; i++)
+        if (flags[i] & mask) {
+            if (rows) rows[count] = i;
+            count++;
+        }
+    return count;
+}
+
+static void DS_NAME(move_flags)(uint8_t *flags, int64_t n, int bits, int left) {
+    const uint8_t from = (uint8_t)bits, kept = (uint8_t)~bits;
+    if (left)
+        for (int64_t i = 0; i < n; i++) flags[i] = (uint8_t)((flags[i] & kept) | (flags[i] & from) << 1);
+    else
+        for (int64_t i = 0; i < n; i++) flags[i] = (uint8_t)((flags[i] & kept) | (flags[i] & from) >> 1);
+}
+
 static void DS_NAME(hash)(const uint32_t *words, int64_t k, const uint64_t *weights, const int64_t *rows, int64_t n,
                           uint64_t *out) {
     for (int64_t i = 0; i < n; i++) {
         const uint32_t *p = words + (rows ? rows[i] : i) * k;
+        if (rows && i + AHEAD < n) ask_for((const char *)(words + rows[i + AHEAD] * k), 4 * k);
         uint64_t h = 0;
         int64_t j = 0;
 #if DS_LEVEL == 2
@@ -892,6 +961,8 @@ static void DS_NAME(hash)(const uint32_t *words, int64_t k, const uint64_t *weig
 #undef codes16
 #undef decode_row
 #undef rounded
+#undef ask_for
+#undef raised
 #undef MERGE
 #undef LO1
 #undef HI1

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-ABI = 1
+ABI = 2
 AS_IS, AS_HALF, AS_BFLOAT = 0, 1, 2
 _AS_DOUBLE = 3
 LEVELS = ("default", "avx2", "avx512")
@@ -53,6 +53,9 @@ _decode = _declare("ds_decode", None, _P, _L, _P, _P, _I, _F, _L, _P, _L, _L, _I
 _hash = _declare("ds_hash", None, _P, _L, _P, _P, _L, _P)
 _check_rows = _declare("ds_check_rows", _L, _P, _P, _L, _L)
 _copy = _declare("ds_copy", None, _P, _L, _P, _L, _L, _P, _P, _L)
+_gather = _declare("ds_gather", None, _P, _L, _L, _P, _L, _P)
+_find = _declare("ds_find", _L, _P, _L, _I, _P)
+_move_flags = _declare("ds_move_flags", None, _P, _L, _I, _I)
 _delta_bytes = _declare("ds_delta_bytes", _L, _P, _L)
 _write_deltas = _declare("ds_write_deltas", None, _P, _L, _P)
 _read_deltas = _declare("ds_read_deltas", _I, _P, _L, _L, _L, _P, _L)
@@ -134,6 +137,22 @@ def check_rows(rows: Array, take: Array, limit: int) -> int:
 def copy_scatter(values: Array, out: Array, rows: Array, take: Array) -> None:
     n, width = values.shape
     _copy(_at(values), values.strides[0], _at(out), out.strides[0], width, _at(rows), _or_null(take), n)
+
+
+def gather(values: Array, rows: Array, out: Array) -> None:
+    _gather(_at(values), values.strides[0], values.shape[1], _at(rows), len(rows), _at(out))
+
+
+def count_flags(flags: Array, mask: int) -> int:
+    return int(_find(_at(flags), len(flags), mask, None))
+
+
+def find_flags(flags: Array, mask: int, rows: Array) -> int:
+    return int(_find(_at(flags), len(flags), mask, _at(rows)))
+
+
+def move_flags(flags: Array, bits: int, left: bool) -> None:
+    _move_flags(_at(flags), len(flags), bits, left)
 
 
 def hash_rows(words: Array, weights: Array, out: Array) -> None:

@@ -421,6 +421,43 @@ def copy_scatter(values, out, rows, take):  # type: ignore[no-untyped-def]
 
 
 @njit(**_FAST)
+def gather(values, rows, out):  # type: ignore[no-untyped-def]
+    """out[i] = values[rows[i]]: uint8 [R, w] with any stride between rows, into uint8 [n, w]; rows were checked."""
+    for i in range(rows.shape[0]):
+        out[i, :] = values[rows[i], :]
+
+
+@njit(**_FAST)
+def count_flags(flags, mask):  # type: ignore[no-untyped-def]
+    """How many of `flags` (uint8 [n]) have one of the bits of `mask`."""
+    count = 0
+    for i in range(flags.shape[0]):
+        if flags[i] & mask:
+            count += 1
+    return count
+
+
+@njit(**_FAST)
+def find_flags(flags, mask, rows):  # type: ignore[no-untyped-def]
+    """Their positions, ascending, into `rows` (int64, long enough); returns how many."""
+    count = 0
+    for i in range(flags.shape[0]):
+        if flags[i] & mask:
+            rows[count] = i
+            count += 1
+    return count
+
+
+@njit(**_FAST)
+def move_flags(flags, bits, left):  # type: ignore[no-untyped-def]
+    """`bits` of every flag go one place up (`left`) or down; what is at the target stays set."""
+    for i in range(flags.shape[0]):
+        moving = flags[i] & np.uint8(bits)
+        moved = moving << 1 if left else moving >> 1
+        flags[i] = (flags[i] & np.uint8(0xFF ^ bits)) | np.uint8(moved)
+
+
+@njit(**_FAST)
 def hash_rows(words, weights, out):  # type: ignore[no-untyped-def]
     """out[i] += sum_j weights[j] * words[i, j] mod 2**64; words uint32 [n, k], weights and out uint64."""
     for i in range(words.shape[0]):

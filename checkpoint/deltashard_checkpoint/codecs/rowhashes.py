@@ -15,6 +15,7 @@ of two or more words flipped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +32,18 @@ def row_words(section: npt.NDArray[np.generic]) -> int:
     return -(-per_row // 4)
 
 
+@lru_cache(maxsize=256)
 def hash_weights(seed: int, words: int) -> Hashes:
-    """The odd weights w_0..w_{words-1}: splitmix64 of the seed, lowest bit set. uint64 [words]."""
+    """The odd weights w_0..w_{words-1}: splitmix64 of the seed, lowest bit set. uint64 [words], read-only."""
     with np.errstate(over="ignore"):
         z = np.uint64(seed % (1 << 64)) + np.arange(1, words + 1, dtype=np.uint64) * np.uint64(
             0x9E3779B97F4A7C15
         )
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+        weights = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    weights.flags.writeable = False
+    return weights
 
 
 def row_hashes(

@@ -107,6 +107,28 @@ def test_hashes_are_equal_bit_for_bit(level):
         assert (more[0] == more[1]).all()
 
 
+def test_gathers_and_flags_are_equal_at_every_instruction_set(level):
+    """Small and large gathers, and one pass over flags of an odd number of rows."""
+    rng = np.random.default_rng(3)
+    for n, width in ((70, 4), (70, 100), (6001, 256)):
+        values = rng.integers(0, 256, (n, width), dtype=np.uint8)
+        rows = rng.permutation(n).astype(np.int64)
+        outs = [np.zeros((n, width), np.uint8) for _ in range(2)]
+        for k, out in zip((level, reference), outs, strict=True):
+            k.gather(values, rows, out)
+        assert (outs[0] == outs[1]).all()
+    flags = [rng.integers(0, 16, 1001, dtype=np.uint8)] * 2
+    flags[1] = flags[0].copy()
+    found = [np.empty(1001, np.int64) for _ in range(2)]
+    for k, mine, rows in zip((level, reference), flags, found, strict=True):
+        k.move_flags(mine, 5, True)
+        count = k.find_flags(mine, 3, rows)
+        assert count == k.count_flags(mine, 3)
+        rows[count:] = -1
+    assert (flags[0] == flags[1]).all()
+    assert (found[0] == found[1]).all()
+
+
 def test_float16_conversions_are_numpys():
     """Every float16 is read exactly; every float32 pattern of a spread of them is rounded as numpy does."""
     halves = np.arange(1 << 16, dtype=np.uint16)

@@ -1,0 +1,33 @@
+"""Kernels over many rows on as many threads as torch uses: they hold no interpreter lock.
+
+Not torch's own threads: its pool waits at barriers for every core, and at a cut the sidecar is busy on some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+
+import torch
+
+
+def split(rows: int, worth: int, work: Callable[[int, int], None]) -> None:
+    """Call `work(start, stop)` for ranges that cover [0, rows), on at most one thread more than it is `worth`."""
+    threads = min(torch.get_num_threads(), 1 + worth)
+    if threads < 2:
+        work(0, rows)
+        return
+    edges = [rows * i // threads for i in range(threads + 1)]
+    others = [_pool(threads - 1).submit(work, edges[i], edges[i + 1]) for i in range(1, threads)]
+    try:
+        work(edges[0], edges[1])
+    finally:
+        wait(others)  # also the one after one that failed: nobody writes any more when this returns
+    for other in others:
+        other.result()
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="deltashard-rows")
