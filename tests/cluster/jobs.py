@@ -202,12 +202,12 @@ class TrainingJob:
         )  # fmt: skip
         return found[0]
 
-    def wait_phase(self, phase: str, *, timeout_s: float = 120.0) -> None:
-        """Until the CheckpointRun says so."""
+    def wait_phase(self, *phases: str, timeout_s: float = 120.0) -> None:
+        """Until the CheckpointRun says one of them."""
         wait_until(
-            lambda: ((self.checkpoint_run() or {}).get("status") or {}).get("phase") == phase,
+            lambda: ((self.checkpoint_run() or {}).get("status") or {}).get("phase") in phases,
             timeout_s=timeout_s, every_s=0.3,
-            what=lambda: f"{self.name} {phase}: {json.dumps((self.checkpoint_run() or {}).get('status'))}",
+            what=lambda: f"{self.name} {phases}: {json.dumps((self.checkpoint_run() or {}).get('status'))}",
         )  # fmt: skip
 
     def delete(self) -> None:

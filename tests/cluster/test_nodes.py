@@ -65,12 +65,12 @@ def test_lost_node(bench: Bench) -> None:
     try:
         lost.freeze()
         bench.note(f"{lost.name} is frozen")
+        # What was on its way to the store at that instant may still arrive after this look.
         committed, stuck_committed = bench.newest(job), bench.newest(stuck)
         heir = bench.began(job, 1)
         assert heir["node"] == spare.name
         assert heir["source"] == "store"
-        bench.assert_resumed(heir)
-        assert heir["step"] == committed
+        bench.assert_resumed(heir, at_least=committed)
 
         condition = stuck.wait_condition("StuckOnLostNode", timeout_s=120)
         event = stuck.wait_event("StuckOnLostNode")
@@ -82,8 +82,7 @@ def test_lost_node(bench: Bench) -> None:
         bench.cluster.kubectl(*remedy.split()[1:])
         stuck_heir = bench.began(stuck, 1)
         assert stuck_heir["node"] == spare.name
-        bench.assert_resumed(stuck_heir)
-        assert stuck_heir["step"] == stuck_committed
+        bench.assert_resumed(stuck_heir, at_least=stuck_committed)
         stuck.wait_condition("StuckOnLostNode", "False")
 
         lost.thaw_containers()  # and nobody there yet who would end them
