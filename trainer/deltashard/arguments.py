@@ -121,7 +121,7 @@ def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
     """The optimizers that were handed over: one, several, or none; wrappers count.
 
     Raises:
-        UserError: something is no optimizer, or steps nothing of `model`.
+        UserError: something is no optimizer, steps nothing of `model`, or was given twice.
     """
     remedy = "give the optimizer that steps the model, or a list of them; schedulers belong in state="
     if optimizer is None:
@@ -133,7 +133,13 @@ def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
     else:
         handed = list(optimizer)
     mine = set(model.parameters()) | {p for p in model.buffers() if p.requires_grad}
-    for each in handed:
+    for n, each in enumerate(handed):
+        if any(each is earlier for earlier in handed[:n]):
+            raise UserError(
+                f"the {type(each).__name__} at {n} was given before",
+                where="Checkpointer(optimizer=)",
+                remedy="give each optimizer once",
+            )
         views = views_of([each], {}, ())
         if not views or isinstance(each, torch.optim.lr_scheduler.LRScheduler):
             raise _refusal("optimizer", each, "torch optimizers", remedy)

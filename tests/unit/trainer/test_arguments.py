@@ -99,6 +99,8 @@ def test_every_way_to_hand_optimizers_over() -> None:
     assert optimizers_of(wrapper, net) == [wrapper]
     with pytest.raises(UserError, match="schedulers belong in state="):
         optimizers_of(torch.optim.lr_scheduler.ConstantLR(adam), net)
+    with pytest.raises(UserError, match="the Adam at 2 was given before"):
+        optimizers_of([adam, sgd, adam], net)
 
 
 def test_numbers_of_every_kind_are_taken() -> None:
