@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from deltashard_checkpoint.commits import FencedError, TakenOver
 from deltashard_checkpoint.entries import AttemptOpened, Checkpoint, Entry, Genesis, Sealed, entry_key
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.lineages import CheckpointNotFound, closure
 from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, LogStopped, RunLog, stopped
 from deltashard_checkpoint.patience import Patience
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 
 CLOSING_WAIT_S = 60.0

@@ -26,11 +26,12 @@ from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.documents import part_document, read_part, read_table, table_document
 from deltashard_checkpoint.entries import Checkpoint, Entry, Part
 from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, ForeignObject, UnsupportedVersion
-from deltashard_checkpoint.folds import EntryRefused, RunState
+from deltashard_checkpoint.folds import EntryRefused
 from deltashard_checkpoint.jsons import Reader, canonical, load
 from deltashard_checkpoint.keys import cut_prefix
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.patience import Patience
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, StoreUnavailable
 from deltashard_checkpoint.tables import TableSchema
 

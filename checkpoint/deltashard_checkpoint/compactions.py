@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.entries import Compacted, Entry, Part
 from deltashard_checkpoint.errors import EnvironmentFault
-from deltashard_checkpoint.folds import EntryRefused, RunState
+from deltashard_checkpoint.folds import EntryRefused
 from deltashard_checkpoint.keys import compaction_token
 from deltashard_checkpoint.lineages import ChainLink, chain
 from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, RunLog
+from deltashard_checkpoint.runstates import RunState
 
 
 class CompactionAbandoned(EnvironmentFault):

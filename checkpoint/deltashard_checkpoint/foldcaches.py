@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from deltashard_checkpoint.documents import document_of, parse
 from deltashard_checkpoint.entries import Checkpoint, Compacted, Entry, Sealed, is_prefix
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
-from deltashard_checkpoint.folds import Attempt, RunState
 from deltashard_checkpoint.jsons import Reader, canonical
 from deltashard_checkpoint.jsons import load as load_json
+from deltashard_checkpoint.runstates import Attempt, RunState
 
 FORMAT = 2
 """1 was folded by a version that did not forget what is reclaimed: it is not the state that others fold."""

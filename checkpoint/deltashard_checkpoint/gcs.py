@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.entries import Entry, Reclaimed, cut_of, entry_key, prefix_of
 from deltashard_checkpoint.errors import CorruptObject
-from deltashard_checkpoint.folds import RunState, forgettable, over
+from deltashard_checkpoint.folds import forgettable, over
+from deltashard_checkpoint.lineages import live_prefixes
 from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.abc import ObjectInfo
 
 DEFAULT_GRACE_S = 600.0
@@ -140,7 +142,7 @@ def debris(
     youngest_s: dict[str, float] = {}
     for prefix, info in data_objects(log):
         youngest_s[prefix] = max(info.modified_at_s, youngest_s.get(prefix, 0.0))
-    live = state.live_prefixes()
+    live = live_prefixes(state)
     now_s = log.store.now_s()
     found = []
     for prefix, modified_at_s in sorted(youngest_s.items()):

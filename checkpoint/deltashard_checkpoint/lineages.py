@@ -16,14 +16,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.entries import Part
 from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.tables import Box
-
-if TYPE_CHECKING:
-    from deltashard_checkpoint.folds import RunState
 
 
 class CheckpointNotFound(UserError):
@@ -60,6 +57,11 @@ def parts_of(state: RunState, seq: int) -> tuple[Part, ...]:
         )
     compact = state.compactions.get(seq)
     return entry.parts if compact is None else compact.parts
+
+
+def live_prefixes(state: RunState) -> frozenset[str]:
+    """Prefixes that some live checkpoint may read."""
+    return frozenset(part.prefix for seq in state.checkpoints for part in parts_of(state, seq))
 
 
 def chain(

@@ -32,9 +32,10 @@ from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.documents import parse, seal
 from deltashard_checkpoint.entries import Entry, Sealed, entry_key, seq_of
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UnsupportedVersion
-from deltashard_checkpoint.folds import EntryRefused, RunState, Slot, Unreadable, VoidedBehind, advance, fold
+from deltashard_checkpoint.folds import EntryRefused, VoidedBehind, advance, fold
 from deltashard_checkpoint.keys import new_token, run_key, validate_run
 from deltashard_checkpoint.patience import Clocks, Patience
+from deltashard_checkpoint.runstates import RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import (
     ObjectExists,
     ObjectInfo,

@@ -23,13 +23,13 @@ from deltashard_checkpoint.compactions import Moved, Mover
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.fetches import Fetcher
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.frames import Frame, FrameKind, parse_frame
 from deltashard_checkpoint.framings import EncodedFrame, raw_bytes_of, take_rows
 from deltashard_checkpoint.lineages import ChainLink, parts_of
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.parts import PartTarget, PartWriter
 from deltashard_checkpoint.plans import restore_plan
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.snapshots import load_indexes, whole_tables
 
 DEFAULT_DEADLINE_S = 3600.0

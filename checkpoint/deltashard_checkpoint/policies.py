@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.lineages import lineage
+from deltashard_checkpoint.runstates import RunState
 
 Policy = Literal["full", "one-shot", "consecutive", "intermittent"]
 Decision = Literal["full", "since_baseline", "since_commit"]

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.entries import Entry, Retired, cut_of
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.folds import RunState, over
+from deltashard_checkpoint.folds import over
 from deltashard_checkpoint.lineages import closure, written_closure
 from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, RunLog
+from deltashard_checkpoint.runstates import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

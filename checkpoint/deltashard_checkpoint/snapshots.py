@@ -21,13 +21,13 @@ from deltashard_checkpoint.caches import PackCache
 from deltashard_checkpoint.entries import Checkpoint, Part
 from deltashard_checkpoint.errors import FormatError, InvalidCheckpoint, UnsupportedVersion
 from deltashard_checkpoint.fetches import Fetcher
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.indexes import Index, decode_index
 from deltashard_checkpoint.keys import run_key
 from deltashard_checkpoint.lineages import CheckpointNotFound, chain, parts_of
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.plans import Plan, Want, restore_plan
 from deltashard_checkpoint.readers import FrameApplier, TableTarget
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 from deltashard_checkpoint.stores.deadlines import deadline
 from deltashard_checkpoint.tables import Box, TableSchema

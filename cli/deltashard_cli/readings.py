@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 
 import click
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.logs import LogGap
+from deltashard_checkpoint.runstates import RunState
 from rich.text import Text
 
 from deltashard_cli import summaries, verifications

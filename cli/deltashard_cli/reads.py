@@ -10,12 +10,12 @@ from deltashard_checkpoint import dtypes
 from deltashard_checkpoint.attempts import select
 from deltashard_checkpoint.entries import Checkpoint
 from deltashard_checkpoint.fetches import Fetcher
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.indexes import Index
 from deltashard_checkpoint.lineages import CheckpointNotFound, chain, parts_of
 from deltashard_checkpoint.logs import RunLog, stopped
 from deltashard_checkpoint.plans import Plan, Want
 from deltashard_checkpoint.readers import FrameApplier, TableTarget
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.snapshots import TableArrays, load_indexes, plan_restore, whole_tables
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.tables import TableSchema

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deltashard_checkpoint.entries import Checkpoint, Part
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.frames import FrameKind
 from deltashard_checkpoint.indexes import Index
 from deltashard_checkpoint.lineages import ChainIncomplete, chain, parts_of
 from deltashard_checkpoint.plans import Plan
+from deltashard_checkpoint.runstates import RunState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from deltashard_checkpoint import trees
 from deltashard_checkpoint.entries import Checkpoint, Part, entry_key
 from deltashard_checkpoint.errors import DeltashardError, FormatError
-from deltashard_checkpoint.folds import RunState, fold
+from deltashard_checkpoint.folds import fold
 from deltashard_checkpoint.frames import check_digest, check_info, parse_frame
 from deltashard_checkpoint.gcs import debris
 from deltashard_checkpoint.indexes import Index, Place
@@ -26,6 +26,7 @@ from deltashard_checkpoint.keys import run_key
 from deltashard_checkpoint.lineages import chain, closure, parts_of
 from deltashard_checkpoint.logs import LogGap, RunLog
 from deltashard_checkpoint.plans import IncompletePlan, SchemaMismatch
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.snapshots import load_indexes
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 

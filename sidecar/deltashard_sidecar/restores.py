@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UnsupportedVersion
 from deltashard_checkpoint.fetches import Fetcher
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.frames import FrameKind
 from deltashard_checkpoint.indexes import box_message, box_of, frame_message, table_message
 from deltashard_checkpoint.lineages import ChainIncomplete, CheckpointNotFound
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.plans import IncompletePlan, Plan, Request, SchemaMismatch, Want
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.snapshots import plan_restore
 from deltashard_checkpoint.tables import Box, TableSchema
 from deltashard_proto.arenas import ALIGN

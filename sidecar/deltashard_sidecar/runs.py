@@ -21,11 +21,11 @@ from deltashard_checkpoint.caches import PackCache
 from deltashard_checkpoint.entries import Checkpoint
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.fetches import warm_cache
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.indexes import table_message
 from deltashard_checkpoint.keys import new_token
 from deltashard_checkpoint.lineages import chain, in_lineage, parts_of
 from deltashard_checkpoint.logs import RunLog, stopped
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.snapshots import load_indexes
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
 from deltashard_checkpoint.stores.deadlines import deadline

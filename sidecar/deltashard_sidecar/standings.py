@@ -6,8 +6,8 @@ handle has seen.
 
 from __future__ import annotations
 
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.lineages import parts_of
+from deltashard_checkpoint.runstates import RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar import heartbeats

@@ -44,9 +44,10 @@ from deltashard_checkpoint.entries import (
     entry_key,
 )
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError
-from deltashard_checkpoint.folds import RunState, over
+from deltashard_checkpoint.folds import over
 from deltashard_checkpoint.keys import compaction_index_key, compaction_pack_key, index_key, pack_key
 from deltashard_checkpoint.patience import Clocks
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.abc import (
     Buffer,
     ObjectExists,
@@ -893,7 +894,7 @@ class World:
         retentions.append_retirement(log, retentions.Retention(keep_last=1), debris=litter)
         gcs.collect(log, grace_s=0.0, forget_at=1)
         state = self.truth()
-        live = state.live_prefixes()
+        live = lineages.live_prefixes(state)
         for prefix, _ in gcs.data_objects(log):
             place = cut_of(prefix)
             if prefix not in live and (place is None or over(state, *place)):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from deltashard_checkpoint import commits, folds, gcs, lineages, logs, retentions
+from deltashard_checkpoint import commits, folds, gcs, lineages, logs, retentions, runstates
 from deltashard_checkpoint.entries import Retired, Sealed, entry_key
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
 
@@ -95,7 +95,7 @@ def _collect_and_trim(log: logs.RunLog, **options: Any) -> gcs.Collected:
     return done
 
 
-def _tip_is_hint(self: logs.RunLog, state: folds.RunState, floor: int) -> int:
+def _tip_is_hint(self: logs.RunLog, state: runstates.RunState, floor: int) -> int:
     if floor < 0:
         return _list_tip(self, state, floor)
     return (
@@ -103,14 +103,14 @@ def _tip_is_hint(self: logs.RunLog, state: folds.RunState, floor: int) -> int:
     )
 
 
-def _tip_by_get(self: logs.RunLog, state: folds.RunState, floor: int) -> int:
+def _tip_by_get(self: logs.RunLog, state: runstates.RunState, floor: int) -> int:
     tip = state.tip
     while self._exists(tip + 1):
         tip += 1
     return tip
 
 
-def _gap_is_end(self: logs.RunLog, state: folds.RunState, floor: int) -> int:
+def _gap_is_end(self: logs.RunLog, state: runstates.RunState, floor: int) -> int:
     expected = state.tip + 1
     for info in self.store.list(
         self.key("log/"), start_after=self.key(entry_key(state.tip) if state.tip >= 0 else "log/")
@@ -128,10 +128,10 @@ _list_tip = logs.RunLog._list_tip
 _chain = lineages.chain
 
 
-def _rewired(rewire: Callable[[folds.RunState, Any, Any], Any]) -> Callable[..., Any]:
+def _rewired(rewire: Callable[[runstates.RunState, Any, Any], Any]) -> Callable[..., Any]:
     """`chain` over a state whose parts cover something else than they say."""
 
-    def chain(state: folds.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
+    def chain(state: runstates.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
         checkpoints = {
             s: replace(c, parts=tuple(replace(p, covers=rewire(state, c, p)) for p in c.parts))
             for s, c in state.checkpoints.items()
@@ -141,17 +141,17 @@ def _rewired(rewire: Callable[[folds.RunState, Any, Any], Any]) -> Callable[...,
     return chain
 
 
-def _log_order(state: folds.RunState, entry: Any, part: Any) -> int | None:
+def _log_order(state: runstates.RunState, entry: Any, part: Any) -> int | None:
     if part.covers is None:
         return None
     return max((seq for seq in state.checkpoints if seq < entry.seq), default=part.covers)
 
 
-def _one_for_all(state: folds.RunState, entry: Any, part: Any) -> int | None:
+def _one_for_all(state: runstates.RunState, entry: Any, part: Any) -> int | None:
     return entry.parts[0].covers
 
 
-def _same_rank(state: folds.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
+def _same_rank(state: runstates.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
     """Follow rank r of one checkpoint to rank r of the next, whatever boxes it had there."""
     links = []
     for part in lineages.parts_of(state, seq):
@@ -223,18 +223,18 @@ def _covers_of_rank_0(self: Rank, cut: int, step: int, mode: str) -> Any:
 _judge_checkpoint = folds._judge_checkpoint
 
 
-def _judge_without_fence(state: folds.RunState, entry: Any) -> None:
+def _judge_without_fence(state: runstates.RunState, entry: Any) -> None:
     _judge_checkpoint(replace(state, attempt=entry.attempt), entry)
 
 
-def _settled_without_fence(self: Any, state: folds.RunState) -> Any:
+def _settled_without_fence(self: Any, state: runstates.RunState) -> Any:
     return _settled(self, replace(state, attempt=self.attempt))
 
 
 _settled = commits._Commit.settled
 
 
-def _settled_in_any_order(self: Any, state: folds.RunState) -> Any:
+def _settled_in_any_order(self: Any, state: runstates.RunState) -> Any:
     if entry := state.commit_of(self.attempt, self.cut):
         return commits.Committed(seq=entry.seq, entry=entry, by_us=False)
     if state.attempt is not None and state.attempt > self.attempt:
@@ -242,7 +242,7 @@ def _settled_in_any_order(self: Any, state: folds.RunState) -> Any:
     return None
 
 
-def _judge_in_any_order(state: folds.RunState, entry: Any) -> None:
+def _judge_in_any_order(state: runstates.RunState, entry: Any) -> None:
     opened = replace(state.attempts[entry.attempt], last_cut=None, last_step=None)
     _judge_checkpoint(replace(state, attempts={**state.attempts, entry.attempt: opened}), entry)
 
@@ -258,22 +258,22 @@ def _append_chosen_early(self: logs.RunLog, build: Any, **options: Any) -> Any:
     return _append(self, lambda _state, seq, writer: build(early, seq, writer), **options)
 
 
-def _closure_is_itself(state: folds.RunState, seqs: Any) -> frozenset[int]:
+def _closure_is_itself(state: runstates.RunState, seqs: Any) -> frozenset[int]:
     return frozenset(seq for seq in seqs if seq in state.checkpoints)
 
 
-def _not_loading(self: folds.RunState) -> None:
+def _not_loading(self: runstates.RunState) -> None:
     return None
 
 
-def _over_at_once(state: folds.RunState, attempt: int, cut: int) -> bool:
+def _over_at_once(state: runstates.RunState, attempt: int, cut: int) -> bool:
     return True
 
 
 def _collect_unnamed(log: logs.RunLog, **options: Any) -> gcs.Collected:
     """Deletes what no live checkpoint reads, named or not."""
     done = _collect(log, **options)
-    live = log.state.live_prefixes()
+    live = lineages.live_prefixes(log.state)
     log.store.delete([info.key for prefix, info in gcs.data_objects(log) if prefix not in live])
     return done
 
@@ -281,7 +281,7 @@ def _collect_unnamed(log: logs.RunLog, **options: Any) -> gcs.Collected:
 _debris = gcs.debris
 
 
-def _debris_named_once(log: logs.RunLog, state: folds.RunState, **options: Any) -> tuple[str, ...]:
+def _debris_named_once(log: logs.RunLog, state: runstates.RunState, **options: Any) -> tuple[str, ...]:
     """What any retire entry of the log has ever named is not named again."""
     slots = [log.read_slot(seq) for seq in range(state.tip + 1)]
     entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
@@ -424,7 +424,7 @@ MUTANTS = (
         name="retire: what is being loaded",
         rule="the newest attempt's resume point is not retired before that attempt's first commit",
         marked=False,
-        patches=((folds.RunState, "loading", _not_loading),),
+        patches=((runstates.RunState, "loading", _not_loading),),
         weights=(("open", 8), ("janitor", 20), ("stall", 0)),
     ),
     Mutant(

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from deltashard_checkpoint import attempts, gcs, retentions
+from deltashard_checkpoint.lineages import live_prefixes
 from deltashard_checkpoint.snapshots import read_checkpoint
 
 from tests.crash import log_victim
@@ -104,6 +105,6 @@ def test_killed_at(prepared, tmp_path, point, action, step):
     gcs.collect(log, grace_s=0.0)
     np.testing.assert_array_equal(restored(directory)[1], whole)
     left = {prefix for prefix, _ in gcs.data_objects(log)}
-    assert left <= log.refresh().live_prefixes() | set(gcs.collect(log, grace_s=1e9).waiting) | {
+    assert left <= live_prefixes(log.refresh()) | set(gcs.collect(log, grace_s=1e9).waiting) | {
         prefix for prefix in left if "compact" in prefix
     }

@@ -20,8 +20,8 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.urls import open_store
 from deltashard_proto.arenas import NEVER, SAVE_AT_STEP
 from deltashard_proto.v1 import fleet_pb2 as fleet

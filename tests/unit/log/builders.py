@@ -8,10 +8,10 @@ from typing import Any
 
 from deltashard_checkpoint import attempts, commits
 from deltashard_checkpoint.entries import Checkpoint, Entry, Part, Retired, Sealed
-from deltashard_checkpoint.folds import RunState
 from deltashard_checkpoint.keys import index_key
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.patience import Clocks
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.tables import Box, TableSchema

@@ -11,9 +11,10 @@ from deltashard_checkpoint.commits import _Commit
 from deltashard_checkpoint.documents import seal
 from deltashard_checkpoint.entries import Genesis, Sealed, entry_key
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
-from deltashard_checkpoint.folds import EntryRefused, RunState
+from deltashard_checkpoint.folds import EntryRefused
 from deltashard_checkpoint.jsons import canonical
 from deltashard_checkpoint.logs import AppendUnknown, LogGap, LogStopped, RunLog
+from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore

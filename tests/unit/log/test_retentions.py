@@ -6,10 +6,12 @@ import pytest
 from deltashard_checkpoint import documents, foldcaches, gcs, retentions
 from deltashard_checkpoint.entries import Reclaimed, entry_key
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.folds import EntryRefused, RunState, fold
+from deltashard_checkpoint.folds import EntryRefused, fold
 from deltashard_checkpoint.keys import cut_prefix
+from deltashard_checkpoint.lineages import live_prefixes
 from deltashard_checkpoint.logs import LogStopped
 from deltashard_checkpoint.retentions import Retention, append_retirement, kept, retire
+from deltashard_checkpoint.runstates import RunState
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -203,7 +205,7 @@ def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, 
     assert max(remembered[160:]) <= max(remembered[:160]) + 8  # rounds and chains are not in step
     assert max(sizes[160:]) <= max(sizes[:160]) + 1000
     left = {prefix for prefix, _ in gcs.data_objects(run.log)}
-    assert left <= run.log.state.live_prefixes() | run.log.state.retired.keys()
+    assert left <= live_prefixes(run.log.state) | run.log.state.retired.keys()
     assert run.reader().refresh() == run.log.state
     assert (
         fold(RunState(run="job"), [run.log.read_slot(n) for n in range(run.log.state.tip + 1)])
