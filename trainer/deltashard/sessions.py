@@ -129,7 +129,11 @@ def translate(
     ):
         return UserError(message, where=where)
     if fallback is RestoreFailed:
-        return RestoreFailed(f"{code.name}: {message}", where=where)
+        return RestoreFailed(
+            f"{code.name}: {message}",
+            where=where,
+            remedy="look at the sidecar's log, then call restore() again",
+        )
     return SidecarUnavailable(f"{code.name}: {message}", where=where, remedy="look at the sidecar's log")
 
 
