@@ -26,7 +26,8 @@ from deltashard_checkpoint.packs import CacheUnusable, disk_error
 OWN_WAIT_S = 5.0
 """So long a new owner waits for one that is about to let go, a sweeper for instance."""
 _LOCK = "LOCK"
-_SUFFIXES = (".pack", ".spool")
+SUFFIXES = (".pack", ".spool")
+"""Of the files of a pack cache: whole, and being filled."""
 _owned: set[Path] = set()  # a record lock does not exclude its own process
 _owned_lock = threading.Lock()
 
@@ -120,7 +121,7 @@ def _measure(directory: Path) -> tuple[float, int] | None:
         return None
     used_s, size_bytes = 0.0, 0
     for path in directory.iterdir():
-        if path.suffix not in _SUFFIXES and path.name != _LOCK:
+        if path.suffix not in SUFFIXES and path.name != _LOCK:
             return None
         status = path.lstat()
         used_s = max(used_s, status.st_mtime)

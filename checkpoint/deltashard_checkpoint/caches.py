@@ -144,7 +144,7 @@ class PackCache:
         """Forget a pack and delete its file, pinned or not (its bytes were found wrong, or its cut was given up)."""
         with self._changed:
             self._forget(_name(key))
-            for suffix in (".pack", ".spool"):
+            for suffix in cachedirs.SUFFIXES:
                 self._path(key).with_suffix(suffix).unlink(missing_ok=True)
 
     def __contains__(self, key: str) -> bool:
