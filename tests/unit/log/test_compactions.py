@@ -195,6 +195,14 @@ def test_a_compaction_whose_checkpoint_was_retired_meanwhile_changes_nothing(cac
     assert not run.log.refresh().compactions
 
 
+def given_up(run):
+    """The log of another process, which takes what is being compacted for debris: it waited for days."""
+    run.time.now_s += 48 * 3600
+    other = run.reader()
+    append_retirement(other, Retention(), debris=gcs.debris(other, other.refresh()))
+    return other
+
+
 def test_a_compaction_given_up_as_debris_is_refused(cache):
     """Its prefix was retired while it was at work: the entry would name what gc may delete any moment."""
     run = Run()
@@ -203,9 +211,7 @@ def test_a_compaction_given_up_as_debris_is_refused(cache):
 
     def slow(*arguments):
         moved = move(*arguments)
-        run.time.now_s += 48 * 3600
-        other = run.reader()
-        append_retirement(other, Retention(), debris=gcs.debris(other, other.refresh()))
+        given_up(run)
         return moved
 
     with pytest.raises(CompactionAbandoned, match="retired and may be deleted"):
@@ -221,9 +227,7 @@ def test_a_compaction_that_was_given_up_deleted_and_forgotten_is_refused(cache):
 
     def slow(*arguments):
         moved = move(*arguments)
-        run.time.now_s += 48 * 3600
-        other = run.reader()
-        append_retirement(other, Retention(), debris=gcs.debris(other, other.refresh()))
+        other = given_up(run)
         run.time.now_s += 3600
         assert gcs.collect(other, forget_at=1).objects == 2
         assert not other.state.retired

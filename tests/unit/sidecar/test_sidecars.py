@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from deltashard_sidecar.sidecars import Sidecar
 TABLE = TableSchema(fqn="t", rows=100, columns=8, dtype="float32")
 
 
-def made(tmp_path: Path) -> Sidecar:
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     """A sidecar of a run that has no checkpoint."""
     config = settings.load(
         ["--url", (tmp_path / "store").as_uri(), "--run", "r", "--dir", str(tmp_path / "dir"),
@@ -32,7 +34,12 @@ def made(tmp_path: Path) -> Sidecar:
     config.dir.mkdir()
     metrics, log = Metrics(), configure("error", run="r")
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
-    return Sidecar(config, keeper=keeper, run=Run(config, metrics=metrics, log=log), metrics=metrics, log=log)
+    run = Run(config, metrics=metrics, log=log)
+    made = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
+    yield made
+    made.pool.shutdown()
+    run.close()
+    keeper.retire()
 
 
 def attachment() -> pb.AttachRequest:
@@ -45,10 +52,9 @@ def attachment() -> pb.AttachRequest:
 
 
 def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whichever moment of the attachment: the trainer is told the new interval and the timer keeps it."""
-    sidecar = made(tmp_path)
     step_of = sidecar.keeper.step_of
     directive = Directive(generation=1, policy=Policy(every_s=7.0))
     threads: list[threading.Thread] = []
@@ -66,14 +72,10 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
     assert not threads[0].is_alive()
     assert session.schedule.every_s == 7.0
     sidecar.detach(pb.DetachRequest(session=session.id))
-    sidecar.pool.shutdown()
-    sidecar.run.close()
-    sidecar.keeper.retire()
 
 
-def test_the_log_of_a_session_goes_with_the_session(tmp_path: Path) -> None:
+def test_the_log_of_a_session_goes_with_the_session(sidecar: Sidecar) -> None:
     """Attachments come and go (a crash loop): after each, no handle on the log is left; a live one keeps its own."""
-    sidecar = made(tmp_path)
     request = attachment()
     for _ in range(3):
         session = sidecar.sessions.get(sidecar.attach(request).session)
@@ -82,16 +84,12 @@ def test_the_log_of_a_session_goes_with_the_session(tmp_path: Path) -> None:
         sidecar.detach(pb.DetachRequest(session=session.id))
         sidecar.tick()
         assert sidecar.run.log_of(session) is sidecar.run.log
-    sidecar.pool.shutdown()
-    sidecar.run.close()
-    sidecar.keeper.retire()
 
 
 def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer hears how its save ended before the sidecar is done with it: its next save is not refused as busy."""
-    sidecar = made(tmp_path)
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
@@ -116,16 +114,12 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     stream.join(60.0)
     assert first.over.is_set()
     second.cancel("test", "it is over")
-    sidecar.pool.shutdown()
-    sidecar.run.close()
-    sidecar.keeper.retire()
 
 
 def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever goes wrong while it is told: the rank may save again."""
-    sidecar = made(tmp_path)
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
 
@@ -139,6 +133,3 @@ def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
         first.read(iter(()))
     second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
     second.cancel("test", "it is over")
-    sidecar.pool.shutdown()
-    sidecar.run.close()
-    sidecar.keeper.retire()

@@ -31,6 +31,16 @@ def in_child(work: Callable[[], object]) -> str:
         return pipe.read().decode()
 
 
+def locked_elsewhere(path: Path, line: int = 0) -> str:
+    """What another process meets that wants this line's lock."""
+    return in_child(lambda: lock_line(open_arena(path), line, deadline_s=0.05))
+
+
+def grow(path: Path) -> None:
+    """As a sidecar does that restarts with a larger arena."""
+    assert in_child(lambda: Arena.create(path, blocks=9, block_bytes=1 << 16, epoch=2)) == ""
+
+
 def open_files() -> int:
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
@@ -45,14 +55,10 @@ def test_the_writer_lock_excludes_other_processes_until_released(arena_path: Pat
     """And only on its own line."""
     arena = open_arena(arena_path)
     lock_line(arena, 0)
-
-    def other(line: int) -> Callable[[], object]:
-        return lambda: lock_line(open_arena(arena_path), line, deadline_s=0.05)
-
-    assert in_child(other(0)) == "AnotherTrainer"
-    assert in_child(other(1)) == ""
+    assert locked_elsewhere(arena_path, 0) == "AnotherTrainer"
+    assert locked_elsewhere(arena_path, 1) == ""
     release_arena(arena)
-    assert in_child(other(0)) == ""
+    assert locked_elsewhere(arena_path, 0) == ""
 
 
 def test_one_descriptor_per_process_keeps_the_lock(arena_path: Path) -> None:
@@ -62,7 +68,7 @@ def test_one_descriptor_per_process_keeps_the_lock(arena_path: Path) -> None:
     second = open_arena(arena_path)
     assert second.fd == first.fd
     release_arena(second)
-    assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == "AnotherTrainer"
+    assert locked_elsewhere(arena_path) == "AnotherTrainer"
     release_arena(first)
 
 
@@ -70,14 +76,10 @@ def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -
     """The sidecar may grow it while it restarts."""
     first = open_arena(arena_path)
     lock_line(first, 0)
-    pid = os.fork()
-    if pid == 0:
-        Arena.create(arena_path, blocks=9, block_bytes=1 << 16, epoch=2)
-        os._exit(0)
-    os.waitpid(pid, 0)
+    grow(arena_path)
     second = open_arena(arena_path)
     second.block(8)[:4] = b"abcd"
-    assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == "AnotherTrainer"
+    assert locked_elsewhere(arena_path) == "AnotherTrainer"
     release_arena(first)
     release_arena(second)
 
@@ -86,18 +88,17 @@ def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> N
     """A mapping has a descriptor of its own: it must not close, whenever its last reader goes, under a newer lock."""
     before = open_files()
     first = open_arena(arena_path)
-    line = first.line(
-        0
-    )  # as a Checkpointer that was closed, or has not heard yet that its sidecar is another one
+    # As a Checkpointer does that was closed, or has not heard yet that its sidecar is another one.
+    line = first.line(0)
     release_arena(first)
     second = open_arena(arena_path)
     lock_line(second, 0)
     del first, line
     gc.collect()
-    assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == "AnotherTrainer"
+    assert locked_elsewhere(arena_path) == "AnotherTrainer"
     second.line(0)[0] = 7
     release_arena(second)
-    assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == ""
+    assert locked_elsewhere(arena_path) == ""
     third = open_arena(arena_path)
     assert third.line(0)[0] == 7
     release_arena(third)
@@ -108,16 +109,12 @@ def test_a_mapping_that_was_outgrown_and_is_collected_drops_no_lock(arena_path: 
     """The same with a live user, whose arena was mapped anew."""
     first = open_arena(arena_path)
     lock_line(first, 0)
-    pid = os.fork()
-    if pid == 0:
-        Arena.create(arena_path, blocks=9, block_bytes=1 << 16, epoch=2)
-        os._exit(0)
-    os.waitpid(pid, 0)
+    grow(arena_path)
     second = open_arena(arena_path)
     release_arena(first)
     del first
     gc.collect()
-    assert in_child(lambda: lock_line(open_arena(arena_path), 0, deadline_s=0.05)) == "AnotherTrainer"
+    assert locked_elsewhere(arena_path) == "AnotherTrainer"
     release_arena(second)
 
 
