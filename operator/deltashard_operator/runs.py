@@ -366,9 +366,13 @@ def _with_progress(run: Run) -> Run:
     if shown is None:
         return run
     commit = shown.last_commit
+    # Another workload's commits may stand in the same log.
+    own = commit is not None and commit.attempt <= max(attempts.values(), default=0)
+    # Trainers that left say no step. They trained as far as they committed, which may be after they were last heard.
+    left_at = commit.step if commit is not None and own else 0
     progress = replace(
         before,
-        step=min(steps) if steps else before.step,
+        step=min(steps) if steps else max(before.step, left_at),
         attempts=attempts,
         stored_bytes=sum(each.stored_bytes for each in slowest.values()) or before.stored_bytes,
         checkpoints=sum(each.checkpoints for each in slowest.values()) or before.checkpoints,
@@ -382,8 +386,8 @@ def _with_progress(run: Run) -> Run:
             last_seq=commit.seq,
             durable_s=commit.durable_s,
         )
-    # A trainer of this workload commits again; another workload's commits stand in the same log.
-    if progress.last_seq > before.last_seq and commit is not None and commit.attempt <= progress.attempt:
+    # A trainer of this workload commits again.
+    if progress.last_seq > before.last_seq and own:
         run = replace(run, fenced="")
     if any(each > before.attempts.get(part, 0) for part, each in attempts.items()):
         run = replace(run, fenced="", tracking="")

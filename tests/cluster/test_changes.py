@@ -27,7 +27,7 @@ def test_rolling_upgrade(bench: Bench) -> None:
     old = {pod["metadata"]["uid"] for pod in system.webhooks()}
     with AdmissionLoad(bench.cluster.api, bench.namespace, bench.manifest("load")) as load:
         load.wait_more(10)
-        system.upgrade(values={"webhook.podAnnotations": {"test/rolled": bench.namespace}})
+        system.install(values={"webhook.podAnnotations": {"test/rolled": bench.namespace}})
         wait_until(
             lambda: not old & {pod["metadata"]["uid"] for pod in system.webhooks()},
             timeout_s=180,

@@ -127,6 +127,18 @@ def test_a_workload_that_another_one_displaced_stays_fenced_until_it_trains_agai
     assert not conditions.is_true(judged(run).conditions, conditions.FENCED)
 
 
+def test_a_trainer_that_left_had_trained_as_far_as_it_committed() -> None:
+    """Its last save may end between two heartbeats: the sidecar's last word then holds the commit, and no rank."""
+    left = replace(
+        beat(phase=At.CLOSED, attempt=0), ranks=(), last_commit=Commit(seq=2, attempt=1, step=3000)
+    )
+    run, _ = runs.with_report(training(step=2749), hello(), left, NOW_S)
+    assert (run.progress.step, run.progress.last_step) == (3000, 3000)
+    theirs = replace(left, last_commit=Commit(seq=3, attempt=4, step=9000))  # of another workload
+    run, _ = runs.with_report(run, hello(), theirs, NOW_S)
+    assert run.progress.step == 3000
+
+
 @pytest.mark.parametrize(
     ("said", "type_"),
     [
