@@ -2,7 +2,8 @@
 
     stream thread    reads the trainer's messages: batches into the encode pool, then seal or abort
     reply thread     (gRPC's own) sends what `outbox` holds: begun, blocks, staged or failed
-    encode pool      batch -> frame -> spooled pack; each batch encoded may free its block, which is granted anew
+    encode pool      batch -> frame -> spooled pack; each batch encoded may free its block, which is granted anew;
+                     it begins when the trainer has stopped copying, or will soon need blocks again
     finisher thread  after the seal: waits for the last batch, uploads, commits, tells the trainer
 
 After the seal the trainer is not needed any more. Whatever fails, fails this save only: blocks go back, what was
@@ -15,6 +16,7 @@ writer lock is free, the rank attaches again, or its next save begins.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -149,6 +151,10 @@ class Save:
         self._stopped_copying = False
         self._sealed = False
         self._open_block: int | None = None
+        self._held: list[Callable[[], None]] | None = []
+        """Batches received and not given to the pool yet; None: they are given as they come. The stream thread's."""
+        self._blocks_granted = 0
+        self._blocks_used = 0
 
     # The stream.
 
@@ -219,15 +225,33 @@ class Save:
         # Only the stream thread comes here. No lock of ours is held: freeing a block grants it to other saves.
         closes = self._open_block if self._open_block != block else None
         data = self._keeper.received(self.session.local_rank, block, offset, length, closes=closes)
-        self._open_block = block
         with self._lock:
             self._pending += 1
+            self._blocks_used += self._open_block != block
+        self._open_block = block
         self._metrics.queue.inc()
         crash_point("stage.batch_received")
         return data
 
     def _encode(self, block: int, work: Callable[[], None]) -> None:
-        self._submit(lambda: self._encode_now(block, work))
+        """Have one batch encoded: now, or, while the trainer has blocks left, after its copy.
+
+        Training stands still for the copy, and encoding takes memory bandwidth and, on shared cores, time from it.
+        """
+        if self._held is None:
+            self._submit(lambda: self._encode_now(block, work))
+            return
+        self._held.append(lambda: self._encode_now(block, work))
+        with self._lock:
+            roomy = self._blocks_used * 8 <= self._blocks_granted * 7
+        if not roomy:
+            self._encode_held()
+
+    def _encode_held(self) -> None:
+        held, self._held = self._held, None
+        with contextlib.suppress(RuntimeError):  # the pool is shut: this process ends
+            for work in held or ():
+                self._submit(work)
 
     def _encode_now(self, block: int, work: Callable[[], None]) -> None:
         """One batch, on a thread of the pool; whatever happens to it, its block is given back."""
@@ -251,6 +275,7 @@ class Save:
             if self.life.state is not State.STAGING:
                 return
             granted = self._keeper.grant(self.session.local_rank)
+            self._blocks_granted += len(granted)
             if granted:
                 self._outbox.put(pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted)))
         if granted:
@@ -281,6 +306,7 @@ class Save:
         # IMPORTANT: from this reply on the trainer changes its tensors. Every batch it sent lies in a block of ours.
         self._outbox.put(pb.SaveReply(staged=pb.SaveReply.Staged(cut=self.cut.cut)))
         self._outbox.put(None)
+        self._encode_held()
 
     def _stop_granting(self) -> None:
         """The trainer writes no more: its open and unused blocks are ours again."""
@@ -298,6 +324,7 @@ class Save:
             staging = self.life.state is State.STAGING
         if staging:
             self._end(Event.BREAK, "broken", "the stream ended before the seal")
+        self._encode_held()  # which, of a save that has ended, only gives their blocks back
         self._keeper.on_free(self.session.local_rank, None)
         if not self._sealed:
             if self._stopped_copying:

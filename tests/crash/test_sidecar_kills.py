@@ -169,6 +169,22 @@ def test_sidecar_killed_during_a_save(story: Story, point: str, committed: bool)
         story.comes_back(again)
 
 
+def test_sidecar_killed_while_a_cut_larger_than_the_arena_waits_for_blocks(tmp_path: Path) -> None:
+    """Encoding goes on beside the copy then, and the trainer waits for the next block of a process that is dead."""
+    story = Story(tmp_path)
+    story.model = Model(rows=100_000, columns=32)
+    process = story.sidecar(crash_at="encode.first:2", arena_bytes="32MiB")
+    trainer = Trainer(process.socket, story.model)
+    trainer.open()
+    with pytest.raises((SaveRefused, grpc.RpcError)):
+        story.cut(trainer)
+    interrupted(process)
+    assert story.newest() is None
+    trainer.close()
+    with sidecar(story.root, story.url, encoding="fp32", arena_bytes="32MiB") as again:
+        story.comes_back(again)
+
+
 @pytest.mark.parametrize("point", ["stage.batch_received", "index.after_put", "commit.after_log_put"])
 def test_the_trainer_lives_through_a_killed_sidecar(story: Story, point: str) -> None:
     """It attaches to the next sidecar under its own attempt; the next save covers the rows of the lost one."""

@@ -2,8 +2,8 @@
 
 This is the only work of a save that training waits for. Rows leave as batches of at most BATCH_BYTES whose sections
 (ids, weights, fields) are laid out by `arenas.sections`; a descriptor goes to the stream as soon as its batch is
-written, so that the sidecar encodes the first large one while the second is copied. One block is open at a time: small
-tables share it.
+written, so that the sidecar can encode the first ones, and grant their blocks again, while a cut larger than the arena
+is copied. One block is open at a time: small tables share it.
 
 All rows of a table are plain copies. Chosen rows are gathered by the checkpoint package's kernel straight into the
 arena, on as many threads as torch uses: it asks for rows ahead and writes around the caches. On an accelerator the

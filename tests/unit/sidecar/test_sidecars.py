@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Iterator
@@ -133,3 +134,34 @@ def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
         first.read(iter(()))
     second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
     second.cancel("test", "it is over")
+
+
+@pytest.mark.parametrize("batches", [1, 5, 6])
+def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    """Five of six blocks may wait for the seal; with the sixth none is left to copy into."""
+    session = sidecar.attach(attachment()).session
+    sidecar.open(pb.OpenRequest(session=session, which="none"))
+    given: list[Any] = []
+    monkeypatch.setattr(sidecar.pool, "submit", given.append)
+    save = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+    save.start()
+    _begun, granted = itertools.islice(save.replies(), 2)
+    blocks = list(granted.blocks.granted)
+    assert len(blocks) == 6
+    seen: list[int] = []
+
+    def messages() -> Iterator[pb.SaveRequest]:
+        for block in blocks[:batches]:
+            yield pb.SaveRequest(rows=pb.RowBatch(block=block, rows=10, contiguous=True, col_stop=8))
+            seen.append(len(given))
+        yield pb.SaveRequest(seal=pb.SaveRequest.Seal())
+
+    save.read(messages())
+    assert seen == [0, 0, 0, 0, 0, 6][:batches]
+    assert len(given) == batches
+    for work in given:
+        work()
+    save.over.wait(60.0)
+    assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total
