@@ -17,6 +17,7 @@ writer lock is free, the rank attaches again, or its next save begins.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
@@ -152,7 +153,7 @@ class Save:
         self._sealed = False
         self._open_block: int | None = None
         self._held: list[Callable[[], None]] | None = []
-        """Batches received and not given to the pool yet; None: they are given as they come. The stream thread's."""
+        """Batches received and not given to the pool yet; None: they are given as they come."""
         self._blocks_granted = 0
         self._blocks_used = 0
 
@@ -238,20 +239,20 @@ class Save:
 
         Training stands still for the copy, and encoding takes memory bandwidth and, on shared cores, time from it.
         """
-        if self._held is None:
-            self._submit(lambda: self._encode_now(block, work))
-            return
-        self._held.append(lambda: self._encode_now(block, work))
+        encode = functools.partial(self._encode_now, block, work)
         with self._lock:
-            roomy = self._blocks_used * 8 <= self._blocks_granted * 7
-        if not roomy:
-            self._encode_held()
+            if self._held is not None and self._blocks_used * 8 < self._blocks_granted * 7:
+                self._held.append(encode)
+                return
+        self._encode_held()
+        self._submit(encode)
 
     def _encode_held(self) -> None:
-        held, self._held = self._held, None
+        with self._lock:
+            held, self._held = self._held, None
         with contextlib.suppress(RuntimeError):  # the pool is shut: this process ends
-            for work in held or ():
-                self._submit(work)
+            for encode in held or ():
+                self._submit(encode)
 
     def _encode_now(self, block: int, work: Callable[[], None]) -> None:
         """One batch, on a thread of the pool; whatever happens to it, its block is given back."""
@@ -324,7 +325,6 @@ class Save:
             staging = self.life.state is State.STAGING
         if staging:
             self._end(Event.BREAK, "broken", "the stream ended before the seal")
-        self._encode_held()  # which, of a save that has ended, only gives their blocks back
         self._keeper.on_free(self.session.local_rank, None)
         if not self._sealed:
             if self._stopped_copying:
@@ -389,6 +389,7 @@ class Save:
             failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
+            self._encode_held()  # of a save that has ended this only gives their blocks back
         else:
             self._metrics.in_flight.dec()
         self._sink.abandon()

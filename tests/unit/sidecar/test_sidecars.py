@@ -165,3 +165,29 @@ def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
         work()
     save.over.wait(60.0)
     assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total
+
+
+def test_what_a_save_held_back_is_given_up_with_it_though_its_stream_goes_on(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped trainer's stream stays open for as long as it likes; blocks that it closed go back at once."""
+    session = sidecar.attach(attachment()).session
+    sidecar.open(pb.OpenRequest(session=session, which="none"))
+    given: list[Any] = []
+    monkeypatch.setattr(sidecar.pool, "submit", given.append)
+    save = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+    save.start()
+    _begun, granted = itertools.islice(save.replies(), 2)
+    free: list[int] = []
+
+    def messages() -> Iterator[pb.SaveRequest]:
+        for block in granted.blocks.granted[:3]:
+            yield pb.SaveRequest(rows=pb.RowBatch(block=block, rows=10, contiguous=True, col_stop=8))
+        save.cancel("deadline", "the trainer said nothing")
+        before = sidecar.keeper.counts()["free"]
+        for encode in given:
+            encode()
+        free.append(sidecar.keeper.counts()["free"] - before)
+
+    save.read(messages())
+    assert free == [2], "the third is still open"
