@@ -19,6 +19,7 @@ from deltashard_sidecar.directives import Directive, Policy
 from deltashard_sidecar.logs import configure
 from deltashard_sidecar.metrics import Metrics
 from deltashard_sidecar.runs import Run
+from deltashard_sidecar.saves import Save
 from deltashard_sidecar.sidecars import Sidecar
 
 TABLE = TableSchema(fqn="t", rows=100, columns=8, dtype="float32")
@@ -136,11 +137,8 @@ def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
     second.cancel("test", "it is over")
 
 
-@pytest.mark.parametrize("batches", [1, 5, 6])
-def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
-    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, batches: int
-) -> None:
-    """Five of six blocks may wait for the seal; with the sixth none is left to copy into."""
+def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:
+    """A save that has begun, the blocks granted to it, and what will have been given to the encode pool."""
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     given: list[Any] = []
@@ -148,21 +146,34 @@ def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
     save = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
     save.start()
     _begun, granted = itertools.islice(save.replies(), 2)
-    blocks = list(granted.blocks.granted)
+    return save, list(granted.blocks.granted), given
+
+
+def rows(block: int) -> pb.SaveRequest:
+    """A batch at the start of a block."""
+    return pb.SaveRequest(rows=pb.RowBatch(block=block, rows=10, contiguous=True, col_stop=8))
+
+
+@pytest.mark.parametrize("batches", [1, 5, 6])
+def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    """Five of six blocks may wait for the seal; with the sixth none is left to copy into."""
+    save, blocks, given = staging(sidecar, monkeypatch)
     assert len(blocks) == 6
     seen: list[int] = []
 
     def messages() -> Iterator[pb.SaveRequest]:
         for block in blocks[:batches]:
-            yield pb.SaveRequest(rows=pb.RowBatch(block=block, rows=10, contiguous=True, col_stop=8))
+            yield rows(block)
             seen.append(len(given))
         yield pb.SaveRequest(seal=pb.SaveRequest.Seal())
 
     save.read(messages())
     assert seen == [0, 0, 0, 0, 0, 6][:batches]
     assert len(given) == batches
-    for work in given:
-        work()
+    for encode in given:
+        encode()
     save.over.wait(60.0)
     assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total
 
@@ -171,23 +182,16 @@ def test_what_a_save_held_back_is_given_up_with_it_though_its_stream_goes_on(
     sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopped trainer's stream stays open for as long as it likes; blocks that it closed go back at once."""
-    session = sidecar.attach(attachment()).session
-    sidecar.open(pb.OpenRequest(session=session, which="none"))
-    given: list[Any] = []
-    monkeypatch.setattr(sidecar.pool, "submit", given.append)
-    save = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
-    save.start()
-    _begun, granted = itertools.islice(save.replies(), 2)
-    free: list[int] = []
+    save, blocks, given = staging(sidecar, monkeypatch)
+    freed: list[int] = []
 
     def messages() -> Iterator[pb.SaveRequest]:
-        for block in granted.blocks.granted[:3]:
-            yield pb.SaveRequest(rows=pb.RowBatch(block=block, rows=10, contiguous=True, col_stop=8))
+        yield from map(rows, blocks[:3])
         save.cancel("deadline", "the trainer said nothing")
         before = sidecar.keeper.counts()["free"]
         for encode in given:
             encode()
-        free.append(sidecar.keeper.counts()["free"] - before)
+        freed.append(sidecar.keeper.counts()["free"] - before)
 
     save.read(messages())
-    assert free == [2], "the third is still open"
+    assert freed == [2], "the third is still open"
