@@ -348,14 +348,16 @@ def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> 
 def _with_progress(run: Run) -> Run:
     """What the sidecars say together. What nobody says stays as it was."""
     slowest: dict[str, Heartbeat] = {}
+    parts: dict[str, str] = {}
     before = run.progress
     attempts = dict(before.attempts)
     for uid, report in run.reports.items():
         each = report.heartbeat
         if each is None:
             continue
+        part = _part(run, uid, each.run)
+        parts[each.run] = part or parts.get(each.run, "")
         if each.attempt:
-            part = _part(run, uid, each.run)
             attempts[part] = max(each.attempt, attempts.get(part, 0))
         other = slowest.get(each.run)
         seq = each.last_commit.seq if each.last_commit is not None else 0
@@ -366,10 +368,15 @@ def _with_progress(run: Run) -> Run:
     if shown is None:
         return run
     commit = shown.last_commit
-    # Another workload's commits may stand in the same log.
-    own = commit is not None and commit.attempt <= max(attempts.values(), default=0)
     # Trainers that left say no step. They trained as far as they committed, which may be after they were last heard.
-    left_at = commit.step if commit is not None and own else 0
+    left_at = min(
+        (
+            each.last_commit.step
+            for name, each in slowest.items()
+            if each.last_commit is not None and each.last_commit.attempt == attempts.get(parts[name])
+        ),
+        default=0,
+    )
     progress = replace(
         before,
         step=min(steps) if steps else max(before.step, left_at),
@@ -386,8 +393,8 @@ def _with_progress(run: Run) -> Run:
             last_seq=commit.seq,
             durable_s=commit.durable_s,
         )
-    # A trainer of this workload commits again.
-    if progress.last_seq > before.last_seq and own:
+    # A trainer of this workload commits again; another workload's commits stand in the same log.
+    if progress.last_seq > before.last_seq and commit is not None and commit.attempt <= progress.attempt:
         run = replace(run, fenced="")
     if any(each > before.attempts.get(part, 0) for part, each in attempts.items()):
         run = replace(run, fenced="", tracking="")

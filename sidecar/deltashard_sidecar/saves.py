@@ -248,11 +248,14 @@ class Save:
         self._submit(encode)
 
     def _encode_held(self) -> None:
+        for encode in self._no_longer_held():
+            with contextlib.suppress(RuntimeError):  # queued, though no thread more can be started
+                self._submit(encode)
+
+    def _no_longer_held(self) -> list[Callable[[], None]]:
         with self._lock:
             held, self._held = self._held, None
-        with contextlib.suppress(RuntimeError):  # the pool is shut: this process ends
-            for encode in held or ():
-                self._submit(encode)
+        return held or []
 
     def _encode_now(self, block: int, work: Callable[[], None]) -> None:
         """One batch, on a thread of the pool; whatever happens to it, its block is given back."""
@@ -389,9 +392,10 @@ class Save:
             failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
-            self._encode_held()  # of a save that has ended this only gives their blocks back
         else:
             self._metrics.in_flight.dec()
+        for encode in self._no_longer_held():
+            encode()  # of a save that has ended it only gives the block back: nothing to queue for behind other saves
         self._sink.abandon()
         self._tell()
 

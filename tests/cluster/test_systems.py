@@ -136,7 +136,7 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
     job = bench.job("survivor")
     life = bench.began(job, 0)
     bench.wait_commits(job)
-    system.helm("uninstall", "deltashard", "--wait")
+    system.helm("uninstall", RELEASE, "--wait", "--timeout=200s")
     bench.note("uninstalled")
     bench.wait_commits(job, beyond=bench.newest(job), count=2)
     assert bench.witness.last_step(life["life"]) > 0

@@ -34,7 +34,7 @@ def empty_cluster(stage: Stage, stage_turn: None, tmp_path: Path) -> Iterator[St
 
 
 def _empty(stage: Stage) -> None:
-    stage.system.helm("uninstall", RELEASE, "--wait", "--ignore-not-found")
+    stage.system.helm("uninstall", RELEASE, "--wait", "--ignore-not-found", "--timeout=200s")
     stage.cluster.kubectl(
         "delete", "namespace", "recommender", NAMESPACE, "--ignore-not-found", timeout_s=240
     )

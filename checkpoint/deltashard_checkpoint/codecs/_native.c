@@ -498,7 +498,7 @@ INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, f
                     q = tail;
                 }
                 /* Ranges are found faster than memory brings rows, codes are made slower: ask for the rows after the next. */
-                for (int k = 0; k < 4; k++)
+                for (int k = 0; LANES * k < some; k++)
                     __builtin_prefetch((const void *)((uintptr_t)(p + j) + sizeof(vf) * (size_t)(k + 2 * d)));
                 vi c[4];
                 for (int k = 0; k < 4; k++) {

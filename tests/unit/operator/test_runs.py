@@ -139,6 +139,30 @@ def test_a_trainer_that_left_had_trained_as_far_as_it_committed() -> None:
     assert run.progress.step == 3000
 
 
+def test_a_trainer_that_left_before_it_committed_has_not_come_as_far_as_an_older_attempt() -> None:
+    """It began at an older checkpoint than the newest."""
+    older = Commit(seq=5, attempt=1, step=3000)
+    again = replace(beat(step=2100, attempt=2), last_commit=older)
+    run, _ = runs.with_report(training(step=3001), hello(), again, NOW_S)
+    run, _ = runs.with_report(run, hello(), replace(again, ranks=(), attempt=0), NOW_S)
+    assert run.progress.step == 2100
+
+
+def test_of_pods_that_are_runs_of_their_own_the_step_is_the_slowest_ones() -> None:
+    run = runs.with_job(Run(workload=TRAIN), job(), NOW_S)
+    for number, (step, at_s) in enumerate(((3000, NOW_S), (1500, NOW_S + 100))):
+        uid, name = f"p-{number}", f"team/train-u-1-{number}"
+        run = runs.with_pod(run, replace(pod(), uid=uid, index=str(number)), node_ready=True, now_s=NOW_S)
+        said = replace(
+            beat(step=step, at_s=at_s, run=name),
+            last_commit=Commit(seq=2, attempt=1, step=step),
+            last_commit_at_s=at_s,
+        )
+        run, _ = runs.with_report(run, hello(uid), said, at_s)
+        run, _ = runs.with_report(run, hello(uid), replace(said, ranks=(), attempt=0), at_s)
+    assert run.progress.step == 1500
+
+
 @pytest.mark.parametrize(
     ("said", "type_"),
     [

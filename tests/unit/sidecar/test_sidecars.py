@@ -187,11 +187,28 @@ def test_what_a_save_held_back_is_given_up_with_it_though_its_stream_goes_on(
 
     def messages() -> Iterator[pb.SaveRequest]:
         yield from map(rows, blocks[:3])
-        save.cancel("deadline", "the trainer said nothing")
         before = sidecar.keeper.counts()["free"]
-        for encode in given:
-            encode()
+        save.cancel("deadline", "the trainer said nothing")
         freed.append(sidecar.keeper.counts()["free"] - before)
 
     save.read(messages())
     assert freed == [2], "the third is still open"
+    assert not given, "it waited for nobody"
+
+
+def test_what_was_held_back_is_all_queued_though_no_thread_can_be_started(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ThreadPoolExecutor` queues first and complains then."""
+    save, blocks, given = staging(sidecar, monkeypatch)
+
+    def submit(encode: Any) -> None:
+        given.append(encode)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(save, "_submit", submit)
+    save.read(iter([*map(rows, blocks[:3]), pb.SaveRequest(seal=pb.SaveRequest.Seal())]))
+    assert len(given) == 3
+    for encode in given:
+        encode()
+    save.over.wait(60.0)
