@@ -246,6 +246,7 @@ int64_t ds_read_bitmap(const uint8_t *data, int64_t size, int64_t first, int64_t
 #define decode_row DS_NAME(decode_row)
 #define rounded DS_NAME(rounded)
 #define ask_for DS_NAME(ask_for)
+#define ask_ahead DS_NAME(ask_ahead)
 #define raised DS_NAME(raised)
 
 INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
@@ -469,6 +470,11 @@ INLINE int row_pairs(vf a, vf b, int bits, float unit, int live, vf *bias, vf *i
     return count;
 }
 
+/* Ranges are found faster than memory brings rows, codes are made slower: meanwhile ask for the rows after the next block. */
+INLINE void ask_ahead(const float *p, int64_t d, int vectors) {
+    for (int k = 0; k < vectors; k++) __builtin_prefetch((const void *)((uintptr_t)p + sizeof(vf) * (size_t)(k + 2 * d)));
+}
+
 INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, float unit, int given, float *lo,
                          float *hi, void *scales, void *biases, uint8_t *codes) {
     const vf zero = splat(0.0f), top = splat((float)((1 << bits) - 1)), magic = splat(MAGIC), u = splat(unit);
@@ -493,13 +499,13 @@ INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, f
                 const float *q = p + j;
                 int some = d - j < 64 ? (int)(d - j) : 64;
                 if (some < 64) {
+                    ask_ahead(q, d, (some + LANES - 1) / LANES);
                     memcpy(tail, q, (size_t)some * 4);
                     for (int k = some; k < 64; k++) tail[k] = 0.0f;
                     q = tail;
+                } else {
+                    ask_ahead(q, d, 4);
                 }
-                /* Ranges are found faster than memory brings rows, codes are made slower: ask for the rows after the next. */
-                for (int k = 0; LANES * k < some; k++)
-                    __builtin_prefetch((const void *)((uintptr_t)(p + j) + sizeof(vf) * (size_t)(k + 2 * d)));
                 vi c[4];
                 for (int k = 0; k < 4; k++) {
                     vf v = load(q + LANES * k);
@@ -965,6 +971,7 @@ static void DS_NAME(hash)(const uint32_t *words, int64_t k, const uint64_t *weig
 #undef decode_row
 #undef rounded
 #undef ask_for
+#undef ask_ahead
 #undef raised
 #undef MERGE
 #undef LO1
