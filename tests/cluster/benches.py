@@ -148,7 +148,7 @@ class Bench:
         """Make a pod leave: it commits in its grace period, and the next loses at most one step. Returns the next life."""
         self.witness.wait_step(life["life"], life["step"] + 30, timeout_s=120)
         leave()
-        job.wait_gone(life["pod"], timeout_s=180)
+        job.wait_gone(life["pod"], timeout_s=90)
         done = self.witness.last_step(life["life"])
         self.note(f"{life['pod']} left at step {done}")
         assert self.newest(job) >= done - 1

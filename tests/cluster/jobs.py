@@ -213,7 +213,7 @@ class TrainingJob:
     def delete(self) -> None:
         """Delete it and its pods, and wait until they are gone."""
         self.api.delete(self._path, propagationPolicy="Background")
-        wait_until(lambda: not self.pods(), timeout_s=180, what=f"the pods of {self.name} gone")
+        wait_until(lambda: not self.pods(), timeout_s=90, what=f"the pods of {self.name} gone")
 
     def conditions(self) -> dict[str, str]:
         """The Job's conditions, type to status."""

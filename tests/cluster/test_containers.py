@@ -36,7 +36,7 @@ def test_killed_containers(bench: Bench) -> None:
     strike(SIDECAR, signal.SIGKILL)
     at_kill = bench.witness.last_step(again["life"])
     wait_until(
-        lambda: job.container(pod, SIDECAR)["restartCount"] == 1, timeout_s=120, what="the sidecar restarted"
+        lambda: job.container(pod, SIDECAR)["restartCount"] == 1, timeout_s=60, what="the sidecar restarted"
     )
     bench.note("the sidecar was killed and is back")
     bench.wait_commits(job, beyond=at_kill)

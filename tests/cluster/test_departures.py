@@ -28,7 +28,7 @@ def slots(bench: Bench) -> None:
                 lambda name=name: (
                     SLOT in bench.cluster.api.get(f"/api/v1/nodes/{name}")["status"]["allocatable"]
                 ),
-                timeout_s=120,
+                timeout_s=60,
                 what=f"a slot on {name}",
             )
 

@@ -92,7 +92,7 @@ def test_lost_node(bench: Bench) -> None:
     finally:
         lost.thaw()
         bench.cluster.kubectl("taint", "node", lost.name, "node.kubernetes.io/out-of-service-", check=False)
-    wait_until(lambda: bench.cluster.node_ready(lost.name), timeout_s=180, what="the node Ready again")
+    wait_until(lambda: bench.cluster.node_ready(lost.name), timeout_s=90, what="the node Ready again")
     job.wait_gone(zombie["pod"], timeout_s=120)
 
 
@@ -115,7 +115,7 @@ def test_lost_kubelet(bench: Bench) -> None:
         assert_heir_rules(bench, job, heir)
     finally:
         node.kubelet.start()
-    wait_until(lambda: bench.cluster.node_ready(node.name), timeout_s=180, what="the node Ready again")
+    wait_until(lambda: bench.cluster.node_ready(node.name), timeout_s=90, what="the node Ready again")
     job.wait_gone(zombie["pod"], timeout_s=120)
 
 

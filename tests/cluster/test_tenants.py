@@ -68,7 +68,7 @@ def test_suspended_and_created_again(bench: Bench) -> None:
     life = bench.began(job, 0)
     bench.wait_commits(job, count=1)
     job.patch({"spec": {"suspend": True}})
-    job.wait_gone(life["pod"], timeout_s=120)
+    job.wait_gone(life["pod"], timeout_s=60)
     done = bench.witness.last_step(life["life"])
     assert bench.newest(job) >= done - 1
     job.patch({"spec": {"suspend": False}})
@@ -89,5 +89,5 @@ def test_suspended_and_created_again(bench: Bench) -> None:
     continued = bench.job(name, notes={"deltashard.io/run-id": job.run_id})
     fourth = bench.began(continued, 3)
     bench.assert_resumed(fourth, at_least=done - 1)
-    wait_until(lambda: bench.newest(job) > fourth["step"], timeout_s=120, what="the old run goes on")
+    wait_until(lambda: bench.newest(job) > fourth["step"], timeout_s=60, what="the old run goes on")
     bench.assert_store_whole(job)

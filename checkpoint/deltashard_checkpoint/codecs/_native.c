@@ -246,7 +246,6 @@ int64_t ds_read_bitmap(const uint8_t *data, int64_t size, int64_t first, int64_t
 #define decode_row DS_NAME(decode_row)
 #define rounded DS_NAME(rounded)
 #define ask_for DS_NAME(ask_for)
-#define ask_ahead DS_NAME(ask_ahead)
 #define raised DS_NAME(raised)
 
 INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
@@ -470,9 +469,9 @@ INLINE int row_pairs(vf a, vf b, int bits, float unit, int live, vf *bias, vf *i
     return count;
 }
 
-/* Ranges are found faster than memory brings rows, codes are made slower: meanwhile ask for the rows after the next block. */
-INLINE void ask_ahead(const float *p, int64_t d, int vectors) {
-    for (int k = 0; k < vectors; k++) __builtin_prefetch((const void *)((uintptr_t)p + sizeof(vf) * (size_t)(k + 2 * d)));
+INLINE void ask_for(const char *row, int64_t width) {
+    for (int64_t j = 0; j < width && j < 512; j += 64) __builtin_prefetch(row + j, 0, 3);
+    __builtin_prefetch(row + width - 1, 0, 3);
 }
 
 INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, float unit, int given, float *lo,
@@ -498,13 +497,15 @@ INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, f
                 float tail[64];
                 const float *q = p + j;
                 int some = d - j < 64 ? (int)(d - j) : 64;
+                /* Ranges are found faster than memory brings rows, codes are made slower: meanwhile ask for later rows. */
+                const char *ahead = (const char *)((uintptr_t)q + 2 * sizeof(vf) * (size_t)d);
                 if (some < 64) {
-                    ask_ahead(q, d, (some + LANES - 1) / LANES);
+                    ask_for(ahead, 4 * some);
                     memcpy(tail, q, (size_t)some * 4);
                     for (int k = some; k < 64; k++) tail[k] = 0.0f;
                     q = tail;
                 } else {
-                    ask_ahead(q, d, 4);
+                    ask_for(ahead, 256);
                 }
                 vi c[4];
                 for (int k = 0; k < 4; k++) {
@@ -855,11 +856,6 @@ static void DS_NAME(copy)(const char *values, int64_t from, char *out, int64_t s
     settle();
 }
 
-INLINE void ask_for(const char *row, int64_t width) {
-    for (int64_t j = 0; j < width && j < 512; j += 64) __builtin_prefetch(row + j, 0, 3);
-    __builtin_prefetch(row + width - 1, 0, 3);
-}
-
 static void DS_NAME(gather)(const char *values, int64_t stride, int64_t width, const int64_t *rows, int64_t n, char *out) {
     const int around = DS_AROUND && width % 64 == 0 && !((uintptr_t)out & 63) && n * width >= AROUND_FROM;
     for (int64_t i = 0; i < n; i++) {
@@ -971,7 +967,6 @@ static void DS_NAME(hash)(const uint32_t *words, int64_t k, const uint64_t *weig
 #undef decode_row
 #undef rounded
 #undef ask_for
-#undef ask_ahead
 #undef raised
 #undef MERGE
 #undef LO1
