@@ -37,6 +37,9 @@ from deltashard_sidecar.logs import Logger, explain
 from deltashard_sidecar.metrics import Metrics
 from deltashard_sidecar.sessions import Session
 
+HELD_SHARE = 7 / 8
+"""Of the granted blocks: while fewer are used, nothing is encoded before the seal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
@@ -241,7 +244,7 @@ class Save:
         """
         encode = functools.partial(self._encode_now, block, work)
         with self._lock:
-            if self._held is not None and self._blocks_used * 8 < self._blocks_granted * 7:
+            if self._held is not None and self._blocks_used < self._blocks_granted * HELD_SHARE:
                 self._held.append(encode)
                 return
         self._encode_held()

@@ -174,7 +174,7 @@ def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
     assert len(given) == batches
     for encode in given:
         encode()
-    save.over.wait(60.0)
+    assert save.over.wait(60.0)
     assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total
 
 
@@ -211,4 +211,4 @@ def test_what_was_held_back_is_all_queued_though_no_thread_can_be_started(
     assert len(given) == 3
     for encode in given:
         encode()
-    save.over.wait(60.0)
+    assert save.over.wait(60.0)
