@@ -51,6 +51,11 @@ class System:
             every_s=0.3,
         )
 
+    def uninstall(self) -> None:
+        """Uninstall the chart if it is there; returns when its objects are gone."""
+        # Helm gives up before it is killed, which would leave a release that cannot be installed again.
+        self.helm("uninstall", RELEASE, "--wait", "--ignore-not-found", "--timeout=200s")
+
     def wait_ready(self) -> None:
         """Until both Deployments have all their replicas, of the newest template."""
         for name in (WEBHOOK, CONTROLLER):

@@ -20,7 +20,7 @@ def test_job_completes(bench: Bench) -> None:
     assert not began["secrets"], "the store's credentials reach the sidecar only"
     (pod,) = job.pods()
     assert [each["name"] for each in pod["spec"]["initContainers"]] == [SIDECAR]
-    job.wait_phase("Training", "Saving", timeout_s=180)
+    job.wait_phase("Training", "Saving", timeout_s=90)
     job.wait_complete()
     finished = bench.witness.wait(job.key, lambda e: e["kind"] == "finished", timeout_s=5, what="finished")
     assert finished["digest"] == bench.reference.digest(300)
@@ -40,6 +40,4 @@ def test_job_completes(bench: Bench) -> None:
         phase, step = (rows[0][head.index(column) :].split()[0] for column in ("PHASE", "LAST-STEP"))
         return phase, step
 
-    wait_until(
-        lambda: row() == ("Finished", "300"), timeout_s=120, what=lambda: f"the table says it: {row()}"
-    )
+    wait_until(lambda: row() == ("Finished", "300"), timeout_s=60, what=lambda: f"the table says it: {row()}")

@@ -74,7 +74,7 @@ def test_nobody_there(bench: Bench) -> None:
     cluster.kubectl(
         "delete", "deployment", WEBHOOK, CONTROLLER, "-n", NAMESPACE, "--cascade=foreground", "--wait"
     )
-    wait_until(lambda: not system.pods(), timeout_s=180, what="every pod of the system gone")
+    wait_until(lambda: not system.pods(), timeout_s=90, what="every pod of the system gone")
     bench.note("the system is gone")
 
     before = bench.newest(job)
@@ -89,7 +89,7 @@ def test_nobody_there(bench: Bench) -> None:
             cluster.api.get(f"/api/v1/namespaces/{bench.namespace}/pods/stranger-0")["status"]["phase"]
             == "Succeeded"
         ),
-        timeout_s=180,
+        timeout_s=90,
         what="a stranger's pod ran",
     )
     jobs = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs"
@@ -106,14 +106,14 @@ def test_nobody_there(bench: Bench) -> None:
             cluster.api.create(f"{jobs}?dryRun=All", bench.manifest("refused"))
         return f"no {SIDECAR}" in str(refused.value)
 
-    wait_until(refused_by_policy, timeout_s=90, what="the policy refuses a Job without its sidecar")
+    wait_until(refused_by_policy, timeout_s=30, what="the policy refuses a Job without its sidecar")
 
     at_return = bench.newest(job)
     system.install()
     bench.note("the system is back")
     wait_until(
         lambda: ((job.checkpoint_run() or {}).get("status") or {}).get("lastCommittedStep", 0) > at_return,
-        timeout_s=180,
+        timeout_s=90,
         what=lambda: f"the controller knows of newer commits: {json.dumps(job.checkpoint_run())}",
     )
     restores = (job.checkpoint_run() or {})["status"]["restores"]
@@ -136,7 +136,7 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
     job = bench.job("survivor")
     life = bench.began(job, 0)
     bench.wait_commits(job)
-    system.helm("uninstall", RELEASE, "--wait", "--timeout=200s")
+    system.uninstall()
     bench.note("uninstalled")
     bench.wait_commits(job, beyond=bench.newest(job), count=2)
     assert bench.witness.last_step(life["life"]) > 0

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster import pages, published
 from tests.cluster.clusters import tool
 from tests.cluster.stages import Stage
-from tests.cluster.systems import NAMESPACE, RELEASE
+from tests.cluster.systems import NAMESPACE
 from tests.minio import ROOT
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200, func_only=True)]
@@ -34,7 +34,7 @@ def empty_cluster(stage: Stage, stage_turn: None, tmp_path: Path) -> Iterator[St
 
 
 def _empty(stage: Stage) -> None:
-    stage.system.helm("uninstall", RELEASE, "--wait", "--ignore-not-found", "--timeout=200s")
+    stage.system.uninstall()
     stage.cluster.kubectl(
         "delete", "namespace", "recommender", NAMESPACE, "--ignore-not-found", timeout_s=240
     )
