@@ -36,6 +36,7 @@ from deltashard.errors import (
 )
 from deltashard.launchers import ChildLauncher, Launcher, PodLauncher, SidecarOptions, normal_url
 from deltashard.loaders import Skip, WrappedLoader
+from deltashard.ranks import refuse_several
 from deltashard.restores import ModelTargets, Restored
 from deltashard.saves import SaveHandle
 from deltashard.savings import Saving
@@ -82,7 +83,7 @@ class Checkpointer(Saving):
         """Attach to the pod's sidecar, or start one for this run on this machine.
 
         Args:
-            model: the module that trains; wrappers (DDP, torch.compile) are looked through.
+            model: the module that trains; wrappers (torch.compile, DataParallel, AveragedModel) are looked through.
             optimizer: one optimizer, or a list of them.
             state: everything else that must come back, by name: objects with `state_dict`/`load_state_dict`
                 (schedulers, GradScaler, EMA, stateful loaders), generators, `(get, set)` pairs, tensors, arrays, dicts
@@ -109,8 +110,10 @@ class Checkpointer(Saving):
 
         Raises:
             StateError: something in `state=` or an optimizer cannot be saved; found out now, not at the first save.
-            UserError, SidecarUnavailable, AnotherTrainer: the run or the sidecar cannot be used.
+            UserError, SidecarUnavailable, AnotherTrainer: the run or the sidecar cannot be used; this process is one of
+                several ranks.
         """
+        refuse_several("Checkpointer()")
         arguments.check_model(model)
         arguments.check_state(state)
         arguments.check_place(url, run)
@@ -386,7 +389,7 @@ class Checkpointer(Saving):
                 raise AnotherTrainer(
                     "another Checkpointer of this process already trains this run",
                     where=str(self._launcher.place),
-                    remedy="close() it first, or give this one another run name",
+                    remedy="close() it first; only what trains another model is another run",
                 )
 
     def _release(self) -> None:

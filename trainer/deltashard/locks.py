@@ -28,6 +28,11 @@ from deltashard.errors import AnotherTrainer, SidecarUnavailable
 _PF_EXITING = 0x4
 """A flag of /proc/PID/stat: the process is on its way out (linux/sched.h)."""
 
+_REMEDY = (
+    "stop the other process; ranks of one training cannot share a run yet, and a run for each would be as many "
+    "trainings: start one process. Only what trains another model is another run"
+)
+
 _Key = tuple[int, int]
 
 
@@ -135,7 +140,7 @@ def lock_line(arena: Arena, local_rank: int, *, deadline_s: float = 10.0) -> Non
         raise AnotherTrainer(
             f"local rank {local_rank} already has a live trainer",
             where=str(arena.path),
-            remedy="stop the other process, or give this one another run name",
+            remedy=_REMEDY,
         )
 
 
@@ -171,7 +176,7 @@ def hold_file(path: Path, *, deadline_s: float = 10.0, living_s: float = 2.0) ->
             raise AnotherTrainer(
                 f"process {pid or '?'} already trains this run on this machine",
                 where=str(path),
-                remedy="stop it, or give this one another run name",
+                remedy=_REMEDY,
             )
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

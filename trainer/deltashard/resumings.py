@@ -29,6 +29,7 @@ from deltashard.errors import (
     SidecarUnavailable,
 )
 from deltashard.fingerprints import differences
+from deltashard.ranks import refuse_several
 from deltashard.restores import Blobs, ModelTargets, Restored
 from deltashard.rngs import apply_globals
 from deltashard.sessions import OPEN_DEADLINE_S, Link
@@ -83,6 +84,8 @@ class Resuming(Boundary):
     def _open(
         self, link: Link, *, which: str, from_run: str | None, exclude: list[int], takeover: bool
     ) -> pb.OpenReply:
+        # A process group may have been made since the Checkpointer was.
+        refuse_several("restore(), or the first step()")
         request = pb.OpenRequest(
             session=link.session,
             which=which,
