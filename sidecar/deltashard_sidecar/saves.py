@@ -69,7 +69,7 @@ class Sealed:
     raw_bytes: int
     stall_s: float
     metadata: dict[str, str]
-    pin: str | None
+    pins: tuple[str, ...]
     full: bool
 
 
@@ -294,7 +294,7 @@ class Save:
             raw_bytes=seal.raw_bytes,
             stall_s=seal.stall_s,
             metadata=dict(seal.metadata),
-            pin=seal.pin if seal.HasField("pin") else None,
+            pins=tuple(sorted({*seal.pins, *([seal.pin] if seal.HasField("pin") else [])})),
             full=seal.full,
         )
         with self._lock:

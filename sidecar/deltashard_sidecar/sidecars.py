@@ -155,6 +155,7 @@ class Sidecar(Orders):
             policy=self.in_force.policy.message(),
             run=self.run.name,
             url=self.settings.url,
+            several_pins=True,
         )
 
     def _identify(self, world_size: int) -> None:

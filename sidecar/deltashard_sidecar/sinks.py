@@ -130,7 +130,7 @@ class PartSink:
                 directive=self._cut.directive,
                 fingerprint=self._session.fingerprint,
                 metadata=self._metadata(sealed),
-                pins=() if sealed.pin is None else (sealed.pin,),
+                pins=sealed.pins,
             ),
             deadline_s=deadline_s,
         )

@@ -598,6 +598,25 @@ def test_pins_seqs_and_steps_can_be_restored(make: Make) -> None:
         ckpt.__exit__(KeyboardInterrupt, None, None)
 
 
+def test_two_pins_of_one_cut_both_hold(make: Make) -> None:
+    """Asked for in the same step, by two parts of a program that do not know of each other."""
+    loop = Loop()
+    ckpt = make(loop)
+    ckpt.restore()
+    loop.train(1)
+    handles = [ckpt.save(pin=name, metadata={name: "yes"}) for name in ("best", "epoch-1")]
+    ckpt.step()
+    seqs = {handle.wait(120).seq for handle in handles}
+    assert len(seqs) == 1
+    ckpt.close()
+    for name in ("best", "epoch-1"):
+        ckpt = make(Loop(seed=1))
+        restored = ckpt.restore(which=f"pin:{name}")
+        assert restored is not None
+        assert {restored.seq} == seqs
+        ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
 def test_warm_start_from_another_run(make: Make) -> None:
     """Reads that run, commits to ours, and begins with a baseline."""
     loop = Loop()

@@ -243,7 +243,8 @@ class Saving(Resuming):
             )
             pins = [handle.pin for handle in flight.handles if handle.pin is not None]
             if pins:
-                seal.pin = pins[-1]
+                seal.pin = pins[-1]  # a sidecar that knows of one only
+                seal.pins.extend(pins)
             stream.seal(seal)
             crash_point("cut.after_seal")
         except BaseException as error:

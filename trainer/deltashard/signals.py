@@ -8,7 +8,9 @@ The first process of a container is another matter: the kernel withholds from pr
 default action, so it could not end itself that way and would train on until the pod's grace period kills it. It exits
 with `EXIT_SIGTERM`, the code that a shell gives a process ended by SIGTERM. Not 0: a Job would count as complete.
 
-Python runs handlers on the main thread only, so a Checkpointer built elsewhere leaves signals alone.
+Python runs handlers on the main thread only, so a Checkpointer built elsewhere leaves signals alone. Several of them
+form a chain, which one leaves from wherever it stands. A forked child (a DataLoader worker) has nothing to save: it
+gets back what was there before all of them.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class TermHandler:
         self._notice = notice
         self._previous: Any = None
         self._installed = False
+        self._pid = os.getpid()
         self._timer: threading.Timer | None = None
         self.until_s: float | None = None
         """Monotonic end of the grace budget; None before a SIGTERM."""
@@ -50,19 +53,30 @@ class TermHandler:
             return False
         self._previous = signal.signal(signal.SIGTERM, self._on_term)
         self._installed = True
+        _chain.append(self)
         return True
 
     def remove(self) -> None:
-        """Put the previous handler back, unless somebody took the signal over from us."""
+        """Leave the chain: who came after us has our previous handler now.
+
+        Where that cannot be (a handler that is not ours stands before us, or this is not the main thread), the signal
+        still reaches us, and passes through.
+        """
         if self._timer is not None:
             self._timer.cancel()
-        # `==`: bound methods are made anew at each access.
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._on_term:
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(
-                    signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL
-                )
-            self._installed = False
+        if not self._installed:
+            return
+        self._installed = False
+        _chain.remove(self)
+        for later in _chain:
+            # `==`: bound methods are made anew at each access.
+            if later._previous == self._on_term:  # noqa: SLF001 - one of us
+                later._previous = self._previous  # noqa: SLF001 - as above
+        if (
+            signal.getsignal(signal.SIGTERM) == self._on_term
+            and threading.current_thread() is threading.main_thread()
+        ):
+            signal.signal(signal.SIGTERM, _or_default(self._previous))
 
     @property
     def left_s(self) -> float:
@@ -70,7 +84,7 @@ class TermHandler:
         return 0.0 if self.until_s is None else max(0.0, self.until_s - time.monotonic())
 
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
-        if self.until_s is not None:
+        if self.until_s is not None or not self._installed or os.getpid() != self._pid:
             self.chain(signum, frame)
             return
         self.until_s = time.monotonic() + self._grace_s
@@ -99,3 +113,23 @@ class TermHandler:
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()
                 os._exit(EXIT_SIGTERM)
+
+
+_chain: list[TermHandler] = []
+"""Those installed in this process, oldest first."""
+
+
+def _or_default(handler: Any) -> Any:
+    """What `signal.signal` takes: None stands for a handler that Python did not install."""
+    return signal.SIG_DFL if handler is None else handler
+
+
+def _in_child() -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    while (ours := next((one for one in _chain if one._on_term == handler), None)) is not None:  # noqa: SLF001 - same module
+        handler = ours._previous  # noqa: SLF001 - as above
+        signal.signal(signal.SIGTERM, _or_default(handler))
+    _chain.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

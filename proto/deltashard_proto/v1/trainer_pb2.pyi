@@ -41,7 +41,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url")
+    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class AttachReply(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
+    SEVERAL_PINS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     arena_path: str
     arena_bytes: int
@@ -66,7 +67,8 @@ class AttachReply(_message.Message):
     policy: Policy
     run: str
     url: str
-    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ...) -> None: ...
+    several_pins: bool
+    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., several_pins: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("seq", "attempt", "cut", "step", "baseline", "durable_s", "stored_bytes", "raw_bytes", "rows")
@@ -221,7 +223,7 @@ class SaveRequest(_message.Message):
         tracking_faults: int
         def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ...) -> None: ...
     class Seal(_message.Message):
-        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full")
+        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins")
         class MetadataEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -235,13 +237,15 @@ class SaveRequest(_message.Message):
         METADATA_FIELD_NUMBER: _ClassVar[int]
         PIN_FIELD_NUMBER: _ClassVar[int]
         FULL_FIELD_NUMBER: _ClassVar[int]
+        PINS_FIELD_NUMBER: _ClassVar[int]
         rows: int
         raw_bytes: int
         stall_s: float
         metadata: _containers.ScalarMap[str, str]
         pin: str
         full: bool
-        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., pin: _Optional[str] = ..., full: _Optional[bool] = ...) -> None: ...
+        pins: _containers.RepeatedScalarFieldContainer[str]
+        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., pin: _Optional[str] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ...) -> None: ...
     class Abort(_message.Message):
         __slots__ = ("cause",)
         CAUSE_FIELD_NUMBER: _ClassVar[int]
