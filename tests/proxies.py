@@ -140,9 +140,9 @@ class FixedAnswers:
                 outer.requests += 1
                 self.rfile.read(int(self.headers.get("Content-Length", "0")))
                 self.send_response(status)
-                for name, value in ({"Content-Type": "application/xml"} | (headers or {})).items():
+                usual = {"Content-Type": "application/xml", "Content-Length": str(len(body))}
+                for name, value in (usual | (headers or {})).items():
                     self.send_header(name, value)
-                self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 if self.command != "HEAD":
                     self.wfile.write(body)

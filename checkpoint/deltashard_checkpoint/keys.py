@@ -94,12 +94,6 @@ def cut_prefix(attempt: int, cut: int) -> str:
     return f"data/{attempt:020d}/{cut:08d}/"
 
 
-def attempt_prefix(attempt: int) -> str:
-    """What all data objects of one attempt begin with."""
-    _check(attempt=attempt)
-    return f"data/{attempt:020d}/"
-
-
 def compaction_prefix(token: str) -> str:
     """What all data objects of one compaction begin with."""
     _check_token(token)

@@ -12,7 +12,7 @@ entry, retries included, has identical bytes with its own writer token. Only whe
 outcome left open (`AppendUnknown`), and then it is the log that will tell.
 
 A store that overwrites where it was asked to create would let two trainers believe they won one slot; it is found
-out by a probe before the first append and refused, unless the caller vouches that it is the `single_writer`.
+out by a probe before the first append, and refused.
 """
 
 from __future__ import annotations
@@ -82,14 +82,12 @@ class RunLog:
         store: Store,
         run: str,
         *,
-        single_writer: bool = False,
         clocks: Clocks | None = None,
         readers: int = 16,
     ) -> None:
         """`readers`: entries fetched at once when many are new; 1 fetches in the calling thread."""
         self.store = store
         self.run = validate_run(run)
-        self.single_writer = single_writer
         self.clocks = clocks or Clocks()
         self._readers = readers
         self._state = RunState(run=run)
@@ -102,9 +100,7 @@ class RunLog:
 
     def fork(self) -> RunLog:
         """Another handle on this log that begins with what this one knows: waiting in one never delays the other."""
-        other = RunLog(
-            self.store, self.run, single_writer=self.single_writer, clocks=self.clocks, readers=self._readers
-        )
+        other = RunLog(self.store, self.run, clocks=self.clocks, readers=self._readers)
         other._state, other._fold_seq = self._state, self._fold_seq
         return other
 
@@ -312,7 +308,7 @@ class RunLog:
         key = self.key(entry_key(sealed.entry.seq))
         while True:
             try:
-                self._put_slot(key, sealed.data)
+                self.store.put_if_absent(key, sealed.data)
             except ObjectExists:
                 won = self._settle(sealed)
                 if won is not None:
@@ -328,17 +324,6 @@ class RunLog:
                 return True
             if not patience.pause():
                 raise AppendUnknown(f"log entry {sealed.entry.seq} could not be read back in time", where=key)
-
-    def _put_slot(self, key: str, data: bytes) -> None:
-        if not self.single_writer:
-            self.store.put_if_absent(key, data)
-            return
-        try:
-            self.store.head(key)
-        except ObjectNotFound:
-            self.store.put(key, data)
-        else:
-            raise ObjectExists("object exists", where=key)
 
     def _settle(self, sealed: Sealed) -> bool | None:
         """After "exists": ours, another's (or nobody's: bad bytes), or (None) not to be read just now."""
@@ -386,7 +371,7 @@ class RunLog:
 
     def _probe(self, patience: Patience) -> None:
         """See `stores.probes`; once per store."""
-        if self.single_writer or self.store in _probed:
+        if self.store in _probed:
             return
         probe(self.store, self.key(f"probe/{new_token()}"), pause=patience.pause)
         _probed.add(self.store)

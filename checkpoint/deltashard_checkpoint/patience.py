@@ -56,7 +56,3 @@ class Patience:
         # Half of every delay is chance: ranks that wait for the same thing must not ask in step.
         self.clocks.sleep(min(left_s, delay_s * (0.5 + 0.5 * self.clocks.uniform())))
         return True
-
-    def reset(self) -> None:
-        """Something was heard: the next delay is short again (the deadline stays)."""
-        self._tries = 0

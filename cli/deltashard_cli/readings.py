@@ -26,9 +26,9 @@ from deltashard_cli.outputs import (
     warn,
     when,
 )
-from deltashard_cli.reads import open_checkpoint, read_state
+from deltashard_cli.reads import compaction_indexes, open_checkpoint, read_state
 from deltashard_cli.summaries import CheckpointSummary, RunSummary
-from deltashard_cli.targets import NoSuchRun, Target, find_run, open_root, runs_of
+from deltashard_cli.targets import NoSuchRun, Target, find_run, must_exist, open_root, runs_of
 
 _SHOWN_BLOBS = 12
 _LS_COLUMNS = (
@@ -48,7 +48,8 @@ def ls(url: str, run: str | None, *, as_json: bool) -> None:
     state = read_state(target)
     if (damage := state.damage()) is not None:
         warn(damage)
-    found = [summaries.summarize_checkpoint(state, entry) for entry in state.checkpoints.values()]
+    moved = compaction_indexes(target.store, state)
+    found = [summaries.summarize_checkpoint(state, entry, moved) for entry in state.checkpoints.values()]
     summary = summaries.summarize_run(state)
     if as_json:
         print_json({"run": summary, "checkpoints": found})
@@ -84,6 +85,8 @@ def _run_or_none(url: str, run: str | None) -> Target | None:
 def _list_runs(url: str, *, as_json: bool) -> None:
     store = open_root(url)
     found = [_summarize(Target(store=store, run=run)) for run in runs_of(store)]
+    if not found:
+        must_exist(store)
     if as_json:
         print_json({"runs": found})
         return
@@ -130,9 +133,9 @@ def _checkpoint_row(one: CheckpointSummary) -> tuple[object, ...]:
         kind + (", compacted" if one.compacted else ""),
         len(one.chain) or Text("broken", style="red"),
         number(one.rows),
-        size(one.raw_bytes),
+        "-" if one.raw_bytes is None else size(one.raw_bytes),
         size(one.stored_bytes),
-        f"{one.raw_bytes / one.stored_bytes:.1f}x" if one.stored_bytes else "-",
+        f"{one.raw_bytes / one.stored_bytes:.1f}x" if one.raw_bytes is not None and one.stored_bytes else "-",
         f"{one.stall_s * 1e3:.0f} ms",
         " ".join(one.encodings) or "-",
         " ".join(one.pins),
@@ -160,11 +163,12 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
                 ("step", number(one.step)),
                 ("saved", f"{when(one.at_s)} ({age(one.at_s)})"),
                 ("attempt, cut", f"{one.attempt}, {one.cut} ({plural(one.ranks, 'rank')})"),
-                ("kind", one.kind + (", compacted" if one.compacted else "")),
+                ("kind", one.kind),
+                *([("compacted", when(found.compacted_at_s))] if found.compacted_at_s is not None else []),
                 ("restores from", chain or Text("a broken chain", style="red")),
                 ("restore reads", f"at most {size(one.restore_bytes)}"),
                 ("rows", number(one.rows)),
-                ("raw", size(one.raw_bytes)),
+                ("raw", "-" if one.raw_bytes is None else size(one.raw_bytes)),
                 ("stored", f"{size(one.stored_bytes)} in {' '.join(one.encodings) or 'no rows'}"),
                 ("stall", f"{one.stall_s * 1e3:.1f} ms"),
                 *([("pins", " ".join(one.pins))] if one.pins else []),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from deltashard_checkpoint import dtypes
 from deltashard_checkpoint.attempts import select
-from deltashard_checkpoint.entries import Checkpoint
+from deltashard_checkpoint.entries import Checkpoint, Retired, Sealed
+from deltashard_checkpoint.errors import FormatError
 from deltashard_checkpoint.fetches import Fetcher
 from deltashard_checkpoint.indexes import Index
 from deltashard_checkpoint.lineages import CheckpointNotFound, chain, parts_of
@@ -20,8 +23,10 @@ from deltashard_checkpoint.snapshots import TableArrays, load_indexes, plan_rest
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.tables import TableSchema
 
-from deltashard_cli.outputs import Advance, warn
+from deltashard_cli.outputs import Advance, warn, when
 from deltashard_cli.targets import POLICY, Target
+
+_READERS = 8
 
 
 def choose(state: RunState, which: str) -> Checkpoint:
@@ -106,11 +111,53 @@ def open_checkpoint(target: Target, which: str, *, state: RunState | None = None
         state = read_state(target)
         if (damage := state.damage()) is not None:
             warn(damage)
-    entry = choose(state, which)
+    try:
+        entry = choose(state, which)
+    except CheckpointNotFound as error:
+        raise _retired(target, state, which) or error from None
     links = chain(state, entry.seq)
     parts = [*(link.part for link in links), *parts_of(state, entry.seq)]
     indexes = load_indexes(target.store, target.run, parts)
     return OpenCheckpoint(store=target.store, state=state, entry=entry, indexes=indexes)
+
+
+def _retired(target: Target, state: RunState, which: str) -> CheckpointNotFound | None:
+    """What became of a checkpoint that is not live: the newest one of that name that was retired, and when."""
+    log = RunLog(target.store, target.run)
+    with ThreadPoolExecutor(_READERS) as pool:
+        slots = pool.map(log.read_slot, range(state.tip + 1))
+        entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
+    kind, _, value = f"seq:{which}".partition(":") if which.isdecimal() else which.partition(":")
+    named = {
+        entry.seq: entry
+        for entry in entries
+        if isinstance(entry, Checkpoint)
+        and (
+            value in entry.pins
+            if kind == "pin"
+            else value == str({"seq": entry.seq, "step": entry.step}.get(kind))
+        )
+    }
+    gone = [(seq, entry) for entry in entries if isinstance(entry, Retired) for seq in entry.checkpoints]
+    live = ", ".join(f"{one.seq} (step {one.step})" for one in state.checkpoints.values())
+    for seq, retired in sorted(gone, key=lambda pair: pair[0], reverse=True):
+        if seq in named:
+            return CheckpointNotFound(
+                f"checkpoint {seq} (step {named[seq].step}, saved {when(named[seq].at_s)}) was retired by log entry "
+                f"{retired.seq}, {when(retired.at_s)}",
+                where=f"run {state.run}",
+                remedy=f"live are {live or 'none'}",
+            )
+    return None
+
+
+def compaction_indexes(store: Store, state: RunState) -> Mapping[str, Index]:
+    """The indexes of all live compactions that can be read, by index key."""
+    found: dict[str, Index] = {}
+    for compaction in state.compactions.values():
+        with suppress(FormatError):  # `verify` says what is wrong with it
+            found |= load_indexes(store, state.run, compaction.parts)
+    return found
 
 
 def _target(want: Want, *, fields: bool) -> TableTarget:

@@ -50,9 +50,11 @@ class CheckpointSummary:
     chain: tuple[int, ...]
     """The checkpoints a restore reads, newest first; empty when the chain is broken."""
     compacted: bool
+    """It restores from its compaction's parts; `kind`, `covers`, rows and bytes are those of these."""
     ranks: int
     rows: int
-    raw_bytes: int
+    raw_bytes: int | None
+    """None for a compaction whose index was not read: its log entry does not say."""
     stored_bytes: int
     restore_bytes: int
     """Stored bytes of all parts its chain reads."""
@@ -81,9 +83,15 @@ def summarize_run(state: RunState) -> RunSummary:
     )
 
 
-def summarize_checkpoint(state: RunState, entry: Checkpoint) -> CheckpointSummary:
-    """One live checkpoint in one line."""
-    covers = tuple(sorted({part.covers for part in entry.parts if part.covers is not None}, reverse=True))
+def summarize_checkpoint(
+    state: RunState, entry: Checkpoint, indexes: Mapping[str, Index] | None = None
+) -> CheckpointSummary:
+    """One live checkpoint in one line; `indexes`, by index key, say of a compaction what its log entry does not."""
+    parts = parts_of(state, entry.seq)
+    covers = tuple(sorted({part.covers for part in parts if part.covers is not None}, reverse=True))
+    compaction = state.compactions.get(entry.seq)
+    moved = [] if compaction is None else [(indexes or {}).get(part.index_key) for part in parts]
+    known = [index for index in moved if index is not None]
     try:
         links = chain(state, entry.seq)
     except ChainIncomplete:
@@ -95,21 +103,21 @@ def summarize_checkpoint(state: RunState, entry: Checkpoint) -> CheckpointSummar
         at_s=entry.at_s,
         attempt=entry.attempt,
         cut=entry.cut,
-        kind="full"
-        if entry.baseline
-        else "delta"
-        if all(p.covers is not None for p in entry.parts)
-        else "mixed",
+        kind="full" if not covers else "delta" if all(p.covers is not None for p in parts) else "mixed",
         covers=covers,
         chain=tuple(sorted({link.seq for link in links}, reverse=True)),
-        compacted=entry.seq in state.compactions,
+        compacted=compaction is not None,
         ranks=len(entry.parts),
-        rows=entry.rows,
-        raw_bytes=entry.raw_bytes,
-        stored_bytes=entry.stored_bytes,
+        rows=entry.rows if compaction is None else compaction.rows,
+        raw_bytes=entry.raw_bytes
+        if compaction is None
+        else sum(index.raw_bytes for index in known)
+        if len(known) == len(moved)
+        else None,
+        stored_bytes=entry.stored_bytes if compaction is None else compaction.stored_bytes,
         restore_bytes=sum(part.stored_bytes for part in read.values()),
         stall_s=entry.stall_s,
-        encodings=entry.encodings,
+        encodings=tuple(sorted({*entry.encodings, *(name for index in known for name in index.encodings)})),
         pins=entry.pins,
         directive=entry.directive,
     )
@@ -152,6 +160,8 @@ class Inspection:
 
     run: str
     summary: CheckpointSummary
+    compacted_at_s: float | None
+    """When a compaction took the place of its own parts."""
     fingerprint: Mapping[str, str]
     metadata: Mapping[str, str]
     parts: tuple[PartSummary, ...]
@@ -182,7 +192,8 @@ def inspect(state: RunState, entry: Checkpoint, indexes: Mapping[str, Index]) ->
         )
     return Inspection(
         run=state.run,
-        summary=summarize_checkpoint(state, entry),
+        summary=summarize_checkpoint(state, entry, indexes),
+        compacted_at_s=state.compactions[entry.seq].at_s if entry.seq in state.compactions else None,
         fingerprint=entry.fingerprint,
         metadata=entry.metadata,
         parts=tuple(

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from deltashard_checkpoint.documents import parse
 from deltashard_checkpoint.entries import Genesis, entry_key, seq_of
@@ -71,6 +72,20 @@ def find_run(url: str, run: str | None) -> Target:
     except FormatError:
         pass  # the log's reader will say so, with more to say
     return Target(store=open_root(base[: -len(name)].rstrip("/") + question + query), run=name)
+
+
+def must_exist(store: Store) -> None:
+    """Raises `NoSuchRun` for a prefix of a bucket under which there is nothing, as a missing directory is refused."""
+    if (
+        urlsplit(store.url).path.strip("/")
+        and store.url.startswith("s3:")
+        and next(store.list(""), None) is None
+    ):
+        raise NoSuchRun(
+            "nothing is stored here",
+            where=store.url,
+            remedy="check the bucket, the prefix and the run's name",
+        )
 
 
 def runs_of(store: Store) -> Iterator[str]:

@@ -140,19 +140,27 @@ def gc(
         entry = append_retirement(log, retention, debris=dead)
         retired = () if entry is None else entry.checkpoints
         prefixes = () if entry is None else entry.prefixes
+    # Of what is retired, debris of cuts that were never committed is the rest of a failed save; all else was whole.
+    given_up = sorted(set(prefixes) & set(dead) - state.superseded.keys())
     found = collect(log, grace_s=grace_s, dry_run=dry_run)
     if as_json:
-        print_json({"retired": retired, "retired_prefixes": prefixes, "collected": found})
+        print_json(
+            {"retired": retired, "retired_prefixes": prefixes, "given_up": given_up, "collected": found}
+        )
         return
     out = console()
     would = "would be " if dry_run else ""
-    if retired or prefixes:
-        names = ", ".join(map(str, retired)) or "none"
-        out.print(f"checkpoints {would}retired: {names}; {plural(len(prefixes), 'save')} {would}given up")
+    if retired:
+        out.print(f"checkpoints {would}retired: {', '.join(map(str, retired))}")
+    if superseded := sorted(set(prefixes) & state.superseded.keys()):
+        out.print(f"{plural(len(superseded), 'part')} {would}retired that a compaction replaced")
+    if given_up:
+        out.print(f"{plural(len(given_up), 'failed save')} {would}given up")
     out.print(f"{plural(found.objects, 'object')} ({size(found.bytes)}) {would}deleted")
     if found.waiting:
         out.print(
-            f"{plural(len(found.waiting), 'save')} wait for the grace of {grace_s:.0f} s to end", style="dim"
+            f"{plural(len(found.waiting), 'prefix', 'prefixes')} wait for the grace of {grace_s:.0f} s to end",
+            style="dim",
         )
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from deltashard_checkpoint.entries import entry_key
+from deltashard_checkpoint.keys import cut_prefix
+from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.urls import open_store
 from deltashard_cli.main import main
@@ -420,6 +422,10 @@ def test_gc(cli: Cli, url: str, run: WrittenRun) -> None:
     run.save(step=600)
     planned = answer(cli, "gc", url, "--keep-last", "1", "--dry-run")
     assert planned["retired"]
+    assert planned["given_up"] == []
+    code, text = cli("gc", url, "--keep-last", "1", "--dry-run")
+    assert "retired: 3, 4" in text
+    assert "given up" not in text, "what was committed and retired was no failure"
     assert answer(cli, "ls", at(url))["run"]["checkpoints"] == 6
     done = answer(cli, "gc", url, "--keep-last", "1", "--every-steps", "600")
     left = {one["seq"] for one in answer(cli, "ls", at(url))["checkpoints"]}
@@ -435,6 +441,25 @@ def test_gc(cli: Cli, url: str, run: WrittenRun) -> None:
     assert verified["ok"] is True
     assert set(verified["restored"]) == left
     assert cli("gc", url, "--every-steps", "5")[0] == 2
+    code, text = cli("inspect", url, "-c", f"seq:{done['retired'][0]}")
+    assert code == 2
+    assert f"checkpoint {done['retired'][0]} (step " in text
+    assert "was retired by log entry 8, 2" in text
+
+
+def test_gc_counts_failed_saves(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
+    """A cut that can never be committed any more is given up; parts that a compaction replaced are not."""
+    file_run.cut += 1
+    lost = cut_prefix(file_run.attempt, file_run.cut)
+    file_run.store.put(f"{RUN}/{lost}00000-{'0' * 16}-00000.pack", b"of a save that failed")
+    file_run.save(step=400)
+    assert cli("compact", file_url, "-c", "seq:4")[0] == 0
+    planned = answer(cli, "gc", file_url, "--dry-run")
+    assert planned["given_up"] == [lost]
+    assert len(planned["retired_prefixes"]) == 2
+    _code, text = cli("gc", file_url)
+    assert "1 failed save given up" in text
+    assert "1 part retired that a compaction replaced" in text
 
 
 def test_compact(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
@@ -445,6 +470,15 @@ def test_compact(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
     assert answer(cli, "compact", url)["compacted"]["replaces"] == 4
     found = answer(cli, "ls", at(url))["checkpoints"][-1]
     assert (found["compacted"], found["chain"]) == (True, [4])
+    # Rows and bytes are those of what is read now, and no longer those of the delta that it was.
+    moved = RunLog(run.store, RUN).refresh().compactions[4]
+    packs = sum(i.size_bytes for i in run.store.list(f"{RUN}/{moved.parts[0].prefix}"))
+    assert (found["rows"], found["stored_bytes"]) == (ITEMS.rows + HALF.rows, packs)
+    assert (found["kind"], found["covers"], found["encodings"]) == ("full", [], ["bf16", "fp32", "q8"])
+    inspected = answer(cli, "inspect", url)
+    assert inspected["summary"] == found
+    assert found["raw_bytes"] == sum(part["raw_bytes"] for part in inspected["parts"]) > found["stored_bytes"]
+    assert inspected["compacted_at_s"] == moved.at_s
     assert cli("restore", url, after)[0] == 0
     files = sorted(path.relative_to(before) for path in before.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(after) for path in after.rglob("*") if path.is_file())
@@ -480,6 +514,21 @@ def test_what_the_caller_got_wrong_is_2(
     (tmp_path / "empty").mkdir()
     assert cli("verify", tmp_path / "empty")[0] == 2
     assert cli("ls", tmp_path / "empty")[0] == 0
+
+
+def test_ls_of_what_is_not_there(cli: Cli, url: str, run: WrittenRun, minio_url: str) -> None:
+    """Exit 2 and a message on every store; an empty bucket is there, and holds no runs."""
+    for absent in ("team/absent", "absent", f"{RUN}/more"):
+        for arguments in (
+            ("ls", at(url, absent)),
+            ("ls", at(url, absent), "--json"),
+            ("ls", url, "--run", absent),
+        ):
+            code, text = cli(*arguments)
+            assert code == 2, text
+            assert "exist" in text or "nothing is stored here" in text or "no run" in text
+    if "minio" not in url and "s3" not in url:
+        assert cli("ls", minio_url)[0] == 0
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import minio.time
 import pytest
-from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.errors import CorruptObject, UserError
 from deltashard_checkpoint.stores import s3
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
@@ -35,6 +35,7 @@ from deltashard_checkpoint.stores.urls import open_store
 
 from tests.minio import MinioServer, free_port
 from tests.proxies import FaultyProxy, FixedAnswers, Trickle
+from tests.troubles import Request, Trouble, TroubledS3
 
 pytestmark = pytest.mark.minio
 
@@ -314,6 +315,35 @@ def test_a_truncated_read_goes_on_where_it_stopped(minio_server: MinioServer, mi
         proxy.truncate(0, 1000)
         with pytest.raises(StoreUnavailable):
             store.get("cut")
+
+
+def test_a_listing_goes_on_when_its_token_expired(minio_server: MinioServer, minio_url: str) -> None:
+    """The second page is refused with ExpiredToken: it is asked for again from the last key, and nothing is left out."""
+    with open_store(minio_url) as store, ThreadPoolExecutor(8) as pool:
+        keys = [f"many/{number:04d}" for number in range(1100)]
+        list(pool.map(lambda key: store.put(key, b""), keys))
+
+        def second_page(request: Request) -> Trouble | None:
+            return Trouble.EXPIRED if request.kind == "list" and request.continued else None
+
+        with (
+            TroubledS3(minio_server.port, second_page) as proxy,
+            open_store(minio_url.replace(str(minio_server.port), str(proxy.port))) as troubled,
+        ):
+            assert [found.key for found in troubled.list("many/")] == keys
+            assert proxy.met == {("list", Trouble.EXPIRED): 1}
+            assert proxy.requests[-1].start_after == keys[999]
+
+
+def test_an_object_too_large_to_be_read_whole_is_not_read(minio_url: str) -> None:
+    """The length an answer announces is judged before memory is taken for it, and before the body is read."""
+    with (
+        FixedAnswers(200, headers={"Content-Length": str(1 << 50), "Connection": "close"}) as server,
+        S3Store(bucket="some-bucket", endpoint=f"http://127.0.0.1:{server.port}") as store,
+        pytest.raises(CorruptObject, match="1125899906842624 bytes where at most"),
+    ):
+        store.get("log/0")
+    assert server.requests == 1
 
 
 def test_killed_in_mid_put(own_minio: MinioServer) -> None:

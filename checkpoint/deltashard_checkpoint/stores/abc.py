@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, UserError
+from deltashard_checkpoint.errors import CorruptObject, DeltashardError, EnvironmentFault, UserError
 
 Buffer = bytes | bytearray | memoryview
+MAX_WHOLE_BYTES = 1 << 30
+"""An object read whole (a log entry, an index) is never larger; packs, which may be, are read by range."""
 
 
 class StoreUnavailable(EnvironmentFault):
@@ -67,6 +69,14 @@ class ObjectInfo:
     """Last-Modified by the store's own clock, seconds since the epoch."""
 
 
+def check_size(size_bytes: int, *, where: str) -> None:
+    """Raises `CorruptObject` for an object too large to be one that is read whole, before memory is taken for it."""
+    if size_bytes > MAX_WHOLE_BYTES:
+        raise CorruptObject(
+            f"an object of {size_bytes} bytes where at most {MAX_WHOLE_BYTES} can be", where=where
+        )
+
+
 class Store(ABC):
     """Conformance is defined by `conformance.StoreTests`, which every back-end's test runs."""
 
@@ -82,7 +92,7 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str) -> bytes:
-        """The whole object; raises `ObjectNotFound`."""
+        """The whole object; raises `ObjectNotFound`, and `CorruptObject` for one beyond `MAX_WHOLE_BYTES`, unread."""
 
     @abstractmethod
     def get_into(self, key: str, offset: int, out: memoryview) -> None:

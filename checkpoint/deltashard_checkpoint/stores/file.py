@@ -30,6 +30,7 @@ from deltashard_checkpoint.stores.abc import (
     Store,
     StoreFull,
     StoreUnavailable,
+    check_size,
 )
 from deltashard_checkpoint.stores.keys import TEMPORARY, BadKey, check_key, check_prefix
 
@@ -121,7 +122,9 @@ class FileStore(Store):
     def get(self, key: str) -> bytes:
         """See `Store.get`."""
         try:
-            return self._path(key).read_bytes()
+            with self._path(key).open("rb") as file:
+                check_size(os.fstat(file.fileno()).st_size, where=f"{self.url}/{key}")
+                return file.read()
         except OSError as error:
             raise self._translated(error, key) from error
 

@@ -51,6 +51,5 @@ def _once(store: Store, key: str) -> None:
         raise ConditionalPutUnsupported(
             "the store overwrites objects that it was asked to create only if absent",
             where=store.url,
-            remedy="use a store that honours If-None-Match on PUT (S3, or MinIO of 2024 or newer), or say "
-            "single_writer and let one trainer write",
+            remedy="use a store that honours If-None-Match on PUT: S3, or MinIO of 2024 or newer",
         )

@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 
 from deltashard_checkpoint.stores.abc import Buffer, ObjectInfo, Store, StoreUnavailable
 from deltashard_checkpoint.stores.deadlines import abandoned, deadline, remaining_s
+from deltashard_checkpoint.stores.listings import Listing
 
 Result = TypeVar("Result")
 DELETE_BATCH = 1000
@@ -118,7 +119,7 @@ class RetryingStore(Store):
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`: the deadline is of each silence, not of the whole listing."""
-        state = _Listing(self.inner.list, prefix, start_after)
+        state = Listing(lambda last: self.inner.list(prefix, start_after=last), start_after)
         while (found := self._call("list", prefix, 0, state.step)) is not None:
             yield found
 
@@ -184,25 +185,3 @@ class RetryingStore(Store):
             moved_bytes = sized(result) if sized else size_bytes
             self.observer.finished(operation, now_s - begun_s, moved_bytes, None)
             return result
-
-
-class _Listing:
-    """A listing that can be taken up again after the last key it gave."""
-
-    def __init__(self, opener: Callable[..., Iterator[ObjectInfo]], prefix: str, start_after: str) -> None:
-        self._opener = opener
-        self._prefix = prefix
-        self._last = start_after
-        self._keys: Iterator[ObjectInfo] | None = None
-
-    def step(self) -> ObjectInfo | None:
-        try:
-            if self._keys is None:
-                self._keys = self._opener(self._prefix, start_after=self._last)
-            found = next(self._keys, None)
-        except Exception:
-            self._keys = None
-            raise
-        if found is not None:
-            self._last = found.key
-        return found

@@ -40,10 +40,12 @@ from deltashard_checkpoint.stores.abc import (
     ObjectNotFound,
     Store,
     StoreUnavailable,
+    check_size,
 )
 from deltashard_checkpoint.stores.connections import SLICE_BYTES, Connections, check_deadline, slices
 from deltashard_checkpoint.stores.credentials import StandardProvider
 from deltashard_checkpoint.stores.keys import check_key, check_prefix
+from deltashard_checkpoint.stores.listings import Listing
 from deltashard_checkpoint.stores.refusals import EXPIRED, RequestRefused, refused, translated
 
 Result = TypeVar("Result")
@@ -169,6 +171,7 @@ class S3Store(Store):
             size_bytes = int(response.headers.get("Content-Length", "-1"))
             if size_bytes < 0:
                 raise StoreUnavailable("the store's answer has no length", where=f"{self.url}/{key}")
+            check_size(size_bytes, where=f"{self.url}/{key}")
             out = bytearray(size_bytes)
             view = memoryview(out)
             done = self._receive(response, view)
@@ -250,16 +253,20 @@ class S3Store(Store):
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`: pages of 1000, the next asked for when the last is used up."""
         check_prefix(prefix)
-        pages = self._client.list_objects(
+        # A page that a renewed token asks for again comes from a listing of its own, after the last key there was.
+        listing = Listing(lambda last: self._pages(prefix, last), start_after)
+        while (found := self._attempt(prefix, listing.step, is_key=False)) is not None:
+            yield found
+
+    def _pages(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+        for found in self._client.list_objects(
             self._bucket,
             prefix=self._prefix + prefix,
             recursive=True,
             start_after=self._prefix + start_after if start_after else None,
-        )
-        while (found := self._attempt(prefix, lambda: next(pages, None), is_key=False)) is not None:
-            name = found.object_name or ""
+        ):
             yield ObjectInfo(
-                key=name[len(self._prefix) :],
+                key=(found.object_name or "")[len(self._prefix) :],
                 size_bytes=found.size or 0,
                 modified_at_s=_seconds(found.last_modified),
             )

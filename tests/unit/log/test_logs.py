@@ -316,15 +316,11 @@ class Overwriting(MemoryStore):
         self.put(key, data)
 
 
-def test_a_store_that_overwrites_is_refused_unless_there_is_a_single_writer():
+def test_a_store_that_overwrites_is_refused():
     store = Overwriting()
     with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
         RunLog(store, "job", clocks=Time().clocks).append(genesis, before="", after="")
     assert not list(store.list("job/probe/"))
-    log = RunLog(store, "job", clocks=Time().clocks, single_writer=True)
-    assert log.append(genesis, before="", after="") is not None
-    assert [info.key for info in store.list("job/log/0")] == ["job/" + entry_key(0)]
-    assert log.append(genesis, before="", after="") is None
 
 
 def test_the_probe_survives_a_store_that_loses_acknowledgements():

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.stores import file
 from deltashard_checkpoint.stores.abc import (
+    MAX_WHOLE_BYTES,
     AccessDenied,
     BucketMissing,
     ConditionalPutUnsupported,
@@ -234,3 +236,13 @@ def test_exists_wins_over_everything(tmp_path: Path) -> None:
     with pytest.raises(ObjectExists):
         store.put_if_absent("a", b"y" * 10)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_object_too_large_to_be_read_whole_is_not_read(tmp_path: Path) -> None:
+    """Its size is looked at before memory is taken for it; a range of it is read as ever."""
+    store = FileStore(tmp_path)
+    store.put("huge", b"head")
+    os.truncate(tmp_path / "huge", MAX_WHOLE_BYTES + 1)  # sparse
+    with pytest.raises(CorruptObject, match=f"{MAX_WHOLE_BYTES + 1} bytes where at most"):
+        store.get("huge")
+    assert store.get_range("huge", 0, 4) == b"head"
