@@ -23,6 +23,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard.contents import Contents
 from deltashard.errors import UserError
 from deltashard.fingerprints import fingerprint
+from deltashard.interruptions import leaves
 from deltashard.launchers import Launcher
 from deltashard.loaders import WrappedLoader
 from deltashard.orders import OrderWatch
@@ -201,7 +202,7 @@ class Boundary:
         flight.failed(error)
         self._save_failed(cause, error)
 
-    def _save_failed(self, cause: str, error: Exception) -> None:
+    def _save_failed(self, cause: str, error: BaseException) -> None:
         """Count it, say it once per cause until a save succeeds, and do not try again at every step."""
         self.stats.failures[cause] += 1
         if cause != "busy":
@@ -219,5 +220,13 @@ class Boundary:
         self._emit("skipped", cause=cause, step=self._step)
 
     def _emit(self, name: str, **facts: Any) -> None:
-        if self._on_event is not None:
+        if self._on_event is None:
+            return
+        try:
             self._on_event(name, facts)
+        except BaseException as error:
+            if leaves(error):
+                raise
+            self.stats.event_errors += 1
+            if self.stats.event_errors == 1:
+                log.warning("on_event(%r, ...) raised, training goes on", name, exc_info=error)

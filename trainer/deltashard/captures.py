@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from deltashard_checkpoint.trees import EncodedTree
+from deltashard_checkpoint.trees import EncodedTree, UnsupportedValue
 
+from deltashard.errors import StateError
+from deltashard.interruptions import leaves
 from deltashard.loaders import Stateful, WrappedLoader
 from deltashard.rngs import apply_globals, capture_globals
 from deltashard.states import Source, encode_value
@@ -50,7 +52,24 @@ def blobs_of(
         yield f"optim/{view.index}", encode_value(view.capture())
     for source in sources:
         if not any(source.subject is loader for loader in wrapped):
-            yield f"state/{source.name}", encode_value(source.get())
+            yield f"state/{source.name}", _encoded(source)
     yield "loader", encode_value(positions | dict(waiting))
     yield "rng", encode_value(moved[0] if moved else rng)
     yield "meta", encode_value(dict(meta))
+
+
+def _encoded(source: Source) -> EncodedTree:
+    """One entry of `state=`; raises `StateError`, by name, whatever its getter raises."""
+    where = f"state[{source.name!r}]"
+    try:
+        return encode_value(source.get())
+    except (StateError, UnsupportedValue) as error:
+        raise StateError(error.what, where=where, remedy=error.remedy) from error
+    except Exception as error:
+        if leaves(error):
+            raise
+        raise StateError(
+            f"reading it raised {type(error).__name__}: {error}",
+            where=where,
+            remedy="its getter must return what it returned at construction: plain values, tensors, arrays",
+        ) from error

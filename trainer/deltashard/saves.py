@@ -132,6 +132,8 @@ class Stats:
     """Due cuts that were not taken, by cause: in flight, sidecar away, backing off, vetoed."""
     failures: Counter[str] = field(default_factory=Counter)
     """Saves that failed, by cause."""
+    event_errors: int = 0
+    """Exceptions that `on_event=` raised; only the first is logged."""
     audit_faults: int = 0
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """How long each of the last 1,000 cuts held the training thread."""

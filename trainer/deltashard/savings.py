@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import grpc
 import torch
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.trees import EncodedTree
@@ -32,6 +31,7 @@ from deltashard.errors import (
     WaitError,
 )
 from deltashard.fingerprints import library_version
+from deltashard.interruptions import leaves
 from deltashard.marks import DirtyCounts, Mode
 from deltashard.resumings import Resuming
 from deltashard.saves import Flight, SaveHandle
@@ -90,15 +90,13 @@ class Saving(Resuming):
         if time.monotonic() < self._not_before_s and not urgent and not self._requests:
             self._skip("backing off")
             return
-        if self._validate is not None and not self._validate():
-            self._skip("vetoed")
-            log.warning("validate() vetoed the save at step %d", self._step)
+        if self._veto() is not None:
             return
         reason = self._urgent or (self._requests[0].reason if self._requests else "timer")
         self._take_cut(link, reason, urgent=urgent)
 
     def _take_cut(self, link: Link, reason: str, *, urgent: bool) -> None:
-        """One cut, whatever happens to it; raises `FencedError` only."""
+        """One cut, whatever happens to it; raises `FencedError`, and what the user's own signal handler raises."""
         try:
             self._cut_now(link, reason, urgent=urgent)
         except CutFailed as failure:
@@ -111,18 +109,34 @@ class Saving(Resuming):
             raise
         except DeltashardError as error:
             self._save_failed("state" if isinstance(error, UserError) else "error", error)
-        except (
-            grpc.RpcError,
-            RuntimeError,
-            ValueError,
-            TypeError,
-            OSError,
-            KeyError,
-            AttributeError,
-        ) as error:
+        except BaseException as error:
             # The user's get(), an out-of-memory copy, a closed channel: never training's problem.
+            if leaves(error):
+                raise
             log.debug("save failed", exc_info=error)
             self._save_failed("error", error)
+
+    def _veto(self) -> SaveFailed | None:
+        """Why `validate()` lets no cut be taken now, counted and said; None: it may be."""
+        if self._validate is None:
+            return None
+        try:
+            if self._validate():
+                return None
+        except BaseException as error:
+            if leaves(error):
+                raise
+            log.debug("validate() failed", exc_info=error)
+            failure = SaveFailed(
+                f"validate() raised {type(error).__name__}: {error}",
+                where="validate=",
+                remedy="it must return a bool; nothing is saved while it raises",
+            )
+            self._save_failed("validate", failure)
+            return failure
+        self._skip("vetoed")
+        log.warning("validate() vetoed the save at step %d", self._step)
+        return SaveFailed("validate() vetoed the last cut", where="close()", remedy="see validate=")
 
     def _cut_now(self, link: Link, reason: str, *, urgent: bool) -> None:
         began_s = time.perf_counter()
@@ -366,8 +380,8 @@ class Saving(Resuming):
 
     def _last_cut(self, link: Link) -> Exception | None:
         """Take the cut of close(); returns why it failed."""
-        if self._validate is not None and not self._validate():
-            raise SaveFailed("validate() vetoed the last cut", where="close()", remedy="see validate=")
+        if (veto := self._veto()) is not None:
+            raise veto
         handle = SaveHandle(reason="close", pin=None, metadata={}, waiter=self._wait)
         self._requests.append(handle)
         self._take_cut(link, "close", urgent=False)

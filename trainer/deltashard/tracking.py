@@ -197,8 +197,22 @@ class TrackedTable:
         else:
             self._signature = signature
 
+    def lost(self, error: Exception) -> None:
+        """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
+        self.go_over(f"its changed rows cannot be told ({type(error).__name__}: {error})")
+
     def refresh(self) -> None:
-        """Bring marks and schema up to date for a cut."""
+        """Bring marks and schema up to date for a cut.
+
+        Raises:
+            UserError: the weight has another shape than when this Checkpointer was built.
+        """
+        if self.param.shape != (self._schema.rows, self._schema.columns):
+            raise UserError(
+                f"The table was [{self._schema.rows}, {self._schema.columns}] and is {list(self.param.shape)}",
+                where=self.fqn,
+                remedy="nothing is saved until it has its shape again; build a new Checkpointer after changing a table",
+            )
         if self._rows is not None and self._signature != self._sign():
             self._written_outside()
             self.sign()
@@ -490,13 +504,19 @@ class Tracking:
             if table.sole is optimizer:
                 if not asked:
                     inexact, asked = why_inexact(optimizer), True
-                table.before_step(inexact)
+                try:
+                    table.before_step(inexact)
+                except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the step
+                    table.lost(error)
 
     def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._stepped = True
         for table in self.tables:
             if table.sole is optimizer:
-                table.after_step()
+                try:
+                    table.after_step()
+                except Exception as error:  # noqa: BLE001 - as above
+                    table.lost(error)
         if self._watch:
             self._compare_first_step()
 

@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+from deltashard.errors import UserError
 from deltashard.tracking import Tracking, TrackingSettings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -433,3 +434,33 @@ def test_a_compiled_model_and_a_scheduled_optimizer():
             compiled(training.ids()).square().sum().backward()
             training.optimizer.step()
             cutter.take()
+
+
+def test_a_weight_that_grew_never_fails_a_step() -> None:
+    """`weight.data = bigger`, and ids beyond the old rows: the step is taken, the cut says which table."""
+    table = nn.Embedding(100, 8)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    tracking = Tracking(table, optimizer, settings=PLAIN)
+    table.weight.data = torch.zeros(200, 8)
+    table(torch.tensor([150])).sum().backward()
+    optimizer.step()
+    assert tracking.tables[0].tracker == "hashes"
+    with pytest.raises(UserError, match=r"was \[100, 8\] and is \[200, 8\] \[weight\]"):
+        tracking.refresh()
+    tracking.close()
+
+
+def test_ids_that_are_a_nested_tensor_never_fail_a_step() -> None:
+    """What cannot be read as rows means hashes from then on, and all rows for the next cut."""
+    table = nn.Embedding(100, 8)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    tracking = Tracking(table, optimizer, settings=PLAIN)
+    tracking.refresh()
+    tracking.cut_taken(1, "all")
+    tracking.committed(1, baseline=True)
+    ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
+    table(ids).values().sum().backward()
+    optimizer.step()
+    selection = tracking.tables[0].prepare_cut("since_commit")
+    assert selection.all or {1, 2, 3} <= set(selection.ids.tolist())
+    tracking.close()

@@ -1,0 +1,156 @@
+"""Training goes on whatever the user's code raises inside a save: the save fails, by name and counted."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import deltashard
+import pytest
+import torch
+from deltashard.errors import SaveFailed
+from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+
+class Preempted(Exception):
+    """What a user's signal handler raises."""
+
+
+class Hooks:
+    """The user's code in a save: each raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.getter: BaseException | None = None
+        self.judge: BaseException | None = None
+        self.listener: BaseException | None = None
+        self.signal: signal.Signals | None = None
+
+    def get(self) -> int:
+        if self.signal is not None:
+            signal.raise_signal(self.signal)
+        if self.getter is not None:
+            raise self.getter
+        return 1
+
+    def validate(self) -> bool:
+        if self.judge is not None:
+            raise self.judge
+        return True
+
+    def on_event(self, name: str, facts: Mapping[str, Any]) -> None:
+        if self.listener is not None:
+            raise self.listener
+
+
+class Loop:
+    """A model with a table, its optimizer, a Checkpointer."""
+
+    def __init__(self, url: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.items = nn.Embedding(300, 16, sparse=True)
+        self.net = nn.Sequential(self.items, nn.Linear(16, 1))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.ckpt = deltashard.Checkpointer(
+            self.net, self.optimizer, url=url, run="r", arena_bytes=64 << 20, grace_s=None, **options
+        )
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(torch.tensor([1, 2, 3])).sum().backward()
+        self.optimizer.step()
+        self.ckpt.step()
+
+
+@pytest.fixture
+def hooks() -> Hooks:
+    return Hooks()
+
+
+@pytest.fixture
+def loop(tmp_path: Path, hooks: Hooks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    made = Loop(
+        tmp_path / "store",
+        state={"mine": (hooks.get, lambda held: None)},
+        validate=hooks.validate,
+        on_event=hooks.on_event,
+    )
+    before = {each: signal.getsignal(each) for each in (signal.SIGUSR1, signal.SIGINT)}
+    yield made
+    for each, handler in before.items():
+        signal.signal(each, handler)
+    made.ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
+RAISED = [
+    AssertionError("a"),
+    IndexError("b"),
+    MemoryError("c"),
+    SystemExit(3),
+    LookupError("d"),
+    StopIteration(),
+]
+
+
+def test_nothing_that_user_code_raises_reaches_the_loop(loop: Loop, hooks: Hooks) -> None:
+    """Getters, validate= and on_event=, of whatever class; the next save is whole.
+
+    KeyboardInterrupts, and what a handler of the user's raises, leave.
+    """
+    for error in RAISED:
+        hooks.getter = error
+        loop.step()
+        with pytest.raises(SaveFailed):
+            loop.ckpt.save().wait(60)
+    hooks.getter = None
+    assert loop.ckpt.stats.failures.total() == len(RAISED)
+
+    for error in RAISED:
+        hooks.judge = error
+        loop.step()
+        assert not loop.ckpt.save().done
+    hooks.judge = None
+    assert loop.ckpt.stats.failures["validate"] >= len(RAISED)
+
+    for error in RAISED:
+        hooks.listener = error
+        loop.step()
+        assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
+    hooks.listener = None
+    assert loop.ckpt.stats.event_errors >= len(RAISED)
+
+    def handler(*_: object) -> NoReturn:
+        raise Preempted
+
+    signal.signal(signal.SIGUSR1, handler)
+    hooks.signal = signal.SIGUSR1
+    with pytest.raises(Preempted):
+        loop.ckpt.save()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    hooks.signal = signal.SIGINT
+    loop.step()
+    with pytest.raises(KeyboardInterrupt):
+        loop.ckpt.save()
+    hooks.signal = None
+    loop.step()
+    assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
+
+
+def test_a_table_that_was_resized_costs_its_saves_only(loop: Loop) -> None:
+    """`weight.data = bigger`: no step fails, each save does, and says which table."""
+    loop.step()
+    loop.ckpt.save().wait(60)
+    small = loop.items.weight.data
+    loop.items.weight.data = torch.zeros(400, 16)
+    loop.step()
+    handle = loop.ckpt.save()
+    loop.step()
+    assert loop.ckpt.stats.failures["state"] >= 1
+    loop.items.weight.data = small
+    loop.step()
+    assert handle.wait(60).step == loop.ckpt.steps
