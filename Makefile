@@ -3,10 +3,11 @@ PYTHON ?= python3
 UV = .bootstrap/bin/uv
 RUN = .venv/bin/python
 STORE ?= file
+SERVERS = minio etcd helm kubectl coredns promql kwok kubernetes
 
 CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
-.PHONY: venv charts demo test test-fast test-cluster test-cluster-full lint types contracts proto bench bench-fleet clean
+.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full lint types contracts proto bench bench-fleet clean
 venv: .venv/.synced
 
 $(UV):
@@ -21,25 +22,36 @@ $(UV):
 demo: venv
 	$(RUN) examples/demo/run.py --store $(STORE)
 
+# The servers that tests run, built once per machine and before pytest begins. Without Go their tests are skipped, loudly.
+servers:
+	@if command -v go >/dev/null; then for tool in $(SERVERS); do tools/build $$tool >/dev/null || exit 1; done; \
+	elif [ -n "$$CI" ]; then echo "no Go: it is required in CI"; exit 1; \
+	else echo "*** no Go on this machine: tests on real servers will be skipped ***"; fi
+
 # A file's tests share their processes and servers, so a file stays on one worker.
 test: venv
+	@echo "make test: 30 minutes in all on two idle cores; the first time on a machine 15 more, to build the servers"
+	@echo "make test, 1 of 3: the servers that tests need (nothing to do if they are built)"
+	@$(MAKE) --no-print-directory servers
+	@echo "make test, 2 of 3: tests on this machine alone (about 14 minutes)"
 	$(RUN) -m pytest tests --ignore tests/cluster --numprocesses 2 --dist loadfile
+	@echo "make test, 3 of 3: a real Kubernetes on this machine (about 14 minutes)"
 	$(MAKE) test-cluster
 
-test-fast: venv
+test-fast: venv servers
 	$(RUN) -m pytest tests/unit
 
 # The chart alone, which `test` has, too: Helm's lint, its README, every value, and releases on a real API server.
-charts: venv
+charts: venv servers
 	$(RUN) -m pytest tests/unit/charts tests/unit/operator/test_chart_tests.py --numprocesses 2 --dist loadfile
 
 # A real Kubernetes on this machine, as root: it changes the host while it runs, and puts it back.
-test-cluster: venv
+test-cluster: venv servers
 	tests/cluster/packages
 	DELTASHARD_TEST_CLUSTER=1 $(CLUSTER)
 
 # The same with longer outages, and every scenario three times that leaves the cluster as it was.
-test-cluster-full: venv
+test-cluster-full: venv servers
 	tests/cluster/packages
 	DELTASHARD_TEST_CLUSTER=full $(CLUSTER)
 
@@ -60,7 +72,7 @@ bench: venv
 	$(RUN) bench/run.py
 
 # 5,000 annotated pods and their sidecars on a control plane without kubelets: out/fleet.json, docs/kubernetes/scale.md.
-bench-fleet: venv
+bench-fleet: venv servers
 	$(RUN) bench/fleet.py
 
 clean:

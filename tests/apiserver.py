@@ -1,7 +1,6 @@
 """A real kube-apiserver over a real etcd, for tests: no nodes, no controllers; what it admits, it admits.
 
-Both are built by `tools/build`; on loopback, ports picked free, in a directory of their own, ended by pid. With CI=true
-a server that cannot be built or started fails the run; elsewhere its tests are skipped, loudly.
+On loopback, ports picked free, in a directory of their own, ended by pid.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 import datetime as dt
 import ipaddress
 import json
-import os
-import shutil
 import signal
 import subprocess
 from dataclasses import dataclass
@@ -26,23 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kubernetes import client, config
 
-from tests.minio import ROOT, free_port, wait_for
-
-
-def built(tool: str) -> Path:
-    """What `tools/build` prints for a tool, built when missing."""
-    try:
-        done = subprocess.run(
-            [str(ROOT / "tools" / "build"), tool], check=True, capture_output=True, text=True, timeout=1500
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        if os.environ.get("CI", "").lower() in {"1", "true"}:
-            pytest.fail(f"a real {tool} is required in CI and cannot be built: {said}", pytrace=False)
-        if shutil.which("go") is None:
-            pytest.skip(f"no apiserver: {said.strip()}")
-        raise
-    return Path(done.stdout.strip().splitlines()[-1])
+from tests.minio import wait_for
+from tests.ports import free_port
+from tests.tools import built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import progress
+from tests.machines import patience
 from tests.minio import MinioServer
+from tests.tools import MISSING
 
 pytest.register_assert_rewrite("deltashard_checkpoint.stores.conformance")
 # How long an example takes says something about the machine, nothing about what is tested.
+# The examples are the same in every run, so that a change is judged by what it changes; DELTASHARD_FUZZ=1 draws new ones.
 settings.register_profile(
-    "any-machine", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "any-machine",
+    parent=settings(),
+    deadline=None,
+    derandomize=not os.environ.get("DELTASHARD_FUZZ"),
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("any-machine")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Measured before any worker starts, which inherits it; and what is shown while tests run."""
+    patience()
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(progress.Progress(config), "deltashard-progress")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say loudly when a tier did not run."""
-    for reason, server in (("no MinIO", "MinIO"), ("no apiserver", "kube-apiserver")):
-        skipped = [each for each in terminalreporter.stats.get("skipped", []) if reason in str(each.longrepr)]
-        if skipped:
-            terminalreporter.write_line(
-                f"*** {len(skipped)} tests on the real {server} did NOT run: install Go 1.25 (see tools/build) ***",
-                red=True,
-                bold=True,
-            )
+    skipped = [str(each.longrepr) for each in terminalreporter.stats.get("skipped", [])]
+    for tool in sorted({found[1] for each in skipped if (found := MISSING.search(each))}):
+        count = sum(f"no {tool}: `make servers`" in each for each in skipped)
+        terminalreporter.write_line(
+            f"*** {count} tests on the real {tool} did NOT run: `make servers` builds it (Go 1.25) ***",
+            red=True,
+            bold=True,
+        )
 
 
 @pytest.fixture(scope="session")

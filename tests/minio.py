@@ -1,15 +1,12 @@
-"""A real MinIO server for tests: built by `tools/build minio`, on a free port, in a directory of its own.
+"""A real MinIO server for tests, on a free port, in a directory of its own.
 
 It listens on loopback, or on another address of this machine that is asked for.
-
-With CI=true a server that cannot be built or started fails the run; elsewhere, without Go, its tests are skipped, loudly.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import time
@@ -20,29 +17,16 @@ import pytest
 import urllib3
 from minio import Minio
 
+from tests.machines import limit_s
 from tests.ports import free_port
+from tests.tools import ROOT, built
 
-ROOT = Path(__file__).parent.parent
-
-
-def minio_binary() -> Path:
-    """The server's path, built when missing (minutes, once per machine)."""
-    try:
-        built = subprocess.run(
-            [str(ROOT / "tools" / "build"), "minio"], check=True, capture_output=True, text=True, timeout=1500
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or str(error)
-        if os.environ.get("CI", "").lower() in {"1", "true"}:
-            pytest.fail(f"the real MinIO is required in CI and cannot be built: {said}", pytrace=False)
-        if shutil.which("go") is None:
-            pytest.skip(f"no MinIO: {said.strip()}")
-        raise
-    return Path(built.stdout.strip().splitlines()[-1])
+__all__ = ["ROOT", "MinioServer", "free_port", "wait_for"]
 
 
 def wait_for(condition: Callable[[], object], *, timeout_s: float = 120.0, what: str = "condition") -> None:
-    """Poll until `condition()` is true."""
+    """Poll until `condition()` is true; `timeout_s` is for an idle machine, this one may take longer."""
+    timeout_s = limit_s(timeout_s)
     ends_at = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > ends_at:
@@ -64,7 +48,7 @@ class MinioServer:
         """`settings` are MINIO_* variables besides the usual ones."""
         self.host = host
         self.settings = settings or {}
-        self.binary = binary or minio_binary()
+        self.binary = binary or built("minio")
         self.directory = directory
         self.access_key = "deltashard-tests"
         self.secret_key = secrets.token_hex(16)

@@ -31,6 +31,7 @@ import numpy as np  # noqa: E402
 import report  # noqa: E402
 from minio_server import minio_server  # noqa: E402
 from pods import Pod  # noqa: E402
+from progress import Progress  # noqa: E402
 from records import StepLines, Watch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -77,10 +78,12 @@ def main() -> int:
             url, store = _store(args.store, folder, stack)
             console.print(f"[bold]deltashard demo[/] on {store}; working in {folder}")
             console.print(f"1/2 training {args.steps:,} steps, nothing saved, nothing killed ...")
-            reference, uninterrupted = _reference(folder, args.steps)
+            with Progress(console, folder / "uninterrupted", args.steps):
+                reference, uninterrupted = _reference(folder, args.steps)
             console.print(f"    AUC {uninterrupted['auc']:.4f}")
             console.print("2/2 the same with checkpoints and kills ...")
-            played = _play(folder, url, args.steps, stack, console)
+            with Progress(console, folder / "evidence", args.steps):
+                played = _play(folder, url, args.steps, stack, console)
         played = _judged(played, reference)
         summary = _summary(played, uninterrupted, args.steps)
         story = _story(played, reference, summary, store, uninterrupted, time.monotonic() - began)

@@ -13,6 +13,8 @@ from typing import Any
 
 import urllib3
 
+from tests.machines import limit_s
+
 Object = dict[str, Any]
 
 
@@ -34,7 +36,7 @@ class Api:
             ca_certs=str(ca),
             cert_file=str(certificate[0]),
             key_file=str(certificate[1]),
-            timeout=urllib3.Timeout(connect=5, read=30),
+            timeout=urllib3.Timeout(connect=limit_s(5), read=limit_s(30)),
             retries=False,
         )
 

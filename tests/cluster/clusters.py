@@ -13,13 +13,13 @@ import contextlib
 import fcntl
 import os
 import shutil
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import urllib3
 
+from tests import tools
 from tests.cluster import flags
 from tests.cluster.apis import Api
 from tests.cluster.certificates import Authority
@@ -27,7 +27,7 @@ from tests.cluster.flags import SERVER
 from tests.cluster.hosts import NETWORK, Host
 from tests.cluster.nodes import CNI_BINARIES, Node, shims_of, write_network
 from tests.cluster.processes import ClusterError, Ledger, Server, run, wait_until
-from tests.minio import ROOT, free_port
+from tests.ports import free_port
 
 FOLDER = Path("/var/lib/deltashard-cluster")
 PROGRAMS = ("containerd", "runc", "ctr", "iptables", "ip")
@@ -47,27 +47,8 @@ def missing() -> list[str]:
         lacks.append(f"the CNI plugins in {CNI_BINARIES}")
     if lacks and lacks != ["root"]:
         lacks.append(f"(Debian: apt-get install {' '.join(PACKAGES)})")
-    if shutil.which("go") is None:
-        lacks += [f"{name} (no Go to build it)" for name in TOOLS if not _is_built(name)]
+    lacks += [f"{name} (`make servers` builds it)" for name in TOOLS if tools.found(name) is None]
     return lacks
-
-
-def _is_built(name: str) -> bool:
-    found = subprocess.run(
-        [str(ROOT / "tools" / "build"), name], check=False, capture_output=True, timeout=60
-    )
-    return found.returncode == 0
-
-
-def tool(name: str) -> Path:
-    """Path that `tools/build` prints, built when missing (minutes, once per machine)."""
-    try:
-        done = subprocess.run(
-            [str(ROOT / "tools" / "build"), name], check=True, capture_output=True, text=True, timeout=3000
-        )
-    except subprocess.CalledProcessError as error:
-        raise ClusterError(error.stderr.strip()) from None
-    return Path(done.stdout.strip().splitlines()[-1])
 
 
 class Cluster:
@@ -103,7 +84,7 @@ class Cluster:
 
     def up(self, images: Sequence[Path]) -> None:
         """Start everything; returns when every node is Ready and pods can be created."""
-        etcd, kubernetes, coredns = tool("etcd"), tool("kubernetes"), tool("coredns")
+        etcd, kubernetes, coredns = tools.built("etcd"), tools.built("kubernetes"), tools.built("coredns")
         FOLDER.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(FOLDER.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -153,7 +134,11 @@ class Cluster:
     def kubectl(self, *arguments: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
         """Run kubectl as a user of the cluster does; returns its output, raises `ClusterError` with what it said."""
         return run(
-            tool("kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments, check=check, timeout_s=timeout_s
+            tools.built("kubectl"),
+            f"--kubeconfig={self.kubeconfig}",
+            *arguments,
+            check=check,
+            timeout_s=timeout_s,
         )
 
     def _wait_node(self, node: Node) -> None:

@@ -22,6 +22,7 @@ from tests.cluster.references import Reference
 from tests.cluster.reports import sections
 from tests.cluster.stages import Stage, turn
 from tests.cluster.witnesses import Witness
+from tests.machines import limit_s
 from tests.minio import MinioServer
 
 CI = os.environ.get("CI", "").lower() in {"1", "true"}
@@ -92,7 +93,13 @@ _FIRST = ("test_nodes", "test_stores")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest first; scenarios that take the stage for themselves last, in the order they are written in."""
+    """The longest first; scenarios that take the stage for themselves last, in the order they are written in.
+
+    Their limits are this machine's.
+    """
+    for item in items:
+        if (limit := item.get_closest_marker("timeout")) is not None:
+            item.add_marker(pytest.mark.timeout(limit_s(limit.args[0]), **limit.kwargs), append=False)
 
     def rank(item: pytest.Item) -> int:
         if item.get_closest_marker("alone") is not None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.processes import ClusterError, run
+from tests.machines import limit_s
 
 ROOT = Path(__file__).parents[2]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deltashard"
@@ -276,7 +277,7 @@ def build(path: Path, *, tag: str = TAG, version: str = "") -> Path:
 def base_spec() -> dict[str, object]:
     """The runtime spec every container starts from: containerd's own, with the mounts and a sane number of files."""
     said = subprocess.run(
-        ["ctr", "oci", "spec"], check=True, capture_output=True, text=True, timeout=60
+        ["ctr", "oci", "spec"], check=True, capture_output=True, text=True, timeout=limit_s(60)
     ).stdout
     spec: dict[str, object] = json.loads(said)
     mounts = spec["mounts"]

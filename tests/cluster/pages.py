@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.machines import limit_s
+
 _FENCE = re.compile(r"^```(\w*)\s*$")
 _NOT_RUN = re.compile(r"^<!-- not run: (.+) -->$")
 ANYTHING = "..."
@@ -115,9 +117,10 @@ def run(
         steps: of one page.
         folder: the checkout.
         environment: all there is of it.
-        timeout_s: for each step.
+        timeout_s: for each step, on an idle machine.
         done: called after each step with its output and its seconds.
     """
+    timeout_s = limit_s(timeout_s)
     for step in steps:
         if step.not_run:
             continue

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.machines import limit_s
+
 
 class ClusterError(Exception):
     """The cluster cannot be built, or something in it did not happen in time."""
@@ -23,7 +25,11 @@ class ClusterError(Exception):
 def wait_until(
     condition: Callable[[], object], *, timeout_s: float, what: str | Callable[[], str], every_s: float = 0.05
 ) -> None:
-    """Poll until `condition()` is true; raises `ClusterError` that says `what` did not happen."""
+    """Poll until `condition()` is true; raises `ClusterError` that says `what` did not happen.
+
+    `timeout_s` is for an idle machine: this one may take longer (`machines.patience`).
+    """
+    timeout_s = limit_s(timeout_s)
     ends_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > ends_s:
@@ -42,13 +48,14 @@ def start_time(pid: int) -> str | None:
 
 def end(pid: int, started: str | None, *, timeout_s: float = 10.0) -> None:
     """SIGTERM, then SIGKILL; nothing when the number belongs to another process by now."""
-    for how, patience_s in ((signal.SIGTERM, timeout_s), (signal.SIGKILL, timeout_s)):
+    timeout_s = limit_s(timeout_s)
+    for how in (signal.SIGTERM, signal.SIGKILL):
         if start_time(pid) != started or started is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, how)
             os.kill(pid, signal.SIGCONT)  # a stopped process would not hear it
-        ends_s = time.monotonic() + patience_s
+        ends_s = time.monotonic() + timeout_s
         while start_time(pid) == started and time.monotonic() < ends_s:
             time.sleep(0.01)
 
@@ -166,15 +173,17 @@ class Server:
 
     def _reap(self) -> None:
         if self._child is not None:
-            self._child.wait(10)
+            self._child.wait(limit_s(10))
         self._child = None
 
 
 def run(*command: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
-    """Run a command, return its output; raises `ClusterError` with what it said."""
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    """Run a command, return its output; raises `ClusterError` with what it said.
+
+    `timeout_s` is for an idle machine: this one may take longer.
+    """
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s(timeout_s), check=False)
     if check and done.returncode:
         raise ClusterError(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stderr or done.stdout}")
     return done.stdout

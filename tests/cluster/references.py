@@ -14,6 +14,7 @@ from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.stores.urls import open_store
 
 from tests.cluster.trainers.model import Training, digest_of
+from tests.machines import limit_s
 
 
 class Reference:
@@ -71,7 +72,7 @@ def command_line(*arguments: str) -> dict[str, Any]:
     """`deltashard ... --json`, which must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", "deltashard_cli.main", *arguments, "--json"],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=limit_s(120), check=False,
     )  # fmt: skip
     assert done.returncode == 0, f"{arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     document: dict[str, Any] = json.loads(done.stdout)

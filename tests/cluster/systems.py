@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tests.cluster.apis import Object
 from tests.cluster.images import OPERATOR, ROOT, SIDECAR, TAG
 from tests.cluster.processes import run, wait_until
+from tests.machines import limit_s
+from tests.tools import built
 
 if TYPE_CHECKING:
     from tests.cluster.clusters import Cluster
@@ -28,10 +30,8 @@ class System:
 
     def helm(self, *words: str | Path, timeout_s: float = 240.0) -> str:
         """Run Helm against the cluster."""
-        from tests.cluster.clusters import tool
-
         return run(
-            tool("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *words,
+            built("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *words,
             timeout_s=timeout_s,
         )  # fmt: skip
 
@@ -54,7 +54,7 @@ class System:
     def uninstall(self) -> None:
         """Uninstall the chart if it is there; returns when its objects are gone."""
         # Helm gives up before it is killed, which would leave a release that cannot be installed again.
-        self.helm("uninstall", RELEASE, "--wait", "--ignore-not-found", "--timeout=200s")
+        self.helm("uninstall", RELEASE, "--wait", "--ignore-not-found", f"--timeout={limit_s(200):.0f}s")
 
     def wait_ready(self) -> None:
         """Until both Deployments have all their replicas, of the newest template."""

@@ -13,6 +13,7 @@ from tests.cluster.jobs import TrainingJob
 from tests.cluster.processes import wait_until
 from tests.cluster.references import checkpoints
 from tests.cluster.witnesses import Event
+from tests.machines import limit_s
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
@@ -127,7 +128,12 @@ def test_drained_node(bench: Bench) -> None:
 
     def drain() -> None:
         bench.cluster.kubectl(
-            "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--force", "--timeout=60s"
+            "drain",
+            node,
+            "--ignore-daemonsets",
+            "--delete-emptydir-data",
+            "--force",
+            f"--timeout={limit_s(60):.0f}s",
         )
 
     try:

@@ -21,6 +21,7 @@ from tests.cluster.references import command_line
 from tests.cluster.stages import Stage
 from tests.cluster.systems import CHART, CONTROLLER, NAMESPACE, RELEASE, WEBHOOK
 from tests.load import audits
+from tests.machines import limit_s
 
 pytestmark = [
     pytest.mark.alone,
@@ -60,7 +61,7 @@ def strangers(bench: Bench) -> list[tuple[str, Object]]:
 
 def test_the_installation_tests_itself(bench: Bench) -> None:
     """`helm test`: a pod with rights for nothing else asks the webhook, in dry runs, and says what it answered."""
-    said = bench.stage.system.helm("test", RELEASE, "--logs", "--timeout=3m")
+    said = bench.stage.system.helm("test", RELEASE, "--logs", f"--timeout={limit_s(180):.0f}s")
     assert "Phase:          Succeeded" in said, said
     bench.note(said[said.index("POD LOGS") :])
 

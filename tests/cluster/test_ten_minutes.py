@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import pages, published
-from tests.cluster.clusters import tool
 from tests.cluster.stages import Stage
 from tests.cluster.systems import NAMESPACE
-from tests.minio import ROOT
+from tests.tools import ROOT, built
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200, func_only=True)]
 
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200, func_only=True)]
 @pytest.fixture
 def empty_cluster(stage: Stage, stage_turn: None, tmp_path: Path) -> Iterator[Stage]:
     """The cluster without deltashard, its nodes with the images that users name; deltashard is back afterwards."""
-    archive = published.build(tmp_path / "published.tar", tool("minio"))
+    archive = published.build(tmp_path / "published.tar", built("minio"))
     for node in stage.cluster.nodes.values():
         node.ctr("images", "import", archive)
     archive.unlink()
@@ -45,7 +44,7 @@ def test_every_command_of_the_page_does_what_it_says(empty_cluster: Stage, tmp_p
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("helm", "kubectl"):
-        (programs / name).symlink_to(tool(name))
+        (programs / name).symlink_to(built(name))
     kubeconfig = tmp_path / "kubeconfig"
     shutil.copy(empty_cluster.cluster.kubeconfig, kubeconfig)
     steps = pages.read((ROOT / "docs" / "kubernetes" / "ten-minutes.md").read_text())

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.cluster.processes import ClusterError
+from tests.machines import limit_s
 
 Event = dict[str, Any]
 
@@ -71,9 +72,9 @@ class Witness:
             return bool(found)
 
         with self._heard:
-            if not self._heard.wait_for(heard, timeout_s):
+            if not self._heard.wait_for(heard, limit_s(timeout_s)):
                 said = [e for e in self._events if _is_of(e, job)]
-                raise ClusterError(f"not within {timeout_s:.0f} s: {what}; last heard: {said[-3:]}")
+                raise ClusterError(f"not within {limit_s(timeout_s):.0f} s: {what}; last heard: {said[-3:]}")
         return found[0]
 
     def began(self, job: str, life: int, *, timeout_s: float = 90.0) -> Event:
@@ -92,11 +93,11 @@ class Witness:
                 lambda: any(
                     e["life"] == life and e["kind"] == "step" and e["step"] >= step for e in self._events
                 ),
-                timeout_s,
+                limit_s(timeout_s),
             )
         if not heard:
             raise ClusterError(
-                f"not within {timeout_s:.0f} s: step {step} of {life}; it did {self.last_step(life)}"
+                f"not within {limit_s(timeout_s):.0f} s: step {step} of {life}; it did {self.last_step(life)}"
             )
 
     def last_step(self, life: str) -> int:

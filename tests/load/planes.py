@@ -20,9 +20,10 @@ from typing import Any
 
 import yaml
 
-from tests.apiserver import ApiServer, Rest, built
+from tests.apiserver import ApiServer, Rest
 from tests.load.processes import Process
 from tests.minio import ROOT, free_port, wait_for
+from tests.tools import built
 
 SYSTEM = "deltashard-system"
 CONTROLLER, WEBHOOK = "deltashard-controller", "deltashard-webhook"

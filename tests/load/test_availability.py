@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 from deltashard_operator import names
 
-from tests.apiserver import Reply, built
+from tests.apiserver import Reply
 from tests.load import planes, workloads
 from tests.load.operators import Controller, Webhook
 from tests.load.planes import Plane
 from tests.minio import wait_for
+from tests.tools import built
 
 TEAM = "team"
 

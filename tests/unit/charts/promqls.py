@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.apiserver import built
+from tests.tools import built
 
 Samples = dict[str, list[tuple[float, float]]]
 """(time in seconds, value) by series, `name{label="value"}`."""

@@ -1,0 +1,49 @@
+"""How patient tests are on this machine, now.
+
+What tests wait for are conditions; a limit only tells "slow" from "never". Limits are written for an idle machine of two
+good cores and multiplied by `patience()`, which is never less than `LEAST`: waiting longer costs nothing where the
+condition comes true. `DELTASHARD_TEST_PATIENCE` sets it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+LEAST, MOST = 3.0, 12.0
+_VARIABLE = "DELTASHARD_TEST_PATIENCE"
+_IDLE_S = 0.25
+"""What `_work` takes on the machine that the limits were written on, nothing else running."""
+_ROUNDS = 3
+
+
+def _work() -> int:
+    """Python, and memory: a loop, and 256 MiB copied."""
+    total = 0
+    for number in range(600_000):
+        total ^= number * number
+    block = bytearray(32 << 20)
+    for _ in range(8):
+        total += len(bytes(block))
+    return total
+
+
+@functools.cache
+def patience() -> float:
+    """By what every limit is multiplied; measured once, processes started from here on inherit it."""
+    said = os.environ.get(_VARIABLE)
+    if said is None:
+        took_s = []
+        for _ in range(_ROUNDS):
+            began_s = time.perf_counter()
+            _work()
+            took_s.append(time.perf_counter() - began_s)
+        waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
+        said = os.environ[_VARIABLE] = f"{LEAST * max(1.0, max(took_s) / _IDLE_S, waiting):.1f}"
+    return min(max(float(said), LEAST), MOST)
+
+
+def limit_s(seconds: float) -> float:
+    """A limit in seconds for this machine."""
+    return seconds * patience()
