@@ -11,7 +11,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.keys import validate_run
+from deltashard_checkpoint.packs import MAX_PACK_BYTES
 from deltashard_proto.arenas import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
 
 ENCODINGS = ("fp32", "fp16", "bf16", "q8", "q4", "q3", "q2")
@@ -27,6 +27,35 @@ STATE_ENCODINGS = ("fp32", "bf16")
 DIFFERENTIALS = ("full", "one-shot", "consecutive", "intermittent")
 _PLAIN_VARIABLES = frozenset({"pod_name", "pod_namespace", "pod_uid", "node_name"})
 _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_YEAR_S = 366 * 86400.0
+_EXACT = 1 << 53
+"""Steps beyond this are no exact numbers in every language that reads the log."""
+RANGES: Mapping[str, tuple[float, float]] = {
+    "arena_bytes": (4 * DEFAULT_BLOCK_BYTES, 1 << 44),
+    "block_bytes": (MAX_FRAME_BYTES, 1 << 30),
+    "cache_bytes": (64 << 20, 1 << 50),
+    "cache_total_bytes": (0, 1 << 50),
+    "every_s": (0, _YEAR_S),
+    "every_steps": (0, _EXACT),
+    "encode_threads": (0, 1024),
+    "upload_concurrency": (1, 256),
+    "pack_bytes": (MAX_FRAME_BYTES, MAX_PACK_BYTES),
+    "stall_budget_s": (0, _YEAR_S),
+    "stream_idle_s": (1, _YEAR_S),
+    "save_deadline_s": (1, _YEAR_S),
+    "attach_deadline_s": (0, _YEAR_S),
+    "open_deadline_s": (1, _YEAR_S),
+    "restore_deadline_s": (1, _YEAR_S),
+    "term_deadline_s": (0, _YEAR_S),
+    "keep_last": (1, _EXACT),
+    "keep_every_steps": (0, _EXACT),
+    "gc_grace_s": (0, _YEAR_S),
+    "housekeeping_s": (-_YEAR_S, _YEAR_S),
+    "compact_after": (0, _EXACT),
+    "metrics_port": (-1, 65535),
+    "linger_s": (-1, _YEAR_S),
+}
+"""Every number's least and greatest value: what is outside is refused at start, instead of failing later."""
 
 
 class SettingError(UserError):
@@ -143,38 +172,23 @@ class Settings:
         _one_of("search", self.search, ("default", "plain", "tuned"))
         _one_of("differential", self.differential, DIFFERENTIALS)
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
-        if self.block_bytes < MAX_FRAME_BYTES or self.block_bytes % 4096:
+        for name, (least, most) in RANGES.items():
+            value = getattr(self, name)
+            if not least <= value <= most:  # nor is NaN
+                raise SettingError(
+                    f"{name} is {value}",
+                    where=f"--{name.replace('_', '-')} or {variable_of(name)}",
+                    remedy=f"from {int(least)} to {int(most)}; see the settings reference",
+                )
+        if self.block_bytes % 4096:
             raise SettingError(
-                f"block_bytes is {self.block_bytes}",
-                where="block_bytes",
-                remedy=f"a multiple of 4096, at least {MAX_FRAME_BYTES} (one whole frame)",
+                f"block_bytes is {self.block_bytes}", where="block_bytes", remedy="a multiple of 4096"
             )
         if self.arena_bytes < 4 * self.block_bytes:
             raise SettingError(
                 f"an arena of {self.arena_bytes} bytes is too small",
                 where="arena_bytes",
                 remedy=f"at least 4 blocks of {self.block_bytes} bytes for each trainer of the pod",
-            )
-        for each in fields(self):
-            if each.type == "float" and not math.isfinite(getattr(self, each.name)):
-                raise SettingError(
-                    f"{each.name} is {getattr(self, each.name)}",
-                    where=each.name,
-                    remedy="give a finite number of seconds",
-                )
-        for name in (
-            "every_s",
-            "every_steps",
-            "keep_every_steps",
-            "compact_after",
-            "encode_threads",
-            "stall_budget_s",
-        ):
-            if getattr(self, name) < 0:
-                raise SettingError(f"{name} is negative", where=name, remedy="0 is off")
-        if self.keep_last < 1:
-            raise SettingError(
-                "keep_last is below 1", where="keep_last", remedy="keep at least one checkpoint"
             )
 
     @property
@@ -227,7 +241,7 @@ def _parse(name: str, kind: str, text: str) -> object:
             return int(text)
         if kind == "float":
             return float(text)
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise SettingError(
             f"{text!r} is no {kind}", where=name, remedy=f"see {name} in the settings reference"
         ) from None
@@ -281,11 +295,13 @@ def reference() -> str:
         "",
         "Generated from `sidecar/deltashard_sidecar/settings.py`; do not edit.",
         "",
-        "| flag | variable | type | default | meaning |",
-        "|---|---|---|---|---|",
+        "| flag | variable | type | default | range | meaning |",
+        "|---|---|---|---|---|---|",
     ]
     for name, kind, default, doc in entries():
         meaning = doc.replace("|", "\\|")
         flag, variable = f"--{name.replace('_', '-')}", variable_of(name)
-        lines.append(f"| `{flag}` | `{variable}` | {kind.replace('|', 'or')} | `{default}` | {meaning} |")
+        span = " to ".join(str(int(limit)) for limit in RANGES.get(name, ()))
+        typed = kind.replace("|", "or")
+        lines.append(f"| `{flag}` | `{variable}` | {typed} | `{default}` | {span} | {meaning} |")
     return "\n".join(lines) + "\n"

@@ -23,6 +23,9 @@ from deltashard.optimstates import views_of
 
 RESERVED = "deltashard/"
 """What names of metadata may not begin with."""
+MAX_METADATA = 60_000
+"""Characters of one save's metadata: a log entry, which every reader reads, takes little more of one text."""
+_NAME = "1 to 200 printable characters without a space at an end"
 
 
 def _refusal(name: str, value: object, takes: str, remedy: str) -> UserError:
@@ -92,13 +95,67 @@ def check_count(name: str, value: object, *, least: int, remedy: str) -> None:
         raise _refusal(name, value, f"a whole number, {least} or more", remedy)
 
 
-def check_metadata(metadata: Mapping[str, object] | None) -> None:
-    """Raises `UserError` for a name that is ours."""
-    for name in metadata or {}:
-        if str(name).startswith(RESERVED):
+def check_pin(pin: object) -> None:
+    """Raises `UserError` for what cannot name a checkpoint, in `restore(which="pin:NAME")` or on a command line."""
+    if pin is not None and not _is_name(pin):
+        raise UserError(
+            f"pin= takes {_NAME}, not {_shown(pin)}", where="save()", remedy="choose another name"
+        )
+
+
+def texts_of(metadata: Mapping[Any, object] | None) -> dict[str, str]:
+    """Metadata as it is stored; raises `UserError` for a name that is ours or none, and for too much text."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise UserError(
+            f"metadata= takes a dict of texts by name, not a {type(metadata).__name__}",
+            where="save()",
+            remedy='for example metadata={"auc": auc}',
+        )
+    found = {str(name): str(value) for name, value in (metadata or {}).items()}
+    for name, text in found.items():
+        if name.startswith(RESERVED):
             raise UserError(
                 f"metadata {name!r} begins with {RESERVED!r}", where="save()", remedy="choose another name"
             )
+        if not _is_name(name):
+            raise UserError(
+                f"metadata= takes names of {_NAME}, not {_shown(name)}",
+                where="save()",
+                remedy="choose another name",
+            )
+        if len(text) > MAX_METADATA or not _is_text(text):
+            raise UserError(
+                f"metadata {name!r} has {len(text)} characters, or some that are no UTF-8",
+                where="save()",
+                remedy=f"at most {MAX_METADATA} characters together: put larger things into state=, or next to the run",
+            )
+    if (total := sum(len(name) + len(text) for name, text in found.items())) > MAX_METADATA:
+        raise UserError(
+            f"metadata has {total} characters in all",
+            where="save()",
+            remedy=f"at most {MAX_METADATA}: it is read with every look at the run; put larger things into state=",
+        )
+    return found
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= 200 and name.isprintable() and name == name.strip()
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # lone surrogates
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    return (
+        repr(value)
+        if len(repr(value)) <= 80
+        else f"a {type(value).__name__} of {len(repr(value))} characters"
+    )
 
 
 def check_callable(name: str, value: object, *, takes: str) -> None:

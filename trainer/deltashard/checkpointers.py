@@ -256,13 +256,17 @@ class Checkpointer(Saving):
             reason: a word for logs and the log entry.
             pin: keep this checkpoint under this name whatever retention says, `restore(which="pin:NAME")`.
             metadata: metrics and the like, stored with it as text; names beginning with "deltashard/" are ours.
+
+        Raises:
+            UserError: a pin or metadata that cannot be stored (length, characters).
         """
         self._refuse_closed("save()")
-        arguments.check_metadata(metadata)
+        arguments.check_pin(pin)
+        texts = arguments.texts_of(metadata)
         handle = SaveHandle(
             reason=reason,
             pin=pin,
-            metadata={str(key): str(value) for key, value in (metadata or {}).items()},
+            metadata=texts,
             waiter=self._wait,
         )
         self._requests.append(handle)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from itertools import islice
 from typing import TypeVar
-from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit, urlunsplit
 
 from minio import Minio
 from minio.deleteobjects import DeleteObject
@@ -84,6 +84,7 @@ class S3Store(Store):
             or not parts.hostname
             or parts.path.strip("/")
             or "@" in parts.netloc
+            or not _has_port(parts)
         ):
             raise RequestRefused(
                 "the store's endpoint is not an http(s) URL of host and port",
@@ -331,6 +332,14 @@ class S3Store(Store):
                     source=self._credentials.source(),
                 ) from error
         raise AssertionError
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """Whether the port, if one is given, can be one."""
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:
+        return False
 
 
 def _range_end(response: BaseHTTPResponse, start: int, where: str) -> int:

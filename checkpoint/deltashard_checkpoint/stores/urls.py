@@ -7,15 +7,21 @@ never stand in a URL.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.keys import check_prefix
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retries import RetryingStore, RetryPolicy, StoreObserver
 
 _FORMS = "use s3://bucket/prefix, file:///dir or memory://name"
+_S3_FORM = "use s3://bucket/prefix?endpoint=https://host:port&region=name"
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]", re.ASCII)
+_REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}", re.ASCII)
 
 
 class BadStoreUrl(UserError):
@@ -48,6 +54,7 @@ def _open(url: str, *, create: bool) -> Store:
         )
     if parts.fragment:
         raise BadStoreUrl("store URL with a fragment", where=url, remedy=_FORMS)
+    options = _options(parts.query, url, {"endpoint", "region"} if parts.scheme == "s3" else set())
     if parts.scheme == "memory":
         return MemoryStore.named((parts.netloc + parts.path).strip("/"))
     if parts.scheme == "file":
@@ -59,17 +66,27 @@ def _open(url: str, *, create: bool) -> Store:
     if parts.scheme == "s3":
         from deltashard_checkpoint.stores.s3 import S3Store
 
-        query = dict(parse_qsl(parts.query))
-        unknown = sorted(set(query) - {"endpoint", "region"})
-        if unknown or not parts.netloc:
-            what = f"unknown option {unknown[0]!r} in store URL" if unknown else "s3 URL without a bucket"
-            raise BadStoreUrl(
-                what, where=url, remedy="use s3://bucket/prefix?endpoint=https://host&region=name"
-            )
+        if _BUCKET.fullmatch(parts.netloc) is None:
+            what = f"{parts.netloc!r} cannot name a bucket" if parts.netloc else "s3 URL without a bucket"
+            raise BadStoreUrl(what, where=url, remedy=_S3_FORM)
+        region = options.get("region")
+        if region is not None and _REGION.fullmatch(region) is None:
+            raise BadStoreUrl(f"{region!r} cannot name a region", where=url, remedy=_S3_FORM)
         return S3Store(
             bucket=parts.netloc,
-            prefix=unquote(parts.path).strip("/"),
-            endpoint=query.get("endpoint"),
-            region=query.get("region"),
+            prefix=check_prefix(unquote(parts.path).strip("/")),
+            endpoint=options.get("endpoint"),
+            region=region,
         )
     raise BadStoreUrl(f"unknown kind of store {parts.scheme or url!r}", where=url, remedy=_FORMS)
+
+
+def _options(query: str, url: str, known: Collection[str]) -> dict[str, str]:
+    """The URL's options, each known, given once and not empty: one that is passed over in silence misleads."""
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name not in known or name in found or not value:
+            trouble = "unknown option" if name not in known else "second" if name in found else "empty"
+            raise BadStoreUrl(f"{trouble} {name!r} in store URL", where=url, remedy=_S3_FORM)
+        found[name] = value
+    return found

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.errors import UserError
-from deltashard_sidecar.settings import Settings, entries, load, reference
+from deltashard_sidecar.settings import RANGES, SettingError, Settings, entries, load, reference
 
 DOCS = Path(__file__).parents[3] / "docs/reference/sidecar-settings.md"
 NEEDED = ["--url", "file:///s", "--run", "r", "--dir", "/d", "--cache-dir", "/c"]
@@ -37,13 +37,16 @@ def test_the_socket_variable_names_the_socket() -> None:
         ([*NEEDED, "url"], "unknown argument 'url'"),
         ([*NEEDED, "--every-s"], "--every-s needs a value"),
         ([*NEEDED, "--every-s", "soon"], "'soon' is no float"),
-        ([*NEEDED, "--every-steps", "-1"], "every_steps is negative"),
+        ([*NEEDED, "--every-steps", "-1"], "every_steps is -1 .*from 0 to 9007199254740992"),
         ([*NEEDED, "--encoding", "q5"], "one of fp32"),
         ([*NEEDED, "--differential", "some"], "one of full"),
         ([*NEEDED, "--block-bytes", "1000"], "block_bytes is 1000"),
-        ([*NEEDED, "--arena-bytes", "24MiB"], "too small"),
+        ([*NEEDED, "--arena-bytes", "24MiB"], "arena_bytes is 25165824"),
+        ([*NEEDED, "--arena-bytes", "64MiB", "--block-bytes", "32MiB"], "too small"),
+        ([*NEEDED, "--cache-bytes", "infGiB"], "'infGiB' is no int"),
+        ([*NEEDED, "--every-s", "nan"], "every_s is nan"),
         ([*NEEDED, "--run", "../other"], "cannot name a run"),
-        ([*NEEDED, "--keep-last", "0"], "keep_last is below 1"),
+        ([*NEEDED, "--keep-last", "0"], "keep_last is 0"),
         ([*NEEDED, "--prefetch", "perhaps"], "no bool"),
     ],
 )
@@ -51,6 +54,26 @@ def test_what_cannot_be_served_is_refused_at_once(argv: list[str], says: str) ->
     """With a sentence that names the setting."""
     with pytest.raises(UserError, match=says):
         load(argv, {})
+
+
+def test_every_number_has_a_range_and_is_refused_outside_of_it() -> None:
+    """With its flag, its variable and the range; both ends themselves are served, other settings permitting."""
+    numbers = {name for name, kind, *_ in entries() if kind in {"int", "float"}}
+    assert set(RANGES) == numbers
+    for name, (least, most) in RANGES.items():
+        flag = f"--{name.replace('_', '-')}"
+        for value in (least - 1, most + 1):
+            with pytest.raises(SettingError) as refused:
+                load([*NEEDED, flag, str(int(value))], {})
+            assert (
+                refused.value.what == f"{name} is {int(value)}"
+                or refused.value.what == f"{name} is {float(value)}"
+            )
+            assert flag in refused.value.where
+            assert "from" in refused.value.remedy
+        for value in (least, most):
+            grown = ["--arena-bytes", "64GiB"] if name == "block_bytes" else []
+            assert getattr(load([*NEEDED, *grown, flag, str(int(value))], {}), name) == value
 
 
 def test_every_setting_is_documented_and_the_page_is_fresh() -> None:

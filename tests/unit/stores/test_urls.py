@@ -8,6 +8,7 @@ import pytest
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import BucketMissing
 from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.keys import BadKey
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.s3 import S3Store
 from deltashard_checkpoint.stores.urls import BadStoreUrl, open_store
@@ -54,12 +55,28 @@ def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *("", "bucket", "s3://", "s3:///prefix", "file://relative/dir", "gs://bucket", "https://bucket"),
         *("s3://bucket?secret=x", "s3://bucket/p#fragment", "file:relative"),
+        *("s3://bucket?endpoint=", "s3://bucket?region=a&region=b", "s3://bucket?region=no%20where"),
+        *("s3://b", "s3://under..score%", "memory://x?region=a", "file:///tmp?endpoint=http://h"),
     ],
 )
 def test_urls_that_name_no_store(url: str) -> None:
     """Each says which forms there are."""
     with pytest.raises(BadStoreUrl, match="use "):
         open_store(url)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a//b", "s3://bucket/../up", "s3://bucket/" + "x" * 900])
+def test_prefixes_that_no_key_may_have(url: str) -> None:
+    """Refused when the store is opened, not at the first save."""
+    with pytest.raises(BadKey):
+        open_store(url)
+
+
+@pytest.mark.parametrize("endpoint", ["http://host:0", "http://host:65536", "http://host:many"])
+def test_ports_that_are_none(endpoint: str) -> None:
+    """Refused when the store is opened."""
+    with pytest.raises(UserError, match="no|not an http"):
+        open_store(f"s3://bucket?endpoint={endpoint}")
 
 
 def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:

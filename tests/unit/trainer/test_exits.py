@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from deltashard import exits
-from deltashard.arguments import check_metadata
+from deltashard.arguments import MAX_METADATA, check_pin, texts_of
 from deltashard.errors import FencedError, TakenOver, UserError
 
 
@@ -51,7 +51,36 @@ def test_every_other_end_stays_what_it_was(error: Exception, shown: list[BaseExc
 
 def test_names_of_metadata_that_are_ours_are_refused() -> None:
     """What the sidecar records of a directive cannot be said by a script."""
-    check_metadata({"auc": 0.8, "deltashard": "fine"})
-    check_metadata(None)
+    assert texts_of({"auc": 0.8, "deltashard": "fine"}) == {"auc": "0.8", "deltashard": "fine"}
+    assert texts_of(None) == {}
     with pytest.raises(UserError, match="choose another name"):
-        check_metadata({"deltashard/directive": "{}"})
+        texts_of({"deltashard/directive": "{}"})
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"": "x"},
+        {" auc": "x"},
+        {"a\nb": "x"},
+        {"n" * 201: "x"},
+        {"lone": "\ud800"},
+        {"\ud800": "x"},
+        {"long": "x" * (MAX_METADATA + 1)},
+        {str(i): "x" * 1000 for i in range(100)},
+        [("auc", 1)],
+    ],
+)
+def test_metadata_that_no_log_entry_holds_is_refused_at_save(metadata: object) -> None:
+    """Told to the caller: later it would fail the save, or the commit, again and again."""
+    with pytest.raises(UserError, match="metadata"):
+        texts_of(metadata)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pin", ["", " best", "best ", "a\tb", "\ud800", "p" * 201, 7])
+def test_pins_that_cannot_name_a_checkpoint_are_refused_at_save(pin: object) -> None:
+    """One that can be said on a command line passes."""
+    check_pin(None)
+    check_pin("epoch 3/best-auc: 0.8, größte")
+    with pytest.raises(UserError, match="pin= takes 1 to 200 printable characters"):
+        check_pin(pin)
