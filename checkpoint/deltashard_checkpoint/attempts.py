@@ -19,20 +19,31 @@ chain reads an excluded one, and another attempt is opened that names what was r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 
 from deltashard_checkpoint.commits import FencedError, TakenOver
-from deltashard_checkpoint.entries import AttemptOpened, Checkpoint, Entry, Genesis, Sealed, entry_key
+from deltashard_checkpoint.entries import (
+    AttemptOpened,
+    Checkpoint,
+    Entry,
+    Genesis,
+    Sealed,
+    entry_key,
+    voiding_writer,
+)
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
+from deltashard_checkpoint.keys import validate_new_run
 from deltashard_checkpoint.lineages import CheckpointNotFound, closure
 from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, LogStopped, RunLog, stopped
 from deltashard_checkpoint.patience import Patience
 from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 
+_MARKER = re.compile(r"closing/(\d{20})/[0-9a-z-]{1,64}", re.ASCII)
 CLOSING_WAIT_S = 60.0
 """How long an opener waits for a save that a terminating pod still uploads, and how old a marker may be."""
 
@@ -122,11 +133,13 @@ def open_attempt(
     that will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to
     read it may begin with that.
     Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
-    version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline.
+    version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run of a name
+    that is taken (`keys.RESERVED`).
     """
     excluded = tuple(exclude)
     state, marked = _look(log, closing_wait_s, deadline_s)
     if state.tip < 0:
+        validate_new_run(log.run)
         log.append(
             lambda now, seq, writer: None if now.tip >= 0 else _genesis(now, seq, writer, owner),
             before="attempt.before_genesis",
@@ -171,7 +184,7 @@ def open_attempt(
         return AttemptOpened(
             seq=seq,
             previous="",
-            writer=writer,
+            writer=writer if now.stopped is None else voiding_writer(writer, now.stopped.hash),
             at_s=0.0,
             world_size=world_size,
             resumes_from=None if resume is None else resume.seq,
@@ -227,6 +240,12 @@ def _genesis(state: RunState, seq: int, writer: str, owner: str) -> Genesis:
 def closing_key(attempt: int, name: str) -> str:
     """Key of a marker, relative to the run's root; `name` tells the attempt's processes apart (rank and token)."""
     return f"closing/{attempt:020d}/{name}"
+
+
+def marked_attempt(key: str) -> int | None:
+    """The attempt a marker's key (relative to the run's root) speaks of; None for any other key."""
+    match = _MARKER.fullmatch(key)
+    return int(match[1]) if match else None
 
 
 def mark_closing(log: RunLog, attempt: int, name: str) -> None:

@@ -6,6 +6,9 @@ canonical form of a known kind: input is hostile until the hash fits, every boun
 and every refusal has a name (`CorruptObject`, `UnsupportedVersion`, `ForeignObject`). A kind this version does not know
 is refused unless it says `ignorable`.
 
+Newer is not corrupt: bytes whose hash fits are what somebody wrote. Whatever is unknown in them (a kind, a field, a
+value out of its bounds) may be a newer version's word, so it is `UnsupportedVersion`: no attempt may leave it behind.
+
 Parts and table schemas have documents of their own (`part_document`, `read_part`, ...), for the ranks' reports, too.
 """
 
@@ -39,6 +42,7 @@ FORMAT = 1
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{1,128}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _DTYPE = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
+_UPGRADE = "upgrade deltashard to the version that wrote it; if none did, see `deltashard repair`"
 
 KINDS: dict[str, type[Entry]] = {
     "genesis": Genesis,
@@ -147,22 +151,36 @@ def seal(entry: Entry) -> Sealed:
 def parse(data: bytes, seq: int) -> Sealed:
     """The entry stored at slot `seq`.
 
-    Raises `CorruptObject` (not canonical JSON, hash, field or bound wrong), `UnsupportedVersion` (newer format, or an
-    unknown kind that is not ignorable) and `ForeignObject` (a whole entry of another slot).
+    Raises `CorruptObject` (not canonical JSON, or the hash is wrong), `UnsupportedVersion` (the hash is right, and the
+    format, the kind, a field or a value is none this version knows) and `ForeignObject` (an entry of another slot).
     """
     where = entry_key(seq)
     document = load(data, where)
     reader = Reader(document, where)
     digest = reader.text("hash", _HASH)
-    version = reader.integer("format", low=1)
     body = {key: value for key, value in document.items() if key != "hash"}
     if hashlib.sha256(canonical(body)).hexdigest() != digest:
         raise CorruptObject("log entry does not match its own hash", where=where)
+    # IMPORTANT: from here on nothing is rot. An entry called corrupt is left behind by the next attempt, and with it
+    # every commit of the newer version that wrote it.
+    try:
+        entry = _entry(reader, document, seq)
+    except CorruptObject as error:
+        raise UnsupportedVersion(
+            f"log entry is whole, but says what this version does not know: {error.what}",
+            where=where,
+            remedy=_UPGRADE,
+        ) from error
+    return Sealed(entry=entry, data=data, hash=digest)
+
+
+def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
+    """The entry of a document whose hash fits."""
+    where = reader.where
+    version = reader.integer("format", low=1)
     if version != FORMAT:
         raise UnsupportedVersion(
-            f"log entry has format {version}, this library reads {FORMAT}",
-            where=where,
-            remedy="upgrade deltashard",
+            f"log entry has format {version}, this library reads {FORMAT}", where=where, remedy=_UPGRADE
         )
     if reader.integer("seq") != seq:
         raise ForeignObject(f"entry says it is slot {document['seq']}", where=where)
@@ -177,13 +195,11 @@ def parse(data: bytes, seq: int) -> Sealed:
         raise CorruptObject("slot 0 has no previous entry", where=where)
     if kind not in KINDS:
         if reader.optional("ignorable") is not True:
-            raise UnsupportedVersion(
-                f"log entry of unknown kind {kind[:40]!r}", where=where, remedy="upgrade deltashard"
-            )
-        return Sealed(entry=Ignored(kind=kind, **common), data=data, hash=digest)
+            raise UnsupportedVersion(f"log entry of unknown kind {kind[:40]!r}", where=where, remedy=_UPGRADE)
+        return Ignored(kind=kind, **common)
     entry = _ENTRIES[kind](reader, common)
     reader.end()
-    return Sealed(entry=entry, data=data, hash=digest)
+    return entry
 
 
 def read_part(document: Any, where: str) -> Part:

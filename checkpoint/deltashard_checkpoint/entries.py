@@ -16,6 +16,8 @@ from deltashard_checkpoint.keys import TOKEN_PATTERN
 from deltashard_checkpoint.tables import Box, TableSchema
 
 _ENTRY_NAME = re.compile(r"log/(\d{20})\.json", re.ASCII)
+_VOIDS = re.compile(r"-voids-([0-9a-f]{32})", re.ASCII)
+_DIGEST_CHARS = 32
 _PREFIX = re.compile(rf"data/(?:(\d{{20}})/(\d{{8}})|compact-{TOKEN_PATTERN})/", re.ASCII)
 
 
@@ -47,7 +49,9 @@ class Entry:
     previous: str
     """Hash of the entry at seq - 1; empty for genesis."""
     writer: str
-    """Random token, the same for every retry of one put: after a lost acknowledgement it says whose entry this is."""
+    """Random token, the same for every retry of one put: after a lost acknowledgement it says whose entry this is.
+
+    It may go on: see `voiding_writer`."""
     at_s: float
 
 
@@ -70,7 +74,9 @@ class AttemptOpened(Entry):
     takeover: bool = False
     """The opener knows that the run had another owner."""
     voids: int | None = None
-    """Entries voids..seq-1 are void: the one at `voids` could not be read by the opener (bit rot, broken rule)."""
+    """Entries voids..seq-1 are void: the one at `voids` could not be read by the opener (bit rot, broken rule).
+
+    Which bytes it found there stands in `writer` (`voided_digest`)."""
     workload: str = ""
     """UID of the workload (Job, JobSet, ...) whose trainer this is; empty outside of a cluster."""
     pod: str = ""
@@ -152,6 +158,21 @@ class Sealed:
     entry: Entry
     data: bytes
     hash: str
+
+
+# What an entry says beside its fields: in its writer's token. A field that an earlier version does not know makes the
+# entry one that it cannot read, and versions before this rule took that for rot.
+
+
+def voiding_writer(writer: str, bad: str) -> str:
+    """The token of an attempt that voids the slot whose bytes have the hash `bad`."""
+    return f"{writer}-voids-{bad[:_DIGEST_CHARS]}"
+
+
+def voided_digest(entry: AttemptOpened) -> str | None:
+    """The first 32 digits of the hash of the bytes that `voids` is about; None of a version that did not say it."""
+    match = _VOIDS.search(entry.writer)
+    return match[1] if match and entry.voids is not None else None
 
 
 # Names

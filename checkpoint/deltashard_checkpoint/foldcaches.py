@@ -8,6 +8,7 @@ is decided by it that the log would not decide.
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.documents import document_of, parse
@@ -19,12 +20,18 @@ from deltashard_checkpoint.runstates import Attempt, RunState
 
 FORMAT = 2
 """1 was folded by a version that did not forget what is reclaimed: it is not the state that others fold."""
+_NAME = re.compile(r"cache/fold-\d{20}\.json", re.ASCII)
 E = TypeVar("E", bound=Entry)
 
 
 def fold_key(seq: int) -> str:
     """Key of the fold up to `seq`, relative to the run's root."""
     return f"cache/fold-{seq:020d}.json"
+
+
+def is_fold(key: str) -> bool:
+    """Whether `key`, relative to the run's root, names a fold."""
+    return _NAME.fullmatch(key) is not None
 
 
 def dump(state: RunState) -> bytes:

@@ -9,6 +9,10 @@ checkpoint which was live when they began.
 When enough of what was named is gone, gc says so in the log (`reclaim`), and nobody remembers those prefixes any
 longer: what a run has retired in its life must not add up in every reader. That is one entry for `FORGET_AT` prefixes.
 
+Markers of saves that pods had on their way when they ended (`closing/`) go when they are old or their attempt is.
+
+A dry run writes nothing at all, not even what some stores need to be asked for their time: it goes by our clock.
+
 A log that cannot be followed to its end blocks gc: what cannot be read might say that something is still needed.
 """
 
@@ -17,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deltashard_checkpoint.attempts import CLOSING_WAIT_S, marked_attempt
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.entries import Entry, Reclaimed, cut_of, entry_key, prefix_of
 from deltashard_checkpoint.errors import CorruptObject
@@ -63,7 +68,7 @@ def collect(
     if state.stopped is not None:
         raise stopped(state)
     ripe: dict[int, bool] = {}
-    now_s = log.store.now_s()
+    now_s = log.clocks.wall_s() if dry_run else log.store.now_s()
     doomed: list[str] = []
     prefixes: set[str] = set()
     waiting: set[str] = set()
@@ -88,6 +93,7 @@ def collect(
             doomed = []
     _delete(log, doomed, dry_run=dry_run)
     if not dry_run:
+        log.store.delete(spent_markers(log, state, now_s=now_s))
         # What waits must be remembered, or it would be named anew, and its grace begin anew, again and again.
         still = min((state.retired[prefix] for prefix in waiting), default=state.tip + 1)
         _forget(log, still - 1, forget_at=forget_at, deadline_s=deadline_s)
@@ -131,19 +137,41 @@ def data_objects(log: RunLog) -> Iterator[tuple[str, ObjectInfo]]:
             continue
 
 
+def spent_markers(log: RunLog, state: RunState, *, now_s: float) -> list[str]:
+    """Store keys of the markers that no opener waits for any more: their attempt is fenced, or they are old.
+
+    `now_s` by the store's clock. An opener looks at a marker for `CLOSING_WAIT_S`; what is older was left by a pod that
+    was killed. Nothing but a marker is named, whatever else lies there.
+    """
+    spent = []
+    for info in log.store.list(log.key("closing/")):
+        attempt = marked_attempt(info.key[len(log.run) + 1 :])
+        if attempt is None:
+            continue
+        fenced = state.attempt is not None and attempt < state.attempt
+        if fenced or now_s - info.modified_at_s >= CLOSING_WAIT_S:
+            spent.append(info.key)
+    return spent
+
+
 def debris(
-    log: RunLog, state: RunState, *, compaction_patience_s: float = COMPACTION_PATIENCE_S
+    log: RunLog,
+    state: RunState,
+    *,
+    compaction_patience_s: float = COMPACTION_PATIENCE_S,
+    read_only: bool = False,
 ) -> tuple[str, ...]:
     """Prefixes in the store that no live checkpoint reads and no retire entry names yet, and that may be named.
 
     Of cuts: those that can never be committed any more. Of compactions: those whose youngest object is older
-    than `compaction_patience_s` by the store's clock.
+    than `compaction_patience_s` by the store's clock; by ours when `read_only`: to ask a directory for its time is to
+    write into it.
     """
     youngest_s: dict[str, float] = {}
     for prefix, info in data_objects(log):
         youngest_s[prefix] = max(info.modified_at_s, youngest_s.get(prefix, 0.0))
     live = live_prefixes(state)
-    now_s = log.store.now_s()
+    now_s = log.clocks.wall_s() if read_only else log.store.now_s()
     found = []
     for prefix, modified_at_s in sorted(youngest_s.items()):
         if prefix in live or prefix in state.retired:

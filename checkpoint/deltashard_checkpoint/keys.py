@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from deltashard_checkpoint.errors import CorruptObject, UserError
 
 TOKEN_PATTERN = r"[0-9a-z]{8,32}"  # noqa: S105 - a name, not a secret
+RESERVED = frozenset({"cache", "closing", "data", "layout", "log", "probe"})
+"""Folders of a run: one of such a name would lie among the objects of the run above it."""
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*", re.ASCII)
 _TOKEN = re.compile(TOKEN_PATTERN, re.ASCII)
 _PACK = re.compile(
@@ -86,6 +88,25 @@ def validate_run(run: str) -> str:
             remedy="use letters, digits, '.', '_', '-', in words separated by '/'; no word begins with '.' or '-'",
         )
     return run
+
+
+def validate_new_run(run: str) -> str:
+    """`run` itself if a run of this name may be begun; else `UserError`. What was begun under another is still read."""
+    if taken := reserved(run):
+        raise UserError(
+            f"{run!r} cannot name a new run: {taken!r} is a folder that every run has",
+            remedy=f"use another word; these are taken: {', '.join(sorted(RESERVED))}",
+        )
+    return validate_run(run)
+
+
+def reserved(run: str) -> str | None:
+    """The word of a run's name that is a folder of the run above it; None in any name that may be begun.
+
+    The first of several words is free: it is a namespace, with no run above it in this store.
+    """
+    first, *inner = run.split("/")
+    return next((word for word in inner or [first] if word in RESERVED), None)
 
 
 def cut_prefix(attempt: int, cut: int) -> str:

@@ -30,7 +30,7 @@ from dataclasses import replace
 from deltashard_checkpoint import foldcaches
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.documents import parse, seal
-from deltashard_checkpoint.entries import Entry, Sealed, entry_key, seq_of
+from deltashard_checkpoint.entries import Checkpoint, Entry, Sealed, entry_key, seq_of
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UnsupportedVersion
 from deltashard_checkpoint.folds import EntryRefused, VoidedBehind, advance, fold
 from deltashard_checkpoint.keys import new_token, run_key, validate_run
@@ -142,8 +142,9 @@ class RunLog:
 
     def _refresh_once(self) -> RunState:
         state, floor = self._state, -1
-        if state.tip < 0:
+        if state.tip < 0 or state.stopped is not None:  # what stopped the fold may have been mended meanwhile
             state, floor = self._start()
+            floor = max(floor, self._state.tip)
         tip = self._list_tip(state, floor)
         slots = self._read(range(state.tip + 1, tip + 1))
         try:
@@ -206,9 +207,18 @@ class RunLog:
                 where=f"{self.store.url}/{self.key('log/')}",
                 remedy="the store must list what was put; or the entry was deleted: restore it from a copy",
             )
-        if tip < floor and self._exists(floor):
-            raise StoreUnavailable(
-                f"stale listing: it ends at {tip}, but entry {floor} exists", where=self.key("log/")
+        if tip < floor:
+            if self._exists(floor):
+                raise StoreUnavailable(
+                    f"stale listing: it ends at {tip}, but entry {floor} exists", where=self.key("log/")
+                )
+            # IMPORTANT: HINT is written after the entry that it names, so that entry was there. Read as the end, the
+            # loss of the newest entries would be an older step, or none, without a word.
+            raise LogGap(
+                f"the log ends at entry {tip}, and {floor} was written ({self.key('log/HINT')} says so): the newest "
+                "entries are gone",
+                where=f"{self.store.url}/{self.key('log/')}",
+                remedy="restore the objects from a copy or a version; `deltashard repair` goes on without them",
             )
         return tip
 
@@ -337,19 +347,17 @@ class RunLog:
         """Best effort: a folded state now and then, and HINT where it is. Losing either costs a cold reader time."""
         seq = sealed.entry.seq
         fold_due = seq - self._fold_seq >= _FOLD_EVERY
-        if not fold_due and seq % _HINT_EVERY:
+        if not fold_due and seq % _HINT_EVERY and not isinstance(sealed.entry, Checkpoint):
             return
-        try:
-            with deadline(_HINT_DEADLINE_S):
-                if fold_due:
-                    self.store.put(self.key(foldcaches.fold_key(seq)), foldcaches.dump(self._state))
-                    self._fold_seq = seq
-                hint = json.dumps({"fold": self._fold_seq, "seq": seq}, separators=(",", ":"))
-                self.store.put(self.key("log/HINT"), hint.encode())
-                if fold_due:
-                    self._drop_folds(seq - _FOLDS_KEPT * _FOLD_EVERY)
-        except EnvironmentFault:
-            pass
+        # IMPORTANT: the entry is durable. Whatever goes wrong from here on must not look as if it were not.
+        with suppress(Exception), deadline(_HINT_DEADLINE_S):
+            if fold_due:
+                self.store.put(self.key(foldcaches.fold_key(seq)), foldcaches.dump(self._state))
+                self._fold_seq = seq
+            hint = json.dumps({"fold": self._fold_seq, "seq": seq}, separators=(",", ":"))
+            self.store.put(self.key("log/HINT"), hint.encode())
+            if fold_due:
+                self._drop_folds(seq - _FOLDS_KEPT * _FOLD_EVERY)
 
     def _drop_folds(self, below: int) -> None:
         """Folded states grow with the run, and only the newest is read: the old ones must not add up.
@@ -358,7 +366,10 @@ class RunLog:
         """
         oldest = self.key(foldcaches.fold_key(max(0, below)))
         with suppress(DeltashardError):  # who may not delete here will hear of it from gc
-            stale = [i.key for i in self.store.list(self.key("cache/")) if i.key < oldest]
+            folds = self.store.list(self.key("cache/fold-"))
+            stale = [
+                i.key for i in folds if foldcaches.is_fold(i.key[len(self.run) + 1 :]) and i.key < oldest
+            ]
             if stale:
                 self.store.delete(stale)
 

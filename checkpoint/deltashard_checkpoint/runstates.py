@@ -38,7 +38,7 @@ class Unreadable:
     voidable: bool
     """The bytes themselves are bad for everyone; false: perhaps only this library is too old."""
     hash: str = ""
-    """Hash of the entry when it is well-formed and merely breaks a rule."""
+    """Hash of the entry when it is well-formed and merely breaks a rule, else SHA-256 of the bytes."""
 
 
 Slot = Sealed | Unreadable

@@ -117,7 +117,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
         frames=frames,
         bytes=sum(packs.values()),
         restored=tuple(restored),
-        garbage_prefixes=0 if state.stopped else len(debris(log, state)),
+        garbage_prefixes=0 if state.stopped else len(debris(log, state, read_only=True)),
         problems=tuple(problems),
     )
 

@@ -131,7 +131,7 @@ def gc(
         every_s=None if every_hours is None else every_hours * 3600,
     )
     state = log.refresh(deadline_s=POLICY.deadline_s)
-    dead = debris(log, state)
+    dead = debris(log, state, read_only=dry_run)
     if dry_run:
         planned = retire(state, retention, dead)
         retired = () if planned is None else planned.checkpoints

@@ -682,13 +682,15 @@ class World:
         return sum(1 for _ in self.memory.list(f"{RUN}/data/compact-"))
 
     def move_mangle_hint(self) -> None:
-        """HINT is best effort: anything may stand there."""
-        tip = max(self.seen, default=0)
+        """HINT is best effort: anything may stand there, but a slot that was never taken."""
+        if not self.seen:
+            return
+        tip = max(self.seen)
         text = self.random.choice(
             [
-                f'{{"fold":-1,"seq":{tip + 2}}}',
+                f'{{"fold":-1,"seq":{tip}}}',
                 f'{{"fold":-1,"seq":{self.random.randrange(tip + 1)}}}',
-                f'{{"fold":{tip + 1},"seq":{tip + 1}}}',
+                f'{{"fold":{tip + 1},"seq":{tip}}}',
                 f'{{"fold":0,"seq":{tip}}}',
                 "",
                 "\x00garbage",
