@@ -14,9 +14,10 @@ from typing import Any
 
 from deltashard_checkpoint.errors import UserError
 
-from deltashard_operator import advices, identities, kinds, patches, policies
+from deltashard_operator import advices, copies, identities, kinds, numberings, patches, policies
 from deltashard_operator import annotations as notes
-from deltashard_operator.injects import inject
+from deltashard_operator.injects import inject, is_injected
+from deltashard_operator.numberings import Numbering
 from deltashard_operator.refusals import Refusal
 from deltashard_operator.versions import VERSION
 
@@ -52,6 +53,8 @@ class Asked:
     """The run that the user wants to go on with; empty: a new one."""
     workload_uid: str = ""
     """Of the workload, where it exists already (a JobSet, a StatefulSet)."""
+    numbering: Numbering | None = None
+    """How its pods are numbered, each of which may be a run of its own."""
 
 
 def asked(review: Mapping[str, Any]) -> Asked | None:
@@ -69,6 +72,7 @@ def asked(review: Mapping[str, Any]) -> Asked | None:
         name=said.policy,
         run_id=said.run_id or "",
         workload_uid=identities.workload_uid(found.kind, request["object"]),
+        numbering=numberings.of_object(found.kind, request["object"]),
     )
 
 
@@ -95,9 +99,12 @@ def answer(review: Mapping[str, Any], spec_of: SpecOf) -> Answer:
 def _injected(request: Mapping[str, Any], found: kinds.Target, spec_of: SpecOf) -> Answer:
     said = notes.read(*found.annotations)
     document = request["object"]
+    kinds.check(found.kind, document)
+    if is_injected(found.template):
+        copies.check(found.template, said, found.recipe)
     policy = policies.resolve(said.policy, spec_of(str(request.get("namespace", "")), said.policy), said)
     keep_grace = kinds.states_grace(document, found.grace_path)
-    after = inject(found.template, policy, found.recipe(found.template), keep_grace=keep_grace)
+    after = inject(found.template, policy, found.recipe, keep_grace=keep_grace)
     operations = patches.additions(document, found.put(document, after))
     if after == found.template:
         return Answer(review=_reply(request, allowed=True), kind=found.kind, outcome="unchanged")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
-from deltashard_operator import injects
+from deltashard_operator import injects, kinds
 from deltashard_operator.names import SIDECAR
 from deltashard_operator.policies import Policy
 
@@ -27,6 +29,17 @@ def of_workload(
         warnings.append(
             f"deltashard: a container declares port {policy.metrics_port}, so {SIDECAR} serves no metrics"
         )
+    if spec.get("hostNetwork") and _needs_names(spec, policy):
+        warnings.append(
+            "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
+            "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
+        )
+    unknown = kinds.unknown_owner(kind, document)
+    if unknown:
+        warnings.append(
+            f"deltashard: {unknown} is not supported: if it makes its pods anew they may not go on with their run, "
+            "and several of its pods would fence one another; use run-id, and one pod"
+        )
     if kind == "Job":
         job = document.get("spec") or {}
         if job.get("podReplacementPolicy") == "Failed" or job.get("podFailurePolicy"):
@@ -40,3 +53,25 @@ def of_workload(
                 "of one training, one of them trains and fences the others"
             )
     return tuple(warnings)
+
+
+def _needs_names(spec: Mapping[str, Any], policy: Policy) -> bool:
+    """Whether something is to be reached by a name of the cluster's that the node's resolver does not know."""
+    if spec.get("dnsPolicy", "ClusterFirst") not in {"ClusterFirst", "Default"}:
+        return False
+    endpoint = parse_qs(urlsplit(policy.url).query).get("endpoint", [""])[0]
+    hosts = (policy.fleet.rpartition(":")[0], urlsplit(endpoint).hostname or "")
+    return any(host and not _is_address(host) and _is_cluster_name(host) for host in hosts)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_cluster_name(host: str) -> bool:
+    """`service`, `service.namespace` and `service.namespace.svc...`; others are left to the node."""
+    return host.count(".") < 2 or ".svc" in host

@@ -26,8 +26,12 @@ _TEMPLATE = "object.spec.template.?metadata.?annotations"
 JOB_CONDITION = f"{_has(_OWN, POLICY)} || {_has(_TEMPLATE, POLICY)}"
 """CEL: an annotated Job."""
 _MIRROR = _has(_OWN, "kubernetes.io/config.mirror")
-POD_CONDITION = f"{_has(_OWN, POLICY)} && !{_has(_OWN, INJECTED)} && !{_MIRROR}"
-"""CEL: an annotated pod that no template brought its sidecar."""
+_OF_JOB = (
+    "object.metadata.?ownerReferences.orValue([]).exists(o, "
+    "o.kind == 'Job' && o.apiVersion.startsWith('batch/') && o.?controller.orValue(false))"
+)
+POD_CONDITION = f"{_has(_OWN, POLICY)} && !{_MIRROR} && !({_has(_OWN, INJECTED)} && {_OF_JOB})"
+"""CEL: an annotated pod, but for those whose sidecar their Job's template brings, which need no webhook."""
 
 _SIDECAR_IN = "{spec}.?initContainers.orValue([]).exists(c, c.name == '" + SIDECAR + "')"
 JOB_HAS_SIDECAR = _SIDECAR_IN.format(spec="object.spec.template.spec")

@@ -1,7 +1,8 @@
 """Prometheus metrics of the controller: its own work, and one set of gauges for each run that is not finished.
 
 What is said of runs is read from them at the scrape, so a finished run's series end with it and nothing is kept twice.
-They carry the workload's name and no UID: one that is created again under its name goes on with the series.
+They carry the workload's name and no UID: one that is created again under its name goes on with the series. Of two
+workloads of one name (a Job and a pod, say) that train at one time, the second is called like its CheckpointRun.
 """
 
 from __future__ import annotations
@@ -122,7 +123,8 @@ class _OfRuns(Collector):
         for run in self._runs.runs():
             by_phase[run.phase] += 1
             if not run.finished:
-                live[run.workload.namespace, run.workload.name] = run
+                mine = run.workload.namespace, run.workload.name
+                live[mine if mine not in live else (run.workload.namespace, run.name)] = run
         gauges = {
             name: GaugeMetricFamily(f"deltashard_run_{name}", text, labels=LABELS)
             for name, text in (
@@ -135,7 +137,6 @@ class _OfRuns(Collector):
                     "training_since_timestamp_seconds",
                     "Since when steps are made, Unix time; absent when none are",
                 ),
-                ("training_since_timestamp_seconds", "Since when steps are made, Unix time"),
             )
         }
         counters = {
@@ -164,8 +165,6 @@ class _OfRuns(Collector):
             gauges["step"].add_metric(labels, progress.step)
             gauges["interval_seconds"].add_metric(labels, progress.policy.every_s)
             gauges["stored_bytes"].add_metric(labels, progress.stored_bytes)
-            if run.trains_since_s:
-                gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
             if run.trains_since_s:
                 gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
             counters["failures"].add_metric(labels, run.failures)

@@ -269,6 +269,6 @@ class Controller:
 
 def _taken_sentence(holder: Run) -> str:
     return (
-        f"run id {holder.run_id} is held by {holder.workload.kind} {holder.workload.name} "
+        f"run id {holder.run_id} is held by {holder.workload.called} "
         f"(CheckpointRun {holder.name}, {holder.phase.value}): wait for its end, delete it, or choose another run id"
     )

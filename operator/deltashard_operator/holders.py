@@ -8,20 +8,26 @@ A run is held by another workload that lives, as the API has it now:
   whether it ended or is gone, because Finished is the controller's word and comes late, or not at all while there is
   no controller. Of other kinds the controller's word counts, and the refusal says how to overrule it.
 
+A numbered pod's run has its number at the end (`numberings`), so `exp-1` is held, too, by a workload of run id `exp`
+with a pod 1, and the other way round.
+
 When the API cannot be asked the workload is admitted: the log's fencing decides in the end, as it does for two that are
 created in the same instant.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import urllib3
 from kubernetes import client
 
-from deltashard_operator import views
+from deltashard_operator import numberings, views
+from deltashard_operator.admissions import Asked
 from deltashard_operator.deadlines import Deadline
 from deltashard_operator.names import RUN_ID
+from deltashard_operator.numberings import Numbering
 from deltashard_operator.records import GROUP, PLURAL, VERSION, run_label
 from deltashard_operator.refusals import Refusal
 
@@ -35,63 +41,114 @@ class Holders:
         self._objects = client.CustomObjectsApi(api)
         self._pods = client.CoreV1Api(api)
 
-    def refusal(self, namespace: str, run_id: str, workload_uid: str, deadline: Deadline) -> Refusal | None:
-        """Why a workload (of this UID; empty: a new one) may not have this run, or None when it may.
+    def refusal(self, asked: Asked, deadline: Deadline) -> Refusal | None:
+        """Why a workload may not have the run it asks for, or None when it may.
 
         Raises one of `UNKNOWN` when the API cannot be asked.
         """
-        for found in self._list("batch", "v1", namespace, "jobs", run_id, deadline):
+        own, namespace = asked.workload_uid, asked.namespace
+        for found in self._list("batch", "v1", namespace, "jobs", asked, deadline):
             job = views.job_of(found)
-            if not job.outcome and job.workload.uid != workload_uid:
-                return _taken(run_id, job.workload.kind, job.workload.name)
-        for found in self._list(GROUP, VERSION, namespace, PLURAL, run_id, deadline):
-            spec, phase = found["spec"], (found.get("status") or {}).get("phase")
-            workload = spec["workload"]
-            if spec["runId"] != run_id or phase == "Finished" or workload["uid"] == workload_uid:
+            if job.outcome or job.workload.uid == own:
                 continue
-            kind, name = workload["kind"], workload["name"]
-            if kind not in {"Job", "Pod"}:
-                return _taken(run_id, kind, name, record=found["metadata"]["name"])
-            if self._lives(namespace, kind, name, workload["uid"], deadline):
-                return _taken(run_id, kind, name)
+            run_id = (found["metadata"].get("labels") or {}).get(RUN_ID, "")
+            if run_id == asked.run_id:
+                return _taken(run_id, job.workload.called)
+            if (shared := _shared(asked, run_id, numberings.of_job(found))) is not None:
+                return _shares(shared, run_id, asked, job.workload.called)
+        for found in self._list(GROUP, VERSION, namespace, PLURAL, asked, deadline):
+            spec, phase = found["spec"], (found.get("status") or {}).get("phase")
+            run_id, reference = spec["runId"], spec["workload"]
+            workload = views.Workload(
+                namespace=namespace,
+                kind=reference["kind"],
+                name=reference["name"],
+                uid=reference["uid"],
+                api_version=reference.get("apiVersion", ""),
+            )
+            same = run_id == asked.run_id
+            numbering = numberings.of_kind(workload.group_kind)
+            if phase == "Finished" or workload.uid == own:
+                continue
+            if workload.native == "Job" and not same:
+                numbering = Numbering()  # until its Job says otherwise
+            shared = _shared(asked, run_id, numbering)
+            if not same and shared is None:
+                continue
+            record = found["metadata"]["name"]
+            if workload.native:
+                live = self._live(namespace, workload, deadline)
+                if live is None:
+                    continue
+                record = ""
+                if workload.native == "Job" and not same:
+                    shared = _shared(asked, run_id, numberings.of_job(live))
+            if same:
+                return _taken(run_id, workload.called, record=record)
+            if shared is not None:
+                return _shares(shared, run_id, asked, workload.called, record=record)
         return None
 
     def _list(
-        self, group: str, version: str, namespace: str, plural: str, run_id: str, deadline: Deadline
+        self, group: str, version: str, namespace: str, plural: str, asked: Asked, deadline: Deadline
     ) -> list[dict[str, Any]]:
+        """Objects whose run may be the one that is asked for; of numbered pods any may."""
+        ids = ",".join(map(run_label, (asked.run_id, *numberings.bases(asked.run_id))))
         found: Any = self._objects.list_namespaced_custom_object(
             group,
             version,
             namespace,
             plural,
-            label_selector=f"{RUN_ID}={run_label(run_id)}",
+            label_selector=RUN_ID if asked.numbering is not None else f"{RUN_ID} in ({ids})",
             _request_timeout=deadline.left_s(),
         )
         return list(found["items"])
 
-    def _lives(self, namespace: str, kind: str, name: str, uid: str, deadline: Deadline) -> bool:
-        """Whether this very Job or pod is there and has not ended."""
-        timeout_s = deadline.left_s()
+    def _live(self, namespace: str, workload: views.Workload, deadline: Deadline) -> Mapping[str, Any] | None:
+        """This very Job (or {} for a pod) where it is there and has not ended."""
+        name, timeout_s = workload.name, deadline.left_s()
         try:
-            if kind == "Pod":
+            if workload.native == "Pod":
                 pod: Any = self._pods.read_namespaced_pod(name, namespace, _request_timeout=timeout_s)
-                return pod.metadata.uid == uid and pod.status.phase not in {"Succeeded", "Failed"}
+                lives = pod.metadata.uid == workload.uid and pod.status.phase not in {"Succeeded", "Failed"}
+                return {} if lives else None
             found: Any = self._objects.get_namespaced_custom_object(
                 "batch", "v1", namespace, "jobs", name, _request_timeout=timeout_s
             )
         except client.ApiException as error:
             if error.status == 404:
-                return False
+                return None
             raise
         job = views.job_of(found)
-        return job.uid == uid and not job.outcome
+        return found if job.uid == workload.uid and not job.outcome else None
 
 
-def _taken(run_id: str, kind: str, name: str, *, record: str = "") -> Refusal:
+def _shared(asked: Asked, run_id: str, numbering: Numbering | None) -> str | None:
+    """A run that one of the workload's pods and one of another's would both train; None when there is none."""
+    if numbering is not None and numbering.holds(run_id, asked.run_id):
+        return asked.run_id
+    if asked.numbering is not None and asked.numbering.holds(asked.run_id, run_id):
+        return run_id
+    return None
+
+
+def _taken(run_id: str, called: str, *, record: str = "") -> Refusal:
     gone = f"; if it is gone, delete CheckpointRun {record}" if record else ""
     return Refusal(
         "RunIdTaken",
-        f"run {run_id!r} is held by {kind} {name}, which is not finished",
+        f"run {run_id!r} is held by {called}, which is not finished",
         where=RUN_ID,
         remedy=f"wait for its end, delete it, or choose another id{gone}",
+    )
+
+
+def _shares(shared: str, run_id: str, asked: Asked, called: str, *, record: str = "") -> Refusal:
+    gone = f"; if it is gone, delete CheckpointRun {record}" if record else ""
+    numbered = run_id if shared == asked.run_id else asked.run_id
+    return Refusal(
+        "RunIdTaken",
+        f"run {shared!r} would be shared with {called}, which is not finished: the pods of run {numbered!r} are "
+        "numbered, and each is a run of its own",
+        where=RUN_ID,
+        remedy=f"wait for its end, delete it, or choose an id that does not end with a number{gone}",
     )

@@ -13,7 +13,8 @@ that tells. The kubelet also puts them together, by `$(NAME)`: no code reads a l
     DELTASHARD_OWNER                          who owns that run in its log: the same for every restart
 
 A Job created again under an old name has another UID, so it is another run; with `run-id` it goes on with
-the older one. A JobSet re-creates its Jobs when it restarts, so its own UID counts, not theirs.
+the older one. A JobSet re-creates its Jobs when it restarts, so its own UID counts, not theirs: by the labels it puts
+on them, or, where it is too old to put its UID there, by the Job's ownerReference.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_operator import owners
 from deltashard_operator.names import (
     JOB_INDEX_ANNOTATION,
     JOB_NAME_LABEL,
@@ -83,44 +85,66 @@ POD = IdentityRecipe(
 )
 
 
-def of_job(template: Mapping[str, Any]) -> IdentityRecipe:
-    """The recipe for the pods of a Job with this pod template."""
+def of_job(template: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> IdentityRecipe:
+    """The recipe for the pods of a Job with this pod template; `job`: the Job itself, which knows its owner."""
     labels = (template.get("metadata") or {}).get("labels") or {}
-    return JOBSET if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL) else JOB
+    if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
+        return JOBSET
+    owner = owners.is_controlled_by(job or {}, owners.JOBSET)
+    if owner is None:
+        return JOB
+    replica = _label(JOBSET_REPLICA_LABEL)
+    if not labels.get(JOBSET_REPLICA_LABEL):
+        replica = Source(text=replica_of(job or {}))
+    return IdentityRecipe(
+        kind="JobSet",
+        name=Source(text=owner.name),
+        uid=Source(text=owner.uid),
+        index=_JOB_INDEX,
+        replica=replica,
+    )
+
+
+def replica_of(job: Mapping[str, Any]) -> str:
+    """Which Job of its JobSet a Job is: its global index, else its name without the JobSet's; empty elsewhere."""
+    owner = owners.is_controlled_by(job, owners.JOBSET)
+    if owner is None:
+        return ""
+    metadata = job["metadata"]
+    number = (metadata.get("labels") or {}).get(JOBSET_REPLICA_LABEL)
+    return str(number or metadata.get("name", "").removeprefix(f"{owner.name}-"))
 
 
 def of_pod(pod: Mapping[str, Any]) -> IdentityRecipe:
-    """The recipe for a pod at its own CREATE: the Job's labels where it has them, else its controller, else itself."""
-    metadata = pod.get("metadata") or {}
-    labels = metadata.get("labels") or {}
-    if labels.get(JOB_UID_LABEL):
+    """The recipe for a pod at its own CREATE: what a Job puts on its pods, else its controller, else itself."""
+    owner = owners.controller_of(pod)
+    if owner is None:
+        return POD
+    if owner.group_kind == owners.JOB:
         return of_job(pod)
-    for owner in metadata.get("ownerReferences") or []:
-        if owner.get("controller"):
-            return IdentityRecipe(
-                kind=owner["kind"],
-                name=Source(text=owner["name"]),
-                uid=Source(text=owner["uid"]),
-                index=_label(POD_INDEX_LABEL) if owner["kind"] == "StatefulSet" else Source(),
-            )
-    return POD
+    return IdentityRecipe(
+        kind=owner.kind,
+        name=Source(text=owner.name),
+        uid=Source(text=owner.uid),
+        index=_label(POD_INDEX_LABEL) if owner.group_kind == owners.STATEFUL_SET else Source(),
+    )
 
 
 def workload_uid(kind: str, document: Mapping[str, Any]) -> str:
     """The UID of the workload that a Job or pod at its CREATE is of; empty where it is the workload itself."""
-    metadata = document.get("metadata") or {}
-    labels = metadata.get("labels") or {}
+    owner = owners.controller_of(document)
+    if kind == "Pod" and (owner is None or owner.group_kind != owners.JOB):
+        return owner.uid if owner is not None else ""
+    labels = (document.get("metadata") or {}).get("labels") or {}
     if kind == "Job":
         template = ((document.get("spec") or {}).get("template") or {}).get("metadata") or {}
         labels = {**(template.get("labels") or {}), **labels}
     if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
         return str(labels[JOBSET_UID_LABEL])
     if kind == "Job":
-        return ""
-    if labels.get(JOB_UID_LABEL):
-        return str(labels[JOB_UID_LABEL])
-    owners = metadata.get("ownerReferences") or []
-    return next((str(owner["uid"]) for owner in owners if owner.get("controller")), "")
+        jobset = owners.is_controlled_by(document, owners.JOBSET)
+        return jobset.uid if jobset is not None else ""
+    return owner.uid if owner is not None else ""
 
 
 def environment(recipe: IdentityRecipe, run_id: str | None) -> list[dict[str, Any]]:

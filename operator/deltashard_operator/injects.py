@@ -1,6 +1,6 @@
 """`inject`: a pod template and a policy in, the template with its sidecar out. Pure, and the whole of what is changed.
 
-What it adds: one native sidecar, first among the init containers (behind `istio-proxy`, its way to the network); its
+What it adds: one native sidecar, first among the init containers (behind a mesh's proxy, its way to the network); its
 volumes; one mount and one variable for the training container; the managed-by label, the marker and the policy's name;
 one supplemental group where there is none; pull secrets of the policy. What it changes: a grace period of 30 s (the
 API's default) when the policy wants more. All else is the user's and stays as written, so that an unchanged manifest
@@ -21,7 +21,6 @@ from deltashard_operator.containers import Place
 from deltashard_operator.identities import IdentityRecipe
 from deltashard_operator.names import (
     INJECTED,
-    ISTIO,
     MANAGED_BY,
     MANAGED_BY_VALUE,
     POLICY,
@@ -31,6 +30,7 @@ from deltashard_operator.names import (
     SOCKET_PATH,
     SOCKET_VARIABLE,
     USER_ID,
+    is_mesh_proxy,
 )
 from deltashard_operator.policies import Policy
 from deltashard_operator.refusals import Refusal
@@ -136,7 +136,7 @@ def _check_supported(spec: Mapping[str, Any]) -> None:
 def _trainer(spec: Mapping[str, Any], name: str | None) -> Document:
     found: list[Document] = spec["containers"]
     if name is None:
-        return next((each for each in found if each.get("name") != ISTIO), found[0])
+        return next((each for each in found if not is_mesh_proxy(each.get("name"))), found[0])
     for each in found:
         if each.get("name") == name:
             return each
@@ -212,9 +212,8 @@ def _join(trainer: Document) -> None:
 
 
 def _position(inits: list[Document]) -> int:
-    """First, but behind the mesh's own native sidecar."""
-    names = [each.get("name") for each in inits]
-    return names.index(ISTIO) + 1 if ISTIO in names else 0
+    """First, but behind the last of the meshes' own native sidecars."""
+    return max((n for n, each in enumerate(inits, 1) if is_mesh_proxy(each.get("name"))), default=0)
 
 
 def _add_pull_secrets(spec: Document, policy: Policy) -> None:

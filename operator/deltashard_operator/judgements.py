@@ -84,10 +84,10 @@ def _ended(run: Run, now_s: float) -> Run:
     outcomes = {each.outcome for each in run.jobs.values()}
     if run.finished:
         # The pods of a StatefulSet or a JobSet may come back long after.
-        if alive and run.workload.kind not in {"Job", "Pod"} and "" in (outcomes or {""}):
+        if alive and not run.workload.native and "" in (outcomes or {""}):
             return replace(run, finished="", finished_at_s=0.0)
         return run
-    if run.workload.kind == "Pod":
+    if run.workload.native == "Pod":
         phase = next((each.phase for each in run.pods.values()), "")
         outcome = {"Succeeded": "Completed", "Failed": "Failed"}.get(phase)
         return finished(run, outcome, now_s) if outcome else run
@@ -95,10 +95,10 @@ def _ended(run: Run, now_s: float) -> Run:
         ended_at_s = max(each.ended_at_s for each in run.jobs.values()) or now_s
         if "Failed" not in outcomes:
             return finished(run, "Completed", ended_at_s)
-        if run.workload.kind == "Job" or now_s - ended_at_s >= SETTLED_S:
+        if run.workload.native == "Job" or now_s - ended_at_s >= SETTLED_S:
             return finished(run, "Failed", ended_at_s)
         return run
-    if run.workload.kind not in {"Job", "Pod"} and not run.jobs and not run.pods:
+    if not run.workload.native and not run.jobs and not run.pods:
         return finished(run, "Deleted", now_s) if now_s - run.seen_s >= ABSENT_S else run
     return run
 

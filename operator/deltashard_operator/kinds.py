@@ -8,14 +8,15 @@ and queueing systems count it) and at **pod CREATE** for the pods of everything 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deltashard_operator import identities
+from deltashard_operator import identities, owners
 from deltashard_operator.identities import IdentityRecipe
 from deltashard_operator.injects import labelled
 from deltashard_operator.names import RUN_ID
+from deltashard_operator.refusals import Refusal
 
 Document = dict[str, Any]
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -67,7 +68,7 @@ class Target:
     kind: str
     annotations: tuple[Mapping[str, str], ...]
     template: Document
-    recipe: Callable[[Mapping[str, Any]], IdentityRecipe]
+    recipe: IdentityRecipe
     grace_path: tuple[str, ...]
     """Where the object states its grace period."""
 
@@ -93,7 +94,7 @@ def target(group: str, kind: str, document: Mapping[str, Any]) -> Target | None:
             kind=kind,
             annotations=(own,),
             template=template,
-            recipe=identities.of_pod,
+            recipe=identities.of_pod(document),
             grace_path=("spec", GRACE),
         )
     if (group, kind) == ("batch", "Job"):
@@ -102,10 +103,30 @@ def target(group: str, kind: str, document: Mapping[str, Any]) -> Target | None:
             kind=kind,
             annotations=(own, (template.get("metadata") or {}).get("annotations") or {}),
             template=template,
-            recipe=identities.of_job,
+            recipe=identities.of_job(template, document),
             grace_path=("spec", "template", "spec", GRACE),
         )
     return None
+
+
+def check(kind: str, document: Mapping[str, Any]) -> None:
+    """Raise `Refusal` (Unsupported) for a pod of a kind whose pods are nobody's continuation."""
+    owner = owners.controller_of(document) if kind == "Pod" else None
+    if owner is not None and owner.group_kind in owners.UNFIT:
+        raise Refusal(
+            "Unsupported",
+            "its pods replace one another as equals, so each would begin a run of its own",
+            where=f"{owner.kind} {owner.name}",
+            remedy=f"use {', '.join(each.kind for each in KINDS[:-1])} or a bare {KINDS[-1].kind}",
+        )
+
+
+def unknown_owner(kind: str, document: Mapping[str, Any]) -> str:
+    """Kind and group of a pod's controller where that is none we know; empty elsewhere."""
+    owner = owners.controller_of(document) if kind == "Pod" else None
+    if owner is None or owner.group_kind in {owners.JOB, owners.STATEFUL_SET}:
+        return ""
+    return f"{owner.kind} of {owner.api_version}"
 
 
 def states_grace(document: Mapping[str, Any], path: tuple[str, ...]) -> bool:

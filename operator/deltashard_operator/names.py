@@ -1,4 +1,4 @@
-"""Names the cluster sees: annotations, labels, containers, volumes, paths. One place, no logic.
+"""Names the cluster sees: annotations, labels, containers, volumes, paths. One place.
 
 The chart, the controller and the sidecar lean on them, and templates are immutable: a name here is for good.
 """
@@ -22,7 +22,10 @@ WORKLOAD_UID = PREFIX + "workload-uid"
 """Label of a CheckpointRun: the workload it is of. Its label `deltashard.io/run-id` is the run's."""
 
 SIDECAR = "deltashard-sidecar"
-ISTIO = "istio-proxy"
+MESH_PROXIES = frozenset(
+    {"istio-proxy", "linkerd-proxy", "consul-dataplane", "consul-connect-envoy-sidecar", "kuma-sidecar"}
+)
+"""Containers by which service meshes lead a pod's traffic."""
 SHM_VOLUME = "deltashard-shm"
 CACHE_VOLUME = "deltashard-cache"
 STORE_VOLUME = "deltashard-store"
@@ -48,3 +51,8 @@ JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 JOBSET_REPLICA_LABEL = "jobset.sigs.k8s.io/job-global-index"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
+
+
+def is_mesh_proxy(name: object) -> bool:
+    """Whether a container of this name is a mesh's proxy; Consul has one for each of a pod's services."""
+    return isinstance(name, str) and (name in MESH_PROXIES or name.startswith("consul-dataplane-"))

@@ -116,7 +116,7 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
     """The policy `name` with this (merged) spec, and the user's annotations over it; raises `Refusal` (BadPolicy)."""
     policy = read(name, spec)
     if annotations.arena_bytes is not None:
-        policy = replace(policy, arena_bytes=_whole_blocks(annotations.arena_bytes))
+        policy = replace(policy, arena_bytes=whole_blocks(annotations.arena_bytes))
     if annotations.every_s is not None:
         policy = replace(policy, every_s=annotations.every_s)
     if annotations.encoding is not None:
@@ -151,7 +151,7 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         every_steps=every_steps,
         encoding=top.choice("encoding", _BITS[bits], ENCODINGS),
         differential=top.choice("differential", "intermittent", DIFFERENTIALS),
-        arena_bytes=_whole_blocks(
+        arena_bytes=whole_blocks(
             top.bytes("arenaSize", 256 << 20, low=MIN_ARENA_BYTES, high=MAX_ARENA_BYTES)
         ),
         cache_bytes=top.bytes("cacheSize", 10 << 30, low=64 << 20),
@@ -173,7 +173,8 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
     )
 
 
-def _whole_blocks(n: int) -> int:
+def whole_blocks(n: int) -> int:
+    """An arena's size in bytes, rounded up to whole blocks."""
     return -(-n // BLOCK_BYTES) * BLOCK_BYTES
 
 

@@ -14,6 +14,7 @@ Code = Literal[
     "BadPolicy",
     "BadTemplate",
     "ContainerNameTaken",
+    "CopiedManifest",
     "MarkerWithoutSidecar",
     "MountTaken",
     "PodResourcesTooSmall",

@@ -189,7 +189,7 @@ def without_job(run: Run, uid: str, now_s: float) -> Run:
     outcome = run.jobs[uid].outcome or "Deleted"
     jobs = {key: each for key, each in run.jobs.items() if key != uid}
     run = replace(run, jobs=jobs, seen_s=now_s)
-    if run.workload.kind == "Job" and not run.finished:
+    if run.workload.native == "Job" and not run.finished:
         return finished(run, outcome, now_s)
     return run
 
@@ -227,7 +227,7 @@ def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
     report = run.reports.get(uid)
     if report is not None and not report.connected:
         run = replace(run, reports=_less(run.reports, uid), taken=_less(run.taken, uid))
-    if run.workload.kind == "Pod" and not run.finished:
+    if run.workload.native == "Pod" and not run.finished:
         return finished(run, "Deleted", now_s)
     return run
 

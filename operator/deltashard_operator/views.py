@@ -1,34 +1,32 @@
 """What the controller sees of users' objects: jobs, pods and nodes of the API, read into small values. Pure.
 
 Only what a run's phase, its losses and its identity depend on is kept; a pod of 20 KiB becomes a few hundred bytes.
-Whose a pod is follows `identities`: the JobSet or Job by the labels that their controllers put on it, else the
-controller's ownerReference, else the pod itself. A key is (namespace, workload UID), so a workload that is created
-again under an old name is another one.
+Whose an object is, its controller's ownerReference says: a Job's pod is of that Job, or of the JobSet that owns the
+Job (which only the Job tells; `watches` puts the two together); one without a controller stands for itself. Labels
+do not count, since a tenant may write what he likes there. A key is (namespace, workload UID), so a workload that is
+created again under an old name is another one.
 """
 
 from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from deltashard_operator import identities, owners
 from deltashard_operator.names import (
     BITS,
     INTERVAL,
-    ISTIO,
     JOB_INDEX_ANNOTATION,
-    JOB_NAME_LABEL,
-    JOB_UID_LABEL,
-    JOBSET_NAME_LABEL,
-    JOBSET_REPLICA_LABEL,
-    JOBSET_UID_LABEL,
     POD_INDEX_LABEL,
     POLICY,
     PREFIX,
     RUN_ID,
     SIDECAR,
+    is_mesh_proxy,
 )
+from deltashard_operator.owners import Owner
 
 Document = Mapping[str, Any]
 DEFAULT_POLICY = "default"
@@ -48,6 +46,25 @@ class Workload:
     def key(self) -> tuple[str, str]:
         """(namespace, UID)."""
         return self.namespace, self.uid
+
+    @property
+    def group_kind(self) -> owners.GroupKind:
+        """(API group, kind)."""
+        return owners.group_kind(self.api_version, self.kind)
+
+    @property
+    def native(self) -> str:
+        """Job or Pod for Kubernetes' own, which are watched themselves; empty for any other, whatever it is called."""
+        known = owners.JOB, owners.POD
+        if not self.api_version:  # a CheckpointRun that does not say
+            return self.kind if self.kind in {kind for _, kind in known} else ""
+        return self.kind if self.group_kind in known else ""
+
+    @property
+    def called(self) -> str:
+        """For people: kind, with its group where that is not Kubernetes' own, and name."""
+        group, _ = self.group_kind
+        return f"{self.kind}{f'.{group}' if '.' in group else ''} {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +90,8 @@ class JobView:
     outcome: str = ""
     """Completed or Failed, once it ended."""
     ended_at_s: float = 0.0
+    replica: str = ""
+    """Which Job of a JobSet."""
     replaces_lost: bool = True
     """False: podReplacementPolicy is Failed, so a pod that cannot finish its deletion is not replaced."""
 
@@ -171,14 +190,16 @@ def job_of(document: Document) -> JobView:
         if each.get("status") == "True" and each.get("type") in {"Complete", "Failed"}:
             outcome = "Completed" if each["type"] == "Complete" else "Failed"
             ended_at_s = seconds_of(each.get("lastTransitionTime"))
-    labels = {**(template.get("labels") or {}), **(metadata.get("labels") or {})}
-    workload = _of_jobset(metadata["namespace"], labels) or Workload(
+    jobset = owners.is_controlled_by(document, owners.JOBSET)
+    workload = Workload(
         namespace=metadata["namespace"],
         kind="Job",
         name=metadata["name"],
         uid=metadata["uid"],
         api_version="batch/v1",
     )
+    if jobset is not None:
+        workload = _owned(metadata["namespace"], jobset)
     return JobView(
         uid=metadata["uid"],
         name=metadata["name"],
@@ -187,48 +208,29 @@ def job_of(document: Document) -> JobView:
         suspended=bool(spec.get("suspend")),
         outcome=outcome,
         ended_at_s=ended_at_s,
+        replica=identities.replica_of(document),
         replaces_lost=spec.get("podReplacementPolicy", "TerminatingOrFailed") != "Failed",
     )
 
 
-def _of_jobset(namespace: str, labels: Mapping[str, str]) -> Workload | None:
-    if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
-        return Workload(
-            namespace=namespace,
-            kind="JobSet",
-            name=labels[JOBSET_NAME_LABEL],
-            uid=labels[JOBSET_UID_LABEL],
-            api_version="jobset.x-k8s.io/v1alpha2",
-        )
-    return None
+def _owned(namespace: str, owner: Owner) -> Workload:
+    return Workload(
+        namespace=namespace, kind=owner.kind, name=owner.name, uid=owner.uid, api_version=owner.api_version
+    )
 
 
 def workload_of(pod: Document) -> Workload:
-    """Whose a pod is."""
+    """Who controls a pod, or the pod itself. A Job may be a JobSet's in turn."""
     metadata = pod["metadata"]
-    namespace, labels = metadata["namespace"], metadata.get("labels") or {}
-    found = _of_jobset(namespace, labels)
-    if found is not None:
-        return found
-    if labels.get(JOB_UID_LABEL) and labels.get(JOB_NAME_LABEL):
-        return Workload(
-            namespace=namespace,
-            kind="Job",
-            name=labels[JOB_NAME_LABEL],
-            uid=labels[JOB_UID_LABEL],
-            api_version="batch/v1",
-        )
-    for owner in metadata.get("ownerReferences") or ():
-        if owner.get("controller"):
-            return Workload(
-                namespace=namespace,
-                kind=owner["kind"],
-                name=owner["name"],
-                uid=owner["uid"],
-                api_version=owner.get("apiVersion", ""),
-            )
+    owner = owners.controller_of(pod)
+    if owner is not None:
+        return _owned(metadata["namespace"], owner)
     return Workload(
-        namespace=namespace, kind="Pod", name=metadata["name"], uid=metadata["uid"], api_version="v1"
+        namespace=metadata["namespace"],
+        kind="Pod",
+        name=metadata["name"],
+        uid=metadata["uid"],
+        api_version="v1",
     )
 
 
@@ -246,18 +248,20 @@ def pod_of(document: Document) -> PodView:
         {},
     )
     containers = [
-        each for each in status.get("containerStatuses") or () if each.get("name") not in {SIDECAR, ISTIO}
+        each
+        for each in status.get("containerStatuses") or ()
+        if each.get("name") != SIDECAR and not is_mesh_proxy(each.get("name"))
     ]
     index = notes.get(JOB_INDEX_ANNOTATION) or labels.get(POD_INDEX_LABEL) or ""
-    replica = labels.get(JOBSET_REPLICA_LABEL, "")
+    workload = workload_of(document)
     return PodView(
         uid=metadata["uid"],
         name=metadata["name"],
-        workload=workload_of(document),
+        workload=workload,
         wish=wish_of(notes),
-        job_uid=labels.get(JOB_UID_LABEL, ""),
+        job_uid=workload.uid if workload.native == "Job" else "",
         node=spec.get("nodeName") or "",
-        index=f"{replica}-{index}" if replica and index else replica or index,
+        index=index,
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",
         disruption=disruption.get("reason") or "",
@@ -267,6 +271,12 @@ def pod_of(document: Document) -> PodView:
         restarts=sum(int(each.get("restartCount") or 0) for each in containers),
         ending=_ending_of(containers),
     )
+
+
+def of_job_pod(pod: PodView, job: JobView) -> PodView:
+    """A pod of a Job, as the Job's: of the JobSet that owns the Job, where one does."""
+    index = "-".join(filter(None, (job.replica, pod.index)))
+    return replace(pod, workload=job.workload, index=index)
 
 
 def _ran(container: Document) -> bool:

@@ -2,6 +2,10 @@
 
 Handlers put facts into the run they are of, which marks it; they draw no conclusions and never wait.
 
+Whose a pod is, its ownerReference says; whose the Job is that it names, the Job. A pod that is seen before its Job
+waits for it, until a sweep finds that no such Job is to come (one that was made before the webhook has not our
+label). Once known, a pod stays with its run.
+
 A watch that begins anew shows what is there and not what went; so after every list, and every ten minutes, a `sweep`
 asks for the names of all Jobs and pods and drops what is not among them. A new controller's first sweeps tell it, too,
 when it has seen all that there is, policies included.
@@ -54,6 +58,8 @@ class Watches:
         self._metrics = metrics
         self._keep_finished_s = keep_finished_s
         self._wall = wall
+        self._waiting: dict[str, dict[str, Document]] = {}
+        """Job UID -> its pods that came before it, by UID."""
         self._sweep_at_s = 0.0
         self._begun = False
         self._sync_tries = 0
@@ -82,6 +88,8 @@ class Watches:
             entry = self._books.enter(Run(workload=job.workload, wish=job.wish))
         self._books.jobs[job.uid] = key, now_s
         self._books.set(entry, runs.with_job(entry.run, job, now_s))
+        for waiting in self._waiting.pop(job.uid, {}).values():
+            self.on_pod(None, waiting)
 
     def _forget_job(self, uid: str, now_s: float) -> None:
         known = self._books.jobs.pop(uid, None)
@@ -95,8 +103,32 @@ class Watches:
 
     def on_pod(self, kind: str | None, document: Document) -> None:
         """A pod came, changed or went."""
+        pod = self._owned(views.pod_of(document))
+        if pod is not None:
+            self._on_pod(kind, pod)
+            return
+        waiting = self._waiting.setdefault(views.workload_of(document).uid, {})
+        if kind == "DELETED":
+            waiting.pop(document["metadata"]["uid"], None)
+        else:
+            waiting[document["metadata"]["uid"]] = document
+            self.sweep_soon(PODS)
+
+    def _owned(self, pod: PodView) -> PodView | None:
+        """The pod as its run's; None while its Job is not known."""
+        known = self._books.pods.get(pod.uid)
+        job_known = self._books.jobs.get(pod.job_uid)
+        entry = self._books.by_key.get((known or job_known or (("", ""),))[0])
+        job = entry.run.jobs.get(pod.job_uid) if entry is not None else None
+        if job is not None:
+            return views.of_job_pod(pod, job)
+        if known is not None and entry is not None:
+            before = entry.run.pods.get(pod.uid, pod)
+            return replace(pod, workload=entry.run.workload, index=before.index)
+        return None if pod.job_uid and pod.workload.key not in self._books.by_key else pod
+
+    def _on_pod(self, kind: str | None, pod: PodView) -> None:
         now_s = self._wall()
-        pod = views.pod_of(document)
         key = pod.workload.key
         entry = self._books.by_key.get(key)
         if entry is None:
@@ -210,6 +242,10 @@ class Watches:
             for path in (JOBS, PODS)
         ]
         now_s = self._wall()
+        for uid in self._waiting.keys() - jobs:
+            for pod in map(views.pod_of, self._waiting.pop(uid).values()):
+                if pod.alive:
+                    self._on_pod(None, pod)
         gone = [uid for uid, (_, seen_s) in self._books.pods.items() if uid not in pods and seen_s < begun_s]
         for uid in gone:
             self._forget_pod(uid, now_s)
@@ -219,8 +255,8 @@ class Watches:
             self._forget_job(uid, now_s)
         for entry in list(self._books):
             run = entry.run
-            there = {"Job": jobs, "Pod": pods}.get(run.workload.kind)
-            known = run.jobs if run.workload.kind == "Job" else run.pods
+            there = {"Job": jobs, "Pod": pods}.get(run.workload.native)
+            known = run.jobs or any(each.alive for each in run.pods.values())
             if there is None or run.finished or known or run.workload.uid in there:
                 continue
             if run.seen_s < begun_s:

@@ -226,9 +226,7 @@ class Webhook:
             return
         try:
             async with asyncio.timeout(deadline.left_s()):
-                refusal = await asyncio.to_thread(
-                    self.holders.refusal, asked.namespace, asked.run_id, asked.workload_uid, deadline
-                )
+                refusal = await asyncio.to_thread(self.holders.refusal, asked, deadline)
         except UNKNOWN as error:
             why = f"{type(error).__name__}: {error}"[:300]
             _log.warning("holders.unknown", namespace=asked.namespace, run_id=asked.run_id, error=why)

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 
-from deltashard_operator import records
+from deltashard_operator import owners, records
 from deltashard_operator.calls import ApiUnavailable
 from deltashard_operator.controller_metrics import ControllerMetrics
 from deltashard_operator.entries import Entries, Entry
@@ -94,6 +94,7 @@ class Writes:
             entry.born = entry.served.created
             if new:
                 self._tell_replaced(entry)
+                _tell_unknown_kind(entry)
         run = entry.run
         change = records.patch(entry.written, records.status(run, begun_s))
         if change:
@@ -128,8 +129,7 @@ class Writes:
             each
             for each in self._books
             if each is not entry
-            and (each.run.workload.namespace, each.run.workload.kind, each.run.workload.name)
-            == (mine.namespace, mine.kind, mine.name)
+            and (each.run.workload.namespace, each.run.workload.called) == (mine.namespace, mine.called)
             and each.run.run_id != entry.run.run_id
         ]
         if not older:
@@ -150,3 +150,15 @@ class Writes:
             f"{last.run_id}{step}. To go on with that one, {how}"
         )
         entry.notices.append(Notice(reason="RunReplaced", message=text, warning=False))
+
+
+def _tell_unknown_kind(entry: Entry) -> None:
+    """A warning at admission reaches only who made the pod, and that was a controller."""
+    mine = entry.run.workload
+    if mine.native or mine.group_kind in {owners.JOBSET, owners.STATEFUL_SET}:
+        return
+    text = (
+        f"{mine.called}: this kind is not supported. If it makes its pods anew they may not go on with their run, and "
+        f"several of its pods would fence one another; use {RUN_ID}, and one pod"
+    )
+    entry.notices.append(Notice(reason="UnsupportedKind", message=text))

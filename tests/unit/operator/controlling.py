@@ -157,7 +157,13 @@ class Cluster:
         }.get(kind, "/api/v1")
         return f"{root}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
 
-    def job(self, name: str = "train", annotations: dict[str, str] | None = None, **spec: Any) -> Document:
+    def job(
+        self,
+        name: str = "train",
+        annotations: dict[str, str] | None = None,
+        owners: list[Document] | None = None,
+        **spec: Any,
+    ) -> Document:
         """A Job, injected."""
         notes = {names.POLICY: "default"} | (annotations or {})
         labels = {names.MANAGED_BY: names.MANAGED_BY_VALUE}
@@ -165,7 +171,12 @@ class Cluster:
         document = {
             "apiVersion": "batch/v1",
             "kind": "Job",
-            "metadata": {"name": name, "annotations": notes, "labels": labels},
+            "metadata": {
+                "name": name,
+                "annotations": notes,
+                "labels": labels,
+                "ownerReferences": owners or [],
+            },
             "spec": {
                 "backoffLimit": 20,
                 "template": {
@@ -194,6 +205,15 @@ class Cluster:
                 names.JOB_NAME_LABEL: found["name"],
                 names.JOB_UID_LABEL: found["uid"],
             }
+            metadata["ownerReferences"] = [
+                {
+                    "apiVersion": "batch/v1",
+                    "kind": "Job",
+                    "name": found["name"],
+                    "uid": found["uid"],
+                    "controller": True,
+                }
+            ]
         spec = {
             "restartPolicy": "Never",
             "nodeName": node,

@@ -110,6 +110,9 @@ def pod() -> Document:
             "uid": "p-1",
             "labels": labels,
             "annotations": notes,
+            "ownerReferences": [
+                {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": UID, "controller": True}
+            ],
         },
         "spec": {"nodeName": "node-a"},
         "status": {"phase": "Running"},

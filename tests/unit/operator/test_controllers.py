@@ -382,12 +382,8 @@ def test_pods_of_other_kinds_are_runs_of_their_workloads(
         sidecar.beat(step=3)
         cluster.reaches(document, phase="Training")
         assert cluster.run(document)["spec"]["workload"]["kind"] == "Pod"
-    labels = {
-        names.JOBSET_NAME_LABEL: "js",
-        names.JOBSET_UID_LABEL: "15-0001",
-        names.JOBSET_REPLICA_LABEL: "1",
-    }
-    cluster.pod(name="js-0", **labels)
+    owned = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": "js", "controller": True}
+    cluster.pod(cluster.job("js-w-1", owners=[owned | {"uid": "15-0001"}]), name="js-0")
     jobset = {"metadata": {"uid": "15-0001"}}
     eventually(lambda: cluster.run(jobset), "the JobSet's run")
     assert cluster.run(jobset)["spec"]["workload"]["kind"] == "JobSet"

@@ -46,14 +46,14 @@ def pod(labels: dict[str, str], *owners: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def owner(kind: str, *, controller: bool = True) -> dict[str, Any]:
-    return {
-        "kind": kind,
-        "name": "online",
-        "uid": OWNER_UID,
-        "controller": controller,
-        "apiVersion": "apps/v1",
-    }
+def owner(
+    kind: str, *, controller: bool = True, api: str = "apps/v1", uid: str = OWNER_UID
+) -> dict[str, Any]:
+    return {"kind": kind, "name": "online", "uid": uid, "controller": controller, "apiVersion": api}
+
+
+OF_JOB = owner("Job", api="batch/v1", uid=UID)
+OF_JOBSET = owner("JobSet", api="jobset.x-k8s.io/v1alpha2")
 
 
 def test_a_job_is_one_run_for_all_its_pods() -> None:
@@ -75,7 +75,7 @@ def test_a_run_id_names_the_run_whoever_runs_it() -> None:
 
 def test_a_jobs_pod_injected_by_itself_has_the_jobs_identity() -> None:
     """Whether the Job or its pod was injected makes no other run."""
-    recipe = identities.of_pod(pod(JOB_LABELS, owner("Job")))
+    recipe = identities.of_pod(pod(JOB_LABELS, OF_JOB))
     assert recipe == identities.of_job(samples.template())
 
 
@@ -86,7 +86,34 @@ def test_a_jobsets_child_belongs_to_the_jobset() -> None:
     values = environment(template, identities.of_job(template))
     assert values["DELTASHARD_RUN"] == f"team-a/ads-{OWNER_UID}"
     assert (values["DELTASHARD_WORKLOAD_KIND"], values["DELTASHARD_REPLICA"]) == ("JobSet", "1")
-    assert identities.of_pod(pod({**JOB_LABELS, **JOBSET_LABELS})) == identities.JOBSET
+    assert identities.of_pod(pod({**JOB_LABELS, **JOBSET_LABELS}, OF_JOB)) == identities.JOBSET
+
+
+def test_a_jobset_that_is_too_old_to_label_its_uid_is_known_by_the_jobs_owner() -> None:
+    """Restarted, it makes a Job of the same name and another UID: that is the same run, and its pods have the same names."""
+    template = samples.template()
+    runs = []
+    for uid in ("first", "second"):
+        metadata = {"name": "online-workers-1", "uid": uid, "ownerReferences": [OF_JOBSET]}
+        values = environment(template, identities.of_job(template, {"metadata": metadata}))
+        runs.append((values["DELTASHARD_RUN"], values["DELTASHARD_REPLICA"], values["DELTASHARD_INDEX"]))
+    assert runs == [(f"team-a/online-{OWNER_UID}", "workers-1", "3")] * 2
+    own = {"metadata": {"name": "online-1", "ownerReferences": [owner("CronJob", api="batch/v1")]}}
+    assert identities.of_job(template, own) == identities.JOB, "each Job of a CronJob is a run of its own"
+
+
+def test_a_kind_is_told_by_its_group_too() -> None:
+    """Another API's Job has no completion index, and its StatefulSet no ordinals that we know of."""
+    volcano = identities.of_pod(pod(JOB_LABELS, owner("Job", api="batch.volcano.sh/v1alpha1")))
+    assert volcano != identities.JOB
+    assert (volcano.uid.text, volcano.index) == (OWNER_UID, identities.Source())
+    other = identities.of_pod(pod({}, owner("StatefulSet", api="apps.example.org/v1")))
+    assert other.index == identities.Source()
+
+
+def test_labels_make_no_pod_anothers() -> None:
+    """Whoever makes a pod writes its labels; who owns it, its ownerReference says."""
+    assert identities.of_pod(pod({**JOB_LABELS, **JOBSET_LABELS})) == identities.POD
 
 
 def test_other_pods_belong_to_their_controller() -> None:
@@ -135,8 +162,10 @@ def test_the_sidecar_takes_the_environment(run_id: str | None) -> None:
     [
         ("Job", {"metadata": {"name": "j"}}, ""),
         ("Job", {"metadata": {"labels": {names.JOBSET_UID_LABEL: "s", names.JOBSET_NAME_LABEL: "set"}}}, "s"),
-        ("Pod", {"metadata": {"labels": {names.JOB_UID_LABEL: "j"}}}, "j"),
-        ("Pod", {"metadata": {"ownerReferences": [{"uid": "a"}, {"uid": "b", "controller": True}]}}, "b"),
+        ("Job", {"metadata": {"ownerReferences": [OF_JOBSET]}}, OWNER_UID),
+        ("Pod", {"metadata": {"labels": JOB_LABELS, "ownerReferences": [OF_JOB]}}, UID),
+        ("Pod", {"metadata": {"labels": JOB_LABELS}}, ""),
+        ("Pod", pod({}, owner("Node", controller=False, uid="a"), owner("StatefulSet", uid="b")), "b"),
         ("Pod", {"metadata": {}}, ""),
     ],
 )

@@ -141,7 +141,17 @@ def test_first_but_behind_the_mesh() -> None:
         for c in injected(samples.template(initContainers=[{"name": "a"}]))["spec"]["initContainers"]
     ]
     assert order == ["deltashard-sidecar", "a"]
-    proxy_first = samples.template(containers=[{"name": "istio-proxy"}, {"name": "t"}])
+
+
+@pytest.mark.parametrize(
+    "proxy", ["istio-proxy", "linkerd-proxy", "consul-dataplane", "consul-dataplane-web", "kuma-sidecar"]
+)
+def test_any_meshs_proxy_goes_first(proxy: str) -> None:
+    """The sidecar has no network before it; and a proxy that is an ordinary container does not train."""
+    template = samples.template(initContainers=[{"name": "a"}, {"name": proxy}, {"name": "b"}])
+    order = [c["name"] for c in injected(template)["spec"]["initContainers"]]
+    assert order == ["a", proxy, "deltashard-sidecar", "b"]
+    proxy_first = samples.template(containers=[{"name": proxy}, {"name": "t"}])
     assert "env" not in injected(proxy_first)["spec"]["containers"][0]
 
 

@@ -69,11 +69,16 @@ def _job(
     }
 
 
+COPIED = samples.applied(
+    _job({"deltashard.io/run-id": "nightly"}), samples.answer(_job({"deltashard.io/run-id": "nightly"}))
+)
+COPIED["metadata"]["annotations"]["deltashard.io/run-id"] = "weekly"
 REFUSED = {
     "BadAnnotation": _job({"deltashard.io/bits": "5"}),
     "BadPolicy": _job(),
     "BadTemplate": _job(containers=[TRAINER, {"image": "x"}]),
     "ContainerNameTaken": _job(containers=[TRAINER, {"name": "deltashard-sidecar", "image": "x"}]),
+    "CopiedManifest": COPIED,
     "MarkerWithoutSidecar": _job(marks={"deltashard.io/injected": "0.1.0"}),
     "MountTaken": _job(
         containers=[{**TRAINER, "volumeMounts": [{"name": "scratch", "mountPath": "/run/deltashard"}]}],
@@ -101,7 +106,7 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
     elif code == "PolicyUnavailable":
         said = caches.unavailable("nightly", "503").sentence
     elif code == "RunIdTaken":
-        said = holders._taken("nightly", "Job", "nightly-29012345").sentence
+        said = holders._taken("nightly", "Job nightly-29012345").sentence
     else:
         response = samples.answer(REFUSED[code], {"intervalSeconds": -1} if code == "BadPolicy" else None)
         assert response["status"]["reason"] == code

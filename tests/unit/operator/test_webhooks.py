@@ -29,6 +29,8 @@ from tests.unit.operator.test_certificates import put
 HOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
+OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "controller": True}
+"""As the Job's controller puts it on the pods it makes."""
 
 
 @pytest.fixture
@@ -102,6 +104,7 @@ def test_with_every_replica_dead_nobody_else_notices(rest: Rest) -> None:
             assert rest.create(job("free", annotations), dry_run=True).status == 201
             assert rest.create(pod("free", annotations), dry_run=True).status == 201
         marked = pod("marked", {**opted(), names.INJECTED: "0.1.0"})
+        marked["metadata"]["ownerReferences"] = [OF_JOB]
         assert rest.create(marked, dry_run=True).status == 201, "an injected template's pods need no webhook"
         mirror = pod("mirror", {**opted(), "kubernetes.io/config.mirror": "hash"})
         mirror["spec"]["nodeName"] = "n1"
@@ -126,7 +129,7 @@ def test_an_annotated_job_is_injected(rest: Rest, webhook: WebhookProcess) -> No
         values = samples.expanded(samples.sidecar_of(template), {})
         assert values["DELTASHARD_EVERY_S"] == "90"
         child = {"apiVersion": "v1", "kind": "Pod", **template}
-        child["metadata"] = {**template["metadata"], "name": "trains-x"}
+        child["metadata"] = {**template["metadata"], "name": "trains-x", "ownerReferences": [OF_JOB]}
         webhook.stop()
         made = rest.create(child, dry_run=True)
         assert made.status == 201
@@ -386,6 +389,51 @@ def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
             assert has_sidecar(rest.create(job("second", opted(run_id="held")), dry_run=True))
     finally:
         assert rest("DELETE", path).status == 200
+
+
+def test_a_numbered_pods_run_is_nobody_elses(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """Pod 1 of `exp` and a workload with the run id `exp-1` would be one run: whichever comes second is refused."""
+
+    def indexed(name: str, run_id: str, pods: int) -> dict[str, Any]:
+        document = job(name, opted(run_id=run_id))
+        document["spec"] |= {"completionMode": "Indexed", "completions": pods, "parallelism": pods}
+        return document
+
+    jobs = "/apis/batch/v1/namespaces/default/jobs"
+    with registered(rest, shared_webhook.client_config()):
+        assert has_sidecar(rest.create(indexed("numbered", "exp", 2)))
+        refused = rest.create(job("single", opted(run_id="exp-1")), dry_run=True)
+        assert refused.document["reason"] == "RunIdTaken"
+        assert "run 'exp-1' would be shared with Job numbered" in refused.document["message"]
+        single = rest.create(job("single", opted(run_id="exp-2")))
+        assert has_sidecar(single), "there is no pod 2"
+        wider = rest.create(indexed("wider", "exp", 3), dry_run=True)
+        assert wider.document["reason"] == "RunIdTaken"
+        assert rest("DELETE", f"{jobs}/numbered", {"propagationPolicy": "Background"}).status == 200
+        wider = rest.create(indexed("wider", "exp", 3), dry_run=True)
+        assert "run 'exp-2' would be shared with Job single" in wider.document["message"]
+        assert has_sidecar(rest.create(indexed("narrow", "exp", 2), dry_run=True))
+        assert rest("DELETE", f"{jobs}/single", {"propagationPolicy": "Background"}).status == 200
+
+
+def test_a_copied_pod_reaches_the_webhook_and_a_jobs_pod_does_not(
+    rest: Rest, shared_webhook: WebhookProcess
+) -> None:
+    """What the Job's template brought needs no webhook; what a person copied is looked at."""
+    with registered(rest, shared_webhook.client_config()):
+        made = rest.create(pod("copied", opted()), dry_run=True)
+        assert has_sidecar(made)
+        copy = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "copied", "annotations": made.document["metadata"]["annotations"]},
+            "spec": {k: v for k, v in made.document["spec"].items() if k not in {"nodeName", "priority"}},
+        }
+        assert has_sidecar(rest.create(copy, dry_run=True))
+        copy["metadata"]["annotations"] |= {names.RUN_ID: "other"}
+        assert rest.create(copy, dry_run=True).document["reason"] == "CopiedManifest"
+        copy["metadata"]["ownerReferences"] = [OF_JOB]
+        assert has_sidecar(rest.create(copy, dry_run=True))
 
 
 def test_a_run_id_is_free_once_its_job_has_ended_whatever_the_controller_says(

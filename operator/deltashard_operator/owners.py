@@ -1,0 +1,63 @@
+"""Who owns an object: its controller's ownerReference, and which kinds are the ones we know. Pure.
+
+A kind is its API group and its name: `Job` of batch is not `Job` of batch.volcano.sh. Labels say nothing of owners:
+whoever makes an object may write them. (An ownerReference, too, but the garbage collector deletes what names an owner
+that is not there, and it never leaves its namespace.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+JOB = ("batch", "Job")
+POD = ("", "Pod")
+JOBSET = ("jobset.x-k8s.io", "JobSet")
+STATEFUL_SET = ("apps", "StatefulSet")
+GroupKind = tuple[str, str]
+"""(API group, kind)."""
+UNFIT: frozenset[GroupKind] = frozenset(
+    {("apps", "ReplicaSet"), ("apps", "DaemonSet"), ("", "ReplicationController")}
+)
+"""Their pods come and go as equals: a rollout, or the next pod, would be another run, or fence the one that trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """A controller, as an ownerReference names it."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+    @property
+    def group_kind(self) -> GroupKind:
+        """(API group, kind)."""
+        return group_kind(self.api_version, self.kind)
+
+
+def group_kind(api_version: str, kind: str) -> GroupKind:
+    """(API group, kind); `v1` is of the core group, whose name is empty."""
+    group, _, _ = api_version.rpartition("/")
+    return group, kind
+
+
+def controller_of(document: Mapping[str, Any]) -> Owner | None:
+    """Who controls an object; None for one that stands for itself."""
+    for each in (document.get("metadata") or {}).get("ownerReferences") or ():
+        if each.get("controller"):
+            return Owner(
+                api_version=str(each.get("apiVersion", "")),
+                kind=str(each["kind"]),
+                name=str(each["name"]),
+                uid=str(each["uid"]),
+            )
+    return None
+
+
+def is_controlled_by(document: Mapping[str, Any], wanted: GroupKind) -> Owner | None:
+    """The object's controller when it is of this kind."""
+    owner = controller_of(document)
+    return owner if owner is not None and owner.group_kind == wanted else None
