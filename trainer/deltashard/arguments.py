@@ -20,6 +20,8 @@ from torch import nn
 
 from deltashard.errors import UserError
 from deltashard.optimstates import views_of
+from deltashard.states import why_unstorable
+from deltashard.tables import canonical_prefixes
 
 RESERVED = "deltashard/"
 """What names of metadata may not begin with."""
@@ -36,7 +38,7 @@ def _refusal(name: str, value: object, takes: str, remedy: str) -> UserError:
 
 
 def check_model(model: object) -> None:
-    """Raises `UserError` for anything that is no module, or has no memory yet."""
+    """Raises `UserError` for anything that is no module, has no memory yet, or cannot be stored."""
     if not isinstance(model, nn.Module):
         raise _refusal("model", model, "a torch.nn.Module", "give the module that is trained")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
@@ -46,6 +48,23 @@ def check_model(model: object) -> None:
                 where="Checkpointer(model=)",
                 remedy="give the model memory first, model.to_empty(device=...), then build its optimizers",
             )
+    for path, module in canonical_prefixes(model):
+        # The accessors would drop what is shared, and what does not persist is not saved.
+        transient = module._non_persistent_buffers_set  # noqa: SLF001
+        buffers = [(name, b) for name, b in module._buffers.items() if name not in transient]  # noqa: SLF001
+        for name, held in [*module._parameters.items(), *buffers]:  # noqa: SLF001
+            if held is None or isinstance(
+                held, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer
+            ):
+                continue
+            if (why := why_unstorable(held)) is not None:
+                raise UserError(
+                    f"{path}{'.' if path else ''}{name} {why}: it cannot be saved",
+                    where="Checkpointer(model=)",
+                    remedy="train without sharding, or keep the sharded part outside of the model"
+                    if "sharded" in why
+                    else "make it a plain dense tensor, or a buffer with persistent=False that is made anew",
+                )
 
 
 def check_state(state: object) -> None:

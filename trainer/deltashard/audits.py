@@ -56,7 +56,7 @@ class Audit:
     def __init__(self, table: str, seed: int) -> None:
         self._table = table
         self._seed = seed
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
         self._ids: Tensor | None = None
         self._hashes: Tensor | None = None
         self._layout: tuple[object, ...] = ()
@@ -65,7 +65,11 @@ class Audit:
         """Draw `count` rows (with repeats; every row once if there are no more) and remember their hashes."""
         rows = sections[0].shape[0]
         few = count < rows
-        ids = torch.randint(rows, (count,), generator=self._generator) if few else torch.arange(rows)
+        ids = (
+            torch.randint(rows, (count,), generator=self._generator, device="cpu")
+            if few
+            else torch.arange(rows, device="cpu")
+        )
         self._ids = ids.to(sections[0].device)
         self._hashes = rowhashes.row_hashes(sections, self._seed, rows=self._ids)
         self._layout = rowhashes.layout(sections)

@@ -21,12 +21,14 @@ from deltashard_proto.arenas import STEP
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.contents import Contents
+from deltashard.contracts import contracts_of, refuse_model
 from deltashard.errors import UserError
 from deltashard.fingerprints import fingerprint
 from deltashard.interruptions import leaves
 from deltashard.launchers import Launcher
 from deltashard.loaders import WrappedLoader
 from deltashard.orders import OrderWatch
+from deltashard.origins import Origin
 from deltashard.saves import Commit, Flight, SaveHandle, Stats
 from deltashard.sessions import Attached, FencedOff, Link, Lost, Session
 from deltashard.signals import TermHandler
@@ -65,7 +67,15 @@ class Boundary:
     ) -> None:
         self._tracking = tracking
         self._state = state
-        self._sources = sources(self._state)
+        self._origin = Origin(
+            {table.fqn: table.param for table in tracking.tables} | dict(tracking.inventory.dense)
+        )
+        self._contracts = contracts_of(tracking.model, lambda: tracking.inventory)
+        tracking.left_out = frozenset().union(*(each.left_out for each in self._contracts))
+        self._sources = sources(
+            self._state, refuse=lambda name, held: refuse_model(name, held, tracking.inventory)
+        )
+        self._sources += [each.source for each in self._contracts]
         self._fresh = fresh
         self._validate = validate
         self._on_event = on_event

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from deltashard_checkpoint.trees import EncodedTree, UnsupportedValue
+from torch import Tensor
 
 from deltashard.errors import StateError
 from deltashard.interruptions import leaves
@@ -26,6 +27,7 @@ from deltashard.tracking import Tracking
 
 def blobs_of(
     tracking: Tracking,
+    dense: Mapping[str, Tensor],
     sources: Sequence[Source],
     loaders: Mapping[str, WrappedLoader],
     waiting: Mapping[str, Any],
@@ -34,7 +36,8 @@ def blobs_of(
     """Yield (name, tree) of every blob; each must be written before the next is asked for.
 
     Args:
-        tracking: names the dense tensors and holds the optimizers.
+        tracking: holds the optimizers.
+        dense: parameters and buffers that are no tables, live, by name.
         sources: entries of `state=`; those that are wrapped as loaders are left to them.
         loaders: wrapped loaders by name.
         waiting: restored positions of loaders that were not wrapped yet.
@@ -46,7 +49,7 @@ def blobs_of(
     wrapped = [loader.loader for loader in loaders.values()]
     if any(isinstance(loader, Stateful) for loader in wrapped):
         apply_globals(rng)
-    for name, tensor in tracking.dense().items():
+    for name, tensor in dense.items():
         yield f"dense/{name}", encode_value(tensor)
     for view in tracking.optimizers:
         yield f"optim/{view.index}", encode_value(view.capture())

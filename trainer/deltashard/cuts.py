@@ -84,7 +84,9 @@ class _Staging:
 
     def next(self) -> Tensor:
         while len(self.buffers) < 2:
-            self.buffers.append(torch.empty(BATCH_BYTES + ALIGN, dtype=torch.uint8, pin_memory=True))
+            self.buffers.append(
+                torch.empty(BATCH_BYTES + ALIGN, dtype=torch.uint8, pin_memory=True, device="cpu")
+            )
         self.turn ^= 1
         return self.buffers[self.turn]
 

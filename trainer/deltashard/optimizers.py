@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from deltashard_checkpoint.errors import UserError
 
 from deltashard.optim import RowWiseAdagrad
 
@@ -69,6 +70,23 @@ def why_inexact(optimizer: Any) -> str | None:
         if reason is not None:
             return f"{type(optimizer).__name__} with {reason}"
     return None
+
+
+def hookable(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Those of `innermost` that take hooks: a wrapper that never called torch's constructor does not.
+
+    Raises:
+        UserError: there are torch optimizers, and none takes hooks: nothing would tell of its steps.
+    """
+    inner = innermost(optimizer)
+    found = [each for each in inner if hasattr(each, "_optimizer_step_pre_hooks")]
+    if inner and not found:
+        raise UserError(
+            f"{type(inner[0]).__name__} never called super().__init__(): torch has no place for hooks in it",
+            where="Checkpointer(optimizer=)",
+            remedy="call super().__init__(params, defaults) in its constructor",
+        )
+    return found
 
 
 def innermost(optimizer: Any) -> list[torch.optim.Optimizer]:

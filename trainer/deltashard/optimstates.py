@@ -17,7 +17,7 @@ was given. Values are written to `optimizer.state[param]` with the type they wer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -127,8 +127,10 @@ class OptimizerView:
             "orphans": dict(self.orphans),
         }
 
-    def restore(self, tree: Mapping[str, Any]) -> list[str]:
+    def restore(self, tree: Mapping[str, Any], *, skip: Collection[str] = ()) -> list[str]:
         """Write a captured tree back; returns notes on what did not match. Row fields were written before.
+
+        State of the parameters in `skip`, which have another shape now, is not.
 
         Raises:
             UserError: the groups do not fit those that were saved.
@@ -140,6 +142,8 @@ class OptimizerView:
         params = self.params()
         self._restore_groups(tree["groups"])
         for name, param in params.items():
+            if name in skip:
+                continue
             saved, shapes = tree["state"].get(name), tree["fields"].get(name, {})
             if saved is None:
                 self.state.pop(param, None)
@@ -162,7 +166,7 @@ class OptimizerView:
         for key, value in tree["extra"].items():
             self.state[key] = _unpack(value)
         for name, value in tree["orphans"].items():
-            if name in self.orphans:
+            if name in self.orphans and name not in skip:
                 with torch.no_grad():
                     self.orphans[name].copy_(value)
         return notes
@@ -267,5 +271,6 @@ def _unpack(value: Any) -> Any:
             value["size"],
             is_coalesced=value["coalesced"],
             check_invariants=True,
+            device=value["values"].device,
         )
     return value

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from deltashard.optimizers import innermost
+from deltashard.optimizers import hookable
 from deltashard.tracking import Tracking
 
 log = logging.getLogger("deltashard")
@@ -47,7 +47,7 @@ class OrderWatch:
             if isinstance(tensor, torch.nn.Parameter)
         ]
         for view in self._tracking.optimizers:
-            for optimizer in innermost(view.target):
+            for optimizer in hookable(view.target):
                 self._handles.append(optimizer.register_step_pre_hook(self._look))
 
     def close(self) -> None:

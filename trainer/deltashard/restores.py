@@ -30,8 +30,10 @@ from deltashard_checkpoint.tables import Box, FieldSpec, TableSchema
 from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import Tensor
 
+from deltashard import contracts
 from deltashard.errors import CheckpointMismatch, RestoreFailed
 from deltashard.optimstates import OptimizerView
+from deltashard.origins import grow, may_grow
 from deltashard.sessions import Link, translate
 from deltashard.states import copy_tensor, decode_value
 from deltashard.tracking import TrackedTable, Tracking
@@ -246,17 +248,20 @@ def _differences(table: TrackedTable, held: TableSchema, *, strict: bool) -> lis
     """How a table differs from what is stored; unless `strict`, with what becomes of it.
 
     Raises:
-        CheckpointMismatch: rows of another width cannot be taken at all.
+        CheckpointMismatch: with `strict`, rows of another width, which cannot be taken at all.
     """
     rows, columns = table.param.shape
     was = f"[{held.rows}, {held.columns}]"
     now = f"[{rows}, {columns}]"
+    if held.columns != columns and not strict:
+        return [
+            f"table {table.fqn} has other columns: {was} is stored, the model has {now}; it stays initial"
+        ]
     if held.columns != columns:
         raise CheckpointMismatch(
             f"table {table.fqn} has other columns: {was} is stored, the model has {now}",
             where="tables",
-            remedy=f"build it with {held.columns} columns as it was; a table of another width needs another name, "
-            "and restore(strict=False) leaves it initial",
+            remedy=f"build it with {held.columns} columns as it was, or restore(strict=False), which leaves it initial",
         )
     found = []
     if held.rows != rows:
@@ -312,7 +317,8 @@ class ModelTargets:
                 )
                 continue
             faults += _differences(table, held, strict=strict)
-            self._tables.append((table, held))
+            if held.columns == table.param.shape[1]:
+                self._tables.append((table, held))
         if faults and strict:
             raise CheckpointMismatch(
                 "; ".join(faults),
@@ -410,7 +416,7 @@ class ModelTargets:
         part = live.detach()[:rows]
         if _in_place(part):
             return array_of(part)
-        staging = torch.empty(part.shape, dtype=part.dtype)
+        staging = torch.empty(part.shape, dtype=part.dtype, device="cpu")
         copies.append((staging, part))
         return array_of(staging)
 
@@ -455,18 +461,22 @@ class Blobs:
         Raises:
             CheckpointMismatch: with `strict`, anything that is missing, extra or of another shape or class.
         """
-        faults = []
+        faults: list[str] = []
+        notes: list[str] = []
         live = tracking.dense()
-        saved = {tracking.inventory.aliases.get(name, name): value for name, value in self.dense.items()}
+        saved = self._saved(tracking)
+        keeps = "" if strict else ": it keeps its initial values"
         for name in sorted(saved.keys() | live.keys()):
-            if name not in live:
+            if name not in saved:
+                faults.append(f"dense tensor {name} is not stored{keeps}")
+            elif self._may_grow(tracking, name, saved[name], live.get(name)):
+                continue
+            elif name not in live:
                 faults.append(f"dense tensor {name} is stored, the model has none")
-            elif name not in saved:
-                faults.append(f"dense tensor {name} is not stored")
-            elif saved[name].shape != live[name].shape or saved[name].dtype != live[name].dtype:
+            elif not _fits(saved[name], live[name]):
                 faults.append(
                     f"dense tensor {name} is stored as {saved[name].dtype} {tuple(saved[name].shape)}, "
-                    f"the model has {live[name].dtype} {tuple(live[name].shape)}"
+                    f"the model has {live[name].dtype} {tuple(live[name].shape)}{keeps}"
                 )
         if not weights_only:
             if len(self.optimizers) != len(tracking.optimizers):
@@ -477,16 +487,23 @@ class Blobs:
                 if (misfit := self._misfit(i, view)) is not None:
                     fate = "" if strict else ": it starts with no state of the checkpoint's"
                     faults.append(f"optimizer {i} {misfit} now{fate}")
-            for name in sorted(set(names) ^ self.state.keys()):
+            for i, view in enumerate(tracking.optimizers):
+                faults += [
+                    f"optimizer {i} has another shape of {name} than is stored{keeps}"
+                    for name in self._misshapen(i, view)
+                ]
+            older = contracts.unsaid(names, self.state, self.meta)
+            notes += [f"{_place_of(name)} is not stored: an older version saved this" for name in older]
+            for name in sorted((set(names) ^ self.state.keys()) - set(older)):
                 what = "not stored" if name in names else "stored, but not given now"
-                faults.append(f"state[{name!r}] is {what}")
+                faults.append(f"{_place_of(name)} is {what}")
         if faults and strict:
             raise CheckpointMismatch(
                 "; ".join(faults),
                 where="dense state",
                 remedy="build model, optimizers and state= as they were, or restore(strict=False) to take what fits",
             )
-        return faults
+        return notes + faults
 
     def strangers(self, tracking: Tracking) -> frozenset[int]:
         """Optimizers that do not fit the one stored in their place (class, groups): they keep their own state."""
@@ -504,22 +521,58 @@ class Blobs:
         groups, live = len(stored["groups"]), len(view.target.param_groups)
         return None if groups == live else f"had {groups} parameter groups and has {live}"
 
-    def apply_dense(self, tracking: Tracking, *, strict: bool, weights_only: bool) -> list[str]:
-        """Parameters and buffers in place, then the optimizers."""
-        notes: list[str] = []
+    def apply_tensors(self, tracking: Tracking, *, strict: bool) -> None:
+        """Parameters and buffers in place."""
         live = tracking.dense()
-        for stored_name, value in self.dense.items():
-            name = tracking.inventory.aliases.get(stored_name, stored_name)
+        for name, value in self._saved(tracking).items():
             target = live.get(name)
-            fits = target is not None and target.shape == value.shape and target.dtype == value.dtype
-            if target is not None and (strict or fits):
+            if self._may_grow(tracking, name, value, target):
+                grow(name, value, target, tracking.model)
+            elif target is not None and (strict or _fits(value, target)):
                 copy_tensor(target, value, where=f"dense tensor {name}")
-        if not weights_only:
-            strangers = self.strangers(tracking)
-            for i, view in enumerate(tracking.optimizers):
-                if i in self.optimizers and view.index not in strangers:
-                    notes += view.restore(self.optimizers[i])
+
+    def apply_optimizers(self, tracking: Tracking) -> list[str]:
+        """Groups and state of the optimizers; what does not fit is left as it is, which `check` said."""
+        notes: list[str] = []
+        strangers = self.strangers(tracking)
+        for i, view in enumerate(tracking.optimizers):
+            if i in self.optimizers and view.index not in strangers:
+                notes += view.restore(self.optimizers[i], skip=self._misshapen(i, view))
         return notes
+
+    def _saved(self, tracking: Tracking) -> dict[str, Tensor]:
+        """Stored dense tensors by the model's names, but for those that it leaves out."""
+        aliases = tracking.inventory.aliases
+        named = {aliases.get(name, name): value for name, value in self.dense.items()}
+        return {name: value for name, value in named.items() if name not in tracking.left_out}
+
+    def _may_grow(self, tracking: Tracking, name: str, value: Tensor, live: Tensor | None) -> bool:
+        if live is not None and _fits(value, live):
+            return False
+        return may_grow(name, value, live, self.meta.get("grown") or {}, tracking.model)
+
+    def _misshapen(self, position: int, view: OptimizerView) -> list[str]:
+        """Parameters of an optimizer that had another shape when they were stored."""
+        stored = self.optimizers.get(position)
+        if stored is None:
+            return []
+        held = {**self.dense, **stored["orphans"]}
+        return [
+            name
+            for name, param in view.params().items()
+            if name in held and tuple(held[name].shape) != tuple(param.shape)
+        ]
+
+
+def _fits(stored: Tensor, live: Tensor) -> bool:
+    return stored.shape == live.shape and stored.dtype == live.dtype
+
+
+def _place_of(source: str) -> str:
+    """An entry of `state=`, or a module that says its own state, in words."""
+    if source.startswith(contracts.MODULE):
+        return f"what module {source.removeprefix(contracts.MODULE) or 'the model'} says in its state_dict()"
+    return f"state[{source!r}]"
 
 
 def opened_or_raise(call: Callable[[], pb.OpenReply]) -> pb.OpenReply:

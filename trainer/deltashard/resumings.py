@@ -24,6 +24,7 @@ from deltashard import restores
 from deltashard.boundaries import Boundary
 from deltashard.contents import Contents, equal
 from deltashard.errors import (
+    CheckpointMismatch,
     NotRestored,
     RestoreFailed,
     SidecarUnavailable,
@@ -173,11 +174,11 @@ class Resuming(Boundary):
         blobs = received.blobs
         crash_point("restore.before_dense")
         notes += targets.notes
-        notes += blobs.apply_dense(self._tracking, strict=strict, weights_only=weights_only)
+        notes += self._apply_dense(blobs, strict=strict, weights_only=weights_only)
         for table, ids in restores.delta_rows(targets.placed):
             self._tracking.reseed(table, ids)
         if not weights_only:
-            self._apply_state(blobs)
+            notes += self._apply_state(blobs, strict=strict)
             self._tracking.watch_first_step()
         # IMPORTANT: a cut may only lean on what was taken over whole. That must outlast a first save that fails, so it
         # is said by having nothing to lean on, not by asking once for a full cut.
@@ -210,16 +211,46 @@ class Resuming(Boundary):
             exact=exact,
         )
 
-    def _apply_state(self, blobs: Blobs) -> None:
+    def _apply_dense(self, blobs: Blobs, *, strict: bool, weights_only: bool) -> list[str]:
+        """Tensors, what modules say themselves, optimizers; returns notes on what did not fit."""
+        blobs.apply_tensors(self._tracking, strict=strict)
+        notes = self._apply_modules(blobs, strict=strict)
+        return notes if weights_only else notes + blobs.apply_optimizers(self._tracking)
+
+    def _apply_modules(self, blobs: Blobs, *, strict: bool) -> list[str]:
+        """What modules say in their own state_dict; then their tensors once more, which loading may have converted."""
+        notes = []
+        for contract in self._contracts:
+            held = blobs.state.get(contract.source.name, {})
+            try:
+                contract.load(held)
+            except CheckpointMismatch as error:
+                if strict:
+                    raise
+                notes.append(str(error))
+        if self._contracts:
+            blobs.apply_tensors(self._tracking, strict=strict)
+        return notes
+
+    def _apply_state(self, blobs: Blobs, *, strict: bool) -> list[str]:
+        notes = []
+        modules = {contract.source.name for contract in self._contracts}
         for source in self._sources:
-            if source.name in blobs.state:
+            if source.name not in blobs.state or source.name in modules:
+                continue
+            try:
                 source.set(blobs.state[source.name])
+            except CheckpointMismatch as error:
+                if strict:
+                    raise
+                notes.append(f"{error}: it stays as it is")
         for name, tree in (blobs.loaders or {}).items():
             if name in self._loaders:
                 self._loaders[name].resume(tree, blobs.rng)
             else:
                 self._pending_loaders[name] = tree
         self._pending_rng = blobs.rng
+        return notes
 
     def _apply_rng(self, blobs: Blobs, *, strict: bool) -> None:
         if blobs.rng is None:

@@ -302,13 +302,17 @@ class Saving(Resuming):
         return "since_baseline" if begun.covers == self._since_baseline else "all"
 
     def _everything_else(self, content: Mapping[str, str] | None) -> Iterator[tuple[str, EncodedTree]]:
+        dense = self._tracking.dense()
+        self._origin.say(dense | {table.fqn: table.param for table in self._tracking.tables})
         meta = {
             "library": library_version(),
             "step": self._step,
             "fingerprint": self._fingerprint,
             "content": dict(content) if content is not None else None,
+            "grown": self._origin.grown(dense),
+            "modules": [contract.path for contract in self._contracts],
         }
-        return blobs_of(self._tracking, self._sources, self._loaders, self._pending_loaders, meta)
+        return blobs_of(self._tracking, dense, self._sources, self._loaders, self._pending_loaders, meta)
 
     def _wait(self, handle: SaveHandle, timeout_s: float | None) -> None:
         until_s = None if timeout_s is None else time.monotonic() + timeout_s

@@ -12,7 +12,7 @@ Several stateful objects may come together, in a list, tuple or dict of nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,13 +41,30 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return flat.view(torch.uint8).numpy()
 
 
+def why_unstorable(tensor: torch.Tensor) -> str | None:
+    """What keeps a tensor from being stored, in words; None: it can be."""
+    kind = type(tensor)
+    if kind.__module__.startswith("torch.distributed."):
+        return "is sharded (a DTensor): this process holds a part of it only"
+    if tensor.is_nested:
+        return "is a nested tensor"
+    if tensor.is_quantized:
+        return "is a quantized tensor"
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        return f"has layout {str(tensor.layout).removeprefix('torch.')}"
+    if not dtypes.is_known(dtype_name(tensor.dtype)):
+        return f"has type {dtype_name(tensor.dtype)}"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"is a {kind.__name__}, whose memory is not its own"
+    return None
+
+
 def adapt(value: object) -> object:
     """What the typed tree stores for a torch value; `NotImplemented` for anything else."""
     if isinstance(value, torch.Tensor):
-        if value.is_quantized or value.layout not in (torch.strided, torch.sparse_coo):
+        if (why := why_unstorable(value)) is not None:
             raise StateError(
-                f"a tensor of layout {value.layout} cannot be stored",
-                remedy="store its parts, or make it dense",
+                f"a tensor that {why} cannot be stored", remedy="store its parts, or make it dense"
             )
         if value.layout == torch.sparse_coo:
             value = value.detach()
@@ -60,10 +77,9 @@ def adapt(value: object) -> object:
                     "coalesced": value.is_coalesced(),
                 },
             )
-        name = dtype_name(value.dtype)
-        if not dtypes.is_known(name):
-            raise StateError(f"tensor type {name} cannot be stored", remedy="convert it")
-        leaf = trees.Tensor(dtype=name, shape=tuple(value.shape), data=raw_bytes(value).data)
+        leaf = trees.Tensor(
+            dtype=dtype_name(value.dtype), shape=tuple(value.shape), data=raw_bytes(value).data
+        )
         return leaf if value.device.type == "cpu" else trees.Tagged(tag="torch.accelerator", value=leaf)
     if isinstance(value, torch.Size):
         return trees.Tagged(tag="torch.Size", value=tuple(value))
@@ -77,9 +93,12 @@ def adapt(value: object) -> object:
 def _tensor(leaf: trees.Tensor) -> torch.Tensor:
     dtype = getattr(torch, leaf.dtype)
     data = np.frombuffer(leaf.data, np.uint8) if len(leaf.data) else np.empty(0, np.uint8)
-    flat = torch.empty(data.size, dtype=torch.uint8)
+    # The device is said: a program may have set another default.
+    flat = torch.empty(data.size, dtype=torch.uint8, device="cpu")
     flat.numpy()[:] = data
-    return flat.view(dtype).reshape(leaf.shape) if data.size else torch.empty(leaf.shape, dtype=dtype)
+    if not data.size:
+        return torch.empty(leaf.shape, dtype=dtype, device="cpu")
+    return flat.view(dtype).reshape(leaf.shape)
 
 
 def _untag(device: torch.device | None) -> Callable[[str, Any], object]:
@@ -94,6 +113,7 @@ def _untag(device: torch.device | None) -> Callable[[str, Any], object]:
                     value["shape"],
                     is_coalesced=value["coalesced"],
                     check_invariants=True,  # the indices came from the store
+                    device=value["values"].device,
                 )
             case "torch.Size":
                 return torch.Size(value)
@@ -110,6 +130,18 @@ def _untag(device: torch.device | None) -> Callable[[str, Any], object]:
         )
 
     return untag
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of a state dict, however deep in dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
 
 
 def encode_value(value: object) -> trees.EncodedTree:
@@ -194,6 +226,16 @@ def copy_tensor(target: torch.Tensor, value: object, *, where: str) -> None:
             where=where,
             remedy="construct the program as in the run that saved, or restore(strict=False) to leave it as it is",
         )
+    if target.layout == torch.strided and 0 in target.stride() and target.numel():
+        # Expanded: many elements are one in memory, which copy_() refuses to write.
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+        if not np.array_equal(raw_bytes(value[once].expand_as(value)), raw_bytes(value)):
+            raise CheckpointMismatch(
+                "its elements share memory here (expand()), and differ in the checkpoint",
+                where=where,
+                remedy="give it memory of its own: expand(...).clone()",
+            )
+        target, value = target[once], value[once]
     with torch.no_grad():
         target.copy_(value)
 
@@ -270,8 +312,12 @@ def source(name: str, value: Any) -> Source | None:
     raise _refuse(name, value)
 
 
-def sources(state: Mapping[str, Any] | None) -> list[Source]:
+def sources(
+    state: Mapping[str, Any] | None, *, refuse: Callable[[str, object], None] = lambda _name, _held: None
+) -> list[Source]:
     """All entries of `state=`, each encoded and decoded once, so that what cannot be saved is refused here.
+
+    `refuse` gets the name and the value of each as it would be stored, and raises for what must not be.
 
     Raises:
         StateError: a value, or something inside its state, cannot be stored; the message names the path.
@@ -281,8 +327,10 @@ def sources(state: Mapping[str, Any] | None) -> list[Source]:
         entry = source(name, value)
         if entry is None:
             continue
+        held = entry.get()
+        refuse(name, held)
         try:
-            check_value(entry.get(), where=f"state[{name!r}]")
+            check_value(held, where=f"state[{name!r}]")
         except StateError as error:
             if isinstance(value, Mapping | list | tuple) and not isinstance(value, Stateful):
                 raise StateError(error.what, where=error.where, remedy=_MIXED) from error

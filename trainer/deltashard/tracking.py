@@ -37,7 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deltashard.audits import Audit, AuditFault
 from deltashard.marks import DirtyCounts, Marks, Mode, RowSelection
-from deltashard.optimizers import innermost, why_inexact
+from deltashard.optimizers import hookable, innermost, why_inexact
 from deltashard.optimstates import OptimizerView, allocate, views_of
 from deltashard.tables import FoundTable, Inventory, TableSettings, discover, dtype_name
 from deltashard.trackers import HashTracker, RowTracker, Untracked, version
@@ -377,6 +377,8 @@ class Tracking:
         self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
         self.by_name = {table.fqn: table for table in self.tables}
         self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_name)
+        self.left_out: frozenset[str] = frozenset()
+        """Dense tensors that are not saved: a module's own contract says so."""
         self.faults = 0
         """Audit faults since the start."""
         self._stepped = False
@@ -391,9 +393,12 @@ class Tracking:
         return self._inventory
 
     def dense(self) -> dict[str, Tensor]:
-        """Live parameters and persistent buffers that are no tables, by canonical name, read from the model now."""
+        """Live parameters and persistent buffers that are no tables, by canonical name, read from the model now.
+
+        Without those that are left out.
+        """
         self._inventory = discover(self.model, self.settings.tables)
-        return dict(self._inventory.dense)
+        return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self.left_out}
 
     @property
     def stepped(self) -> bool:
@@ -489,7 +494,7 @@ class Tracking:
     def _install(self) -> None:
         seen: set[int] = set()
         for handed in self._handed:
-            for optimizer in innermost(handed):
+            for optimizer in hookable(handed):
                 if id(optimizer) in seen:
                     continue
                 seen.add(id(optimizer))
