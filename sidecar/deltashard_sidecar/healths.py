@@ -132,6 +132,10 @@ class StoreHealth:
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         """See `StoreObserver.finished`."""
 
+    def hedged(self, outcome: str) -> None:
+        """See `StoreObserver.hedged`."""
+        self._metrics.hedges.labels(outcome).inc()
+
     def _recovered(self, kind: str) -> None:
         with self._lock:
             self._failures = 0

@@ -27,6 +27,7 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.stores.conformance import StoreTests
 from deltashard_checkpoint.stores.deadlines import deadline
+from deltashard_checkpoint.stores.hedges import HedgingStore
 from deltashard_checkpoint.stores.probes import probe
 from deltashard_checkpoint.stores.refusals import RequestRefused
 from deltashard_checkpoint.stores.retries import RetryPolicy
@@ -344,6 +345,35 @@ def test_an_object_too_large_to_be_read_whole_is_not_read(minio_url: str) -> Non
     ):
         store.get("log/0")
     assert server.requests == 1
+
+
+def test_a_hung_read_is_asked_for_again(minio_server: MinioServer, minio_url: str) -> None:
+    """The second request's bytes count; the first one's thread does not wait for a silent server any longer."""
+    bucket = minio_url.split("/")[2].partition("?")[0]
+    told: list[str] = []
+
+    def first_read(request: Request) -> Trouble | None:
+        return Trouble.HUNG if request.kind == "get" and request.number == 0 else None
+
+    with (
+        TroubledS3(minio_server.port, first_read, hung_for=None) as proxy,
+        S3Store(bucket=bucket, endpoint=f"http://127.0.0.1:{proxy.port}", silence_timeout_s=3600) as plain,
+    ):
+        store = HedgingStore(
+            plain, hedged=told.append, overdue=lambda ended, _s: not ended.is_set() and proxy.wait_hung()
+        )
+        data = bytes(range(256)) * 10_000
+        plain.put("pack", data)
+        out = bytearray(1_000_000)
+        with deadline(3600):
+            store.get_into("pack", 777, memoryview(out))
+        assert out == data[777 : 777 + 1_000_000]
+        assert told == ["won"]
+        for thread in threading.enumerate():
+            if thread.name == "read":
+                thread.join(120)
+                assert not thread.is_alive(), "its connection was shut down"
+        proxy.calm()
 
 
 def test_killed_in_mid_put(own_minio: MinioServer) -> None:

@@ -12,9 +12,11 @@ the refusal's head was read; the answer holds its socket open until its own end.
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -24,8 +26,10 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.response import BaseHTTPResponse, HTTPResponse
 
+from deltashard_checkpoint.stores import gates
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.deadlines import remaining_s
+from deltashard_checkpoint.stores.gates import Gate
 
 SLICE_BYTES = 1024 * 1024
 _SHORTEST_S = 0.01
@@ -36,10 +40,29 @@ class _Once(HTTPConnection):
     """Not used again after a refused upload."""
 
     _method = ""
+    _gate: Gate | None = None
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self._gate_lock = threading.Lock()
 
     def putrequest(self, method: str, url: str, *args: Any, **kw: Any) -> None:
         self._method = method
+        gate = gates.current()
+        with self._gate_lock:
+            self._gate = gate
+        if gate is not None:
+            gate.carried_by(self)
         super().putrequest(method, url, *args, **kw)
+
+    def hang_up(self, gate: Gate) -> None:
+        """See `gates.Carrier`."""
+        with self._gate_lock:
+            sock = self.sock if self._gate is gate else None
+            if sock is not None:
+                with suppress(OSError):
+                    # The descriptor itself: a TLS socket's own method would pull its state away from its reader.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 itself does
         response = super().getresponse()

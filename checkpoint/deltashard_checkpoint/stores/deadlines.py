@@ -20,8 +20,9 @@ _given_up: ContextVar[Callable[[], bool] | None] = ContextVar("deltashard_store_
 
 @contextmanager
 def until(given_up: Callable[[], bool]) -> Iterator[None]:
-    """Within: no time remains once `given_up()`, which is asked often and must not wait; replaces an outer one."""
-    token = _given_up.set(given_up)
+    """Within: no time remains once `given_up()`, or an outer one; it is asked often and must not wait."""
+    outer = _given_up.get()
+    token = _given_up.set(given_up if outer is None else lambda: given_up() or outer())
     try:
         yield
     finally:

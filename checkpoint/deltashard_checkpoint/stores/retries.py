@@ -63,6 +63,9 @@ class StoreObserver(Protocol):
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         """The whole call, tries and waits together; `size_bytes` moved when `error` is None."""
 
+    def hedged(self, outcome: str) -> None:
+        """A read took so long that a second one was asked for, or would have been: one of `hedges.OUTCOMES`."""
+
 
 class SilentObserver:
     """Observes nothing."""
@@ -72,6 +75,9 @@ class SilentObserver:
 
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         """See `StoreObserver.finished`."""
+
+    def hedged(self, outcome: str) -> None:
+        """See `StoreObserver.hedged`."""
 
 
 class RetryingStore(Store):

@@ -44,6 +44,7 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.stores.connections import SLICE_BYTES, Connections, check_deadline, slices
 from deltashard_checkpoint.stores.credentials import StandardProvider
+from deltashard_checkpoint.stores.gates import deliver
 from deltashard_checkpoint.stores.keys import check_key, check_prefix
 from deltashard_checkpoint.stores.listings import Listing
 from deltashard_checkpoint.stores.refusals import EXPIRED, RequestRefused, refused, translated
@@ -230,7 +231,7 @@ class S3Store(Store):
                 break  # the caller goes on by range
             if not some:
                 break
-            view[done : done + len(some)] = some
+            deliver(view, done, some)
             done += len(some)
         return done
 

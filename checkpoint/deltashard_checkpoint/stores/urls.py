@@ -14,9 +14,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.hedges import HedgingStore
 from deltashard_checkpoint.stores.keys import check_prefix
 from deltashard_checkpoint.stores.memory import MemoryStore
-from deltashard_checkpoint.stores.retries import RetryingStore, RetryPolicy, StoreObserver
+from deltashard_checkpoint.stores.retries import RetryingStore, RetryPolicy, SilentObserver, StoreObserver
 
 _FORMS = "use s3://bucket/prefix, file:///dir or memory://name"
 _S3_FORM = "use s3://bucket/prefix?endpoint=https://host:port&region=name"
@@ -37,10 +38,11 @@ def open_store(
         BadStoreUrl: `url` is not one.
         BucketMissing: the directory does not exist and must not be made. Buckets are met at the first request.
     """
-    return RetryingStore(_open(url, create=create), policy=policy, observer=observer)
+    observer = observer or SilentObserver()
+    return RetryingStore(_open(url, create=create, observer=observer), policy=policy, observer=observer)
 
 
-def _open(url: str, *, create: bool) -> Store:
+def _open(url: str, *, create: bool, observer: StoreObserver) -> Store:
     if url.startswith(("/", "./", "../", "~/")) or url in {".", ".."}:
         from pathlib import Path
 
@@ -72,12 +74,13 @@ def _open(url: str, *, create: bool) -> Store:
         region = options.get("region")
         if region is not None and _REGION.fullmatch(region) is None:
             raise BadStoreUrl(f"{region!r} cannot name a region", where=url, remedy=_S3_FORM)
-        return S3Store(
+        store = S3Store(
             bucket=parts.netloc,
             prefix=check_prefix(unquote(parts.path).strip("/")),
             endpoint=options.get("endpoint"),
             region=region,
         )
+        return HedgingStore(store, hedged=observer.hedged)
     raise BadStoreUrl(f"unknown kind of store {parts.scheme or url!r}", where=url, remedy=_FORMS)
 
 

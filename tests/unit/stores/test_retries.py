@@ -41,6 +41,9 @@ class Log:
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         self.calls.append((operation, size_bytes, error is None))
 
+    def hedged(self, outcome: str) -> None:
+        raise AssertionError(outcome)
+
 
 def retrying(inner: FaultyStore, clock: Clock, log: Log | None = None, **policy: float) -> RetryingStore:
     return RetryingStore(

@@ -8,6 +8,7 @@ import pytest
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import BucketMissing
 from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.hedges import HedgingStore
 from deltashard_checkpoint.stores.keys import BadKey
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.s3 import S3Store
@@ -39,15 +40,16 @@ def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Endpoint and region from the URL before the environment; the store's own URL has neither."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://from-environment.example")
     with open_store("s3://bucket/pre/fix/") as store:
-        assert isinstance(store.inner, S3Store)
-        assert store.inner._endpoint == "https://from-environment.example"
+        assert isinstance(store.inner, HedgingStore)
+        assert isinstance(store.inner.inner, S3Store)
+        assert store.inner.inner._endpoint == "https://from-environment.example"
         assert store.url == "s3://bucket/pre/fix"
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://s3-only.example")
     with open_store("s3://bucket") as store:
-        assert store.inner._endpoint == "https://s3-only.example"  # type: ignore[attr-defined]
+        assert store.inner.inner._endpoint == "https://s3-only.example"  # type: ignore[attr-defined]
     with open_store("s3://bucket?endpoint=http://127.0.0.1:9000&region=eu-west-1") as store:
-        assert store.inner._endpoint == "http://127.0.0.1:9000"  # type: ignore[attr-defined]
-        assert store.inner._client._base_url.region == "eu-west-1"  # type: ignore[attr-defined]
+        assert store.inner.inner._endpoint == "http://127.0.0.1:9000"  # type: ignore[attr-defined]
+        assert store.inner.inner._client._base_url.region == "eu-west-1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
