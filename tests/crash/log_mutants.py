@@ -63,8 +63,15 @@ def hunt(mutant: Mutant, *, bound: int | None = None) -> tuple[int, str] | None:
 # The log
 
 
-def _overwrite(self: logs.RunLog, key: str, data: bytes) -> None:
-    self.store.put(key, data)
+def _overwrite(self: logs.RunLog, sealed: Any, patience: Any) -> bool:
+    while True:
+        try:
+            self.store.put(self.key(entry_key(sealed.entry.seq)), sealed.data)
+        except StoreUnavailable:
+            if not patience.pause():
+                raise
+            continue
+        return True
 
 
 def _overwrite_on_retry(self: logs.RunLog, sealed: Any, patience: Any) -> bool:
@@ -294,7 +301,7 @@ MUTANTS = (
         name="log: put instead of create-only",
         rule="log entries are created only if absent",
         marked=True,
-        patches=((logs.RunLog, "_put_slot", _overwrite),),
+        patches=((logs.RunLog, "_create", _overwrite),),
     ),
     Mutant(
         name="log: a retry overwrites",

@@ -43,14 +43,14 @@ def test_a_commit_that_wins_the_openers_slot_is_what_the_opener_resumes_from(mon
     first = run.open().attempt
     run.commit(first, 1)
     opener, zombie = run.reader(), []
-    put = opener._put_slot
+    create = opener._create
 
-    def late(key, data):
+    def late(sealed, patience):
         if not zombie:
             zombie.append(run.commit(first, 2))
-        put(key, data)
+        return create(sealed, patience)
 
-    monkeypatch.setattr(opener, "_put_slot", late)
+    monkeypatch.setattr(opener, "_create", late)
     told = []
     opened = attempts.open_attempt(
         opener, owner="me", closing_wait_s=0.0, choosing=lambda _, chosen: told.append(chosen.seq)
