@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from deltashard.optim import RowWiseAdagrad
+from deltashard.stephooks import StepHooks
 from deltashard.trackers import RowTracker
 from deltashard.tracking import Tracking, TrackingSettings
 from torch import nn
@@ -68,7 +69,7 @@ class Clock:
 def clocked(clock: Clock) -> Any:
     """Time spent in hooks: those of optimizers, gradients and lookups."""
     targets = [
-        (Tracking, "_before_step"), (Tracking, "_after_step"), (Tracking, "step_done"),
+        (StepHooks, "before"), (StepHooks, "after"), (Tracking, "step_done"),
         (RowTracker, "gradient_flows"), (RowTracker, "owns"), (RowTracker, "_gradient_arrives"),
         (RowTracker, "_gradient_added"),
     ]  # fmt: skip

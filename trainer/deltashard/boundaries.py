@@ -66,6 +66,7 @@ class Boundary:
         on_event: Callable[[str, Mapping[str, Any]], None] | None,
     ) -> None:
         self._tracking = tracking
+        tracking.report = self._tracking_event
         self._state = state
         self._origin = Origin(
             {table.fqn: table.param for table in tracking.tables} | dict(tracking.inventory.dense)
@@ -228,6 +229,12 @@ class Boundary:
             return
         self.stats.skipped[cause] += 1
         self._emit("skipped", cause=cause, step=self._step)
+
+    def _tracking_event(self, name: str, facts: Mapping[str, Any]) -> None:
+        """From within an optimizer's step: told at the next boundary."""
+        if name == "state_thrown_away":
+            self.stats.state_thrown_away += 1
+        self._session.post(lambda: self._emit(name, **facts))
 
     def _emit(self, name: str, **facts: Any) -> None:
         if self._on_event is None:

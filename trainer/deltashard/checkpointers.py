@@ -106,7 +106,7 @@ class Checkpointer(Saving):
             grace_s: after SIGTERM: an urgent save may take so long; None leaves SIGTERM alone.
             tracking: how tables are found and tracked.
             on_event: called on the training thread with (name, facts) for cut, committed, save_failed, skipped,
-                sidecar_lost, attached, restored, fell_back, log_damaged.
+                sidecar_lost, attached, restored, fell_back, log_damaged, state_thrown_away.
 
         Raises:
             StateError: something in `state=` or an optimizer cannot be saved; found out now, not at the first save.

@@ -25,6 +25,7 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.tables import FieldKind, FieldSpec
 from torch import Tensor
 
+from deltashard.attributes import Attributes
 from deltashard.optimizers import innermost
 from deltashard.tables import dtype_name
 
@@ -60,6 +61,25 @@ class OptimizerView:
         self._tables = frozenset(tables)
         self.orphans: dict[str, Tensor] = {}
         """Parameters that the model does not hold (a temperature, say): saved and restored with this optimizer."""
+        self.sharers: list[Any] = []
+        """Wrappers without a state of their own: their attributes travel with this view."""
+        self.restoring = False
+        """Whether what happens to its state is a restore's work."""
+        self._attributes: list[Attributes] = []
+
+    def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
+        """From now on an attribute that changes is saved; a view that `earlier` held the same optimizer goes on."""
+        known = {id(a.target): a for view in earlier for a in view._attributes}  # noqa: SLF001 - same class
+        params = self.params()
+        self._attributes = [
+            known.get(id(target)) or Attributes(target, params, self.state)
+            for target in (self.target, *self.sharers)
+        ]
+
+    @property
+    def unsaved(self) -> list[str]:
+        """Attributes of it, and of wrappers around it, whose values cannot be stored."""
+        return [f"{type(a.target).__name__}.{name}" for a in self._attributes for name in a.unsaved]
 
     @property
     def class_name(self) -> str:
@@ -101,7 +121,7 @@ class OptimizerView:
 
         Keys: `class`, `groups` (with names for parameters), `state` {name: {key: value}}, `fields`
         {name: {key: shape behind the rows}} of the tables, `extra` (state under keys that are no parameters),
-        `orphans`.
+        `orphans`; `beside`, if there is anything: see `Attributes.capture`, of the optimizer and its sharers in turn.
         """
         params = self.params()
         state: dict[str, dict[Any, Any]] = {}
@@ -115,7 +135,9 @@ class OptimizerView:
             if fields:
                 shapes[name] = {k: tuple(t.shape[1:]) for k, (_, t) in fields.items()}
         names = {param: name for name, param in params.items()}
+        beside = [a.capture(params, self.state) for a in self._attributes]
         return {
+            **({"beside": beside} if any(beside) else {}),
             "class": self.class_name,
             "groups": [
                 {**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
@@ -135,6 +157,13 @@ class OptimizerView:
         Raises:
             UserError: the groups do not fit those that were saved.
         """
+        self.restoring = True
+        try:
+            return self._restore(tree, skip)
+        finally:
+            self.restoring = False
+
+    def _restore(self, tree: Mapping[str, Any], skip: Collection[str]) -> list[str]:
         notes = []
         mine = self.class_name
         if tree["class"] != mine:
@@ -169,6 +198,11 @@ class OptimizerView:
             if name in self.orphans and name not in skip:
                 with torch.no_grad():
                     self.orphans[name].copy_(value)
+        beside = tree.get("beside", ())
+        if len(beside) > len(self._attributes):
+            notes.append(f"optimizer {self.index} was wrapped, attributes of its wrapper are left out")
+        for attributes, saved in zip(self._attributes, beside, strict=False):
+            notes += attributes.restore(saved, params, self.state)
         return notes
 
     def _restore_groups(self, saved: list[dict[str, Any]]) -> None:
@@ -217,20 +251,26 @@ def views_of(
     """One view per distinct state found in `optimizers` and what they wrap, outermost first."""
     tables = tuple(tables)
     views: list[OptimizerView] = []
-    seen: set[int] = set()
+    by_state: dict[int, OptimizerView] = {}
     for optimizer in optimizers:
         inner = innermost(optimizer)
         targets = [optimizer, *(o for o in inner if o is not optimizer)]
+        bare = []
         for target in targets:
             if not isinstance(getattr(target, "state", None), MutableMapping) or not hasattr(
                 target, "param_groups"
             ):
+                bare.append(target)
                 continue
             # A wrapper that exposes the inner optimizer's own state is not a second state.
-            if id(target.state) in seen:
+            known = by_state.get(id(target.state))
+            if known is not None:
+                if target is not known.target and target not in known.sharers:
+                    known.sharers.append(target)
                 continue
-            seen.add(id(target.state))
-            views.append(OptimizerView(len(views), target, names, tables))
+            by_state[id(target.state)] = view = OptimizerView(len(views), target, names, tables)
+            views.append(view)
+            view.sharers, bare = bare, []
     return views
 
 

@@ -12,9 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from deltashard.optimizers import hookable
 from deltashard.tracking import Tracking
 
 log = logging.getLogger("deltashard")
@@ -30,7 +28,6 @@ class OrderWatch:
             for name, value in state.items()
             if isinstance(value, torch.optim.lr_scheduler.LRScheduler)
         }
-        self._handles: list[RemovableHandle] = []
         self._epochs: dict[str, int] = {}
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._said = False
@@ -46,18 +43,13 @@ class OrderWatch:
             for name, tensor in self._tracking.inventory.dense.items()
             if isinstance(tensor, torch.nn.Parameter)
         ]
-        for view in self._tracking.optimizers:
-            for optimizer in hookable(view.target):
-                self._handles.append(optimizer.register_step_pre_hook(self._look))
+        self._tracking.steps.before_next.append(self._look)
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        """Look no more."""
+        self._tracking.steps.before_next.clear()
 
-    def _look(self, *_: Any) -> None:
-        self.close()
+    def _look(self) -> None:
         moved = [
             f"scheduler {name}" for name, s in self._schedulers.items() if s.last_epoch != self._epochs[name]
         ]

@@ -135,6 +135,8 @@ class Stats:
     event_errors: int = 0
     """Exceptions that `on_event=` raised; only the first is logged."""
     audit_faults: int = 0
+    state_thrown_away: int = 0
+    """Row fields of optimizers that were restored and made anew at the first step after it."""
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """How long each of the last 1,000 cuts held the training thread."""
     last_commit: Commit | None = None

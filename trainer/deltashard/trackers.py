@@ -62,6 +62,9 @@ class RowTracker:
         # Lookups whose gradients are in param.grad: not marked since the last cut, and marked.
         self._unmarked: list[Tensor] = []
         self._marked: list[Tensor] = []
+        # The gradient of the step under way, and the rows of a sparse one.
+        self._held: Tensor | None = None
+        self._held_rows: Tensor | None = None
         lookups = [m for m in found.lookups if not m.sparse]
         if lookups:
             hook = _LookupHook(self)
@@ -75,17 +78,25 @@ class RowTracker:
             handle.remove()
         self._handles.clear()
 
+    def hold(self) -> None:
+        """The optimizer is about to apply `param.grad`: keep it, a hook of somebody else may drop it."""
+        self._held = grad = self._param.grad
+        self._held_rows = grad._indices()[0] if grad is not None and grad.is_sparse else None  # noqa: SLF001 - indices() refuses uncoalesced gradients
+
     def stepped(self) -> None:
-        """The optimizer applied `param.grad`: mark its rows.
+        """The optimizer applied the gradient that was held: mark its rows.
 
         Raises:
             Untracked: which rows that were is not known.
         """
-        grad = self._param.grad
+        grad, rows = self._held, self._held_rows
+        self._held = self._held_rows = None
+        if self._param.grad is not grad and self._param.grad is not None:
+            raise Untracked("its gradient was replaced within the optimizer's step")
         if grad is None:
             return
-        if grad.is_sparse:
-            self._marks.mark(grad._indices()[0])  # noqa: SLF001 - indices() refuses uncoalesced gradients
+        if rows is not None:
+            self._marks.mark(rows)
             return
         if self._broken is not None:
             raise Untracked(self._broken)

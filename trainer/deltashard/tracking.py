@@ -33,12 +33,13 @@ import torch
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.tables import FieldSpec, TableSchema
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from deltashard.audits import Audit, AuditFault
+from deltashard.firststeps import FirstStep, Report
 from deltashard.marks import DirtyCounts, Marks, Mode, RowSelection
 from deltashard.optimizers import hookable, innermost, why_inexact
 from deltashard.optimstates import OptimizerView, allocate, views_of
+from deltashard.stephooks import StepHooks, Steps, why_not_alone
 from deltashard.tables import FoundTable, Inventory, TableSettings, discover, dtype_name
 from deltashard.trackers import HashTracker, RowTracker, Untracked, version
 
@@ -170,7 +171,7 @@ class TrackedTable:
     def before_step(self, inexact: str | None) -> None:
         """Before the sole owner's step: is the whitelist still true, was the table written from outside?
 
-        `inexact` is what `why_inexact` says of the owner now.
+        `inexact` is what `why_inexact` and `why_not_alone` say of the owner now.
         """
         if self._rows is None:
             return
@@ -179,6 +180,8 @@ class TrackedTable:
             self.go_over(reason)
         elif self._signature != self._sign():
             self._written_outside()
+        if self._rows is not None:
+            self._rows.hold()
 
     def after_step(self) -> None:
         """After the sole owner's step."""
@@ -290,6 +293,11 @@ class TrackedTable:
             self._written_outside()
             self.sign()
 
+    def rewritten(self) -> None:
+        """We wrote its state ourselves: every row counts as changed."""
+        self.marks.mark_all()
+        self.sign()
+
     def _written_outside(self) -> None:
         self.marks.mark_all()
         self._outside += 1
@@ -305,7 +313,8 @@ class TrackedTable:
     def _why_hashes(self, owners: list[Any]) -> str | None:
         if len(owners) != 1:
             return "no optimizer owns it" if not owners else "several optimizers own it"
-        return why_inexact(owners[0]) or self._why_not_lookups()
+        # A wrapper that is no torch optimizer is not on the whitelist either.
+        return why_inexact(owners[0]) or why_not_alone(owners[0]) or self._why_not_lookups()
 
     def _why_not_lookups(self) -> str | None:
         if not self.param.requires_grad:
@@ -372,20 +381,23 @@ class Tracking:
         self.settings = settings or TrackingSettings()
         self.model = model
         self._handed = _as_list(optimizers)
-        self._handles: list[RemovableHandle] = []
+        self._hooks: list[StepHooks] = []
+        self.steps = Steps()
+        self.report: Report = lambda _name, _facts: None
+        """Told of events that the log tells as well: state_thrown_away (table, field, repaired)."""
         self._inventory = discover(model, self.settings.tables)
         self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
         self.by_name = {table.fqn: table for table in self.tables}
         self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_name)
         self.left_out: frozenset[str] = frozenset()
         """Dense tensors that are not saved: a module's own contract says so."""
+        for view in self.optimizers:
+            view.watch_attributes()
         self.faults = 0
         """Audit faults since the start."""
-        self._stepped = False
         self._groups = -1
-        self._watch: list[tuple[str, Tensor, Tensor, Tensor]] = []
-        self._attach()
         self._install()
+        self._attach()
 
     @property
     def inventory(self) -> Inventory:
@@ -403,11 +415,11 @@ class Tracking:
     @property
     def stepped(self) -> bool:
         """Whether an optimizer stepped since the last `step_done`; always true when no torch optimizer can be asked."""
-        return self._stepped or not self._handles
+        return self.steps.stepped or not self._hooks
 
     def step_done(self) -> None:
         """The loop body's last statement ran; costs nanoseconds."""
-        self._stepped = False
+        self.steps.stepped = False
 
     def refresh(self) -> DirtyCounts:
         """Bring marks and schemas up to date for a cut and count the rows it would take.
@@ -418,8 +430,12 @@ class Tracking:
         self._rebind()
         if sum(len(v.target.param_groups) for v in self.optimizers) != self._groups:
             self._attach()
+        if self.steps.first is not None:
+            self.steps.first.finish()
+            self.steps.first = None
         for table in self.tables:
             table.refresh()
+        self._index()
         counts = [table.marks.counts() for table in self.tables]
         return DirtyCounts(
             commit=sum(c.commit for c in counts),
@@ -467,20 +483,15 @@ class Tracking:
         return faults
 
     def watch_first_step(self) -> None:
-        """After a restore: say so when an optimizer throws its restored state away at its first step."""
-        self._watch = []
-        for table in self.tables:
-            for name, tensor in table.state_tensors().items():
-                flat = tensor.reshape(-1)
-                at = flat[: 1 << 16].nonzero().view(-1)[:256]
-                if at.numel():
-                    self._watch.append((f"{table.fqn}: {name}", tensor, at, flat[at].clone()))
+        """After a restore: see `FirstStep`."""
+        first = FirstStep(self.tables, self.report)
+        self.steps.first = None if first.over else first
 
     def close(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for hooks in self._hooks:
+            hooks.close()
+        self._hooks.clear()
         for table in self.tables:
             if table._rows is not None:  # noqa: SLF001 - same subject, one file
                 table._rows.close()  # noqa: SLF001 - as above
@@ -490,58 +501,31 @@ class Tracking:
         for table in self.tables:
             owners = [o for o in self._handed if any(_owns(x, table.param) for x in (o, *innermost(o)))]
             table.attach(owners, [v for v in self.optimizers if _owns(v.target, table.param)])
+        self._index()
+
+    def _index(self) -> None:
+        """Tell the hooks of every optimizer its tables; not within a step, whose hooks go through them."""
+        by_owner: dict[int, list[TrackedTable]] = {}
+        for table in self.tables:
+            if table.tracker == "gradients":
+                by_owner.setdefault(id(table.sole), []).append(table)
+        for hooks in self._hooks:
+            hooks.tables = by_owner.get(id(hooks.optimizer), [])
 
     def _install(self) -> None:
         seen: set[int] = set()
         for handed in self._handed:
             for optimizer in hookable(handed):
-                if id(optimizer) in seen:
-                    continue
-                seen.add(id(optimizer))
-                self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-                self._handles.append(optimizer.register_step_post_hook(self._after_step))
-                self._handles.append(optimizer.register_load_state_dict_post_hook(self._state_loaded))
-
-    def _before_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        inexact: str | None = None
-        asked = False
-        for table in self.tables:
-            if table.sole is optimizer:
-                if not asked:
-                    inexact, asked = why_inexact(optimizer), True
-                try:
-                    table.before_step(inexact)
-                except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the step
-                    table.lost(error)
-
-    def _after_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        self._stepped = True
-        for table in self.tables:
-            if table.sole is optimizer:
-                try:
-                    table.after_step()
-                except Exception as error:  # noqa: BLE001 - as above
-                    table.lost(error)
-        if self._watch:
-            self._compare_first_step()
+                if id(optimizer) not in seen:
+                    seen.add(id(optimizer))
+                    self._hooks.append(StepHooks(optimizer, self.steps, self._state_loaded))
 
     def _state_loaded(self, optimizer: Any) -> None:
+        if any(view.restoring for view in self.optimizers):
+            return
         for table in self.tables:
             if table.sole is optimizer:
                 table.mark_outside()
-
-    def _compare_first_step(self) -> None:
-        watched, self._watch = self._watch, []
-        live = {f"{t.fqn}: {name}": tensor for t in self.tables for name, tensor in t.state_tensors().items()}
-        for name, _, at, before in watched:
-            now = live.get(name)
-            values = None if now is None else now.reshape(-1)[at]
-            if values is None or bool(((values == 0) & (before != 0)).float().mean() > 0.5):
-                _log.warning(
-                    "optimizer state %s was restored and is gone after the first step: "
-                    "the optimizer initialises it again at its first step",
-                    name,
-                )
 
     def _rebind(self) -> None:
         for table in self.tables:
@@ -550,7 +534,10 @@ class Tracking:
             if now is not None and now is not table.param:
                 table.rebind(now)
                 self._inventory = discover(self.model, self.settings.tables)
+                earlier = self.optimizers
                 self.optimizers = views_of(self._handed, self._inventory.names, self.by_name)
+                for view in self.optimizers:
+                    view.watch_attributes(earlier)
                 self._groups = -1
 
 

@@ -464,3 +464,55 @@ def test_ids_that_are_a_nested_tensor_never_fail_a_step() -> None:
     selection = tracking.tables[0].prepare_cut("since_commit")
     assert selection.all or {1, 2, 3} <= set(selection.ids.tolist())
     tracking.close()
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_a_hook_of_the_user_moves_the_table_to_hashes(early, sparse, caplog):
+    """Registered before or after tracking: whatever it drops or writes is found, and why is said once."""
+    training = Training("sgd", "embedding", sparse, 0)
+
+    def hook(optimizer, _args, _kwargs):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            training.weight[5] += 1.0
+
+    if early:
+        training.optimizer.register_step_post_hook(hook)
+    cutter = Cutter(training, Tracking(training.model, [training.optimizer, training.dense], settings=PLAIN))
+    if not early:
+        training.optimizer.register_step_post_hook(hook)
+    with quiet(), caplog.at_level(logging.INFO, "deltashard.tracking"):
+        for _ in range(3):
+            training.train()
+            cutter.take()
+    assert cutter.table.tracker == "hashes"
+    assert "another step hook" in cutter.table.reason
+    training.dense.register_step_post_hook(hook)  # not this table's optimizer: no matter
+    assert caplog.text.count("row hashes") == (0 if early else 1)
+
+
+def test_two_trackings_of_one_optimizer_do_not_take_each_other_for_strangers():
+    """Two runs may be written from one training."""
+    with quiet():
+        training, cutter = begin("sgd", "embedding", True)
+        other = Tracking(training.model, [training.optimizer, training.dense], settings=PLAIN)
+        for _ in range(3):
+            training.train()
+            cutter.take()
+    assert {cutter.table.tracker, other.tables[0].tracker} == {"gradients"}
+
+
+def test_the_look_after_a_cut_leaves_other_hooks_alone():
+    """What runs once before the next step must not change the hooks while torch goes through them."""
+    from deltashard.orders import OrderWatch
+
+    training, cutter = begin("sgd", "embedding", True)
+    watch = OrderWatch(cutter.tracking, {})
+    watch.arm()
+    calls = []
+    training.dense.register_step_pre_hook(lambda *_: calls.append(1))
+    with quiet():
+        training.train()
+    assert calls == [1]
+    assert cutter.tracking.steps.before_next == []

@@ -12,6 +12,7 @@ import torch
 from deltashard.optim import RowWiseAdagrad
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 ROWS, COLUMNS = 120, 6
 LR = 0.05
@@ -326,6 +327,67 @@ class Training:
         if self.weight.grad is not None and self.weight.grad.is_sparse:
             self.weight.grad = None
         self.train(clear=False)
+
+    def _inner(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "base", self.optimizer)
+
+    def hook_that_zeroes(self) -> None:
+        """A step hook of the user's drops the gradient before anybody else can look at it, from now on."""
+        self._inner().register_step_post_hook(lambda optimizer, _args, _kwargs: optimizer.zero_grad())
+        self.train()
+
+    def hook_that_writes(self) -> None:
+        """Rows are written by a hook after the step, and by one before it."""
+
+        def write(*_: Any) -> None:
+            with torch.no_grad():
+                self.weight[self.ids()] += 1.0
+
+        after = self._inner().register_step_post_hook(write)
+        self.train()
+        after.remove()
+        before = self._inner().register_step_pre_hook(write)
+        self.train()
+        before.remove()
+
+    def hook_that_replaces(self) -> None:
+        """The gradient that is applied is another one than the hooks before saw."""
+
+        def replace(*_: Any) -> None:
+            if self.weight.grad is not None and not self.weight.grad.is_sparse:
+                grad = self.weight.grad.clone()
+                grad[self.ids()] += 1.0
+                self.weight.grad = grad
+
+        hook = self._inner().register_step_pre_hook(replace)
+        self.train()
+        hook.remove()
+
+    def global_hook(self) -> None:
+        """The same for all optimizers of the process."""
+
+        def write(*_: Any) -> None:
+            with torch.no_grad():
+                self.weight[self.ids()] += 1.0
+
+        hook = register_optimizer_step_post_hook(write)
+        self.train()
+        hook.remove()
+
+    def closure_that_writes(self) -> None:
+        def evaluate() -> Tensor:
+            self.optimizer.zero_grad()
+            loss = self.loss()
+            loss.backward()
+            self.write()
+            return loss
+
+        self.optimizer.step(evaluate)
+
+    def zero_after_step(self) -> None:
+        """The usual loop, with the gradient dropped at once."""
+        self.train()
+        self.optimizer.zero_grad()
 
     def momentum_on(self) -> None:
         for group in self.optimizer.param_groups:
