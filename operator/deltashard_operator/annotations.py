@@ -120,6 +120,11 @@ def _arena_bytes(text: str) -> int:
     return n
 
 
+def seconds(value: float) -> str:
+    """An interval as a variable has it: with all its milliseconds, and no more digits than it needs."""
+    return f"{value:.10g}"
+
+
 def _interval_s(text: str) -> float:
     match = _DURATION.fullmatch(text)
     if match is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_operator import annotations as notes
 from deltashard_operator import identities
 from deltashard_operator.identities import IdentityRecipe
 from deltashard_operator.names import (
@@ -115,7 +116,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "DELTASHARD_CACHE_DIR": CACHE_PATH + "/packs",
         "DELTASHARD_ARENA_BYTES": str(policy.arena_bytes),
         "DELTASHARD_CACHE_BYTES": str(place.volumes.cache_bytes),
-        "DELTASHARD_EVERY_S": f"{policy.every_s:g}",
+        "DELTASHARD_EVERY_S": notes.seconds(policy.every_s),
         "DELTASHARD_EVERY_STEPS": str(policy.every_steps),
         "DELTASHARD_ENCODING": policy.encoding,
         "DELTASHARD_DIFFERENTIAL": policy.differential,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltashard_operator import identities
-from deltashard_operator.annotations import Annotations
+from deltashard_operator.annotations import Annotations, seconds
 from deltashard_operator.identities import IdentityRecipe
 from deltashard_operator.names import ARENA_SIZE, BITS, INJECTED, INTERVAL, POLICY, RUN_ID, SIDECAR
 from deltashard_operator.policies import whole_blocks
@@ -59,7 +59,7 @@ def _settings(said: Annotations, wants: Mapping[str, Mapping[str, Any]]) -> list
         ("DELTASHARD_RUN_ID", RUN_ID, str(wants["DELTASHARD_RUN_ID"]["value"])),
     ]
     if said.every_s:
-        found.append(("DELTASHARD_EVERY_S", INTERVAL, f"{said.every_s:g}"))
+        found.append(("DELTASHARD_EVERY_S", INTERVAL, seconds(said.every_s)))
     if said.encoding is not None:
         found.append(("DELTASHARD_ENCODING", BITS, said.encoding))
     if said.arena_bytes is not None:

@@ -25,6 +25,10 @@ DEFAULT = "default"
 ENCODINGS = ("fp32", "fp16", "bf16", "q8", "q4", "q3", "q2")
 DIFFERENTIALS = ("full", "one-shot", "consecutive", "intermittent")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
+CACHE_ARENAS = 16
+MAX_CACHE_BYTES = 10 << 30
+"""Where no `cacheSize` is stated, the cache is so many arenas large, and at most so large: it is requested from the
+node's disk, and a node that holds a small arena need not have 10 GiB to spare."""
 BLOCK_BYTES = 8 << 20
 """Arenas are whole blocks of the sidecar's default block size."""
 _BITS = {2: "q2", 3: "q3", 4: "q4", 8: "q8", 16: "bf16", 32: "fp32"}
@@ -62,7 +66,8 @@ class Policy:
     encoding: str = "q8"
     differential: str = "intermittent"
     arena_bytes: int = 256 << 20
-    cache_bytes: int = 10 << 30
+    cache_bytes: int = 0
+    """Disk for the sidecar's cache; never 0 once resolved."""
     keep_last: int = 3
     grace_s: int = 120
     """Grace period a pod needs to save before it goes; given to pods that have the default 30."""
@@ -121,7 +126,12 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
         policy = replace(policy, every_s=annotations.every_s)
     if annotations.encoding is not None:
         policy = replace(policy, encoding=annotations.encoding)
-    return replace(policy, container=annotations.container, run_id=annotations.run_id)
+    return replace(
+        policy,
+        cache_bytes=policy.cache_bytes or min(CACHE_ARENAS * policy.arena_bytes, MAX_CACHE_BYTES),
+        container=annotations.container,
+        run_id=annotations.run_id,
+    )
 
 
 def read(name: str, spec: Mapping[str, Any]) -> Policy:
@@ -154,7 +164,7 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         arena_bytes=whole_blocks(
             top.bytes("arenaSize", 256 << 20, low=MIN_ARENA_BYTES, high=MAX_ARENA_BYTES)
         ),
-        cache_bytes=top.bytes("cacheSize", 10 << 30, low=64 << 20),
+        cache_bytes=top.bytes("cacheSize", 64 << 20, low=64 << 20) if "cacheSize" in spec else 0,
         keep_last=top.integer("keepLast", 3, low=1),
         grace_s=top.integer("gracePeriodSeconds", 120, low=5, high=86400),
         image=sidecar.text("image", "") or sidecar.fail("image", "the sidecar's image"),

@@ -8,6 +8,7 @@ is not listed and ended before the status was written is counted already.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -40,6 +41,7 @@ MATERIAL = frozenset(
         "directiveGeneration",
         "finishedAt",
         "intervalSeconds",
+        "intervalMilliseconds",
         "encoding",
         "startedAt",
     }
@@ -92,7 +94,8 @@ def status(run: Run, now_s: float) -> Document:
         "lastCommitTime": _time(progress.last_commit_at_s),
         "lastCommitSeq": progress.last_seq or None,
         "attempt": progress.attempt or None,
-        "intervalSeconds": int(timers.every_s) if progress.policy.encoding else None,
+        "intervalSeconds": math.ceil(timers.every_s) if progress.policy.encoding else None,
+        "intervalMilliseconds": _milliseconds(timers.every_s) if progress.policy.encoding else None,
         "everySteps": timers.every_steps or None,
         "encoding": policy.encoding or None,
         "bits": BITS.get(policy.encoding),
@@ -150,7 +153,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
     numbered = {each["index"]: int(each["attempt"]) for each in said.get("settledAttempts") or ()}
     pods = said.get("pods") or ()
     in_force = PolicyInForce(
-        every_s=float(said.get("intervalSeconds", 0)),
+        every_s=said.get("intervalMilliseconds", 0) / 1000 or float(said.get("intervalSeconds", 0)),
         every_steps=int(said.get("everySteps", 0)),
         encoding=said.get("encoding", ""),
         differential=said.get("differential", ""),
@@ -239,6 +242,11 @@ def human_bytes(n: int) -> str:
 
 def _time(at_s: float) -> str | None:
     return timestamp(at_s) if at_s else None
+
+
+def _milliseconds(every_s: float) -> int | None:
+    """An interval that is not of whole seconds; None for one that is. The policy's words are no finer than this."""
+    return None if every_s.is_integer() else max(round(every_s * 1000), 1)
 
 
 def _clipped(entries: Mapping[str, Any]) -> Document:

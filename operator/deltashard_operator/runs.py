@@ -70,6 +70,19 @@ class Progress:
 
 
 NO_PROGRESS = Progress()
+MAX_STAMPS = 1024
+"""Runs in the store of one workload whose newest commit is kept in mind; a sidecar may call its run what it likes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamp:
+    """When the newest commit of a run in the store was seen, by the controller's own clock."""
+
+    seq: int
+    at_s: float
+
+
+NO_STAMP = Stamp(seq=0, at_s=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +112,8 @@ class Run:
     tallies: Mapping[str, Tally] = field(default_factory=dict)
     """Failures, by the same keys as `Progress.attempts`."""
     progress: Progress = NO_PROGRESS
+    stamps: Mapping[str, Stamp] = field(default_factory=dict)
+    """By the runs' names in the store."""
     restores: int = 0
     lost_steps: int = 0
     saves_failed: int = 0
@@ -301,7 +316,7 @@ def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> t
     if fresh:
         taken = Taken(process=hello.process, incident=fresh[-1].id)
         run = replace(run, taken={**run.taken, hello.pod_uid: taken})
-    return _with_progress(run), tuple(notices)
+    return _with_progress(run, now_s), tuple(notices)
 
 
 def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> tuple[Run, list[Notice]]:
@@ -345,7 +360,30 @@ def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> 
             return run, []
 
 
-def _with_progress(run: Run) -> Run:
+def _stamped(run: Run, heartbeats: Mapping[str, Heartbeat], now_s: float) -> Mapping[str, Stamp]:
+    """The stamps with those of new commits.
+
+    The clock that counts is ours: that of a node may be wrong, and would hide that checkpoints are old or raise it for
+    nothing. A sidecar's word is taken only for a commit that was there before anything was known of its run, and never
+    for one in the future.
+    """
+    found = dict(run.stamps)
+    before = run.progress
+    for name, each in heartbeats.items():
+        if not name:
+            continue  # its run is not known yet
+        seq = each.last_commit.seq if each.last_commit is not None else 0
+        known = found.get(name)
+        if known is None and not run.stamps and before.last_seq:  # as an earlier controller wrote it
+            known = Stamp(seq=before.last_seq, at_s=before.last_commit_at_s)
+        if known is None:
+            known = Stamp(seq=seq, at_s=min(each.last_commit_at_s, now_s))
+        found[name] = Stamp(seq=seq, at_s=now_s) if seq > known.seq else known
+    excess = len(found) - MAX_STAMPS
+    return dict(list(found.items())[excess:]) if excess > 0 else found
+
+
+def _with_progress(run: Run, now_s: float) -> Run:
     """What the sidecars say together. What nobody says stays as it was."""
     slowest: dict[str, Heartbeat] = {}
     parts: dict[str, str] = {}
@@ -364,7 +402,9 @@ def _with_progress(run: Run) -> Run:
         if other is None or seq >= (other.last_commit.seq if other.last_commit is not None else 0):
             slowest[each.run] = each
     steps = [rank.step for beat in run.live for rank in beat.ranks]
-    shown = min(slowest.values(), key=lambda each: each.last_commit_at_s, default=None)
+    stamps = _stamped(run, slowest, now_s)
+    run = replace(run, stamps=stamps)
+    shown = min(slowest.values(), key=lambda each: stamps.get(each.run, NO_STAMP).at_s, default=None)
     if shown is None:
         return run
     commit = shown.last_commit
@@ -389,7 +429,7 @@ def _with_progress(run: Run) -> Run:
         progress = replace(
             progress,
             last_step=commit.step,
-            last_commit_at_s=shown.last_commit_at_s,
+            last_commit_at_s=stamps.get(shown.run, NO_STAMP).at_s,
             last_seq=commit.seq,
             durable_s=commit.durable_s,
         )

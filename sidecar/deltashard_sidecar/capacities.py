@@ -39,5 +39,6 @@ def check_capacity(request: pb.AttachRequest, settings: Settings) -> None:
             f"one full checkpoint takes about {need} bytes encoded as {settings.encoding}; the arena "
             f"({settings.arena_bytes}) and the cache ({settings.cache_bytes}) hold {have}",
             where="capacity",
-            remedy="give the cache more room (cache_bytes), or choose a smaller encoding",
+            remedy="give the cache more room (cache_bytes; on Kubernetes a CheckpointPolicy's cacheSize), or choose a "
+            "smaller encoding",
         )

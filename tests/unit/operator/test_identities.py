@@ -140,7 +140,7 @@ def test_the_sidecar_takes_the_environment(run_id: str | None) -> None:
     assert read.run == validate_run(values["DELTASHARD_RUN"])
     assert str(read.socket_path) == "/run/deltashard/sidecar.sock"
     assert (read.arena_bytes, read.encoding, read.every_s) == (256 << 20, "q8", 300.0)
-    assert read.cache_bytes == (10 << 30) * 9 // 10
+    assert read.cache_bytes == (4 << 30) * 9 // 10
     fields = {f"DELTASHARD_{name.upper()}" for name, *_ in settings.entries()}
     ours = {name for name in values if name.startswith("DELTASHARD_")} - fields
     assert ours <= {

@@ -119,3 +119,21 @@ def test_without_any_store_the_policy_says_so() -> None:
     """A chart without a default store needs policies with one."""
     with pytest.raises(Refusal, match="spec.store.url is missing"):
         policies.resolve("p", {"sidecar": {"image": "i"}}, Annotations(policy="p"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "arena_bytes", "cache_bytes"),
+    [
+        ({}, None, 4 << 30),
+        ({"arenaSize": "64Mi"}, None, 1 << 30),
+        ({}, 128 << 20, 2 << 30),
+        ({"arenaSize": "64Gi"}, None, 10 << 30),
+        ({"arenaSize": "64Mi", "cacheSize": "100Gi"}, None, 100 << 30),
+        ({"cacheSize": "64Mi"}, 1 << 30, 64 << 20),
+    ],
+)
+def test_the_cache_is_as_large_as_stated_or_in_proportion_to_the_arena(
+    spec: dict[str, Any], arena_bytes: int | None, cache_bytes: int
+) -> None:
+    """A node that has little to spare is not asked for 10 GiB by a small arena; nobody is asked for more than that."""
+    assert samples.policy(spec, arena_bytes=arena_bytes).cache_bytes == cache_bytes

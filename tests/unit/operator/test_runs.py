@@ -412,3 +412,57 @@ def test_a_run_id_that_is_too_long_for_a_label_has_one_of_its_own() -> None:
     label = records.run_label("x" * 40 + "-" + "y" * 40)
     assert len(label) <= 63
     assert label != records.run_label("x" * 40 + "-" + "z" * 40)
+
+
+@pytest.mark.parametrize("skew_s", [-86400.0, -3600.0, 0.0, 3600.0, 86400.0])
+def test_a_skewed_clock_neither_hides_nor_raises_that_a_checkpoint_is_stale(skew_s: float) -> None:
+    """The controller's own clock counts from the moment at which a commit's number is seen to rise."""
+
+    def said(run: Run, seq: int, at_s: float) -> Run:
+        return judged(runs.with_report(run, hello(), beat(seq=seq, at_s=at_s + skew_s), at_s)[0], at_s)
+
+    def stale(run: Run) -> bool:
+        return conditions.is_true(run.conditions, conditions.STALE)
+
+    run = runs.with_pod(runs.with_job(Run(workload=TRAIN), job(), NOW_S), pod(), node_ready=True, now_s=NOW_S)
+    run = judged(runs.with_report(run, hello(), beat(), NOW_S)[0])
+    for n in range(1, 10):
+        run = said(run, n, NOW_S + 60 * n)
+        assert not stale(run)
+        assert run.progress.last_commit_at_s == NOW_S + 60 * n
+    assert not stale(said(run, 9, NOW_S + 540 + 179))
+    assert stale(said(run, 9, NOW_S + 540 + 181))
+    anew = again(run, NOW_S + 540)
+    assert not stale(said(anew, 9, NOW_S + 540 + 179)), "nor by a new controller"
+    assert stale(said(anew, 9, NOW_S + 540 + 181))
+    assert not stale(said(anew, 10, NOW_S + 540 + 181))
+
+
+@pytest.mark.parametrize("run_name", ["team/train-u-1", ""])
+def test_a_commit_of_before_is_as_old_as_it_says_but_never_of_the_future(run_name: str) -> None:
+    """With `run-id` the first thing that is heard of a run may be the commit of another Job, a week ago."""
+    run = runs.with_job(Run(workload=TRAIN), job(), NOW_S)
+    run = runs.with_report(run, hello(), beat(run=run_name), NOW_S)[0] if not run_name else run
+    old, _ = runs.with_report(run, hello(), beat(seq=7, at_s=NOW_S - 604800), NOW_S)
+    assert old.progress.last_commit_at_s == NOW_S - 604800
+    ahead, _ = runs.with_report(run, hello(), beat(seq=7, at_s=NOW_S + 604800), NOW_S)
+    assert ahead.progress.last_commit_at_s == NOW_S
+
+
+def test_a_sidecar_that_calls_its_run_anything_costs_no_memory() -> None:
+    run = training()
+    for n in range(runs.MAX_STAMPS + 10):
+        run, _ = runs.with_report(run, hello(), beat(seq=1, run=f"team/x-{n}"), NOW_S)
+    assert len(run.stamps) == runs.MAX_STAMPS
+
+
+@pytest.mark.parametrize(
+    ("every_s", "shown"), [(1.5, 2), (0.25, 1), (0.001, 1), (60.0, 60), (0.0, 0), (1 / 3 * 3, 1)]
+)
+def test_an_interval_comes_back_from_a_status_as_it_was(every_s: float, shown: int) -> None:
+    """What is wanted would differ from what was directed, and every new controller would direct it anew."""
+    wanted = replace(EVERY, every_s=every_s, every_steps=5)
+    run = judged(replace(training(policy=EVERY), directed=wanted, generation=3))
+    assert records.status(run, NOW_S)["intervalSeconds"] == shown
+    found = again(run)
+    assert (found.directed, found.generation) == (wanted, 3)
