@@ -131,6 +131,8 @@ class FixedAnswers:
 
     def __init__(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
         self.requests = 0
+        self.body = body
+        """May be changed meanwhile."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -138,6 +140,7 @@ class FixedAnswers:
 
             def handle_any(self) -> None:
                 outer.requests += 1
+                body = outer.body
                 self.rfile.read(int(self.headers.get("Content-Length", "0")))
                 self.send_response(status)
                 usual = {"Content-Type": "application/xml", "Content-Length": str(len(body))}

@@ -1,10 +1,10 @@
 """The service sidecars report to: one stream per sidecar process, over TLS, with the pod's token.
 
-A stream's life: metadata with a token, Hello, review of the token (`reviews`; the pod it names must be Hello's), the
-ledger's word, Welcome; then heartbeats in, and acknowledgements, directives and save requests out. It ends when the
-sidecar goes, is silent for three heartbeats, when a newer stream of the same process comes, or after `reauthenticate_s`
-(less a jitter of a tenth) to come again with a fresh token. The ledger hears `connected` and `disconnected` exactly
-once each, in this order.
+A stream's life: metadata with a token, review of the token (`reviews`); only then it takes one of the service's places,
+of which a pod has `POD_STREAMS`; Hello (which must be of the token's pod), the ledger's word, Welcome; then heartbeats
+in, and acknowledgements, directives and save requests out. It ends when the sidecar goes, is silent for three
+heartbeats, when a newer stream of the same process comes, or after `reauthenticate_s` (less a jitter of a tenth) to
+come again with a fresh token. The ledger hears `connected` and `disconnected` exactly once each, in this order.
 
 Everything runs on the caller's loop and nothing blocks it. What a stream can have waiting to be sent is bounded by its
 kind: the highest acknowledgement, the newest directive, `MAX_SAVES` save requests; a sidecar that reads too slowly
@@ -22,6 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,8 @@ from deltashard_operator import reports, reviews
 from deltashard_operator.certificates import Certificate, CertificateUnusable
 from deltashard_operator.metrics import FleetMetrics
 from deltashard_operator.reports import Directive, Hello, Ledger, RunKey
-from deltashard_operator.reviews import NotAuthentic, ReviewUnavailable
+from deltashard_operator.reviews import NotAuthentic, PodIdentity, ReviewUnavailable
+from deltashard_operator.strangers import host_of
 from deltashard_operator.streams import ENDINGS, MAX_SAVES, Refusal, Stream, match, token_of
 
 PROTOCOL = 1
@@ -46,12 +48,14 @@ HEARTBEAT_S = 15.0
 REAUTHENTICATE_S = 1800.0
 SILENT_HEARTBEATS = 3
 HELLO_S = 20.0
-"""From the call's begin to its Hello."""
+"""From the proof of who calls to its Hello."""
 WRITE_S = 30.0
 """A message that the sidecar's side does not take for so long ends the stream."""
 GAP_S = 0.2
 RELOAD_S = 1.0
 MAX_STREAMS = 10_000
+POD_STREAMS = 4
+"""Of one pod: its sidecar has one process at a time, and a connection or two that nobody noticed the end of yet."""
 MAX_MESSAGE_BYTES = 1 << 20
 """A heartbeat with 64 incidents of 1,024 characters has a tenth of it."""
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -112,7 +116,8 @@ class Fleet(service.FleetServicer):
         self._heartbeat_s = heartbeat_s
         self._reauthenticate_s = reauthenticate_s
         self._max_streams = max_streams
-        self._calls = 0
+        self._places: Counter[str] = Counter()
+        """Calls that are proven, by pod UID."""
         self._streams: dict[tuple[str, str], Stream] = {}
         self._by_run: dict[RunKey, set[Stream]] = {}
         self._directives: dict[RunKey, Directive] = {}
@@ -240,13 +245,13 @@ class Fleet(service.FleetServicer):
 
     async def Report(self, _requests: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
         """One sidecar's stream, from its token to its end."""
-        if self._stopping or self._calls >= self._max_streams:
-            self.metrics.refused.labels("too_many").inc()
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for another stream: come again")
-        self._calls += 1
+        pod_uid = ""
         try:
             try:
-                hello = await self._hello(context)
+                identity = await self._proven(context)
+                self._take_place(identity)
+                pod_uid = identity.pod_uid
+                hello = await self._hello(context, identity)
                 stream = self._enter(hello)
             except Refusal as refusal:
                 self.metrics.refused.labels(refusal.cause).inc()
@@ -261,25 +266,27 @@ class Fleet(service.FleetServicer):
             if cause in ENDINGS:
                 await context.abort(*ENDINGS[cause])
         finally:
-            self._calls -= 1
+            if pod_uid:
+                self._places[pod_uid] -= 1
+                self._places += Counter()  # without those at 0
 
-    async def _hello(self, context: Any) -> Hello:
-        """Whoever calls, proven; raises `Refusal`."""
-        token = token_of(context)
+    def _take_place(self, identity: PodIdentity) -> None:
+        """A place for a stream of this pod; raises `Refusal`."""
+        room = self._places.total() < self._max_streams and self._places[identity.pod_uid] < POD_STREAMS
+        if self._stopping or not room:
+            sentence = "no room for another stream: come again"
+            raise Refusal("too_many", grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
+        self._places[identity.pod_uid] += 1
+
+    async def _proven(self, context: Any) -> PodIdentity:
+        """Whose the token is; raises `Refusal`. Until then a call costs nothing but its connection."""
+        if self._stopping:
+            raise Refusal("too_many", *ENDINGS["stopping"])
+        token, peer = token_of(context), host_of(context.peer())
         try:
-            async with asyncio.timeout(HELLO_S):
-                first = await context.read()
-        except TimeoutError:
-            raise Refusal("no_hello", grpc.StatusCode.UNAVAILABLE, "no Hello came: come again") from None
-        if first is EOF or first.WhichOneof("kind") != "hello":
-            raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
-        try:
-            hello = reports.hello_of(first.hello)
-            identity = await self._reviewer.review(token)
-        except reports.BadReport as error:
-            raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+            identity = await self._reviewer.review(token, peer)
         except NotAuthentic as error:
-            _log.info("fleet.not_authentic", namespace=hello.namespace, pod=hello.pod, error=str(error))
+            _log.info("fleet.not_authentic", peer=peer, error=str(error))
             raise Refusal("not_authentic", grpc.StatusCode.UNAUTHENTICATED, str(error)) from None
         except ReviewUnavailable as error:
             if not self._unreviewed:  # once per outage, not once per sidecar
@@ -289,6 +296,21 @@ class Fleet(service.FleetServicer):
         if self._unreviewed:
             _log.info("fleet.reviews_again")
         self._unreviewed = False
+        return identity
+
+    async def _hello(self, context: Any, identity: PodIdentity) -> Hello:
+        """What the pod that was proven says of itself; raises `Refusal`."""
+        try:
+            async with asyncio.timeout(HELLO_S):
+                first = await context.read()
+        except TimeoutError:
+            raise Refusal("no_hello", grpc.StatusCode.UNAVAILABLE, "no Hello came: come again") from None
+        if first is EOF or first.WhichOneof("kind") != "hello":
+            raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+        try:
+            hello = reports.hello_of(first.hello)
+        except reports.BadReport as error:
+            raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         match(hello, identity)
         if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
             sentence = (

@@ -3,8 +3,10 @@
 A sidecar's token is bound to its pod and to our audience; the API server checks signature, expiry, audience and that
 the pod still exists, and says which pod it is. We believe that and nothing a sidecar says of itself.
 
-Answers are cached by the token's hash: good ones until the token expires, but for at most five minutes, bad ones for
-seconds, so that a storm of reconnects (or of nonsense) does not become a storm on the API. A token whose pod was
+Nonsense is cheap: what has not the form of a bound token for us, which everybody can read, is refused without a
+question, and a peer that came with many that are nobody's has to wait a moment (`strangers`). Answers are cached by
+the token's hash: good ones until the token expires, but for at most five minutes, bad ones for seconds and apart from
+the good ones, so that a storm of reconnects (or of nonsense) does not become a storm on the API. A token whose pod was
 deleted can thus be good for five minutes more here; the ledger does not know the pod any longer. An API that does not
 answer is `ReviewUnavailable`, which is cached not at all and is never a refusal: the sidecar comes again.
 
@@ -23,12 +25,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
 
 import urllib3
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from kubernetes import client
 
 from deltashard_operator.names import FLEET_AUDIENCE
+from deltashard_operator.strangers import Strangers
 
 THREADS = 8
 CONNECT_S = 5.0
@@ -38,6 +43,11 @@ REVIEW_S = 15.0
 GOOD_S = 300.0
 BAD_S = 10.0
 MAX_CACHED = 16384
+"""Good answers."""
+MAX_REFUSED = 1024
+"""Bad ones."""
+PEER_THREADS = 6
+"""Reviews for one peer at a time: it leaves some to the others."""
 MAX_PENDING = 8192
 """Different tokens under review or waiting for it."""
 MAX_TOKEN = 8192
@@ -86,6 +96,7 @@ class Reviewer:
         count: Callable[[str, str], None] = lambda _outcome, _source: None,
         monotonic: Callable[[], float] = time.monotonic,
         unix: Callable[[], float] = time.time,
+        strangers: Strangers | None = None,
     ) -> None:
         """Count is told the outcome and the source of every answer, of `OUTCOMES` and `SOURCES`."""
         self._reviews = client.AuthenticationV1Api(api)
@@ -95,7 +106,10 @@ class Reviewer:
         self._unix = unix
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="reviews")
         self._slots = asyncio.Semaphore(THREADS)
+        self._strangers = strangers or Strangers(monotonic)
         self._answers: OrderedDict[bytes, _Answer] = OrderedDict()
+        self._refused: OrderedDict[bytes, _Answer] = OrderedDict()
+        self._peers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._pending: dict[bytes, asyncio.Task[_Answer | ReviewUnavailable]] = {}
 
     def __len__(self) -> int:
@@ -105,27 +119,37 @@ class Reviewer:
         """Let go of the threads; a review under way ends by its own timeout."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def review(self, token: str) -> PodIdentity:
-        """The pod of a token.
+    async def review(self, token: str, peer: str = "") -> PodIdentity:
+        """The pod of a token that came from this peer.
 
         Raises:
             NotAuthentic: it is nobody's.
             ReviewUnavailable: the API could not be asked; try again.
         """
-        if not token or len(token) > MAX_TOKEN or not token.isascii():
+        if not is_ours(token, self._audience):
             self._count("refused", "none")
-            raise NotAuthentic("this is no token", where="authorization metadata")
+            raise NotAuthentic(
+                "this is no token of a pod for us",
+                where="authorization metadata",
+                remedy=f"project one with audience {self._audience}",
+            )
         key = hashlib.sha256(token.encode()).digest()
-        known = self._answers.get(key)
-        if known is not None and self._monotonic() < known.until_s:
-            self._answers.move_to_end(key)
-            return self._told(known, "cache")
+        for cache in (self._answers, self._refused):
+            known = cache.get(key)
+            if known is not None and self._monotonic() < known.until_s:
+                cache.move_to_end(key)
+                return self._told(known, "cache")
         task = self._pending.get(key)
         if task is None:
+            if self._strangers.waits(peer):
+                self._count("unavailable", "none")
+                raise ReviewUnavailable(
+                    "too many tokens that came from here are nobody's", remedy="try again"
+                )
             if len(self._pending) >= MAX_PENDING:
                 self._count("unavailable", "none")
                 raise ReviewUnavailable("too many token reviews are waiting", remedy="try again")
-            task = asyncio.create_task(self._ask(key, token))
+            task = asyncio.create_task(self._ask(key, token, peer))
             self._pending[key] = task
             task.add_done_callback(lambda _: self._pending.pop(key, None))
         said = await asyncio.shield(task)  # others may wait for it, too
@@ -142,10 +166,11 @@ class Reviewer:
         self._count("authentic", source)
         return said
 
-    async def _ask(self, key: bytes, token: str) -> _Answer | ReviewUnavailable:
+    async def _ask(self, key: bytes, token: str, peer: str) -> _Answer | ReviewUnavailable:
         loop = asyncio.get_running_loop()
+        mine = self._peers.setdefault(peer, asyncio.Semaphore(PEER_THREADS))
         try:
-            async with asyncio.timeout(REVIEW_S), self._slots:
+            async with asyncio.timeout(REVIEW_S), mine, self._slots:
                 said = await loop.run_in_executor(self._pool, self._review, token)
         except client.ApiException as error:
             return ReviewUnavailable(f"the API answered {error.status} {error.reason}", where="TokenReview")
@@ -158,10 +183,14 @@ class Reviewer:
             expiry_s = expires_at_s(token)
             keep_s = GOOD_S if expiry_s is None else min(GOOD_S, expiry_s - self._unix())
         answer = _Answer(said=said, until_s=self._monotonic() + keep_s)
-        self._answers[key] = answer
-        self._answers.move_to_end(key)
-        while len(self._answers) > MAX_CACHED:
-            self._answers.popitem(last=False)
+        cache, most = self._answers, MAX_CACHED
+        if isinstance(said, NotAuthentic):
+            self._strangers.refused(peer)
+            cache, most = self._refused, MAX_REFUSED
+        cache[key] = answer
+        cache.move_to_end(key)
+        while len(cache) > most:
+            cache.popitem(last=False)
         return answer
 
     def _review(self, token: str) -> PodIdentity | NotAuthentic:
@@ -190,16 +219,31 @@ def identity_of(status: client.V1TokenReviewStatus | None, audience: str) -> Pod
     return PodIdentity(namespace=namespace, pod=pod[0], pod_uid=pod_uid[0], service_account=account)
 
 
-def expires_at_s(token: str) -> float | None:
-    """The Unix time a JWT says it expires at; None when it does not say. Nothing is verified here."""
+def _claims(token: str) -> dict[str, Any]:
+    """What a JWT says; empty when it is none. Nothing is verified here."""
     parts = token.split(".")
-    if len(parts) != 3:
-        return None
+    if len(parts) != 3 or not all(parts):
+        return {}
     try:
         claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
-    except ValueError:
-        return None
-    expiry_s = claims.get("exp") if isinstance(claims, dict) else None
+    except (ValueError, RecursionError):
+        return {}
+    return claims if isinstance(claims, dict) else {}
+
+
+def is_ours(token: str, audience: str) -> bool:
+    """Whether it has the form of a pod's token for this audience; whoever made it."""
+    if not token or len(token) > MAX_TOKEN or not token.isascii():
+        return False
+    claims = _claims(token)
+    said, bound = claims.get("aud"), claims.get("kubernetes.io")
+    pod = bound.get("pod") if isinstance(bound, dict) else None
+    return audience in (said if isinstance(said, list) else [said]) and isinstance(pod, dict)
+
+
+def expires_at_s(token: str) -> float | None:
+    """The Unix time a JWT says it expires at; None when it does not say. Nothing is verified here."""
+    expiry_s = _claims(token).get("exp")
     if isinstance(expiry_s, bool) or not isinstance(expiry_s, int | float):
         return None
     return float(expiry_s)

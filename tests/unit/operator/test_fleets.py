@@ -6,6 +6,7 @@ import asyncio
 import gc
 import socket
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -398,11 +399,52 @@ def test_limits_hold(api: client.ApiClient, pod: Pod, token: str, monkeypatch: p
                 huge = wire.Incident(id=1, message="x" * (2 * fleets.MAX_MESSAGE_BYTES))
                 await sidecar.beat(incidents=[huge])
                 assert (await sidecar.status())[0] is not Code.OK
-            await eventually(lambda: not service.fleet._calls, "room for another one")
+            await eventually(lambda: not service.fleet._places, "room for another one")
             monkeypatch.setattr(fleets, "HELLO_S", 0.3)
             async with service.reporter(pod, token) as mute:
                 assert (await mute.status())[0] is Code.UNAVAILABLE
             assert service.value("streams_refused_total", cause="no_hello") == 1
+
+    asyncio.run(scenario())
+
+
+def test_who_is_not_proven_takes_no_place(api: client.ApiClient, pod: Pod, token: str) -> None:
+    """A crowd that never says Hello, with no token or garbage, is sent away at once, and costs the API nothing."""
+
+    async def scenario() -> None:
+        async with serving(api, max_streams=1) as service:
+            for sent in (None, "garbage", "x" * 9000, "a.e30.c") * 5:
+                assert service.fleet.port is not None
+                async with Reporter(service.fleet.port, service.authority.pem, sent, pod.hello()) as stranger:
+                    assert (await stranger.status())[0] is Code.UNAUTHENTICATED, "without a Hello"
+            assert service.value("token_reviews_total", outcome="refused", source="api") == 0
+            async with service.reporter(pod, token) as sidecar:
+                await sidecar.greet()
+                assert service.fleet._places == {pod.uid: 1}
+
+    asyncio.run(scenario())
+
+
+def test_a_pod_has_a_few_places_and_not_all(api: client.ApiClient, rest: Rest, pod: Pod, token: str) -> None:
+    """A token is good for any number of calls; those that never say Hello count, too."""
+    other = Pod.create(rest)
+
+    async def scenario() -> None:
+        async with serving(api, max_streams=2 * fleets.POD_STREAMS) as service:
+            async with AsyncExitStack() as stack:
+                for n in range(fleets.POD_STREAMS):
+                    sidecar = await stack.enter_async_context(service.reporter(pod, token, f"p{n}"))
+                    if n % 2:
+                        await sidecar.greet()
+                await eventually(lambda: service.fleet._places[pod.uid] == fleets.POD_STREAMS, "all proven")
+                async with service.reporter(pod, token, "more") as more:
+                    assert (await more.refused())[0] is Code.RESOURCE_EXHAUSTED
+                assert service.value("streams_refused_total", cause="too_many") == 1
+                async with service.reporter(other, other.token(rest)) as theirs:
+                    await theirs.greet()
+            await eventually(lambda: not service.fleet._places, "room again")
+            async with service.reporter(pod, token, "more") as more:
+                await more.greet()
 
     asyncio.run(scenario())
 
@@ -452,7 +494,7 @@ def test_a_ledger_that_fails_costs_one_stream(api: client.ApiClient, pod: Pod, t
 @pytest.mark.slow
 def test_three_hundred_sidecars_at_once(api: client.ApiClient, rest: Rest) -> None:
     """All come at the same moment, report, are directed, and vanish without a word: the books are empty again."""
-    pods = [Pod.create(rest) for _ in range(20)]
+    pods = [Pod.create(rest) for _ in range(75)]
     tokens = [each.token(rest) for each in pods]
 
     async def scenario() -> None:
@@ -460,7 +502,7 @@ def test_three_hundred_sidecars_at_once(api: client.ApiClient, rest: Rest) -> No
             sidecars = [
                 service.reporter(pod, token, f"p{number}", workload_uid="one-job")
                 for pod, token in zip(pods, tokens, strict=True)
-                for number in range(15)
+                for number in range(fleets.POD_STREAMS)
             ]
             await asyncio.gather(*(each.greet() for each in sidecars))
             assert len(service.book.present) == 300

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from deltashard_operator import reviews
+from deltashard_operator import reviews, strangers
 from deltashard_operator.reviews import (
     NotAuthentic,
     PodIdentity,
@@ -43,6 +43,8 @@ def status(**changes: Any) -> client.V1TokenReviewStatus:
 
 
 def token(**claims: Any) -> str:
+    """One that has the form of a pod's for us."""
+    claims = {"aud": [AUDIENCE], "kubernetes.io": {"pod": {"name": "train-0", "uid": "u-1"}}} | claims
     parts = (json.dumps(part).encode() for part in ({"alg": "none"}, claims))
     return ".".join([*(base64.urlsafe_b64encode(part).decode().rstrip("=") for part in parts), "s"])
 
@@ -50,10 +52,15 @@ def token(**claims: Any) -> str:
 @contextmanager
 def answering(document: dict[str, Any], code: int = 201) -> Iterator[FixedAnswers]:
     """An API with one answer to every review."""
-    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": {"token": "t"}}
     headers = {"Content-Type": "application/json"}
-    with FixedAnswers(code, json.dumps(body | {"status": document}).encode(), headers) as server:
+    with FixedAnswers(code, body(document), headers) as server:
         yield server
+
+
+def body(document: dict[str, Any]) -> bytes:
+    """A review with this status."""
+    found = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenReview", "spec": {"token": "t"}}
+    return json.dumps(found | {"status": document}).encode()
 
 
 class World:
@@ -142,11 +149,15 @@ def test_bad_answers_are_kept_for_a_moment() -> None:
         with pytest.raises(NotAuthentic):
             await world.reviewer.review(token())
         assert server.requests == 2
-        for nonsense in ("", "ü", "x" * (reviews.MAX_TOKEN + 1)):
+        nonsense = [
+            *("", "ü", "x" * (reviews.MAX_TOKEN + 1), "garbage", "a.b.c", "..", "a.W10.c"),
+            *(token(aud="another"), token(aud=None), token(**{"kubernetes.io": {}})),
+        ]
+        for each in nonsense:
             with pytest.raises(NotAuthentic):
-                await world.reviewer.review(nonsense)
+                await world.reviewer.review(each)
         assert server.requests == 2
-        assert world.counts["refused", "none"] == 3
+        assert world.counts["refused", "none"] == len(nonsense)
         world.reviewer.close()
 
     with answering({"authenticated": False}) as server:
@@ -214,6 +225,61 @@ def test_all_who_ask_about_one_token_share_a_review_and_nobody_waits_for_ever(
 
     with answering(GOOD) as server, FaultyProxy(server.port) as proxy:
         asyncio.run(scenario(proxy, server))
+
+
+def test_a_flood_of_garbage_is_cheap_and_takes_nothing_from_others() -> None:
+    """It has the form of tokens: a few are asked about, good answers stay in mind, other peers are not held up."""
+
+    async def scenario(server: FixedAnswers) -> None:
+        world = World(server.port)
+        good = token(sub="good")
+        assert (await world.reviewer.review(good, "10.0.0.1")).pod == "train-0"
+        server.body = body({"authenticated": False})
+        for n in range(3 * reviews.MAX_REFUSED):
+            with pytest.raises((NotAuthentic, ReviewUnavailable)):
+                await world.reviewer.review(token(sub=n), "10.0.0.9")
+        assert server.requests == 1 + strangers.MAX_BAD
+        assert world.counts["unavailable", "none"] == 3 * reviews.MAX_REFUSED - strangers.MAX_BAD
+        await world.reviewer.review(good, "10.0.0.9")
+        with pytest.raises(NotAuthentic):
+            await world.reviewer.review(token(sub="new"), "10.0.0.2")
+        world.now_s += strangers.WINDOW_S
+        with pytest.raises(NotAuthentic):
+            await world.reviewer.review(token(sub="new too"), "10.0.0.9")
+        assert world.counts["authentic", "cache"] == 1
+        world.reviewer.close()
+
+    with answering(GOOD) as server:
+        asyncio.run(scenario(server))
+
+
+def test_refused_tokens_take_no_room_from_good_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reviews, "MAX_REFUSED", 3)
+    monkeypatch.setattr(reviews, "MAX_CACHED", 3)
+
+    async def scenario(server: FixedAnswers) -> None:
+        world = World(server.port)
+        await world.reviewer.review(token(sub="good"))
+        server.body = body({"authenticated": False})
+        for n in range(10):
+            with pytest.raises(NotAuthentic):
+                await world.reviewer.review(token(sub=n), f"10.0.0.{n}")
+        assert len(world.reviewer._refused) == 3
+        await world.reviewer.review(token(sub="good"))
+        assert world.counts["authentic", "cache"] == 1
+        world.reviewer.close()
+
+    with answering(GOOD) as server:
+        asyncio.run(scenario(server))
+
+
+def test_the_strangers_that_are_kept_in_mind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "MAX_PEERS", 5)
+    found = strangers.Strangers()
+    for n in range(100):
+        found.refused(f"10.0.0.{n}")
+    assert len(found) == 5
+    assert strangers.host_of("ipv6:[::1]:51234") == "ipv6:[::1]"
 
 
 def test_the_cache_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
