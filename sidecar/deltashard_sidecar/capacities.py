@@ -1,13 +1,18 @@
 """Can one whole cut be held at all? Pure arithmetic on what a trainer attaches with. Asked once, at Attach.
 
+Whether one fits the arena without waiting is asked at every full cut (`raw_bytes`).
+
 While the store is away, an encoded full cut lies in the arena and the cache directory. If it cannot fit there, no
 baseline could ever be made to wait for the store; better to say so before the first step than after an outage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deltashard_checkpoint import dtypes
 from deltashard_checkpoint.codecs.encodings import effective_encoding, section_bytes
+from deltashard_checkpoint.tables import Box, TableSchema
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.sessions import BadAttach
@@ -27,6 +32,22 @@ def encoded_bytes(request: pb.AttachRequest, *, encoding: str, state_encoding: s
             if field.pointwise and state_encoding == "bf16" and field.dtype == "float32":
                 item = 2
             total += rows * item * (columns if field.pointwise else 1)
+    return total
+
+
+def raw_bytes(tables: Iterable[TableSchema], boxes: Iterable[Box]) -> int:
+    """Bytes of all rows of these boxes as a trainer copies them into the arena."""
+    schemas = {table.fqn: table for table in tables}
+    total = 0
+    for box in boxes:
+        table = schemas[box.table]
+        columns = box.col_stop - box.col_start
+        row = columns * dtypes.by_name(table.dtype).itemsize_bytes
+        row += sum(
+            dtypes.by_name(spec.dtype).itemsize_bytes * (columns if spec.kind == "pointwise" else 1)
+            for spec in table.fields
+        )
+        total += (box.row_stop - box.row_start) * row
     return total
 
 

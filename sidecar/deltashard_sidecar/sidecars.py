@@ -27,7 +27,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import notices
 from deltashard_sidecar.arenas import ArenaKeeper
 from deltashard_sidecar.blocks import MIN_BLOCKS_PER_RANK, Use
-from deltashard_sidecar.capacities import check_capacity
+from deltashard_sidecar.capacities import check_capacity, raw_bytes
 from deltashard_sidecar.housekeepings import Housekeeping
 from deltashard_sidecar.logs import Logger
 from deltashard_sidecar.metrics import Metrics
@@ -261,6 +261,13 @@ class Sidecar(Orders):
             waits = session.stall_aborts >= STALL_ABORTS
             if waits:
                 self.log.warning("save.waits_out_its_stall", aborted=session.stall_aborts, cut=begin.cut)
+            arena_bytes = self.keeper.ledger.total * self.keeper.block_bytes
+            if covers is None and (raw := raw_bytes(session.tables, session.boxes)) > arena_bytes:
+                # It can only go on as batches are encoded: to abort it and try again would take longer still.
+                waits = True
+                self.log.info(
+                    "save.larger_than_the_arena", raw_bytes=raw, arena_bytes=arena_bytes, cut=begin.cut
+                )
             cut = Cut(
                 attempt=session.attempt,
                 cut=begin.cut,

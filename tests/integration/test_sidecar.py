@@ -249,6 +249,10 @@ def test_a_cut_larger_than_the_arena(tmp_path: Path, url: str) -> None:
         trainer = Trainer(process.socket, Model(rows=300_000, columns=32))
         trainer.open()
         cut = trainer.begin()
+        assert cut.begun is not None
+        assert cut.begun.stall_budget_s == 0, (
+            "it can only go on as fast as it is encoded: no limit from the start"
+        )
         cut.write_all()
         cut.seal()
         assert cut.blocks_used * 8 > 64

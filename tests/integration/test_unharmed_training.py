@@ -154,3 +154,16 @@ def test_a_table_that_was_resized_costs_its_saves_only(loop: Loop) -> None:
     loop.items.weight.data = small
     loop.step()
     assert handle.wait(60).step == loop.ckpt.steps
+
+
+def test_training_without_step_is_said_at_close(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing was saved: a warning and an event, where evaluation alone says nothing."""
+    events: list[str] = []
+    loop.ckpt._on_event = lambda name, facts: events.append(name)
+    loop.ckpt._say_if_unsaved()
+    assert events == []
+    loop.net(torch.tensor([1, 2, 3])).sum().backward()
+    loop.optimizer.step()
+    loop.ckpt.close()
+    assert "step() was never called" in caplog.text
+    assert "nothing_saved" in events

@@ -17,7 +17,7 @@ from typing import Any
 from deltashard_checkpoint.trees import EncodedTree, UnsupportedValue
 from torch import Tensor
 
-from deltashard.errors import StateError
+from deltashard.errors import SaveFailed, StateError
 from deltashard.interruptions import leaves
 from deltashard.loaders import Stateful, WrappedLoader
 from deltashard.rngs import apply_globals, capture_globals
@@ -62,7 +62,7 @@ def blobs_of(
 
 
 def _encoded(source: Source) -> EncodedTree:
-    """One entry of `state=`; raises `StateError`, by name, whatever its getter raises."""
+    """One entry of `state=`; raises `StateError` or `SaveFailed`, by name, whatever its getter raises."""
     where = f"state[{source.name!r}]"
     try:
         return encode_value(source.get())
@@ -71,7 +71,7 @@ def _encoded(source: Source) -> EncodedTree:
     except Exception as error:
         if leaves(error):
             raise
-        raise StateError(
+        raise SaveFailed(
             f"reading it raised {type(error).__name__}: {error}",
             where=where,
             remedy="its getter must return what it returned at construction: plain values, tensors, arrays",

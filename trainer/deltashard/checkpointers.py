@@ -106,7 +106,7 @@ class Checkpointer(Saving):
             grace_s: after SIGTERM: an urgent save may take so long; None leaves SIGTERM alone.
             tracking: how tables are found and tracked.
             on_event: called on the training thread with (name, facts) for cut, committed, save_failed, skipped,
-                sidecar_lost, attached, restored, fell_back, log_damaged, state_thrown_away.
+                sidecar_lost, attached, restored, fell_back, log_damaged, state_thrown_away, nothing_saved.
 
         Raises:
             StateError: something in `state=` or an optimizer cannot be saved; found out now, not at the first save.
@@ -368,8 +368,20 @@ class Checkpointer(Saving):
                 raise self._session.fenced
             if self._opened:
                 self._finish(time.monotonic() + deadline_s)
+            self._say_if_unsaved()
         finally:
             self._release()
+
+    def _say_if_unsaved(self) -> None:
+        """A program that trained and never called `step()` has no checkpoint, and would not know."""
+        if self._step != (self._resumed_step or 0) or not self._tracking.steps.stepped:
+            return
+        log.warning(
+            "run %r: the optimizer stepped, and step() was never called: nothing of it is saved. "
+            "ckpt.step() must be the last statement of the loop body",
+            self.run,
+        )
+        self._emit("nothing_saved", step=self._step)
 
     def __enter__(self) -> Self:
         return self
