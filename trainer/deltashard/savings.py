@@ -146,6 +146,7 @@ class Saving(Resuming):
             self._force_full = True
             self._faults += len(faults)
         counts = self._tracking.refresh()
+        self._force_full |= self._tracking.regrown
         if tuple(table.schema for table in self._tracking.tables) != link.tables:
             again = self._session.reattach()
             if again is None:
@@ -302,7 +303,7 @@ class Saving(Resuming):
         return "since_baseline" if begun.covers == self._since_baseline else "all"
 
     def _everything_else(self, content: Mapping[str, str] | None) -> Iterator[tuple[str, EncodedTree]]:
-        dense = self._tracking.dense()
+        dense = self._tracking.dense(look=False)
         self._origin.say(dense | {table.fqn: table.param for table in self._tracking.tables})
         meta = {
             "library": library_version(),

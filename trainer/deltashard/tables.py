@@ -142,6 +142,32 @@ def discover(model: nn.Module, settings: TableSettings | None = None) -> Invento
     return inventory
 
 
+def sharing(inventory: Inventory) -> dict[str, str]:
+    """Tables whose memory overlaps that of another parameter or buffer of the model: table -> the other's name.
+
+    Compared by address, so that views, and several Parameters over one storage, are found.
+    """
+    held: list[tuple[Tensor, str]] = [(t.param, name) for name, t in inventory.tables.items()]
+    held += [(tensor, name) for name, tensor in inventory.dense.items()]
+    spans: dict[torch.device, list[tuple[int, int, str]]] = {}
+    for tensor, name in held:
+        if tensor.layout != torch.strided or not tensor.numel():
+            continue
+        start = tensor.data_ptr()
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.setdefault(tensor.device, []).append((start, start + (last + 1) * tensor.element_size(), name))
+    found: dict[str, str] = {}
+    for members in spans.values():
+        reach, by = 0, ""
+        for start, stop, name in sorted(members):
+            if start < reach:
+                found.setdefault(name, by)
+                found.setdefault(by, name)
+            if stop > reach:
+                reach, by = stop, name
+    return {name: other for name, other in found.items() if name in inventory.tables}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The numpy-style name of a torch type: float32, bfloat16, int64, ..."""
     return str(dtype).removeprefix("torch.")

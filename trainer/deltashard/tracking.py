@@ -24,6 +24,8 @@ Order at a step boundary, all on the training thread:
 from __future__ import annotations
 
 import logging
+import os
+import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +42,7 @@ from deltashard.marks import DirtyCounts, Marks, Mode, RowSelection
 from deltashard.optimizers import hookable, innermost, why_inexact
 from deltashard.optimstates import OptimizerView, allocate, views_of
 from deltashard.stephooks import StepHooks, Steps, why_not_alone
-from deltashard.tables import FoundTable, Inventory, TableSettings, discover, dtype_name
+from deltashard.tables import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
 from deltashard.trackers import HashTracker, RowTracker, Untracked, version
 
 _log = logging.getLogger("deltashard.tracking")
@@ -84,6 +86,7 @@ class TrackedTable:
         self._hashes: HashTracker | None = None
         self._audit = Audit(found.fqn, self._seed)
         self._outside = 0
+        self._shares: str | None = None
         self._signature: tuple[int, ...] = ()
         self._pinned: list[Any] = []
         self._schema = self._read_schema()
@@ -262,18 +265,46 @@ class TrackedTable:
             self.go_over("an audit found rows that changed unseen")
         return fault
 
-    def rebind(self, param: nn.Parameter) -> None:
-        """The module holds another parameter of the same shape now."""
+    def close(self) -> None:
+        """Remove the hooks."""
+        if self._rows is not None:
+            self._rows.close()
+
+    def found_again(self, found: FoundTable) -> None:
+        """The same parameter; other modules may look it up now."""
+        self.found, self._lookups, self.aliases = found, found.lookups, found.aliases
+
+    def shared_with(self, other: str | None) -> None:
+        """What lies in the same memory, by name; its steps write these rows, too."""
+        self._shares = other
+        if other is not None and (self._rows is not None or self._hashes is not None):
+            self.go_over(self._why_shared(other))
+
+    @staticmethod
+    def _why_shared(other: str) -> str:
+        return f"it shares its memory with {other}"
+
+    def rebind(self, found: FoundTable) -> None:
+        """The model holds another parameter of the same shape now, or another module in this place.
+
+        Raises:
+            UserError: it is of another shape or type.
+        """
+        param = found.param
         if param.shape != self.param.shape or param.dtype != self.param.dtype:
             raise UserError(
                 f"The table was {tuple(self.param.shape)} {self.param.dtype} and is {tuple(param.shape)} {param.dtype}",
                 where=self.fqn,
                 remedy="build a new Checkpointer after changing a table",
             )
-        self.found = FoundTable(fqn=self.fqn, param=param, aliases=self.aliases, owners=self.found.owners)
+        self.found_again(found)
         self.param = param
-        self._lookups = self.found.lookups
-        self.go_over("its parameter was replaced")
+        _log.warning(
+            "the parameter of table %s was replaced: it is saved whole, as new content. "
+            "The optimizer must be given the new one",
+            self.fqn,
+        )
+        self.go_over("its parameter was replaced", quiet=True)
         self.marks.mark_all()
 
     def sign(self) -> None:
@@ -314,6 +345,8 @@ class TrackedTable:
         if len(owners) != 1:
             return "no optimizer owns it" if not owners else "several optimizers own it"
         # A wrapper that is no torch optimizer is not on the whitelist either.
+        if self._shares is not None:
+            return self._why_shared(self._shares)
         return why_inexact(owners[0]) or why_not_alone(owners[0]) or self._why_not_lookups()
 
     def _why_not_lookups(self) -> str | None:
@@ -388,6 +421,9 @@ class Tracking:
         self._inventory = discover(model, self.settings.tables)
         self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
         self.by_name = {table.fqn: table for table in self.tables}
+        self.regrown = False
+        """Whether tables came or went since the last cut: the next one is to be full."""
+        self._addresses: list[int] = []
         self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_name)
         self.left_out: frozenset[str] = frozenset()
         """Dense tensors that are not saved: a module's own contract says so."""
@@ -395,21 +431,24 @@ class Tracking:
             view.watch_attributes()
         self.faults = 0
         """Audit faults since the start."""
-        self._groups = -1
+        self._grouped: list[Tensor] | None = None
+        self._named = self._inventory
         self._install()
         self._attach()
+        _live.add(self)
 
     @property
     def inventory(self) -> Inventory:
         """Names, aliases and dense tensors as of the last look."""
         return self._inventory
 
-    def dense(self) -> dict[str, Tensor]:
+    def dense(self, *, look: bool = True) -> dict[str, Tensor]:
         """Live parameters and persistent buffers that are no tables, by canonical name, read from the model now.
 
-        Without those that are left out.
+        Without those that are left out. `look=False`: as `refresh` has just found them.
         """
-        self._inventory = discover(self.model, self.settings.tables)
+        if look:
+            self._inventory = discover(self.model, self.settings.tables)
         return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self.left_out}
 
     @property
@@ -427,9 +466,13 @@ class Tracking:
         Raises:
             UserError: a table's shape or type changed.
         """
-        self._rebind()
-        if sum(len(v.target.param_groups) for v in self.optimizers) != self._groups:
+        self._look()
+        grouped = _grouped(self.optimizers)
+        known = self._grouped
+        if known is None or [*map(id, grouped)] != [*map(id, known)]:
             self._attach()
+        elif [table.param.data_ptr() for table in self.tables] != self._addresses:
+            self._share()
         if self.steps.first is not None:
             self.steps.first.finish()
             self.steps.first = None
@@ -451,6 +494,7 @@ class Tracking:
         """Every table's selection was copied for `cut`; `full`: all rows of all tables were (implied by "all")."""
         for table in self.tables:
             table.cut_taken(cut, full=full or mode == "all")
+        self.regrown = False
 
     def committed(self, cut: int, *, baseline: bool) -> None:
         """The commit of `cut` is known; repeated, late and unknown cuts are harmless."""
@@ -493,15 +537,22 @@ class Tracking:
             hooks.close()
         self._hooks.clear()
         for table in self.tables:
-            if table._rows is not None:  # noqa: SLF001 - same subject, one file
-                table._rows.close()  # noqa: SLF001 - as above
+            table.close()
 
     def _attach(self) -> None:
-        self._groups = sum(len(v.target.param_groups) for v in self.optimizers)
+        self._grouped = _grouped(self.optimizers)
+        self._share()
         for table in self.tables:
             owners = [o for o in self._handed if any(_owns(x, table.param) for x in (o, *innermost(o)))]
             table.attach(owners, [v for v in self.optimizers if _owns(v.target, table.param)])
         self._index()
+
+    def _share(self) -> None:
+        """Tables that lie in one memory with something else are hashed: another's step writes their rows."""
+        self._addresses = [table.param.data_ptr() for table in self.tables]
+        others = sharing(self._inventory)
+        for table in self.tables:
+            table.shared_with(others.get(table.fqn))
 
     def _index(self) -> None:
         """Tell the hooks of every optimizer its tables; not within a step, whose hooks go through them."""
@@ -527,18 +578,37 @@ class Tracking:
             if table.sole is optimizer:
                 table.mark_outside()
 
-    def _rebind(self) -> None:
-        for table in self.tables:
-            module, attribute = table.found.owners[0]
-            now = module._parameters.get(attribute)  # noqa: SLF001 - getattr would run parametrizations
-            if now is not None and now is not table.param:
-                table.rebind(now)
-                self._inventory = discover(self.model, self.settings.tables)
-                earlier = self.optimizers
-                self.optimizers = views_of(self._handed, self._inventory.names, self.by_name)
-                for view in self.optimizers:
-                    view.watch_attributes(earlier)
-                self._groups = -1
+    def _look(self) -> None:
+        """Find the tables in the model as it is now, by name: modules may be replaced, added or gone.
+
+        Raises:
+            UserError: a table has another shape or type than before.
+        """
+        before, now = self._named, discover(self.model, self.settings.tables)
+        for fqn, table in self.by_name.items():
+            found = now.tables.get(fqn)
+            if found is not None and found.param is not table.param:
+                table.rebind(found)
+            elif found is not None:
+                table.found_again(found)
+        self._inventory = now
+        if [*map(id, before.names)] == [*map(id, now.names)] and self.by_name.keys() == now.tables.keys():
+            return
+        for table in [t for t in self.tables if t.fqn not in now.tables]:
+            table.close()
+            self.tables.remove(table)
+            self.regrown = True
+        for fqn, found in now.tables.items():
+            if fqn not in self.by_name:
+                self.tables.append(TrackedTable(found, self.settings))
+                self.regrown = True
+        self.by_name = {table.fqn: table for table in self.tables}
+        earlier = self.optimizers
+        self.optimizers = views_of(self._handed, now.names, self.by_name)
+        for view in self.optimizers:
+            view.watch_attributes(earlier)
+        self._grouped = None
+        self._named = now
 
 
 def _as_list(optimizers: Any) -> list[Any]:
@@ -551,6 +621,10 @@ def _as_list(optimizers: Any) -> list[Any]:
     return list(optimizers)
 
 
+def _grouped(views: Iterable[OptimizerView]) -> list[Tensor]:
+    return [param for view in views for group in view.target.param_groups for param in group["params"]]
+
+
 def _owns(optimizer: Any, param: Tensor) -> bool:
     return any(p is param for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
 
@@ -558,3 +632,15 @@ def _owns(optimizer: Any, param: Tensor) -> bool:
 def _name(key: str, nth: int) -> str:
     """Canonical name of a state key: the innermost optimizer's as it is, its wrappers' with @1, @2, ..."""
     return f"{key}@{nth}" if nth else key
+
+
+_live: weakref.WeakSet[Tracking] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    # A forked worker trains nothing of ours: what it runs of the model must not be watched.
+    for tracking in list(_live):
+        tracking.close()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -127,9 +127,12 @@ def raw_encoding(dtype: str) -> str:
 def effective_encoding(encoding: str, dtype: str, columns: int) -> str:
     """`encoding`, or the raw one of `dtype` where `encoding` would not make rows smaller (very few columns).
 
-    With it a stored frame is never larger than the rows it holds.
+    With it a stored frame is never larger than the rows it holds. fp32 promises that rows come back bit for bit, so
+    float64 rows are kept as they are under it.
     """
     raw = raw_encoding(dtype)
+    if encoding == "fp32" and dtype == "float64":
+        return raw
     return encoding if sum(section_bytes(encoding, 1, columns)) < sum(section_bytes(raw, 1, columns)) else raw
 
 

@@ -283,6 +283,9 @@ def test_few_columns_are_stored_raw():
     assert effective_encoding("q8", "float32", 3) == "q8"
     assert effective_encoding("q4", "float16", 2) == "fp16"
     assert effective_encoding("q2", "float32", 64) == "q2"
+    assert effective_encoding("fp32", "float64", 64) == "fp64"  # fp32 promises the very bits
+    assert effective_encoding("fp32", "bfloat16", 64) == "bf16"
+    assert effective_encoding("q8", "float64", 64) == "q8"
 
 
 def test_the_paper_sizes_hold():

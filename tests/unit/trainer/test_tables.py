@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.tables import TableSettings, discover
+from deltashard.tables import TableSettings, discover, sharing
 from deltashard_checkpoint.errors import UserError
 from torch import nn
 
@@ -92,3 +92,21 @@ def test_what_cannot_be_stored_is_refused_by_name():
         discover(nn.Sequential(nn.LazyLinear(3)))
     with pytest.raises(UserError, match="complex64"):
         discover(nn.Sequential(nn.Embedding(3, 2, dtype=torch.complex64)))
+
+
+def test_memory_that_two_tensors_share_is_found():
+    """By address: Parameters over one storage, views of it, memory from outside; neighbours do not share."""
+    whole = torch.zeros(30, 4)
+    raw = bytearray(400)
+    names = ("a", "b", "view", "left", "right", "raw", "again", "alone")
+    model = nn.ModuleDict({name: nn.Embedding(5, 4) for name in names})
+    model["a"].weight = nn.Parameter(whole[:5])
+    model["b"].weight = nn.Parameter(whole[:5])
+    model["view"].weight = nn.Parameter(whole[4:9])
+    model["left"].weight = nn.Parameter(whole[10:15])
+    model["right"].weight = nn.Parameter(whole[15:20])
+    model["raw"].weight = nn.Parameter(torch.frombuffer(raw, dtype=torch.float32)[:20].view(5, 4))
+    model["again"].weight = nn.Parameter(torch.frombuffer(raw, dtype=torch.float32)[:20].view(5, 4))
+    assert sharing(discover(model)).keys() == {f"{n}.weight" for n in ("a", "b", "view", "raw", "again")}
+    model.register_buffer("window", model["alone"].weight.detach()[2:3])
+    assert sharing(discover(model))["alone.weight"] == "window"

@@ -516,3 +516,102 @@ def test_the_look_after_a_cut_leaves_other_hooks_alone():
         training.train()
     assert calls == [1]
     assert cutter.tracking.steps.before_next == []
+
+
+def test_two_parameters_over_one_storage_are_hashed():
+    """The step of one changes the rows of the other: identity says nothing, memory does."""
+    first, second = make_table("embedding", True), make_table("embedding", True)
+    second.weight = nn.Parameter(first.weight.data)
+    model = nn.ModuleDict({"a": first, "b": second})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    tracking = Tracking(model, optimizers, settings=PLAIN)
+    tracking.refresh()
+    tracking.cut_taken(1, "all")
+    tracking.committed(1, baseline=True)
+    with quiet():
+        first(torch.tensor([3])).sum().backward()
+        optimizers[0].step()
+    tracking.refresh()
+    for table in tracking.tables:
+        assert table.prepare_cut("since_commit").ids.tolist() == [3]
+        assert "shares its memory" in table.reason
+
+
+def test_memory_that_becomes_shared_while_training_is_noticed():
+    """`b.weight.data = a.weight.data` after some steps."""
+    first, second = make_table("embedding", True), make_table("embedding", True)
+    model = nn.ModuleDict({"a": first, "b": second})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    tracking = Tracking(model, optimizers, settings=PLAIN)
+    assert {t.tracker for t in tracking.tables} == {"gradients"}
+    second.weight.data = first.weight.data
+    tracking.refresh()
+    assert {t.tracker for t in tracking.tables} == {"hashes"}
+
+
+def test_a_module_that_is_replaced_is_found_by_name(caplog):
+    """The old module still holds its parameter: only the model tells. New content, said."""
+    training, cutter = begin("adagrad", "embedding", True)
+    with quiet():
+        training.train()
+        cutter.take()
+        training.replace_module()
+        assert cutter.take() == set(range(ROWS))
+        assert cutter.table.param is training.weight
+        for _ in range(3):
+            training.train()
+            cutter.take()
+    assert "was replaced" in caplog.text
+    assert [f.name for f in cutter.table.schema.fields] == ["sum"]
+
+
+@pytest.mark.parametrize("optimizers", [True, False])
+def test_a_table_that_is_added_later_is_in_the_next_cut(optimizers):
+    """Whole, with its optimizer state by its own name; one that goes is no longer saved."""
+    training = Training("adagrad", "embedding", True, 0)
+    tracking = Tracking(training.model, [training.optimizer] if optimizers else [], settings=PLAIN)
+    tracking.refresh()
+    tracking.cut_taken(1, "all")
+    tracking.committed(1, baseline=True)
+    assert not tracking.regrown
+    late = training.model["late"] = make_table("embedding", True)
+    training.optimizer.add_param_group({"params": [late.weight]})
+    with quiet():
+        late(torch.tensor([1])).sum().backward()
+        training.train(clear=False)
+    tracking.refresh()
+    assert tracking.regrown
+    table = tracking.by_name["late.weight"]
+    assert table.prepare_cut("since_commit").all
+    if optimizers:
+        assert [f.name for f in table.schema.fields] == ["sum"]
+        assert tracking.optimizers[0].capture()["groups"][1]["params"] == ["late.weight"]
+    tracking.cut_taken(2, "all")
+    tracking.committed(2, baseline=True)
+    with quiet():
+        late(torch.tensor([7])).sum().backward()
+        training.optimizer.step()
+    tracking.refresh()
+    assert 7 in table.prepare_cut("since_commit").ids.tolist()
+    del training.model["late"]
+    tracking.refresh()
+    assert [t.fqn for t in tracking.tables] == ["table.weight"]
+    assert tracking.regrown
+
+
+def test_a_forked_child_is_not_watched():
+    """A loader's worker may run parts of the model: no hook of ours is left in it."""
+    training, cutter = begin("sgd", "embedding", False)
+    child = os.fork()
+    if child == 0:
+        left = bool(
+            training.model["table"]._forward_hooks
+            or training.weight._backward_hooks
+            or training.optimizer._optimizer_step_pre_hooks
+        )
+        os._exit(int(left))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with quiet():
+        training.train()
+        assert cutter.take()
+    assert cutter.table.tracker == "gradients"

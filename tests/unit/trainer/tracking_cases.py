@@ -389,6 +389,19 @@ class Training:
         self.train()
         self.optimizer.zero_grad()
 
+    def replace_module(self) -> None:
+        """Another module takes the table's place, and its weight the old one's in the optimizer."""
+        sparse = getattr(self.model["table"], "sparse", False)
+        self.model["table"] = make_table(self.kind, sparse)
+        for group in self._inner().param_groups:
+            group["params"][:] = [self.weight]
+
+    def move_into_shared_memory(self) -> None:
+        """The weight becomes a view of memory that somebody else holds, too."""
+        room = torch.zeros(2 * ROWS, COLUMNS)
+        room[:ROWS] = self.weight.data
+        self.weight.data = room[:ROWS]
+
     def momentum_on(self) -> None:
         for group in self.optimizer.param_groups:
             if "nesterov" in group and not group["fused"]:  # SGD; RMSprop itself cannot switch it on

@@ -1,0 +1,143 @@
+"""Models that change while they train, types that an encoding rounds, optimizers with flags: exact after the restore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+Made = tuple[nn.ModuleDict, torch.optim.Optimizer]
+
+
+class Flagged(torch.optim.Optimizer):
+    """Row-wise Adagrad that makes its state at the first step it sees: a plain attribute says whether it has."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.initialized = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.initialized:
+                    self.state[p]["sum"] = torch.full((p.shape[0],), 0.5)
+                grad = p.grad.to_dense()
+                self.state[p]["sum"] += grad.square().mean(1)
+                p.sub_(group["lr"] * grad / self.state[p]["sum"].sqrt().unsqueeze(1))
+        self.initialized = True
+
+
+def made(optimizer: Callable[..., Any], dtype: torch.dtype = torch.float32, *, late: bool = False) -> Made:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"films": nn.Embedding(300, 16, sparse=True, dtype=dtype)})
+    if late:
+        model["late"] = nn.Embedding(200, 16, sparse=True, dtype=dtype)
+    return model, optimizer(list(model.parameters()))
+
+
+def train(made: Made, ckpt: deltashard.Checkpointer | None, steps: range) -> None:
+    model, optimizer = made
+    for step in steps:
+        optimizer.zero_grad()
+        for table in model.values():
+            table(torch.tensor([step, 3 * step + 1, 7])).square().sum().backward()
+        optimizer.step()
+        if ckpt is not None:
+            ckpt.step()
+
+
+@pytest.fixture
+def checkpointer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Made], deltashard.Checkpointer]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+
+    def build(made: Made) -> deltashard.Checkpointer:
+        return deltashard.Checkpointer(
+            *made, url=tmp_path / "store", run="r", encoding="fp32", arena_bytes=64 << 20, grace_s=None
+        )
+
+    return build
+
+
+def same(a: Made, b: Made) -> None:
+    for name, value in a[0].state_dict().items():
+        assert torch.equal(value, b[0].state_dict()[name]), name
+    for p, q in zip(a[0].parameters(), b[0].parameters(), strict=True):
+        for key, value in a[1].state[p].items():
+            held = b[1].state[q][key]
+            assert torch.equal(value, held) if isinstance(value, torch.Tensor) else value == held, key
+
+
+@pytest.mark.parametrize("kind", [Flagged, torch.optim.SparseAdam], ids=["flag", "float64"])
+def test_a_flag_and_float64_tables_resume_bit_for_bit(
+    kind: Callable[..., Any], checkpointer: Callable[[Made], deltashard.Checkpointer]
+) -> None:
+    """An optimizer that would make its state anew; float64 weights and state, which fp32 used to round."""
+    dtype = torch.float32 if kind is Flagged else torch.float64
+    plain = made(kind, dtype)
+    train(plain, None, range(9))
+    lost = made(kind, dtype)
+    with checkpointer(lost) as ckpt:
+        assert ckpt.restore() is None
+        train(lost, ckpt, range(3))
+        ckpt.save().wait(60)
+        train(lost, ckpt, range(3, 5))
+        ckpt.save().wait(60)
+    resumed = made(kind, dtype)
+    with checkpointer(resumed) as ckpt:
+        restored = ckpt.restore()
+        assert restored is not None
+        assert restored.step == 5
+        train(resumed, ckpt, range(5, 9))
+        assert ckpt.stats.state_thrown_away == 0
+    same(plain, resumed)
+
+
+def test_a_table_added_and_a_module_replaced_while_training_are_saved(
+    checkpointer: Callable[[Made], deltashard.Checkpointer],
+) -> None:
+    """The next commit holds them whole, later ones their changes; a program that builds them restores the very bits."""
+    kind = torch.optim.Adagrad
+    changing = made(kind)
+    model, optimizer = changing
+    with checkpointer(changing) as ckpt:
+        assert ckpt.restore() is None
+        train(changing, ckpt, range(2))
+        ckpt.save().wait(60)
+        model["late"] = nn.Embedding(200, 16, sparse=True)
+        optimizer.add_param_group({"params": [model["late"].weight]})
+        optimizer.state[model["late"].weight] = {"step": torch.tensor(0.0), "sum": torch.zeros(200, 16)}
+        train(changing, ckpt, range(2, 4))
+        assert ckpt.save().wait(60).baseline
+        old, model["films"] = model["films"].weight, nn.Embedding(300, 16, sparse=True)
+        optimizer.param_groups[0]["params"] = [model["films"].weight]
+        optimizer.state[model["films"].weight] = optimizer.state.pop(old)
+        train(changing, ckpt, range(4, 6))
+        ckpt.save().wait(60)
+        train(changing, ckpt, range(6, 8))
+        ckpt.save().wait(60)
+
+    def grouped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return kind([{"params": [p]} for p in params])
+
+    resumed = made(grouped, late=True)
+    with checkpointer(resumed) as ckpt:
+        restored = ckpt.restore()
+        assert restored is not None
+        assert restored.step == 8
+        same(changing, resumed)
+        train(changing, None, range(8, 10))
+        train(resumed, ckpt, range(8, 10))
+    same(changing, resumed)
