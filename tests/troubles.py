@@ -100,6 +100,7 @@ class TroubledS3:
         self._hung_for = hung_for
         self._lock = threading.Condition()
         self._numbers: Counter[str] = Counter()
+        self._flipped: set[str] = set()
         self._late: list[Callable[[], object]] = []
         self._hung = self._released = 0
         self._closed = False
@@ -159,6 +160,10 @@ class TroubledS3:
             self._numbers[kind] += 1
             self.requests.append(request)
             trouble = self.choose(request)
+            if trouble is Trouble.FLIPPED and kind == "get":
+                # A network that flips the same object's bits twice is no network but a rotten object.
+                trouble = None if key in self._flipped else trouble
+                self._flipped.add(key)
             if trouble is not None:
                 self.met[kind, trouble] += 1
             arriving = self._late.pop(0) if self._late and len(self.requests) % 3 == 0 else None

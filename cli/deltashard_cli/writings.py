@@ -14,7 +14,7 @@ from deltashard_checkpoint.moves import mover
 from deltashard_checkpoint.retentions import Retention, append_retirement, retire
 
 from deltashard_cli import exports
-from deltashard_cli.options import run_options, which_option
+from deltashard_cli.options import Finite, run_options, which_option
 from deltashard_cli.outputs import console, number, plural, print_json, progress, size
 from deltashard_cli.reads import OpenCheckpoint, choose, open_checkpoint
 from deltashard_cli.targets import POLICY, find_run
@@ -95,11 +95,16 @@ def _report(written: exports.Written, *, as_json: bool) -> None:
 @click.option(
     "--every-steps", type=click.IntRange(1), metavar="N", help="With --keep-last: also one per N steps."
 )
-@click.option("--every-hours", type=float, metavar="H", help="With --keep-last: also one per H hours.")
+@click.option(
+    "--every-hours",
+    type=Finite(0, min_open=True),
+    metavar="H",
+    help="With --keep-last: also one per H hours.",
+)
 @click.option(
     "--grace",
     "grace_s",
-    type=click.FloatRange(0),
+    type=Finite(0),
     default=DEFAULT_GRACE_S,
     show_default=True,
     metavar="SECONDS",

@@ -189,7 +189,8 @@ def notify(argv: Sequence[str]) -> int:
 
     flags, path = _socket(argv)
     request = pb.NotifyRequest(
-        reason=flags.get("--reason", "eviction"), deadline_s=float(flags.get("--deadline-s", "0"))
+        reason=flags.get("--reason", "eviction"),
+        deadline_s=settings.number("term_deadline_s", flags.get("--deadline-s", "0"), where="--deadline-s"),
     )
     with grpc.insecure_channel(f"unix:{path}") as channel, contextlib.suppress(grpc.RpcError):
         TrainerStub(channel).Notify(request, timeout=NOTIFY_DEADLINE_S)  # type: ignore[no-untyped-call]  # generated

@@ -172,14 +172,8 @@ class Settings:
         _one_of("search", self.search, ("default", "plain", "tuned"))
         _one_of("differential", self.differential, DIFFERENTIALS)
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if not least <= value <= most:  # nor is NaN
-                raise SettingError(
-                    f"{name} is {value}",
-                    where=f"--{name.replace('_', '-')} or {variable_of(name)}",
-                    remedy=f"from {int(least)} to {int(most)}; see the settings reference",
-                )
+        for name in RANGES:
+            _in_range(name, getattr(self, name), where=f"--{name.replace('_', '-')} or {variable_of(name)}")
         if self.block_bytes % 4096:
             raise SettingError(
                 f"block_bytes is {self.block_bytes}", where="block_bytes", remedy="a multiple of 4096"
@@ -215,6 +209,24 @@ class Settings:
     def threads(self) -> int:
         """Threads of the encode pool."""
         return self.encode_threads or min(4, os.cpu_count() or 1)
+
+
+def _in_range(name: str, value: float, *, where: str) -> None:
+    least, most = RANGES[name]
+    if not least <= value <= most:  # nor is NaN
+        raise SettingError(
+            f"{name} is {value}",
+            where=where,
+            remedy=f"from {int(least)} to {int(most)}; see the settings reference",
+        )
+
+
+def number(name: str, text: str, *, where: str) -> float:
+    """A float with the range of setting `name`, from a command's flag; raises `SettingError`."""
+    value = _parse(where, "float", text)
+    assert isinstance(value, float)
+    _in_range(name, value, where=where)
+    return value
 
 
 def _one_of(name: str, value: str, values: Sequence[str]) -> None:

@@ -47,7 +47,10 @@ def _once(store: Store, key: str) -> None:
     for data in (_FIRST, _SECOND):
         with suppress(ObjectExists):  # of the first one, too: its acknowledgement was lost
             store.put_if_absent(key, data)
-    if store.get(key) != _FIRST:
+    found = store.get(key)
+    if found not in {_FIRST, _SECOND}:
+        raise StoreUnavailable("the store reads back neither of two objects that were put", where=store.url)
+    if found == _SECOND:
         raise ConditionalPutUnsupported(
             "the store overwrites objects that it was asked to create only if absent",
             where=store.url,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.errors import UserError
+from deltashard_sidecar.main import EXIT_USAGE, main
 from deltashard_sidecar.settings import RANGES, SettingError, Settings, entries, load, reference
 
 DOCS = Path(__file__).parents[3] / "docs/reference/sidecar-settings.md"
@@ -74,6 +75,13 @@ def test_every_number_has_a_range_and_is_refused_outside_of_it() -> None:
         for value in (least, most):
             grown = ["--arena-bytes", "64GiB"] if name == "block_bytes" else []
             assert getattr(load([*NEEDED, *grown, flag, str(int(value))], {}), name) == value
+
+
+@pytest.mark.parametrize(("text", "says"), [("soon", "no float"), ("-1", "is -1.0"), ("nan", "is nan")])
+def test_the_hooks_deadline_is_judged_too(text: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a message, not a trace."""
+    assert main(["notify", "--deadline-s", text]) == EXIT_USAGE
+    assert says in capsys.readouterr().err
 
 
 def test_every_setting_is_documented_and_the_page_is_fresh() -> None:

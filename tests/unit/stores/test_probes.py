@@ -49,6 +49,18 @@ def test_lost_answers_are_asked_for_again(operation, fault):
         assert list(memory.list("")) == []
 
 
+def test_a_bit_that_flips_on_the_way_condemns_no_store():
+    """Only the second object's bytes show that it overwrites; others are read again, and a store that rots is named."""
+    memory = MemoryStore()
+    store = FaultyStore(memory)
+    store.fail_next(Fault.FLIPPED, operation="get", times=2)
+    probe(store, "probe/a", pause=pauses(3))
+    assert list(memory.list("")) == []
+    store.fail_next(Fault.FLIPPED, operation="get", times=4)
+    with pytest.raises(StoreUnavailable, match="neither"):
+        probe(store, "probe/a", pause=pauses(3))
+
+
 def test_a_store_that_does_not_answer_or_keeps_nothing_is_named_when_time_is_up():
     store = FaultyStore(MemoryStore())
     store.fail_next(Fault.UNAVAILABLE, operation="get", times=100)

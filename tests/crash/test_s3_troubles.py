@@ -1,0 +1,247 @@
+"""Lives of trainers and sidecars before a real MinIO, behind a proxy that does what networks do; kills in between.
+
+Acknowledgements are lost, requests doubled and delivered late, refused in storms, cut, flipped, hung, tokens expire, and
+each life ends in its own way: the sidecar is killed at a named instant, or between two saves; its trainer vanishes in a
+cut; the server is killed and started again; or all end well. Whatever happened: each restore is that of the newest
+checkpoint, exactly; none that was acknowledged is missing; a checkpoint is never called invalid; and once the troubles
+are over `verify --deep` is clean and every live checkpoint reads back as it was cut.
+
+Which troubles and which ends is fixed by seeds. `DELTASHARD_TEST_TROUBLES_S=3600` goes on with new seeds for an hour.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.snapshots import read_checkpoint
+from deltashard_checkpoint.stores.urls import open_store
+from deltashard_cli.targets import Target
+from deltashard_cli.verifications import verify
+
+from tests.machines import limit_s
+from tests.minio import MinioServer
+from tests.sidecar_client import Model, SaveRefused, SidecarProcess, Trainer, same, until
+from tests.troubles import TroubledS3, by_seed
+
+pytestmark = [pytest.mark.minio, pytest.mark.slow]
+
+SEEDS = (1, 2)
+LIVES = 8
+CUTS = 3
+RATE = 0.15
+LONGER_S = float(os.environ.get("DELTASHARD_TEST_TROUBLES_S", "0"))
+POINTS = (
+    *("stage.batch_received", "encode.first", "stage.sealed", "pack.before_put", "pack.during_put:2"),
+    *(
+        "pack.after_put",
+        "index.before_put",
+        "index.after_put:2",
+        "commit.after_list",
+        "commit.before_log_put:2",
+    ),
+    *("commit.after_log_put", "commit.after_log_put:2", "ack.before_send:2", "attempt.before_open"),
+    *(
+        "attempt.after_open",
+        "restore.planned",
+        "restore.first_filled",
+        "retire.before_put",
+        "retire.after_put",
+    ),
+    *(
+        "gc.during_delete",
+        "gc.after_delete",
+        "compact.after_packs",
+        "compact.after_index",
+        "compact.after_log_put",
+    ),
+)
+FAIR = frozenset(
+    {
+        *(grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED),
+        *(grpc.StatusCode.ABORTED, grpc.StatusCode.PERMISSION_DENIED),
+    }
+)
+"""What a call may fail with: try again; a zombie's late entry had the slot; a token that expired twice in a row."""
+ENDS = ("crash", "crash", "crash", "kill", "vanish", "server", "well")
+
+
+class Story:
+    """One run, its troubles, and the memory of every cut's content and of every acknowledgement."""
+
+    def __init__(self, root: Path, server: MinioServer, proxy: TroubledS3, seed: int) -> None:
+        self.root, self.server, self.proxy = root, server, proxy
+        bucket = server.new_bucket()
+        self.url = server.url(bucket, port=proxy.port)
+        self.direct = server.url(bucket)
+        self.chance = random.Random(seed)
+        self.consecutive = bool(seed % 2)
+        self.model = Model(seed=seed)
+        self.states: dict[tuple[int, int], list[np.ndarray]] = {}
+        self.acknowledged: dict[int, tuple[int, int]] = {}
+        self.said: Counter[str] = Counter()
+
+    def sidecar(self, crash_at: str = "") -> SidecarProcess:
+        flags = {
+            "housekeeping-s": 0,
+            "keep-last": 2,
+            "gc-grace-s": 0,
+            "compact-after": 2,
+            "pack-bytes": "8MiB",
+        }
+        differential = "consecutive" if self.consecutive else "intermittent"
+        return SidecarProcess(
+            self.root, self.url, encoding="fp32", crash_at=crash_at, differential=differential, **flags
+        )  # type: ignore[arg-type]
+
+    def lives(self) -> None:
+        """One life: a sidecar, a trainer, and how it ends."""
+        end = self.chance.choice(ENDS)
+        point = self.chance.choice(POINTS)
+        process = self.sidecar(point if end == "crash" else "")
+        try:
+            self.trains(process, cuts=CUTS, end=end)
+            if end == "vanish":
+                self.trains(process, cuts=1)
+            if end == "well" and process.poll() is None:
+                assert process.terminate() == 0
+        finally:
+            process.kill()
+        unexpected = [event for event in process.events() if str(event["event"]).endswith(".unexpected")]
+        assert not unexpected
+
+    def trains(self, process: SidecarProcess, *, cuts: int, end: str = "") -> None:
+        """A trainer comes back and saves, as far as it gets; whatever ends it, an error said so."""
+        trainer: Trainer | None = None
+        try:
+            trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
+            self.comes_back(trainer)
+            for number in range(cuts):
+                if end == "vanish" and number == 1:
+                    self.model.train()
+                    cut = trainer.begin()
+                    cut.rows_of(0, None)
+                    cut.vanish()
+                    return
+                self.saves(trainer, self.server_restarts if end == "server" and number == 1 else None)
+                if trainer.gone:
+                    return
+        except grpc.RpcError as error:
+            if error.code() not in FAIR:  # type: ignore[attr-defined]
+                raise
+            self.said[error.code().name] += 1  # type: ignore[attr-defined]
+        except SaveRefused as error:
+            self.refused(error)
+        finally:
+            if trainer is not None:
+                for commit in list(trainer.commits.values()):
+                    self.acknowledged[commit.seq] = (commit.attempt, commit.cut)
+                trainer.close()
+
+    def refused(self, error: SaveRefused) -> None:
+        """Anything may be said but that a checkpoint is no good: the store never lost one."""
+        if error.cause in {"invalid", "corrupt"}:
+            raise error
+        self.said[error.cause] += 1
+
+    def comes_back(self, trainer: Trainer) -> None:
+        """Everything acknowledged is there, and what is restored is what was cut."""
+        opened = trainer.open()
+        newest = max(self.acknowledged, default=0)
+        if not opened.HasField("resume_seq"):
+            assert not newest, f"checkpoint {newest} was acknowledged, and nothing is restored"
+            return
+        assert opened.resume_seq >= newest
+        self.model.wipe()
+        trainer.restore(opened.resume_seq)
+        assert same(self.model.state(), self.states[opened.resume_attempt, opened.cut])
+
+    def server_restarts(self) -> None:
+        """It is killed, as with its node, and comes back."""
+        self.server.kill()
+        self.server.start()
+
+    def saves(self, trainer: Trainer, meanwhile: Callable[[], None] | None = None) -> None:
+        """One cut, until it is known what became of it; `meanwhile` it is on its way to the store."""
+        self.model.train()
+        assert trainer.attempt is not None
+        self.states[trainer.attempt, trainer.cut + 1] = self.model.state()
+        try:
+            number = trainer.save()
+            if meanwhile is not None:
+                meanwhile()
+            until(
+                lambda: number in trainer.commits or number in trainer.failures or trainer.gone,
+                deadline_s=limit_s(300),
+                what=f"cut {number} ends",
+            )
+            trainer.committed(number)
+        except SaveRefused as error:
+            self.refused(error)
+
+    def ends_well(self) -> None:
+        """Without troubles: it comes back, saves, verifies, and every live checkpoint is what was cut for it."""
+        self.proxy.calm()
+        process = self.sidecar()
+        try:
+            trainer = Trainer(process.socket, self.model, consecutive=self.consecutive)
+            self.comes_back(trainer)
+            for _ in range(2):
+                self.saves(trainer)
+            assert max(trainer.commits) == 2, trainer.failures
+            self.acknowledged |= {c.seq: (c.attempt, c.cut) for c in trainer.commits.values()}
+            trainer.close()
+            assert process.terminate() == 0
+        finally:
+            process.kill()
+        with open_store(self.direct) as store:
+            found = verify(Target(store=store, run="run"), deep=True)
+            assert found.ok, found.problems
+            state = RunLog(store, "run").refresh()
+            assert max(state.checkpoints) == max(self.acknowledged)
+            assert set(found.restored) == set(state.checkpoints)
+            for seq, entry in state.checkpoints.items():
+                snapshot = read_checkpoint(store, "run", f"seq:{seq}", state=state)
+                cut = self.states[entry.attempt, entry.cut]
+                assert np.array_equal(snapshot.tree("dense/w"), cut[0])
+                for i, name in enumerate(("big.weight", "small.weight")):
+                    table = snapshot.tables[name]
+                    got = [table.weights, table.fields["sum"], table.fields["exp_avg"]]
+                    assert same(got, cut[2 + 3 * i : 5 + 3 * i])
+
+
+def tell(root: Path, server: MinioServer, seed: int) -> None:
+    """All lives of one seed, with what they met on stdout."""
+    root.mkdir()
+    with TroubledS3(server.port, by_seed(seed, RATE)) as proxy:
+        story = Story(root, server, proxy, seed)
+        for _ in range(LIVES):
+            story.lives()
+        story.ends_well()
+        met = ", ".join(f"{kind} {trouble} {count}" for (kind, trouble), count in sorted(proxy.met.items()))
+        print(f"seed {seed}: {len(story.acknowledged)} acknowledged; said {dict(story.said)}; met {met}")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lives_among_troubles(own_minio: MinioServer, tmp_path: Path, seed: int) -> None:
+    """See the module's text."""
+    tell(tmp_path / "story", own_minio, seed)
+
+
+@pytest.mark.skipif(LONGER_S <= 0, reason="DELTASHARD_TEST_TROUBLES_S says for how long")
+@pytest.mark.timeout(LONGER_S + 3600)
+def test_many_more_lives_among_troubles(own_minio: MinioServer, tmp_path: Path) -> None:
+    """New seeds as long as there is time."""
+    until_s = time.monotonic() + LONGER_S
+    seed = 1000
+    while time.monotonic() < until_s:
+        tell(tmp_path / f"story-{seed}", own_minio, seed)
+        seed += 1
