@@ -166,7 +166,7 @@ def read_checkpoint(
     plan = plan_restore(
         store, state, entry.seq, wants, blobs=blobs, weights_only=not fields, deadline_s=deadline_s
     )
-    targets = [_target(want, fields=fields) for want in wants]
+    targets = [target_of(want.schema, want.boxes[0], fields=fields) for want in wants]
     applier = FrameApplier(targets)
     for fetched in Fetcher(store, run, cache=cache, deadline_s=deadline_s).fetch(plan):
         applier.apply(fetched.data)
@@ -181,16 +181,17 @@ def read_checkpoint(
     )
 
 
-def _target(want: Want, *, fields: bool) -> TableTarget:
-    schema = want.schema
+def target_of(schema: TableSchema, box: Box, *, fields: bool) -> TableTarget:
+    """Memory for one box of a table, zeros; with its optimizer state or without."""
+    rows, columns = box.row_stop - box.row_start, box.col_stop - box.col_start
     shapes = {
-        spec.name: ((schema.rows, schema.columns) if spec.kind == "pointwise" else (schema.rows,), spec.dtype)
+        spec.name: ((rows, columns) if spec.kind == "pointwise" else (rows,), spec.dtype)
         for spec in (schema.fields if fields else ())
     }
     return TableTarget(
         schema=schema,
-        box=want.boxes[0],
-        weights=np.zeros((schema.rows, schema.columns), dtypes.by_name(schema.dtype).carrier),
+        box=box,
+        weights=np.zeros((rows, columns), dtypes.by_name(schema.dtype).carrier),
         fields={
             name: np.zeros(shape, dtypes.by_name(dtype).carrier) for name, (shape, dtype) in shapes.items()
         },

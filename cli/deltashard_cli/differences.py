@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from deltashard_checkpoint import dtypes, trees
+from deltashard_checkpoint.openings import OpenCheckpoint
 from deltashard_checkpoint.snapshots import TableArrays
 
 from deltashard_cli.exports import array_of, tensor_of, values_of
 from deltashard_cli.outputs import Advance
-from deltashard_cli.reads import OpenCheckpoint
 
 Array = npt.NDArray[np.generic]
 _CHUNK_ROWS = 1 << 16

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 from deltashard_checkpoint import dtypes, trees
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.openings import OpenCheckpoint
 from deltashard_checkpoint.snapshots import TableArrays
 
 from deltashard_cli.outputs import Advance
-from deltashard_cli.reads import OpenCheckpoint
 
 Array = npt.NDArray[np.generic]
 DENSE = "dense/"

@@ -25,13 +25,13 @@ from deltashard_checkpoint.indexes import Index, Place
 from deltashard_checkpoint.keys import run_key
 from deltashard_checkpoint.lineages import chain, closure, parts_of
 from deltashard_checkpoint.logs import LogGap, RunLog
+from deltashard_checkpoint.openings import OpenCheckpoint, choose
 from deltashard_checkpoint.plans import IncompletePlan, SchemaMismatch
 from deltashard_checkpoint.runstates import RunState
 from deltashard_checkpoint.snapshots import load_indexes
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 
 from deltashard_cli.outputs import Advance, progress
-from deltashard_cli.reads import OpenCheckpoint, choose
 from deltashard_cli.targets import POLICY, Target
 
 _READ_BYTES = 8 << 20

@@ -11,12 +11,13 @@ from deltashard_checkpoint.compactions import compact as compact_run
 from deltashard_checkpoint.gcs import DEFAULT_GRACE_S, collect, debris
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.moves import mover
+from deltashard_checkpoint.openings import OpenCheckpoint, choose
 from deltashard_checkpoint.retentions import Retention, append_retirement, retire
 
 from deltashard_cli import exports
 from deltashard_cli.options import Finite, run_options, which_option
 from deltashard_cli.outputs import console, number, plural, print_json, progress, size
-from deltashard_cli.reads import OpenCheckpoint, choose, open_checkpoint
+from deltashard_cli.reads import open_checkpoint
 from deltashard_cli.targets import POLICY, find_run
 
 _EVERYTHING = 1 << 62

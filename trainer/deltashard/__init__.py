@@ -1,5 +1,7 @@
 """deltashard in a training script: `Checkpointer`, what `restore()` returns, the errors, and an exact optimizer.
 
+`open_checkpoint` reads a checkpoint without training.
+
 ```python
 ckpt = deltashard.Checkpointer(model, optimizer, url="file:///data/ckpt", run="dlrm", every_s=30)
 resumed = ckpt.restore()        # None: nothing was ever committed
@@ -22,6 +24,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from deltashard import errors, optim
 from deltashard.checkpointers import Checkpointer
+from deltashard.checkpointreaders import CheckpointReader, StoredRows, open_checkpoint
 from deltashard.errors import DeltashardError, FencedError, SaveFailed
 from deltashard.restores import Restored
 from deltashard.saves import Commit, SaveHandle, Stats
@@ -29,6 +32,7 @@ from deltashard.tables import TableSettings
 from deltashard.tracking import TrackingSettings
 
 __all__ = [
+    "CheckpointReader",
     "Checkpointer",
     "Commit",
     "DeltashardError",
@@ -37,8 +41,10 @@ __all__ = [
     "SaveFailed",
     "SaveHandle",
     "Stats",
+    "StoredRows",
     "TableSettings",
     "TrackingSettings",
     "errors",
+    "open_checkpoint",
     "optim",
 ]
