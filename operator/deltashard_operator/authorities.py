@@ -41,6 +41,8 @@ TIMEOUT_S = (3.0, 10.0)
 MAX_STEPS = 10
 """In one look; four are needed at most, conflicts apart."""
 DAY_S = 86400.0
+IDLE_S = 1.0
+"""Between looks whether it may write."""
 _HOOKS = f"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{CONFIGURATION}"
 _log = structlog.get_logger("deltashard.authority")
 
@@ -107,11 +109,13 @@ class Authority:
         options: AuthorityOptions,
         *,
         metrics: AuthorityMetrics | None = None,
+        leads: Callable[[], bool] = lambda: True,
         unix: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.metrics = AuthorityMetrics() if metrics is None else metrics
+        self._leads = leads
         self._api = api
         root = f"/api/v1/namespaces/{options.namespace}"
         self._secrets, self._config_map = f"{root}/secrets", f"{root}/configmaps/{FLEET_AUTHORITY}"
@@ -128,6 +132,9 @@ class Authority:
     async def run(self) -> None:
         """Look for ever; a fault is counted, said, and met again at the next look."""
         while True:
+            if not self._leads():  # another controller issues
+                await asyncio.sleep(IDLE_S)
+                continue
             for look in (self.check_webhook, self.check_fleet):
                 try:
                     await asyncio.to_thread(look)

@@ -30,7 +30,7 @@ CHUNK = 500
 """Objects of one page of a list."""
 MERGE = "application/merge-patch+json"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-VERBS = ("GET", "LIST", "POST", "PATCH", "DELETE")
+VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
 OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
 
 

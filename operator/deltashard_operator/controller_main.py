@@ -1,11 +1,11 @@
 """The process of the controller: options, clients, watches, sockets, signals.
 
-`deltashard-controller` reads the CheckpointRuns, then watches (kopf, in a thread), listens to sidecars (`fleets`),
-issues certificates (`authorities`) and serves plain pages: /livez (the loop turns, and every watch is tended), /healthz
-(besides, the API is heard and sidecars can report) and /metrics. When all watches fail they begin anew with a growing
-pause; only when that does not help for long does the process give up, for a fresh one to try. On SIGTERM or SIGINT it
-sends the sidecars away, writes what is not written yet and exits 0; a second signal hurries it. Every flag is also a
-variable: `--metrics-port` is `DELTASHARD_CONTROLLER_METRICS_PORT`.
+`deltashard-controller` waits for its Lease (`leases`), reads the CheckpointRuns, then watches (kopf, in a thread),
+listens to sidecars (`fleets`), issues certificates (`authorities`) and serves plain pages: /livez (the loop turns, and
+every watch is tended), /healthz (besides, the API is heard and sidecars can report) and /metrics. When all watches fail
+they begin anew with a growing pause; only when that does not help for long does the process give up, for a fresh one to
+try. On SIGTERM or SIGINT it sends the sidecars away, writes what is not written yet, lets go of the Lease and exits 0;
+a second signal hurries it. Every flag is also a variable: `--metrics-port` is `DELTASHARD_CONTROLLER_METRICS_PORT`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import collections
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -41,6 +42,7 @@ from deltashard_operator.controllers import Controller
 from deltashard_operator.defaults import Defaults
 from deltashard_operator.events import Teller
 from deltashard_operator.fleets import Files, Fleet
+from deltashard_operator.leases import LeaderOnly, Lease
 from deltashard_operator.main import EXIT_USAGE, api_client
 from deltashard_operator.metrics import AuthorityMetrics, FleetMetrics
 from deltashard_operator.reviews import Reviewer
@@ -92,6 +94,10 @@ class Options:
     """Between writes of a run's status for new commits; a change of phase or condition is written at once."""
     heartbeat_s: float = 15.0
     """How often sidecars report."""
+    identity: str = ""
+    """What it is called in the Lease that keeps two controllers apart; empty: the host's name, which is the pod's."""
+    lease_s: float = 15.0
+    """A controller that is silent for so long is followed by another."""
     drain_s: float = 10.0
     """How long unwritten statuses are written after SIGTERM."""
 
@@ -149,10 +155,19 @@ class Process:
         self.prometheus = CollectorRegistry()
         self.metrics = metrics = ControllerMetrics(self.prometheus)
         self.call = Caller(api, count=lambda verb, outcome: metrics.calls.labels(verb, outcome).inc())
-        self.teller = Teller(self.call, count=lambda outcome: metrics.events.labels(outcome).inc())
+        self.lease = Lease(
+            self.call,
+            namespace=options.namespace,
+            identity=options.identity or socket.gethostname(),
+            duration_s=options.lease_s,
+        )
+        metrics.leading.set_function(lambda: int(self.lease.held))
+        writing: Any = LeaderOnly(self.call, lambda: self.lease.held)
+        self.teller = Teller(writing, count=lambda outcome: metrics.events.labels(outcome).inc())
         metrics.events_waiting.set_function(lambda: len(self.teller))
         self.controller = Controller(
-            call=self.call,
+            call=writing,
+            leads=lambda: self.lease.held,
             teller=self.teller,
             defaults=Defaults(options.default_policy, None),
             metrics=metrics,
@@ -173,6 +188,7 @@ class Process:
                 api,
                 AuthorityOptions(namespace=options.namespace),
                 metrics=AuthorityMetrics(self.prometheus),
+                leads=lambda: self.lease.held,
             )
         fleet_metrics = FleetMetrics(self.prometheus)
         self.reviewer = Reviewer(api, count=fleet_metrics.reviewed)
@@ -337,6 +353,9 @@ class Process:
         try:
             await web.TCPSite(runner, self.options.host, self.options.metrics_port).start()
             start(self.lag.run(), "lag")
+            if not await _unless(stop, self.lease.acquire()):
+                return
+            start(self.lease.keep(), "lease")
             if self.authority is not None:
                 start(self.authority.run(), "authority")
             if not await _unless(stop, self.load()):
@@ -363,6 +382,7 @@ class Process:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.lease.release()
             self.call.close()
             self.reviewer.close()
             await runner.cleanup()

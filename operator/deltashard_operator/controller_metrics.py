@@ -40,6 +40,11 @@ class ControllerMetrics:
         self.calls = Counter(
             "deltashard_controller_api_calls", "Answers of the API", ("verb", "outcome"), registry=r
         )
+        self.leading = Gauge(
+            "deltashard_controller_leading",
+            "1 when it may write, 0 when another controller leads",
+            registry=r,
+        )
         self.writes = Counter(
             "deltashard_controller_status_writes", "Statuses written, by outcome", ("outcome",), registry=r
         )

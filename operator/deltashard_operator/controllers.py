@@ -56,8 +56,11 @@ class Controller:
         metrics: ControllerMetrics,
         keep_finished_s: float,
         status_interval_s: float,
+        leads: Callable[[], bool] = lambda: True,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        """`leads`: whether this controller may write; while it may not, facts are taken and nothing comes of them."""
+        self._leads = leads
         self._statuses = Statuses(call)
         self._teller = teller
         self._defaults = defaults
@@ -163,6 +166,8 @@ class Controller:
 
     def tick(self) -> None:
         """Judge what is marked (and everything now and then), and begin the writes that are due."""
+        if not self._leads():
+            return
         now_s = self._wall()
         if now_s - self._judged_all_s >= JUDGE_S or now_s < self._judged_all_s:
             self._judged_all_s = now_s
@@ -254,6 +259,8 @@ class Controller:
 
     async def drain(self, timeout_s: float) -> None:
         """Write what is not written yet, for at most so long."""
+        if not self._leads():
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 for entry in self._books:

@@ -396,6 +396,7 @@ VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletec
 OWN = {
     "secrets": ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"),
     "configmaps": ("deltashard-fleet-ca",),
+    "coordination.k8s.io/leases": ("deltashard-controller",),
 }
 
 

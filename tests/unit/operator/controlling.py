@@ -62,6 +62,9 @@ class ControllerProcess:
     keep_finished_days: float = 7.0
     status_interval_s: float = 1.0
     heartbeat_s: float = 60.0
+    namespace: str = "deltashard-system"
+    """Where its Lease is; there is none where the namespace is not."""
+    identity: str = ""
     authority: Authority = field(default_factory=lambda: Authority("fleet"))
     fleet_port: int = 0
     metrics_port: int = 0
@@ -83,6 +86,9 @@ class ControllerProcess:
             "keep-finished-days": self.keep_finished_days,
             "status-interval-s": self.status_interval_s,
             "heartbeat-s": self.heartbeat_s,
+            "namespace": self.namespace,
+            "identity": self.identity,
+            "lease-s": 3600.0,  # a busy machine is no partition
         }
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(

@@ -63,6 +63,7 @@ def controller_of(
     keep_finished_s: float = 86400.0,
     default_policy: Path | None = None,
     wall: Callable[[], float] = time.time,
+    leads: Callable[[], bool] = lambda: True,
 ) -> Controller:
     call = cast(Caller, api)
     return Controller(
@@ -73,6 +74,7 @@ def controller_of(
         keep_finished_s=keep_finished_s,
         status_interval_s=1.0,
         wall=wall,
+        leads=leads,
     )
 
 
