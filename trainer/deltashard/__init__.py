@@ -25,6 +25,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 from deltashard import errors, optim
 from deltashard.checkpointers import Checkpointer
 from deltashard.checkpointreaders import CheckpointReader, StoredRows, open_checkpoint
+from deltashard.doctor import Diagnosis
 from deltashard.errors import DeltashardError, FencedError, SaveFailed
 from deltashard.restores import Restored
 from deltashard.saves import Commit, SaveHandle, Stats
@@ -36,6 +37,7 @@ __all__ = [
     "Checkpointer",
     "Commit",
     "DeltashardError",
+    "Diagnosis",
     "FencedError",
     "Restored",
     "SaveFailed",

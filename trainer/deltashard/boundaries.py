@@ -117,6 +117,7 @@ class Boundary:
         self._back_off_s = 0.0
         self._said: set[str] = set()
         self._closed = False
+        self._looked_for_forgotten = False
         self._policy = pb.Policy()
         self._epoch = 0
 

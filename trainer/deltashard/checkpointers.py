@@ -28,6 +28,7 @@ from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_proto.arenas import SAVE_AT_STEP
 
 from deltashard import arguments, exits, restores
+from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import (
     AnotherTrainer,
     RestoreFailed,
@@ -177,6 +178,10 @@ class Checkpointer(Saving):
         if self._term is not None and not self._term.install():
             self._term = None
         _live.add(self)
+        try:
+            log.info("run %r: %s", self.run, self.doctor().line)
+        except Exception:
+            log.debug("doctor() failed", exc_info=True)
 
     # The loop's side
 
@@ -353,6 +358,10 @@ class Checkpointer(Saving):
                 continue
             self._emit("restored", restored=restored)
             return restored
+
+    def doctor(self) -> Diagnosis:
+        """How each table is tracked and why, what is in the checkpoint, what is not and what that means: print it."""
+        return diagnose(self._tracking, self._state, self._sources, self._contracts, self._loaders)
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         """Cut at the last step boundary if that step is not saved yet, wait until it is durable, detach.

@@ -22,6 +22,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard import restores
 from deltashard.captures import blobs_of
 from deltashard.cuts import BlockWriter, TableCut
+from deltashard.doctor import forgotten_scheduler
 from deltashard.errors import (
     DeltashardError,
     FencedError,
@@ -302,8 +303,21 @@ class Saving(Resuming):
             return "since_commit"
         return "since_baseline" if begun.covers == self._since_baseline else "all"
 
+    def _say_forgotten(self) -> None:
+        """At the first cut: what every resumed run would miss, and nobody would see."""
+        if self._looked_for_forgotten:
+            return
+        self._looked_for_forgotten = True
+        if (owner := forgotten_scheduler(self._tracking.optimizers, self._state)) is not None:
+            log.warning(
+                "a learning-rate scheduler was built for %s and is not in state=: after a restore it begins anew. "
+                'Give state={"scheduler": scheduler}; ckpt.doctor() says what else is not saved',
+                owner,
+            )
+
     def _everything_else(self, content: Mapping[str, str] | None) -> Iterator[tuple[str, EncodedTree]]:
         dense = self._tracking.dense(look=False)
+        self._say_forgotten()
         self._origin.say(dense | {table.fqn: table.param for table in self._tracking.tables})
         meta = {
             "library": library_version(),

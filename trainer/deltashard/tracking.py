@@ -29,7 +29,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from deltashard_checkpoint.errors import UserError
@@ -57,10 +57,28 @@ class TrackingSettings:
     """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
     audit_rows: int = 2048
     """Rows sampled per table and cut; 0 switches the audit off (see `audits.miss_probability`)."""
+    verify: Literal["sample", "full"] = "sample"
+    """"full": at the first `verify_cuts` cuts every row of tables tracked by gradients is compared, not a sample; rows
+    that changed without a mark are named in the log. It reads the tables twice more for each of those cuts."""
+    verify_cuts: int = 8
     outside_writes: int = 2
     """After so many writes from outside a table is tracked by hashes."""
     seed: int = 0x5EED
     """Of the hashes and of the audit's samples."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` for a word that means nothing."""
+        if self.verify not in ("sample", "full"):
+            raise UserError(
+                f"verify={self.verify!r} means nothing",
+                where="TrackingSettings",
+                remedy='say "full", or leave it out ("sample")',
+            )
+
+    def audited_rows(self, nth: int, rows: int) -> int:
+        """How many of a table's rows the sample after its `nth` cut (from 0) takes."""
+        whole = self.verify == "full" and nth < self.verify_cuts
+        return rows if whole else min(self.audit_rows, rows)
 
 
 class TrackedTable:
@@ -85,6 +103,7 @@ class TrackedTable:
         self._rows: RowTracker | None = None
         self._hashes: HashTracker | None = None
         self._audit = Audit(found.fqn, self._seed)
+        self._samples = 0
         self._outside = 0
         self._shares: str | None = None
         self._signature: tuple[int, ...] = ()
@@ -253,8 +272,12 @@ class TrackedTable:
 
     def audit_sample(self) -> None:
         """Draw the audit's next sample."""
-        if self._rows is not None and self._settings.audit_rows:
-            self._audit.sample(self._sections(), min(self._settings.audit_rows, self.marks.rows))
+        count = self._settings.audited_rows(self._samples, self.marks.rows)
+        self._samples += 1
+        if self._rows is not None and count:
+            self._audit.sample(self._sections(), count)
+        else:
+            self._audit.forget()
 
     def audit_check(self) -> AuditFault | None:
         """Check the sample; a fault marks everything and ends tracking by gradients."""
@@ -431,6 +454,7 @@ class Tracking:
             view.watch_attributes()
         self.faults = 0
         """Audit faults since the start."""
+        self._audits = 0
         self._grouped: list[Tensor] | None = None
         self._named = self._inventory
         self._install()
@@ -524,6 +548,12 @@ class Tracking:
                 _log.error("%s", fault)
                 faults.append(fault)
         self.faults += len(faults)
+        if self.settings.verify == "full" and self._audits <= self.settings.verify_cuts:
+            if self._audits == self.settings.verify_cuts:
+                _log.info(
+                    'verify="full": %d cuts were compared row by row, %d faults', self._audits, self.faults
+                )
+            self._audits += 1
         return faults
 
     def watch_first_step(self) -> None:

@@ -1,0 +1,140 @@
+"""`doctor()`: what it says of a program, and the full comparison of the first cuts."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from deltashard.doctor import Diagnosis, diagnose
+from deltashard.errors import UserError
+from deltashard.savings import Saving
+from deltashard.tracking import Tracking, TrackingSettings
+from torch import nn
+
+GRADIENTS = TrackingSettings(hash_below_bytes=0, audit_rows=0)
+
+
+def _program(
+    model: nn.Module, optimizers: Any, settings: TrackingSettings | None = None, **state: Any
+) -> Saving:
+    """A Checkpointer without a sidecar."""
+    return Saving(
+        Tracking(model, optimizers, settings=settings),
+        state,
+        fresh=False,
+        validate=None,
+        content_hash=False,
+        on_event=None,
+    )
+
+
+def _doctor(program: Saving) -> Diagnosis:
+    return diagnose(program._tracking, program._state, program._sources, program._contracts, program._loaders)
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(
+        OrderedDict(items=nn.Embedding(5000, 16, sparse=True), top=nn.Linear(16, 4), norm=nn.BatchNorm1d(4))
+    )
+
+
+def test_it_says_how_tables_are_tracked_and_what_is_saved() -> None:
+    """Through torch.compile, by the names that the checkpoint has."""
+    model = _model()
+    tables = torch.optim.Adagrad(model.items.parameters(), lr=0.1)
+    dense = torch.optim.AdamW([*model.top.parameters(), *model.norm.parameters()], lr=0.1)
+    found = _doctor(_program(torch.compile(model), [tables, dense], GRADIENTS, counter={"n": 1}))
+    (table,) = found.tables
+    assert (table.name, table.rows, table.tracker) == ("items.weight", 5000, "gradients")
+    assert "Adagrad" in table.optimizer
+    text = str(found)
+    for said in ("items.weight", "4 dense parameters and 3 buffers", "Adagrad, AdamW", "counter", "sum"):
+        assert said in text
+    (missing,) = found.missing
+    assert "no loader is wrapped" in missing.meaning
+    assert "position in the data" not in found.line, "it may still be wrapped"
+    assert "\n" not in found.line
+
+
+def test_it_says_why_a_table_is_hashed() -> None:
+    model = _model()
+    momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    (table,) = _doctor(_program(model, momentum, GRADIENTS)).tables
+    assert (table.tracker, "momentum" in table.why) == ("hashes", True)
+    (small,) = _doctor(_program(nn.Embedding(10, 4), ())).tables
+    assert "no optimizer" in small.optimizer
+
+
+def test_it_names_what_is_not_saved() -> None:
+    model = _model()
+    model.top.register_buffer("mask", torch.zeros(3), persistent=False)
+    model.top.running = torch.zeros(2)
+    optimizer = torch.optim.SGD(model.top.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    text = str(_doctor(_program(model, optimizer)))
+    for said in ("top.mask", "top.running", "scheduler of SGD", "optimizer state of items.weight"):
+        assert said in text
+    assert "optimizer was given" in str(_doctor(_program(_model(), ())))
+
+
+@pytest.mark.parametrize("given", ["scheduler", "list", "pair", "nothing"])
+def test_a_forgotten_scheduler_is_said_at_the_first_cut(given: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once; and not when anything given could hold it."""
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    state: dict[str, Any] = {
+        "scheduler": {"s": scheduler},
+        "list": {"all": [scheduler]},
+        "pair": {"s": (scheduler.state_dict, scheduler.load_state_dict)},
+        "nothing": {"n": {"x": 1}},
+    }[given]
+    program = _program(model, optimizer, **state)
+    program._tracking.refresh()
+    for _ in range(2):
+        list(program._everything_else(None))
+    assert caplog.text.count("is not in state=") == (given == "nothing")
+
+
+def test_full_verification_names_a_single_row_that_changed_unseen(caplog: pytest.LogCaptureFixture) -> None:
+    """A sample of 1 row would practically never find it."""
+    model = nn.Embedding(5000, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = TrackingSettings(hash_below_bytes=0, audit_rows=1, verify="full", verify_cuts=2)
+    tracking = Tracking(model, optimizer, settings=settings)
+
+    def cut(number: int) -> list[Any]:
+        faults = tracking.audit_before_commit()
+        tracking.refresh()
+        tracking.audit_sample()
+        tracking.cut_taken(number, "all")
+        tracking.committed(number, baseline=True)
+        return faults
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    cut(1)
+    step()
+    with caplog.at_level(logging.INFO, "deltashard"):
+        assert cut(2) == []
+        step()
+        model.weight.data[4321] += 1
+        (fault,) = cut(3)
+    assert (fault.table, fault.rows) == ("weight", (4321,))
+    assert "2 cuts were compared row by row, 1 faults" in caplog.text
+    assert tracking.tables[0].tracker == "hashes"
+    tracking.close()
+
+
+def test_after_the_first_cuts_it_is_a_sample_again() -> None:
+    settings = TrackingSettings(audit_rows=7, verify="full", verify_cuts=3)
+    assert [settings.audited_rows(nth, 100) for nth in range(5)] == [100, 100, 100, 7, 7]
+    assert TrackingSettings(audit_rows=7).audited_rows(0, 5) == 5
+    with pytest.raises(UserError, match="verify='everything'"):
+        TrackingSettings(verify="everything")

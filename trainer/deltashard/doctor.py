@@ -1,0 +1,243 @@
+"""What a Checkpointer makes of a program: how each table is tracked and why, what is saved, what is not.
+
+`ckpt.doctor()` is for people: print it. It reads the program as it stands and changes nothing; one line of it is
+logged when the Checkpointer attaches. What it finds missing is a guess from the outside, so it is a hint, never an
+error: a plain attribute that holds a tensor may be a cache, and a loader may be resumed by the program itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltashard.contracts import Contract
+from deltashard.loaders import WrappedLoader
+from deltashard.optimizers import innermost
+from deltashard.optimstates import OptimizerView
+from deltashard.states import Source
+from deltashard.tables import canonical_prefixes
+from deltashard.tracking import TrackedTable, Tracking
+
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_MOST_NAMES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableReport:
+    """One table."""
+
+    name: str
+    rows: int
+    columns: int
+    dtype: str
+    bytes: int
+    """Of its weights and its optimizer state, as they are in memory."""
+    fields: tuple[str, ...]
+    """Optimizer state that travels with its rows, as far as it exists by now."""
+    optimizer: str
+    """The class of the one that owns it, or what is the matter."""
+    tracker: str
+    """"gradients" or "hashes"."""
+    why: str
+    """Why it is tracked so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Something that is not in the checkpoint."""
+
+    what: str
+    meaning: str
+    """What that means for a resumed run, and the remedy."""
+    later: bool = False
+    """The program may still give it, after the Checkpointer was built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """What `doctor()` returns; `print` it."""
+
+    tables: tuple[TableReport, ...]
+    saved: tuple[str, ...]
+    """What is in the checkpoint beside the tables, a line for each kind."""
+    missing: tuple[Missing, ...]
+
+    @property
+    def line(self) -> str:
+        """All of it in one line, for the log."""
+        by_hash = sum(table.tracker == "hashes" for table in self.tables)
+        size = _size(sum(table.bytes for table in self.tables))
+        by_gradient = len(self.tables) - by_hash
+        tables = (
+            f"{len(self.tables)} tables ({size}; tracked by gradients {by_gradient}, by row hashes {by_hash})"
+        )
+        parts = [tables, *self.saved]
+        known = [each.what for each in self.missing if not each.later]
+        if known:
+            parts.append(f"not saved: {_some(known)}")
+        return "; ".join(parts) + " (ckpt.doctor() says more)"
+
+    def __str__(self) -> str:
+        lines = [f"Tables: {len(self.tables)}"]
+        for table in self.tables:
+            shape, state = f"[{table.rows}, {table.columns}]", ", ".join(table.fields) or "none yet"
+            lines.append(f"  {table.name}  {shape} {table.dtype}, {_size(table.bytes)}, state: {state}")
+            lines.append(f"    {table.optimizer}; changed rows by {table.tracker}: {table.why}")
+        lines += ["In the checkpoint as well:", *(f"  {each}" for each in self.saved)]
+        lines.append("Not in the checkpoint:" if self.missing else "Nothing is known to be missing.")
+        for each in self.missing:
+            lines += [f"  {each.what}", f"    {each.meaning}"]
+        return "\n".join(lines)
+
+
+def diagnose(
+    tracking: Tracking,
+    state: Mapping[str, Any],
+    sources: Sequence[Source],
+    contracts: Sequence[Contract],
+    loaders: Mapping[str, WrappedLoader],
+) -> Diagnosis:
+    """Look at everything that a cut would take now, and at what it would not."""
+    dense = tracking.dense()
+    named = {contract.source.name for contract in contracts}
+    given = [source.name for source in sources if source.name not in named]
+    params = [name for name, tensor in dense.items() if isinstance(tensor, nn.Parameter)]
+    size = _size(sum(_bytes(tensor) for tensor in dense.values()))
+    saved = [f"{len(params)} dense parameters and {len(dense) - len(params)} buffers ({size})"]
+    if tracking.optimizers:
+        saved.append(
+            f"optimizers: {_some(view.class_name.rpartition('.')[2] for view in tracking.optimizers)}"
+        )
+    if contracts:
+        saved.append(f"what modules say themselves: {_some(each.name for each in contracts)}")
+    saved.append(f"state=: {_some(given)}" if given else "no state=")
+    if loaders:
+        saved.append(f"positions of loaders: {_some(loaders)}")
+    saved.append("global random generators")
+    return Diagnosis(
+        tables=tuple(_table(table) for table in tracking.tables),
+        saved=tuple(saved),
+        missing=tuple(_missing(tracking, state, contracts, loaders)),
+    )
+
+
+def forgotten_scheduler(views: Iterable[OptimizerView], state: Mapping[str, Any]) -> str | None:
+    """The class of an optimizer that a scheduler was built for, while nothing in `state=` can be one."""
+    if any(_may_hold_scheduler(value) for value in state.values()):
+        return None
+    for view in views:
+        for optimizer in (view.target, *innermost(view.target)):
+            if any("initial_lr" in group for group in optimizer.param_groups):
+                return type(optimizer).__name__
+    return None
+
+
+def _may_hold_scheduler(value: Any) -> bool:
+    plain = isinstance(value, Tensor | torch.Generator | torch.amp.GradScaler | nn.Module)
+    if isinstance(value, Mapping):
+        return any(_may_hold_scheduler(each) for each in value.values())
+    if isinstance(value, list):
+        return any(_may_hold_scheduler(each) for each in value)
+    return not plain and (isinstance(value, tuple) or hasattr(value, "state_dict"))
+
+
+def _table(table: TrackedTable) -> TableReport:
+    owners = [type(view.target).__name__ for view in table.views]
+    schema = table.schema
+    state = table.state_tensors()
+    return TableReport(
+        name=table.fqn,
+        rows=schema.rows,
+        columns=schema.columns,
+        dtype=schema.dtype,
+        bytes=_bytes(table.param) + sum(_bytes(tensor) for tensor in state.values()),
+        fields=tuple(state),
+        optimizer=f"stepped by {' in '.join(owners)}" if owners else "no optimizer given here steps it",
+        tracker=table.tracker,
+        why=table.reason
+        or f"{owners[0] if owners else 'its optimizer'} changes only rows that have a gradient",
+    )
+
+
+def _missing(
+    tracking: Tracking,
+    state: Mapping[str, Any],
+    contracts: Sequence[Contract],
+    loaders: Mapping[str, WrappedLoader],
+) -> Iterator[Missing]:
+    transient, plain = [], []
+    known = {id(tensor) for tensor in tracking.inventory.names}
+    for path, module in canonical_prefixes(tracking.model):
+        inside = f"{path}." if path else ""
+        buffers = module._buffers  # noqa: SLF001 - torch offers no accessor to what does not persist
+        transient += [
+            f"{inside}{name}"
+            for name in sorted(module._non_persistent_buffers_set)  # noqa: SLF001
+            if buffers.get(name) is not None
+        ]
+        plain += [
+            f"{inside}{name}"
+            for name, value in vars(module).items()
+            if isinstance(value, Tensor) and id(value) not in known
+        ]
+    if transient:
+        yield Missing(
+            what=f"buffers with persistent=False: {_some(transient)}",
+            meaning="they are as constructed after a restore; right if they never change",
+        )
+    if plain:
+        yield Missing(
+            what=f"tensors in plain attributes: {_some(plain)}",
+            meaning="they are as constructed after a restore: register_buffer() them, or say them in get_extra_state()",
+        )
+    left_out = sorted(itertools.chain.from_iterable(contract.left_out for contract in contracts))
+    if left_out:
+        yield Missing(
+            what=f"what modules leave out of their state_dict(): {_some(left_out)}",
+            meaning="by the module's own word; as constructed after a restore",
+        )
+    if not loaders:
+        yield Missing(
+            what="the position in the data",
+            meaning="no loader is wrapped: a resumed run begins its data anew; loader = ckpt.wrap(loader)",
+            later=True,
+        )
+    if (owner := forgotten_scheduler(tracking.optimizers, state)) is not None:
+        yield Missing(
+            what=f"the learning-rate scheduler of {owner}",
+            meaning='it begins anew after a restore, and overwrites the rate: state={"scheduler": scheduler}',
+        )
+    if not tracking.optimizers:
+        yield Missing(
+            what="optimizer state",
+            meaning="no optimizer was given: optimizer= takes one, or a list of them",
+        )
+        return
+    stepped = {id(p) for view in tracking.optimizers for g in view.target.param_groups for p in g["params"]}
+    trained = {table.fqn: table.param for table in tracking.tables} | tracking.inventory.dense
+    idle = [name for name, p in trained.items() if p.requires_grad and id(p) not in stepped]
+    if idle:
+        yield Missing(
+            what=f"optimizer state of {_some(idle)}",
+            meaning="they require gradients, and no optimizer given here steps them; their values are saved",
+        )
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _size(count: int) -> str:
+    unit, name = next(((unit, name) for unit, name in _UNITS if count >= unit), (1, "B"))
+    return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} B"
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MOST_NAMES} more" if len(listed) > _MOST_NAMES else ""
+    return ", ".join(listed[:_MOST_NAMES]) + more
