@@ -111,7 +111,9 @@ class Reply:
 class Rest:
     """Requests to an `ApiServer` without a model in between; use as a context manager."""
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: ApiServer, user: str = "") -> None:
+        """As the administrator, or as a user without any rights but those that roles give him."""
+        self._headers = {"Impersonate-User": user} if user else {}
         folder = server.directory
         self._url = server.url
         self._pool = urllib3.PoolManager(
@@ -146,7 +148,7 @@ class Rest:
             method,
             self._url + path,
             body=None if body is None else json.dumps(body),
-            headers={"Content-Type": content, "Accept": accept},
+            headers={"Content-Type": content, "Accept": accept, **self._headers},
         )
         return Reply(
             status=reply.status, document=_document(reply.data), warnings=reply.headers.getlist("Warning")
@@ -154,7 +156,7 @@ class Rest:
 
     def text(self, path: str) -> str:
         """A page that is no document, such as the metrics."""
-        reply = self._pool.request("GET", self._url + path)
+        reply = self._pool.request("GET", self._url + path, headers=self._headers)
         assert reply.status == 200, reply.status
         return reply.data.decode()
 
@@ -232,9 +234,9 @@ class ApiServer:
         config.load_kube_config(str(self.kubeconfig), client_configuration=configuration)
         return client.ApiClient(configuration)
 
-    def http(self) -> Rest:
-        """Plain requests with the same rights: objects go in and come back as documents."""
-        return Rest(self)
+    def http(self, user: str = "") -> Rest:
+        """Plain requests with the same rights (or a user's): objects go in and come back as documents."""
+        return Rest(self, user)
 
     def start(self) -> None:
         """Start both and wait until the API is ready, with its default namespace and service account."""
