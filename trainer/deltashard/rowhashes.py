@@ -4,43 +4,87 @@ Both compute h = sum_j w_j * x_j mod 2**64 over the 32-bit words of a row, all s
 row (see `deltashard_checkpoint.codecs.rowhashes`), and agree bit for bit. Hashes are returned as int64 since torch has
 no unsigned arithmetic; two's complement wraps the same way.
 
-On the CPU the rows of large tables are split over as many threads as torch uses; the kernels hold no interpreter lock.
+On the CPU rows are hashed in chunks on helper threads, all tables of a look together; the kernels hold no interpreter
+lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from deltashard_checkpoint.codecs import rowhashes
 from torch import Tensor
 
-from deltashard.threads import split
+from deltashard.threads import share
 
-_SPLIT_BYTES = 8 << 20
+_CHUNK_BYTES = 4 << 20
 _GPU_CHUNK_BYTES = 64 << 20
 
 
-def row_hashes(sections: Sequence[Tensor], seed: int, *, rows: Tensor | None = None) -> Tensor:
-    """Hashes over `sections` together: int64 [R], or [len(rows)] for int64 positions `rows`.
+class Hashing:
+    """Hashes of all rows of `sections` together, as jobs for any threads; afterwards `result`: int64 [R].
 
-    Args:
-        sections: strided tensors [R] or [R, D] of any type, all of the same R; at least one. Sections on several
-            devices are hashed where they are and the sums added on the first one's device.
-        seed: chooses the weights.
-        rows: int64 [n] on any device.
+    Sections are strided tensors [R] or [R, D] of any type, all of the same R; at least one. Those on several devices
+    are hashed where they are and the sums added on the first one's device.
     """
-    by_device: dict[torch.device, list[Tensor]] = {}
+
+    def __init__(self, sections: Sequence[Tensor], seed: int) -> None:
+        """`seed` chooses the weights."""
+        self.jobs: list[Callable[[], None]] = []
+        self._home = sections[0].device
+        self._parts: list[Callable[[], Tensor]] = []
+        for i, (device, group) in enumerate(_by_device(sections).items()):
+            if device.type == "cpu":
+                self._on_cpu(group, seed + i)
+            else:
+                self._parts.append(partial(_on_device, group, seed + i, None))
+
+    def result(self) -> Tensor:
+        """After every job has run."""
+        return _sum([part() for part in self._parts], self._home)
+
+    def _on_cpu(self, sections: list[Tensor], seed: int) -> None:
+        arrays = [row_bytes(s).numpy() for s in sections]
+        n = len(arrays[0])
+        out = np.zeros(n, np.uint64)
+
+        def work(a: int, b: int) -> None:
+            rowhashes.row_hashes([x[a:b] for x in arrays], seed, out=out[a:b])
+
+        chunks = max(1, sum(x.nbytes for x in arrays) // _CHUNK_BYTES)
+        edges = [n * i // chunks for i in range(chunks + 1)]
+        self.jobs += [partial(work, a, b) for a, b in itertools.pairwise(edges) if b > a]
+        self._parts.append(lambda: torch.from_numpy(out.view(np.int64)))
+
+
+def row_hashes(sections: Sequence[Tensor], seed: int, *, rows: Tensor | None = None) -> Tensor:
+    """Hashes as of `Hashing`, now: int64 [R], or [len(rows)] for int64 positions `rows` on any device."""
+    if rows is None:
+        hashing = Hashing(sections, seed)
+        share(hashing.jobs)
+        return hashing.result()
+    parts = [
+        (_some_on_cpu if device.type == "cpu" else _on_device)(group, seed + i, rows.to(device))
+        for i, (device, group) in enumerate(_by_device(sections).items())
+    ]
+    return _sum(parts, sections[0].device)
+
+
+def _by_device(sections: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
     for section in sections:
-        by_device.setdefault(section.device, []).append(section.detach())
-    home = sections[0].device
-    total: Tensor | None = None
-    for i, (device, group) in enumerate(by_device.items()):
-        chosen = None if rows is None else rows.to(device)
-        part = (_on_cpu if device.type == "cpu" else _on_device)(group, seed + i, chosen).to(home)
-        total = part if total is None else total + part
-    assert total is not None
+        found.setdefault(section.device, []).append(section.detach())
+    return found
+
+
+def _sum(parts: Sequence[Tensor], home: torch.device) -> Tensor:
+    total = parts[0].to(home)
+    for part in parts[1:]:
+        total = total + part.to(home)
     return total
 
 
@@ -49,19 +93,10 @@ def layout(sections: Sequence[Tensor]) -> tuple[object, ...]:
     return tuple((s.dtype, s.shape[0], s.numel()) for s in sections)
 
 
-def _on_cpu(sections: list[Tensor], seed: int, rows: Tensor | None) -> Tensor:
+def _some_on_cpu(sections: list[Tensor], seed: int, rows: Tensor) -> Tensor:
     arrays = [row_bytes(s).numpy() for s in sections]
-    if rows is not None:
-        positions = np.ascontiguousarray(rows.numpy(), np.int64)
-        return torch.from_numpy(rowhashes.row_hashes(arrays, seed, rows=positions).view(np.int64))
-    n = len(arrays[0])
-    out = np.zeros(n, np.uint64)
-
-    def work(a: int, b: int) -> None:
-        rowhashes.row_hashes([x[a:b] for x in arrays], seed, out=out[a:b])
-
-    split(n, sum(a.nbytes for a in arrays) // _SPLIT_BYTES, work)
-    return torch.from_numpy(out.view(np.int64))
+    positions = np.ascontiguousarray(rows.numpy(), np.int64)
+    return torch.from_numpy(rowhashes.row_hashes(arrays, seed, rows=positions).view(np.int64))
 
 
 def _on_device(sections: list[Tensor], seed: int, rows: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from deltashard.optimizers import why_inexact
 
 if TYPE_CHECKING:
     from deltashard.firststeps import FirstStep
+    from deltashard.gradients import GradientWatch
     from deltashard.tracking import TrackedTable
 
 _GLOBAL_PRE = torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001 - torch offers no accessor
@@ -26,7 +27,7 @@ _GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as
 class Steps:
     """What all optimizers of one `Tracking` share."""
 
-    __slots__ = ("before_next", "first", "stepped")
+    __slots__ = ("before_next", "first", "gradients", "stepped")
 
     def __init__(self) -> None:
         self.stepped = False
@@ -35,6 +36,8 @@ class Steps:
         """Called once, before the next step of any of them."""
         self.first: FirstStep | None = None
         """Watches the first step after a restore."""
+        self.gradients: GradientWatch | None = None
+        """Watches what becomes of the gradients that were there at the last cut."""
 
 
 class StepHooks:
@@ -67,6 +70,10 @@ class StepHooks:
             calls, steps.before_next = steps.before_next, []
             for call in calls:
                 call()
+        if steps.gradients is not None:
+            steps.gradients.before(optimizer, closure=has_closure(args, kwargs))
+            if steps.gradients.over:
+                steps.gradients = None
         if steps.first is not None:
             steps.first.before(optimizer)
         if self.tables:
@@ -96,9 +103,7 @@ def why_not_alone(
     optimizer: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> str | None:
     """Whose code runs within a step beside the optimizer's own; None: nobody's."""
-    if len(args) > 1 and args[1] is not None:  # the first is the optimizer itself
-        return "its step evaluates a closure"
-    if kwargs and kwargs.get("closure") is not None:
+    if has_closure(args, kwargs or {}):
         return "its step evaluates a closure"
     pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001 - torch offers no accessor
     if len(pre) == 1 and len(post) == 1 and not _GLOBAL_PRE and not _GLOBAL_POST:
@@ -108,3 +113,8 @@ def why_not_alone(
             if not isinstance(getattr(hook, "__self__", None), StepHooks):
                 return "another step hook of its optimizer may write rows, or drop gradients, unseen"
     return None
+
+
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step's arguments, the optimizer itself first, have a closure."""
+    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None

@@ -5,11 +5,16 @@ Not torch's own threads: its pool waits at barriers for every core, and at a cut
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
 import torch
+
+MOST_THREADS = 8
+"""More do not read memory faster, and the training process has others to feed."""
 
 
 def split(rows: int, worth: int, work: Callable[[int, int], None]) -> None:
@@ -26,6 +31,34 @@ def split(rows: int, worth: int, work: Callable[[int, int], None]) -> None:
         wait(others)  # also the one after one that failed: nobody writes any more when this returns
     for other in others:
         other.result()
+
+
+def share(jobs: Sequence[Callable[[], None]]) -> None:
+    """Run independent `jobs` on helper threads and on this one, which takes the next one whenever it has ended one.
+
+    So it never waits longer than if it had run them all itself, however late the helpers come.
+    """
+    left = deque(jobs)
+
+    def work() -> None:
+        while True:
+            try:
+                job = left.popleft()
+            except IndexError:
+                return
+            job()
+
+    threads = min(max(torch.get_num_threads(), len(os.sched_getaffinity(0))), MOST_THREADS)
+    others = [_pool(threads - 1).submit(work) for _ in range(min(threads, len(jobs)) - 1)]
+    try:
+        work()
+    finally:
+        for other in others:
+            other.cancel()  # one that has not begun has nothing left to do
+        wait(others)
+    for other in others:
+        if not other.cancelled():
+            other.result()
 
 
 @cache

@@ -204,13 +204,17 @@ class HashTracker:
         """What the kept hashes take."""
         return 0 if self._hashes is None else self._hashes.numel() * 8
 
-    def look(self, sections: Sequence[Tensor], marks: Marks) -> None:
-        """Compare with the last look; `sections` are the weights and row fields, [R] or [R, D] each.
+    def begin(self, sections: Sequence[Tensor]) -> rowhashes.Hashing:
+        """Begin a look at the weights and row fields `sections`, [R] or [R, D] each: run its jobs, then `end` it."""
+        return rowhashes.Hashing(sections, self._seed)
+
+    def end(self, hashing: rowhashes.Hashing, sections: Sequence[Tensor], marks: Marks) -> None:
+        """Compare with the last look.
 
         A first look, or another set of fields than last time, counts as a change of every row.
         """
         layout = rowhashes.layout(sections)
-        hashes = rowhashes.row_hashes(sections, self._seed)
+        hashes = hashing.result()
         if self._hashes is None or layout != self._layout:
             marks.mark_all()
         else:

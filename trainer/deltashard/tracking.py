@@ -38,14 +38,20 @@ from torch import Tensor, nn
 
 from deltashard.audits import Audit, AuditFault
 from deltashard.firststeps import FirstStep, Report
+from deltashard.gradients import GradientWatch
 from deltashard.marks import DirtyCounts, Marks, Mode, RowSelection
 from deltashard.optimizers import hookable, innermost, why_inexact
 from deltashard.optimstates import OptimizerView, allocate, views_of
+from deltashard.rowhashes import Hashing
 from deltashard.stephooks import StepHooks, Steps, why_not_alone
 from deltashard.tables import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
+from deltashard.threads import share
 from deltashard.trackers import HashTracker, RowTracker, Untracked, version
 
 _log = logging.getLogger("deltashard.tracking")
+
+_JOBS_AT_ONCE = 64
+"""Chunks of hashing, of all tables together, before their results are taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +233,7 @@ class TrackedTable:
         self.go_over(f"its changed rows cannot be told ({type(error).__name__}: {error})")
 
     def refresh(self) -> None:
-        """Bring marks and schema up to date for a cut.
+        """Bring marks and schema up to date for a cut; a look at hashes follows.
 
         Raises:
             UserError: the weight has another shape than when this Checkpointer was built.
@@ -250,8 +256,15 @@ class TrackedTable:
             self._schema = schema
             self.schema_version += 1
             self.marks.mark_all()
+
+    def look(self) -> Hashing | None:
+        """After `refresh`: begin the look at a table that is tracked by hashes; `looked` ends it."""
+        return None if self._hashes is None else self._hashes.begin(self._sections())
+
+    def looked(self, hashing: Hashing) -> None:
+        """All jobs of the look have run: mark what differs."""
         if self._hashes is not None:
-            self._hashes.look(self._sections(), self.marks)
+            self._hashes.end(hashing, self._sections(), self.marks)
 
     def cut_taken(self, cut: int, *, full: bool) -> None:
         """See `Marks.cut_taken`."""
@@ -440,13 +453,15 @@ class Tracking:
         self._hooks: list[StepHooks] = []
         self.steps = Steps()
         self.report: Report = lambda _name, _facts: None
-        """Told of events that the log tells as well: state_thrown_away (table, field, repaired)."""
+        """Told of events that the log tells as well: state_thrown_away (table, field, repaired), gradient_alive
+        (parameter, optimizer)."""
         self._inventory = discover(model, self.settings.tables)
         self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
         self.by_name = {table.fqn: table for table in self.tables}
         self.regrown = False
         """Whether tables came or went since the last cut: the next one is to be full."""
         self._addresses: list[int] = []
+        self._alive_said = False
         self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_name)
         self.left_out: frozenset[str] = frozenset()
         """Dense tensors that are not saved: a module's own contract says so."""
@@ -502,6 +517,7 @@ class Tracking:
             self.steps.first = None
         for table in self.tables:
             table.refresh()
+        self._look_at_hashes()
         self._index()
         counts = [table.marks.counts() for table in self.tables]
         return DirtyCounts(
@@ -509,6 +525,21 @@ class Tracking:
             baseline=sum(c.baseline for c in counts),
             total=sum(c.total for c in counts),
         )
+
+    def _look_at_hashes(self) -> None:
+        """Many small tables are looked at together; what a look takes meanwhile (8 bytes a row) is bounded."""
+        looks: list[tuple[TrackedTable, Hashing]] = []
+        jobs = 0
+        for table in self.tables:
+            look = table.look()
+            if look is not None:
+                looks.append((table, look))
+                jobs += len(look.jobs)
+            if jobs >= _JOBS_AT_ONCE or table is self.tables[-1]:
+                share([job for _, each in looks for job in each.jobs])
+                for each, done in looks:
+                    each.looked(done)
+                looks, jobs = [], 0
 
     def schema_versions(self) -> tuple[int, ...]:
         """Changes whenever a table's schema does: compare after `refresh` with those of the last Attach."""
@@ -519,6 +550,12 @@ class Tracking:
         for table in self.tables:
             table.cut_taken(cut, full=full or mode == "all")
         self.regrown = False
+        if self.steps.gradients is not None:
+            self.steps.gradients.close()
+            self.steps.gradients = None
+        if not self._alive_said:
+            watch = GradientWatch([hooks.optimizer for hooks in self._hooks], self._gradient_alive)
+            self.steps.gradients = None if watch.over else watch
 
     def committed(self, cut: int, *, baseline: bool) -> None:
         """The commit of `cut` is known; repeated, late and unknown cuts are harmless."""
@@ -563,6 +600,9 @@ class Tracking:
 
     def close(self) -> None:
         """Remove all hooks."""
+        if self.steps.gradients is not None:
+            self.steps.gradients.close()
+            self.steps.gradients = None
         for hooks in self._hooks:
             hooks.close()
         self._hooks.clear()
@@ -607,6 +647,20 @@ class Tracking:
         for table in self.tables:
             if table.sole is optimizer:
                 table.mark_outside()
+
+    def _gradient_alive(self, param: Tensor, optimizer: Any) -> None:
+        if self._alive_said:
+            return
+        self._alive_said = True
+        name, kind = self._inventory.names.get(param, "a parameter"), type(optimizer).__name__
+        _log.warning(
+            "the gradient of %s was there at a cut and is used after it (%s steps less often than step() is called, "
+            "applies gradients late, or keeps them). No checkpoint holds .grad: a run that resumes from one goes on "
+            "without it, so not bit for bit. Save where gradients were applied and will be zeroed",
+            name,
+            kind,
+        )
+        self.report("gradient_alive", {"parameter": name, "optimizer": kind})
 
     def _look(self) -> None:
         """Find the tables in the model as it is now, by name: modules may be replaced, added or gone.

@@ -38,7 +38,7 @@ def test_large_tables_hash_the_same_on_several_threads(monkeypatch):
     """Splitting over threads changes nothing."""
     table = torch.randn(100_003, 16)
     one = rowhashes.row_hashes([table, table[:, 0]], 5)
-    monkeypatch.setattr(rowhashes, "_SPLIT_BYTES", 1 << 18)
+    monkeypatch.setattr(rowhashes, "_CHUNK_BYTES", 1 << 18)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(rowhashes.row_hashes([table, table[:, 0]], 5), one)
 

@@ -615,3 +615,59 @@ def test_a_forked_child_is_not_watched():
         training.train()
         assert cutter.take()
     assert cutter.table.tracker == "gradients"
+
+
+def test_a_step_looks_at_its_own_optimizers_tables_only(monkeypatch):
+    """40 tables with an optimizer each: one step, one table, before it and after it."""
+    from deltashard.tracking import TrackedTable
+
+    modules = nn.ModuleList(make_table("embedding", True) for _ in range(40))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
+    tracking = Tracking(modules, optimizers, settings=PLAIN)
+    asked = []
+    for name in ("before_step", "after_step"):
+        real = getattr(TrackedTable, name)
+        monkeypatch.setattr(
+            TrackedTable,
+            name,
+            lambda table, *args, real=real: (asked.append(table.fqn), real(table, *args))[1],
+        )
+    with quiet():
+        modules[7](torch.tensor([1])).sum().backward()
+        optimizers[7].step()
+    assert asked == ["7.weight", "7.weight"]
+    tracking.close()
+
+
+def test_tables_on_hashes_are_looked_at_together_in_chunks(monkeypatch):
+    """Every chunk is hashed once, by whichever thread; the marks are those of one look after the other."""
+    from deltashard import rowhashes
+
+    monkeypatch.setattr(rowhashes, "_CHUNK_BYTES", 512)
+    modules = nn.ModuleList(make_table("embedding", True) for _ in range(30))
+    tracking = Tracking(modules, torch.optim.Adam(modules.parameters(), lr=0.1), settings=PLAIN)
+    tracking.refresh()
+    tracking.cut_taken(1, "all")
+    tracking.committed(1, baseline=True)
+    with torch.no_grad():
+        for i, module in enumerate(modules):
+            module.weight[[i, ROWS - 1 - i]] += 1.0
+    tracking.refresh()
+    for i, table in enumerate(tracking.tables):
+        assert table.prepare_cut("since_commit").ids.tolist() == [i, ROWS - 1 - i]
+
+
+def test_shared_jobs_run_once_each_and_a_failure_is_told():
+    """Whoever takes a job; nothing runs any more when it returns."""
+    from deltashard.threads import share
+
+    done = []
+    share([lambda i=i: done.append(i) for i in range(200)])
+    assert sorted(done) == list(range(200))
+    share([])
+
+    def fail():
+        raise ValueError("job")
+
+    with pytest.raises(ValueError, match="job"):
+        share([*[lambda: done.append(0)] * 5, fail, *[lambda: done.append(0)] * 5])
