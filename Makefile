@@ -7,7 +7,7 @@ SERVERS = minio etcd helm kubectl coredns promql kwok kubernetes
 
 CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
-.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full lint types contracts proto bench bench-fleet clean
+.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-fleet clean
 venv: .venv/.synced
 
 $(UV):
@@ -54,6 +54,10 @@ test-cluster: venv servers
 test-cluster-full: venv servers
 	tests/cluster/packages
 	DELTASHARD_TEST_CLUSTER=full $(CLUSTER)
+
+# An hour of lives among the troubles of networks and object stores, before a real MinIO; `test` has a minute of it.
+test-troubles: venv servers
+	DELTASHARD_TEST_TROUBLES_S=3600 $(RUN) -m pytest tests/crash/test_s3_troubles.py -s
 
 lint: venv
 	.venv/bin/ruff check .
