@@ -27,6 +27,7 @@ from deltashard_checkpoint.entries import (
     Ignored,
     Part,
     Reclaimed,
+    Repaired,
     Retired,
     Sealed,
     cut_of,
@@ -51,6 +52,7 @@ KINDS: dict[str, type[Entry]] = {
     "compact": Compacted,
     "retire": Retired,
     "reclaim": Reclaimed,
+    "repair": Repaired,
 }
 
 
@@ -108,6 +110,8 @@ def document_of(entry: Entry) -> dict[str, Any]:
             doc |= {"checkpoints": list(entry.checkpoints), "prefixes": list(entry.prefixes)}
         case Reclaimed():
             doc |= {"ignorable": True, "through": entry.through}
+        case Repaired():
+            doc |= {"ignorable": True, "lost": list(entry.lost)}
     return doc
 
 
@@ -341,6 +345,12 @@ def _reclaim(r: Reader, common: dict[str, Any]) -> Entry:
     return Reclaimed(through=r.integer("through"), **common)
 
 
+def _repair(r: Reader, common: dict[str, Any]) -> Entry:
+    if not r.boolean("ignorable"):
+        r.fail("repair is ignorable")
+    return Repaired(lost=tuple(r.as_integer(n, "lost") for n in r.items("lost")), **common)
+
+
 _ENTRIES = {
     "genesis": _genesis,
     "attempt": _attempt,
@@ -348,4 +358,5 @@ _ENTRIES = {
     "compact": _compact,
     "retire": _retire,
     "reclaim": _reclaim,
+    "repair": _repair,
 }

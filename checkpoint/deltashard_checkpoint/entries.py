@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.keys import TOKEN_PATTERN
@@ -17,8 +18,17 @@ from deltashard_checkpoint.tables import Box, TableSchema
 
 _ENTRY_NAME = re.compile(r"log/(\d{20})\.json", re.ASCII)
 _VOIDS = re.compile(r"-voids-([0-9a-f]{32})", re.ASCII)
+_FOLDS = re.compile(r"-fold-(\d{1,15})-([0-9a-f]{32})", re.ASCII)
 _DIGEST_CHARS = 32
 _PREFIX = re.compile(rf"data/(?:(\d{{20}})/(\d{{8}})|compact-{TOKEN_PATTERN})/", re.ASCII)
+
+
+class FoldName(NamedTuple):
+    """What names a folded state: the slot up to which it goes, and its bytes."""
+
+    seq: int
+    digest: str
+    """The first 32 hexadecimal digits of their SHA-256."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +61,7 @@ class Entry:
     writer: str
     """Random token, the same for every retry of one put: after a lost acknowledgement it says whose entry this is.
 
-    It may go on: see `voiding_writer`."""
+    It may go on: see `voiding_writer` and `folding_writer`."""
     at_s: float
 
 
@@ -145,6 +155,17 @@ class Reclaimed(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Repaired(Entry):
+    """A person had the log repaired: its state up to the slot before is the folded one that this entry names.
+
+    It is stored as `ignorable`, and changes nothing for whoever could follow the log without it.
+    """
+
+    lost: tuple[int, ...]
+    """Slots that could not be read, or whose entries could not be kept without those."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ignored(Entry):
     """An entry of a kind this version does not know and may pass over."""
 
@@ -167,6 +188,17 @@ class Sealed:
 def voiding_writer(writer: str, bad: str) -> str:
     """The token of an attempt that voids the slot whose bytes have the hash `bad`."""
     return f"{writer}-voids-{bad[:_DIGEST_CHARS]}"
+
+
+def folding_writer(writer: str, name: FoldName) -> str:
+    """The token of an entry that names a folded state: one that readers may begin with."""
+    return f"{writer}-fold-{name.seq}-{name.digest}"
+
+
+def named_fold(entry: Entry) -> FoldName | None:
+    """The folded state that an entry vouches for; None when it names none."""
+    match = _FOLDS.search(entry.writer)
+    return FoldName(int(match[1]), match[2]) if match and int(match[1]) < entry.seq else None
 
 
 def voided_digest(entry: AttemptOpened) -> str | None:

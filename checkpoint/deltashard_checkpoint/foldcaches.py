@@ -1,8 +1,9 @@
-"""`cache/fold-{seq}.json`: the folded state up to a slot, so that a cold reader need not read the log from genesis.
+"""`log/fold-{seq}-{digest}.json`: the folded state up to a slot; the log need not be read from genesis.
 
-A cache and never an authority: it carries its own hash and the hash of the log entry it was folded up to; a reader
-compares that with the entry itself, and folds from genesis when anything does not fit. gc does not read it, nothing
-is decided by it that the log would not decide.
+Whoever appends an entry puts one of the state before it, now and then, and names it in that very entry: its slot and
+the first 32 digits of the SHA-256 of its bytes. So it is as good as the log. Readers begin with the newest one that an
+entry behind it names, whose bytes have that hash and after which the log can be followed to that entry; what became of
+the entries before it, rot or loss, no longer matters. One that nothing names, or that does not fit, counts for nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.documents import document_of, parse
-from deltashard_checkpoint.entries import Checkpoint, Compacted, Entry, Sealed, is_prefix
+from deltashard_checkpoint.entries import Checkpoint, Compacted, Entry, FoldName, Sealed, is_prefix
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.jsons import Reader, canonical
 from deltashard_checkpoint.jsons import load as load_json
@@ -20,18 +21,24 @@ from deltashard_checkpoint.runstates import Attempt, RunState
 
 FORMAT = 2
 """1 was folded by a version that did not forget what is reclaimed: it is not the state that others fold."""
-_NAME = re.compile(r"cache/fold-\d{20}\.json", re.ASCII)
+_NAME = re.compile(r"log/fold-(\d{20})-([0-9a-f]{32})\.json", re.ASCII)
 E = TypeVar("E", bound=Entry)
 
 
-def fold_key(seq: int) -> str:
-    """Key of the fold up to `seq`, relative to the run's root."""
-    return f"cache/fold-{seq:020d}.json"
+def fold_key(name: FoldName) -> str:
+    """Key of a fold, relative to the run's root."""
+    return f"log/fold-{name.seq:020d}-{name.digest}.json"
 
 
-def is_fold(key: str) -> bool:
-    """Whether `key`, relative to the run's root, names a fold."""
-    return _NAME.fullmatch(key) is not None
+def fold_of(key: str) -> FoldName | None:
+    """The fold that `key`, relative to the run's root, names; None for any other key."""
+    match = _NAME.fullmatch(key)
+    return FoldName(int(match[1]), match[2]) if match else None
+
+
+def name_of(state: RunState, data: bytes) -> FoldName:
+    """What the fold of `state`, with these bytes, is called."""
+    return FoldName(state.tip, hashlib.sha256(data).hexdigest()[:32])
 
 
 def dump(state: RunState) -> bytes:
@@ -70,18 +77,20 @@ def _sealed(entry: Entry) -> dict[str, Any]:
     return {**document, "hash": hashlib.sha256(canonical(document)).hexdigest()}
 
 
-def load(data: bytes, run: str, seq: int) -> RunState:
+def load(data: bytes, run: str, name: FoldName) -> RunState:
     """The state in `data`; raises `CorruptObject`, `UnsupportedVersion` or `ForeignObject` when it is not that fold."""
-    where = fold_key(seq)
+    where, seq = fold_key(name), name.seq
+    if hashlib.sha256(data).hexdigest()[:32] != name.digest:
+        raise CorruptObject("fold does not match the hash in its name", where=where)
     document = load_json(data, where)
     digest = document.pop("hash", None)
     if hashlib.sha256(canonical(document)).hexdigest() != digest:
-        raise CorruptObject("cached fold does not match its own hash", where=where)
+        raise CorruptObject("fold does not match its own hash", where=where)
     r = Reader(document, where)
     if r.integer("format") != FORMAT:
-        raise UnsupportedVersion("cached fold of another format", where=where)
+        raise UnsupportedVersion("fold of another format", where=where)
     if r.text("run") != run or r.integer("tip") != seq:
-        raise ForeignObject("cached fold of another run or slot", where=where)
+        raise ForeignObject("fold of another run or slot", where=where)
     openers = {}
     for item in r.items("openers") if r.has("openers") else ():
         opened, *names = r.as_list(item, "opener", 3)

@@ -33,6 +33,7 @@ from deltashard_checkpoint.entries import (
     Ignored,
     Part,
     Reclaimed,
+    Repaired,
     Retired,
     Sealed,
     cut_of,
@@ -59,7 +60,7 @@ def fold(state: RunState, slots: Sequence[Slot]) -> RunState:
     if not slots:
         return state
     base = state.tip + 1
-    void = _void(slots)
+    void = void_slots(slots)
     if void and min(void) < base:
         raise VoidedBehind(
             f"slots from {min(void)} were made void after they were folded", where=f"run {state.run}"
@@ -79,7 +80,7 @@ def fold(state: RunState, slots: Sequence[Slot]) -> RunState:
     return state
 
 
-def _void(slots: Iterable[Slot]) -> frozenset[int]:
+def void_slots(slots: Iterable[Slot]) -> frozenset[int]:
     """Slots that count for nothing: ranges named by attempts which are not void themselves, the latest word wins."""
     ranges: list[tuple[int, int]] = []
     for slot in slots:
@@ -182,7 +183,7 @@ def judge(state: RunState, entry: Entry) -> None:
         case Reclaimed():
             if entry.through >= entry.seq:
                 raise _refused(entry, f"it speaks of slot {entry.through}, which is not before it")
-        case Ignored():
+        case Ignored() | Repaired():
             pass
 
 

@@ -19,6 +19,7 @@ A log that cannot be followed to its end blocks gc: what cannot be read might sa
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from deltashard_checkpoint.attempts import CLOSING_WAIT_S, marked_attempt
@@ -29,7 +30,7 @@ from deltashard_checkpoint.folds import forgettable, over
 from deltashard_checkpoint.lineages import live_prefixes
 from deltashard_checkpoint.logs import DEFAULT_DEADLINE_S, RunLog, stopped
 from deltashard_checkpoint.runstates import RunState
-from deltashard_checkpoint.stores.abc import ObjectInfo
+from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
 
 DEFAULT_GRACE_S = 600.0
 COMPACTION_PATIENCE_S = 24 * 3600.0
@@ -80,7 +81,7 @@ def collect(
         if named_by is None:
             continue
         if named_by not in ripe:
-            ripe[named_by] = now_s - log.store.head(log.key(entry_key(named_by))).modified_at_s >= grace_s
+            ripe[named_by] = now_s - _written_at_s(log, named_by, state.tip) >= grace_s
         if not ripe[named_by]:
             waiting.add(prefix)
             continue
@@ -104,6 +105,14 @@ def collect(
         waiting=tuple(sorted(waiting)),
         dry_run=dry_run,
     )
+
+
+def _written_at_s(log: RunLog, seq: int, tip: int) -> float:
+    """When an entry was put, by the store's clock; of one that is lost (`foldcaches`), no earlier than it was."""
+    for slot in range(seq, tip):
+        with suppress(ObjectNotFound):
+            return log.store.head(log.key(entry_key(slot))).modified_at_s
+    return log.store.head(log.key(entry_key(tip))).modified_at_s
 
 
 def _forget(log: RunLog, through: int, *, forget_at: int, deadline_s: float) -> None:

@@ -2,8 +2,8 @@
 
 `refresh` learns the tip from a LIST and nothing else. It lists from the slot it already knows, so that a stale
 listing (one that lacks what is known to exist) is noticed, and a gap is an error: a missing entry must never look
-like an end. A 404 proves nothing about the tip. `log/HINT` is best effort: it tells a cold reader where a folded
-state lies (`foldcaches`) and how far the listing must at least reach; if it lies, it costs time and nothing else.
+like an end. A 404 proves nothing about the tip. `log/HINT` is best effort: it tells a cold reader near which folded
+state (`foldcaches`) to begin and how far the listing must at least reach, or the newest entries are gone.
 
 `append` builds an entry against the state at the tip, judges it by the very law of the readers, and creates the slot
 after the tip, create-only. Two writers can want the same slot: one wins, the loser reads what won, and builds anew.
@@ -22,7 +22,7 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -30,10 +30,19 @@ from dataclasses import replace
 from deltashard_checkpoint import foldcaches
 from deltashard_checkpoint.crashpoints import crash_point
 from deltashard_checkpoint.documents import parse, seal
-from deltashard_checkpoint.entries import Checkpoint, Entry, Sealed, entry_key, seq_of
-from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UnsupportedVersion
-from deltashard_checkpoint.folds import EntryRefused, VoidedBehind, advance, fold
+from deltashard_checkpoint.entries import (
+    Checkpoint,
+    Entry,
+    FoldName,
+    Sealed,
+    entry_key,
+    folding_writer,
+    named_fold,
+)
+from deltashard_checkpoint.errors import EnvironmentFault, FormatError, UnsupportedVersion
+from deltashard_checkpoint.folds import EntryRefused, VoidedBehind, advance, fold, void_slots
 from deltashard_checkpoint.keys import new_token, run_key, validate_run
+from deltashard_checkpoint.listings import Listing, listing
 from deltashard_checkpoint.patience import Clocks, Patience
 from deltashard_checkpoint.runstates import RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import (
@@ -49,10 +58,11 @@ from deltashard_checkpoint.stores.probes import probe
 DEFAULT_DEADLINE_S = 120.0
 _HINT_DEADLINE_S = 5.0
 _HINT_EVERY = 8
-_FOLD_EVERY = 128
-_FOLDS_KEPT = 8
+_FOLD_EVERY = 8
+"""So many slots after the last one a folded state is put anew; the first as soon as there is a checkpoint."""
 _LISTINGS = 5
 """A listing with a gap is asked for again so many times before the gap is believed."""
+_READS = 8
 _HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
 _probed: weakref.WeakSet[Store] = weakref.WeakSet()
 
@@ -91,7 +101,9 @@ class RunLog:
         self.clocks = clocks or Clocks()
         self._readers = readers
         self._state = RunState(run=run)
-        self._fold_seq = -1
+        self._folds: tuple[FoldName, ...] = ()
+        """The newest two that the log vouches for, as far as this handle knows."""
+        self._fold_failed = -_FOLD_EVERY
         self._lock = threading.RLock()
 
     def key(self, key: str) -> str:
@@ -101,7 +113,7 @@ class RunLog:
     def fork(self) -> RunLog:
         """Another handle on this log that begins with what this one knows: waiting in one never delays the other."""
         other = RunLog(self.store, self.run, clocks=self.clocks, readers=self._readers)
-        other._state, other._fold_seq = self._state, self._fold_seq
+        other._state, other._folds = self._state, self._folds
         return other
 
     @property
@@ -141,89 +153,142 @@ class RunLog:
                         raise
 
     def _refresh_once(self) -> RunState:
-        state, floor = self._state, -1
+        state = self._state
         if state.tip < 0 or state.stopped is not None:  # what stopped the fold may have been mended meanwhile
-            state, floor = self._start()
-            floor = max(floor, self._state.tip)
-        tip = self._list_tip(state, floor)
-        slots = self._read(range(state.tip + 1, tip + 1))
+            self._state = self._begin(max(state.tip, -1))
+            return self._state
+        slots = self._read(range(state.tip + 1, self._list(state.tip).tip + 1))
         try:
             state = fold(state, slots)
         except VoidedBehind:
             # Only an attempt that voids an unreadable slot leads here: rare, so everything is simply read again.
-            state = fold(RunState(run=self.run), self._read(range(tip + 1)))
+            state = self._begin(state.tip)
         self._state = state
+        self._learn_folds(slots)
         return state
 
-    def _start(self) -> tuple[RunState, int]:
-        """Where a cold reader begins: (a cached fold or nothing, a slot that HINT says exists or -1)."""
-        nothing = RunState(run=self.run)
+    def _begin(self, known: int) -> RunState:
+        """The state for whoever knows nothing (`known`: but that this slot exists).
+
+        From the newest fold that the log vouches for, else from genesis. HINT says where the listing may begin, and how
+        far it must go.
+        """
+        fold_seq, floor = self._hint()
+        floor = max(floor, known)
+        if fold_seq > 0:
+            some = self.listed(fold_seq)
+            if some.seqs and some.tip >= floor and (state := self._from_fold(some)) is not None:
+                return state
+        whole = self._list(-1, floor, from_fold=True)
+        if (state := self._from_fold(whole)) is not None:
+            return state
+        if (hole := whole.hole(-1)) is not None:
+            raise self._gap(hole, whole.tip)
+        slots = self._read(range(whole.tip + 1))
+        self._learn_folds(slots)
+        return fold(RunState(run=self.run), slots)
+
+    def _from_fold(self, seen: Listing) -> RunState | None:
+        """The state from the newest fold that an entry behind it vouches for; None when there is none."""
+        read: dict[int, Slot] = {}
+        for name in seen.folds:
+            if not seen.first - 1 <= name.seq < seen.tip or seen.hole(name.seq) is not None:
+                continue
+            wanted = range(name.seq + 1, seen.tip + 1)
+            try:
+                state = self.load_fold(name)
+                read |= _by_number(self._read([seq for seq in wanted if seq not in read]))
+                slots = [read[seq] for seq in wanted]
+                state = fold(state, slots)
+            except FormatError:  # VoidedBehind is one
+                continue
+            # IMPORTANT: only the log makes a fold more than a file: an entry that counts, and that was reached from it.
+            end = seen.tip + 1 if state.stopped is None else state.stopped.seq
+            counts = set(range(name.seq + 1, end)) - void_slots(slots)
+            if any(_names(read[seq]) == name for seq in counts):
+                self._learn_folds(slots)
+                return state
+        return None
+
+    def load_fold(self, name: FoldName) -> RunState:
+        """A folded state that was listed. Bytes that do not fit are read again, as those of entries are.
+
+        Raises `FormatError` when it is really bad, and `StoreUnavailable` when it has gone (a newer one is there) or
+        reads differently each time: what came before it may be beyond reading, so it is not given up lightly.
+        """
+        where = foldcaches.fold_key(name)
+        before: bytes | None = None
+        for _ in range(_READS):
+            try:
+                data = self.store.get(self.key(where))
+            except ObjectNotFound:
+                raise StoreUnavailable("a listed fold is not found", where=where) from None
+            try:
+                return foldcaches.load(data, self.run, name)
+            except FormatError:
+                if data == before:
+                    raise
+                before = data
+        raise StoreUnavailable("a fold reads differently each time", where=where)
+
+    def _learn_folds(self, slots: Iterable[Slot]) -> None:
+        """Remember the newest folds that the log vouches for."""
+        for slot in slots:
+            if (name := _names(slot)) is not None:
+                self._folds = tuple(sorted({*self._folds, name})[-2:])
+
+    def _hint(self) -> tuple[int, int]:
+        """(slot of a fold, a slot that exists), as HINT has it; -1 for what it does not say."""
         try:
             hint = self.store.get(self.key("log/HINT"))
         except ObjectNotFound:
-            return nothing, -1
+            return -1, -1
         match = _HINT.fullmatch(hint[:100])
-        if match is None:
-            return nothing, -1
-        fold_seq, floor = int(match[1]), int(match[2])
-        if fold_seq < 0:
-            return nothing, floor
-        try:
-            state = foldcaches.load(
-                self.store.get(self.key(foldcaches.fold_key(fold_seq))), self.run, fold_seq
-            )
-            authority = parse(self.store.get(self.key(entry_key(fold_seq))), fold_seq)
-        except (ObjectNotFound, FormatError):
-            return nothing, floor
-        if authority.hash != state.tip_hash:
-            return nothing, floor
-        self._fold_seq = fold_seq
-        return state, max(floor, fold_seq)
+        return (-1, -1) if match is None else (int(match[1]), int(match[2]))
 
-    def _list_tip(self, state: RunState, floor: int) -> int:
-        """The highest slot, from a listing that begins with the slot `state` knows to exist.
+    def _list(self, known: int, floor: int = -1, *, from_fold: bool = False) -> Listing:
+        """The slots from `known` on (all from -1), none of which is missing; `from_fold`: unless behind a fold.
 
         IMPORTANT: the tip is what a LIST shows. HINT may point anywhere and a GET may miss what was just put: a writer
         that took either for the tip would build its entry on a log that is not the run's.
         """
-        known = state.tip
-        start_after = entry_key(known - 1) if known > 0 else "log/"
-        expected = max(known, 0)
-        for info in self.store.list(self.key("log/"), start_after=self.key(start_after)):
-            seq = self._slot(info)
-            if seq is None:
-                continue
-            if seq != expected:
-                raise LogGap(
-                    f"log entry {expected} is missing, {seq} is there",
-                    where=f"{self.store.url}/{self.key('log/')}",
-                    remedy="entries are never deleted by deltashard: restore the object from a copy or a version",
-                )
-            expected += 1
-        tip = expected - 1
-        if tip < known:
+        seen = self.listed(max(known, 0))
+        if not from_fold and (hole := seen.hole(known - 1)) is not None:
+            raise self._gap(hole, seen.tip)
+        if seen.tip < known:
             raise LogGap(
                 f"the listing ends before log entry {known}, which exists",
                 where=f"{self.store.url}/{self.key('log/')}",
                 remedy="the store must list what was put; or the entry was deleted: restore it from a copy",
             )
-        if tip < floor:
+        if seen.tip < floor:
             if self._exists(floor):
                 raise StoreUnavailable(
-                    f"stale listing: it ends at {tip}, but entry {floor} exists", where=self.key("log/")
+                    f"stale listing: it ends at {seen.tip}, but entry {floor} exists", where=self.key("log/")
                 )
             # IMPORTANT: HINT is written after the entry that it names, so that entry was there. Read as the end, the
             # loss of the newest entries would be an older step, or none, without a word.
             raise LogGap(
-                f"the log ends at entry {tip}, and {floor} was written ({self.key('log/HINT')} says so): the newest "
-                "entries are gone",
+                f"the log ends at entry {seen.tip}, and {floor} was written ({self.key('log/HINT')} says so): the "
+                "newest entries are gone",
                 where=f"{self.store.url}/{self.key('log/')}",
                 remedy="restore the objects from a copy or a version; `deltashard repair` goes on without them",
             )
-        return tip
+        return seen
 
-    def _slot(self, info: ObjectInfo) -> int | None:
-        return seq_of(info.key[len(self.run) + 1 :])
+    def listed(self, first: int = 0) -> Listing:
+        """What a LIST shows from slot `first` on."""
+        start_after = entry_key(first - 1) if first > 0 else "log/"
+        found = self.store.list(self.key("log/"), start_after=self.key(start_after))
+        return listing((info.key[len(self.run) + 1 :] for info in found), first)
+
+    def _gap(self, missing: int, tip: int) -> LogGap:
+        return LogGap(
+            f"log entry {missing} is missing, {tip} is there",
+            where=f"{self.store.url}/{self.key('log/')}",
+            remedy="entries are never deleted by deltashard: restore the object from a copy or a version; "
+            "`deltashard repair` goes on without it",
+        )
 
     def _exists(self, seq: int) -> bool:
         try:
@@ -241,7 +306,7 @@ class RunLog:
     def read_slot(self, seq: int) -> Slot:
         """One entry. Bytes that do not parse are read again: only the same bad bytes twice make a slot unreadable."""
         before: bytes | None = None
-        for _ in range(8):
+        for _ in range(_READS):
             try:
                 data = self.store.get(self.key(entry_key(seq)))
             except ObjectNotFound:
@@ -288,7 +353,10 @@ class RunLog:
                 entry = build(state, state.tip + 1, new_token())
                 if entry is None:
                     return None
-                sealed = seal(replace(entry, previous=state.tip_hash, at_s=round(self.clocks.wall_s(), 3)))
+                entry = replace(entry, previous=state.tip_hash, at_s=round(self.clocks.wall_s(), 3))
+                if (name := self._put_fold(state)) is not None:
+                    entry = replace(entry, writer=folding_writer(entry.writer, name))
+                sealed = seal(entry)
                 try:
                     following = advance(replace(state, stopped=None), sealed)
                 except EntryRefused:
@@ -343,35 +411,50 @@ class RunLog:
             return None
         return isinstance(slot, Sealed) and slot.data == sealed.data
 
+    def _put_fold(self, state: RunState) -> FoldName | None:
+        """Best effort: the folded `state`, when one is due, for the next entry to name."""
+        if state.stopped is not None or not state.checkpoints:
+            return None
+        newest = self._folds[-1].seq if self._folds else -_FOLD_EVERY
+        if state.tip - max(newest, self._fold_failed) < _FOLD_EVERY:
+            return None
+        # An entry needs no fold: it is not lost for this.
+        with suppress(Exception), deadline(_HINT_DEADLINE_S):
+            data = foldcaches.dump(state)
+            name = foldcaches.name_of(state, data)
+            self.store.put(self.key(foldcaches.fold_key(name)), data)
+            return name
+        self._fold_failed = state.tip
+        return None
+
     def _leave_hint(self, sealed: Sealed) -> None:
-        """Best effort: a folded state now and then, and HINT where it is. Losing either costs a cold reader time."""
-        seq = sealed.entry.seq
-        fold_due = seq - self._fold_seq >= _FOLD_EVERY
-        if not fold_due and seq % _HINT_EVERY and not isinstance(sealed.entry, Checkpoint):
+        """Best effort: HINT, and folds that are not needed any more go. Losing either costs a cold reader time."""
+        seq, name = sealed.entry.seq, named_fold(sealed.entry)
+        self._learn_folds([sealed])
+        if name is None and seq % _HINT_EVERY and not isinstance(sealed.entry, Checkpoint):
             return
         # IMPORTANT: the entry is durable. Whatever goes wrong from here on must not look as if it were not.
         with suppress(Exception), deadline(_HINT_DEADLINE_S):
-            if fold_due:
-                self.store.put(self.key(foldcaches.fold_key(seq)), foldcaches.dump(self._state))
-                self._fold_seq = seq
-            hint = json.dumps({"fold": self._fold_seq, "seq": seq}, separators=(",", ":"))
-            self.store.put(self.key("log/HINT"), hint.encode())
-            if fold_due:
-                self._drop_folds(seq - _FOLDS_KEPT * _FOLD_EVERY)
+            self.leave_hint(fold_seq=self._folds[-1].seq if self._folds else -1, seq=seq)
+            if name is not None:
+                self._drop_folds()
 
-    def _drop_folds(self, below: int) -> None:
-        """Folded states grow with the run, and only the newest is read: the old ones must not add up.
+    def leave_hint(self, *, fold_seq: int, seq: int) -> None:
+        """Say that slot `seq` is taken, and which folded state (or -1) is the newest; store errors are raised."""
+        hint = json.dumps({"fold": fold_seq, "seq": seq}, separators=(",", ":"))
+        self.store.put(self.key("log/HINT"), hint.encode())
 
-        Whoever leaves a HINT folds anew when its last fold is `_FOLD_EVERY` slots old, so none names one below.
-        """
-        oldest = self.key(foldcaches.fold_key(max(0, below)))
-        with suppress(DeltashardError):  # who may not delete here will hear of it from gc
-            folds = self.store.list(self.key("cache/fold-"))
-            stale = [
-                i.key for i in folds if foldcaches.is_fold(i.key[len(self.run) + 1 :]) and i.key < oldest
-            ]
-            if stale:
-                self.store.delete(stale)
+    def _drop_folds(self) -> None:
+        """Folded states grow with the run: those older than the last two that the log vouches for must not add up."""
+        names = (
+            (info.key, foldcaches.fold_of(info.key[len(self.run) + 1 :])) for info in self._fold_objects()
+        )
+        stale = [key for key, name in names if name is not None and name < self._folds[0]]
+        if len(self._folds) > 1 and stale:
+            self.store.delete(stale)  # who may not delete here will hear of it from gc
+
+    def _fold_objects(self) -> Iterator[ObjectInfo]:
+        return self.store.list(self.key("log/fold-"))
 
     def probe(self, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """Find out now what the first append would: whether the store creates where it was asked to, and only there.
@@ -386,6 +469,15 @@ class RunLog:
             return
         probe(self.store, self.key(f"probe/{new_token()}"), pause=patience.pause)
         _probed.add(self.store)
+
+
+def _by_number(slots: Iterable[Slot]) -> dict[int, Slot]:
+    """Slots by number."""
+    return {slot.entry.seq if isinstance(slot, Sealed) else slot.seq: slot for slot in slots}
+
+
+def _names(slot: Slot) -> FoldName | None:
+    return named_fold(slot.entry) if isinstance(slot, Sealed) else None
 
 
 def stopped(state: RunState) -> LogStopped:

@@ -16,7 +16,7 @@ from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, Form
 from rich.console import Console
 from rich.text import Text
 
-from deltashard_cli import readings, writings
+from deltashard_cli import readings, salvages, writings
 from deltashard_cli.outputs import nobody_reads, print_json, warnings
 
 OK = 0
@@ -56,6 +56,8 @@ def _end(context: click.Context, /, _result: object, **_options: object) -> None
 
 
 for command in (readings.ls, readings.inspect, readings.plan, readings.verify, readings.diff):
+    cli.add_command(command)
+for command in (salvages.scan, salvages.repair):
     cli.add_command(command)
 for command in (writings.restore, writings.export, writings.gc, writings.compact):
     cli.add_command(command)

@@ -28,7 +28,7 @@ from deltashard_cli.outputs import (
 )
 from deltashard_cli.reads import compaction_indexes, open_checkpoint, read_state
 from deltashard_cli.summaries import CheckpointSummary, RunSummary
-from deltashard_cli.targets import NoSuchRun, Target, find_run, must_exist, open_root, runs_of
+from deltashard_cli.targets import NoSuchRun, Target, find_run, must_exist, names, open_root, runs_of
 
 _SHOWN_BLOBS = 12
 _LS_COLUMNS = (
@@ -78,8 +78,7 @@ def _run_or_none(url: str, run: str | None) -> Target | None:
     except NoSuchRun:
         return None
     # A root with a single run also leads to a run; it is the run itself only when the URL says its name.
-    said = url.partition("?")[0].rstrip("/")
-    return target if f"{said}/".endswith(f"/{target.run}/") or said == target.run else None
+    return target if names(url, target.run) else None
 
 
 def _list_runs(url: str, *, as_json: bool) -> None:

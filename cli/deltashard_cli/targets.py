@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from deltashard_checkpoint.documents import parse
-from deltashard_checkpoint.entries import Genesis, entry_key, seq_of
+from deltashard_checkpoint.entries import entry_key, seq_of
 from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.jsons import load
 from deltashard_checkpoint.keys import run_key, validate_run
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 from deltashard_checkpoint.stores.retries import RetryPolicy
@@ -55,23 +56,23 @@ def find_run(url: str, run: str | None) -> Target:
         if _is_run(store, validate_run(run)):
             return Target(store=store, run=run)
         raise NoSuchRun(f"no run {run!r}", where=store.url, remedy=_known(store))
-    first = b""
-    try:
-        first = store.get(entry_key(0))
-    except ObjectNotFound:
-        if not _has_log(store, ""):
-            return _only_run(store)
-    store.close()
+    if not _has_log(store, ""):
+        return _only_run(store)
     base, question, query = url.partition("?")
     base = base.rstrip("/")
-    name = base.rpartition("/")[2]
-    try:
-        entry = parse(first, 0).entry
-        if isinstance(entry, Genesis) and f"{base}/".endswith(f"/{entry.run}/"):
-            name = entry.run
-    except FormatError:
-        pass  # the log's reader will say so, with more to say
+    said = [name for name in _said_names(store) if f"{base}/".endswith(f"/{name}/")]
+    name = said[0] if said else base.rpartition("/")[2]
+    store.close()
     return Target(store=open_root(base[: -len(name)].rstrip("/") + question + query), run=name)
+
+
+def _said_names(store: Store) -> Iterator[str]:
+    """The run's own name, by its first entry, or by a folded state where that is lost; none where none can be read."""
+    for key in (entry_key(0), *(info.key for info in store.list("log/fold-"))):
+        with suppress(ObjectNotFound, FormatError):
+            name = load(store.get(key), key).get("run")
+            if isinstance(name, str):
+                yield name
 
 
 def must_exist(store: Store) -> None:
@@ -86,6 +87,42 @@ def must_exist(store: Store) -> None:
             where=store.url,
             remedy="check the bucket, the prefix and the run's name",
         )
+
+
+def names(url: str, run: str) -> bool:
+    """Whether `url` says the run's name, and not only the store's that it lies in."""
+    said = url.partition("?")[0].rstrip("/")
+    return f"{said}/".endswith(f"/{run}/") or said == run
+
+
+def named_run(url: str, run: str | None) -> Target:
+    """The run that `url` itself or `--run` names: never the only one of a store, for a command that is not taken back.
+
+    Raises `NoSuchRun`.
+    """
+    target = find_run(url, run)
+    if run is None and not names(url, target.run):
+        raise NoSuchRun(
+            "this is a store and not a run",
+            where=target.store.url,
+            remedy=f"say --run {target.run}, if you mean it",
+        )
+    return target
+
+
+def scanned_run(url: str, run: str | None) -> Target:
+    """Like `find_run`, also for what is left of a run without any log: `url` is then taken for the run's own."""
+    try:
+        return find_run(url, run)
+    except NoSuchRun:
+        base, question, query = url.partition("?")
+        base = base.rstrip("/")
+        name = run or base.rpartition("/")[2]
+        root = base if run else base[: -len(name)].rstrip("/")
+        store = open_root(root + question + query)
+        if next(store.list(run_key(validate_run(name), "data/")), None) is None:
+            raise
+        return Target(store=store, run=name)
 
 
 def runs_of(store: Store) -> Iterator[str]:

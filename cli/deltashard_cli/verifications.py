@@ -1,7 +1,7 @@
 """`deltashard verify`: is what the log promises there, and does it restore?
 
-Always: every log entry is read (no cached fold is believed), its hash chain and the rules between entries are checked;
-every index of every live checkpoint is read and checked against its name, its log entry and itself; every pack
+Always: every log entry is read, its hash chain and the rules between entries are checked, and every folded state by its
+content; every index of every live checkpoint is read and checked against its name, its log entry and itself; every pack
 is there and has its size; every checkpoint has a complete plan. Deep: every frame is read, re-hashed and parsed,
 and every live checkpoint is restored, table by table, into memory.
 
@@ -16,18 +16,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from deltashard_checkpoint import trees
-from deltashard_checkpoint.entries import Checkpoint, Part, entry_key
+from deltashard_checkpoint.entries import Checkpoint, Part, Repaired, Sealed, entry_key, named_fold
 from deltashard_checkpoint.errors import DeltashardError, FormatError
-from deltashard_checkpoint.folds import fold
+from deltashard_checkpoint.foldcaches import fold_key
+from deltashard_checkpoint.folds import fold, void_slots
 from deltashard_checkpoint.frames import check_digest, check_info, parse_frame
 from deltashard_checkpoint.gcs import debris
 from deltashard_checkpoint.indexes import Index, Place
 from deltashard_checkpoint.keys import run_key
 from deltashard_checkpoint.lineages import chain, closure, parts_of
+from deltashard_checkpoint.listings import Listing
 from deltashard_checkpoint.logs import LogGap, RunLog
 from deltashard_checkpoint.openings import OpenCheckpoint, choose
 from deltashard_checkpoint.plans import IncompletePlan, SchemaMismatch
-from deltashard_checkpoint.runstates import RunState
+from deltashard_checkpoint.runstates import RunState, Slot, Unreadable
 from deltashard_checkpoint.snapshots import load_indexes
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 
@@ -125,25 +127,62 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
 def read_log(log: RunLog, problems: list[Problem]) -> RunState:
     """The state, folded from every entry of the log, and what is wrong with them.
 
+    What is bad or missing behind a folded state that the log vouches for is a problem too, and the state is that one's.
     Raises `LogGap` and store errors.
     """
     quick = log.refresh(deadline_s=POLICY.deadline_s)
+    seen = log.listed()
+    there = [seq for seq in seen.seqs if seq <= quick.tip]
     with ThreadPoolExecutor(_READERS) as pool:
-        slots = list(pool.map(log.read_slot, range(quick.tip + 1)))
-    state = fold(RunState(run=log.run), slots)
-    if state.stopped is not None:
+        slots = list(pool.map(log.read_slot, there))
+    entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
+    known = void_slots(slots) | {
+        seq for entry in entries if isinstance(entry, Repaired) for seq in entry.lost
+    }
+    behind = [
+        *((seq, "the entry is missing") for seq in sorted(set(range(quick.tip + 1)) - set(there))),
+        *((slot.seq, slot.error.what) for slot in slots if isinstance(slot, Unreadable)),
+    ]
+    if quick.stopped is not None:
         problems.append(
             Problem(
-                object=entry_key(state.stopped.seq),
-                what=f"{state.stopped.error.what}; what follows it in the log cannot be followed",
+                object=entry_key(quick.stopped.seq),
+                what=f"{quick.stopped.error.what}; what follows it in the log cannot be followed",
                 checkpoints=(),
             )
         )
-    elif quick.stopped is None and quick.tip_hash != state.tip_hash:
-        problems.append(
-            Problem(object="cache/", what="the cached fold is not that of the log", checkpoints=())
-        )
+        known |= set(range(quick.stopped.seq, quick.tip + 1))
+    for seq, what in behind:
+        if seq not in known:
+            said = f"{what}; readers begin with a folded state of what follows it"
+            problems.append(Problem(object=entry_key(seq), what=said, checkpoints=()))
+    if len(there) <= quick.tip:
+        return quick
+    _check_folds(log, seen, slots, problems)
+    state = fold(RunState(run=log.run), slots)
+    if state.stopped is not None:
+        return quick
+    if quick != state and not any(problem.object.startswith("log/fold-") for problem in problems):
+        what = "what a folded state leads to is not what the log says"
+        problems.append(Problem(object="log/", what=what, checkpoints=()))
     return state
+
+
+def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: list[Problem]) -> None:
+    """The folded states that entries name: are they the fold of the entries before them?"""
+    named = {
+        name for slot in slots if isinstance(slot, Sealed) and (name := named_fold(slot.entry)) is not None
+    }
+    for name in sorted(named & set(seen.folds)):
+        truth = fold(RunState(run=log.run), slots[: name.seq + 1])
+        try:
+            said = log.load_fold(name)
+        except FormatError as error:
+            problems.append(Problem(object=fold_key(name), what=error.what, checkpoints=()))
+            continue
+        if truth.stopped is None and said != truth:
+            what = "the folded state is not that of the entries before it"
+            problems.append(Problem(object=fold_key(name), what=what, checkpoints=()))
 
 
 def _needs(state: RunState, live: Iterable[int]) -> dict[str, tuple[Part, tuple[int, ...]]]:

@@ -42,6 +42,7 @@ from deltashard_checkpoint.entries import (
     Sealed,
     cut_of,
     entry_key,
+    seq_of,
 )
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError
 from deltashard_checkpoint.folds import over
@@ -748,7 +749,7 @@ class World:
         """The log's bytes as they lie in the store; a hidden entry counts as there."""
         found = {} if self.hidden is None else {self.hidden[0]: self.hidden[1]}
         for info in self.memory.list(f"{RUN}/log/0"):
-            seq = logs.seq_of(info.key[len(RUN) + 1 :])
+            seq = seq_of(info.key[len(RUN) + 1 :])
             if seq is not None:
                 found[seq] = self.memory.get(info.key)
         return dict(sorted(found.items()))

@@ -17,6 +17,7 @@ from unittest import mock
 
 from deltashard_checkpoint import commits, folds, gcs, lineages, logs, retentions, runstates
 from deltashard_checkpoint.entries import Retired, Sealed, entry_key
+from deltashard_checkpoint.listings import Listing
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
 
 from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
@@ -102,32 +103,31 @@ def _collect_and_trim(log: logs.RunLog, **options: Any) -> gcs.Collected:
     return done
 
 
-def _tip_is_hint(self: logs.RunLog, state: runstates.RunState, floor: int) -> int:
-    if floor < 0:
-        return _list_tip(self, state, floor)
-    return (
-        max(state.tip, floor) if not self._exists(max(state.tip, floor) + 1) else _list_tip(self, state, -1)
-    )
+def _begin_at_hint(self: logs.RunLog, known: int) -> runstates.RunState:
+    tip = max(self._hint()[1], known)
+    if tip < 0 or self._exists(tip + 1):
+        return _begin(self, known)
+    return folds.fold(runstates.RunState(run=self.run), self._read(range(tip + 1)))
 
 
-def _tip_by_get(self: logs.RunLog, state: runstates.RunState, floor: int) -> int:
-    tip = state.tip
+def _listed_by_get(self: logs.RunLog, first: int) -> Listing:
+    tip = first - 1
     while self._exists(tip + 1):
         tip += 1
-    return tip
+    return Listing(first=first, seqs=tuple(range(first, tip + 1)), folds=())
 
 
-def _gap_is_end(self: logs.RunLog, state: runstates.RunState, floor: int) -> int:
-    expected = state.tip + 1
-    for info in self.store.list(
-        self.key("log/"), start_after=self.key(entry_key(state.tip) if state.tip >= 0 else "log/")
-    ):
-        if self._slot(info) == expected:
-            expected += 1
-    return expected - 1
+def _listed_to_the_gap(self: logs.RunLog, first: int) -> Listing:
+    seen = _listed(self, first)
+    seqs = tuple(seq for at, seq in enumerate(seen.seqs) if seq == first + at)
+    return replace(seen, seqs=seqs)
 
 
-_list_tip = logs.RunLog._list_tip
+def _no_hint(self: logs.RunLog) -> tuple[int, int]:
+    return -1, -1
+
+
+_begin, _listed = logs.RunLog._begin, logs.RunLog.listed
 
 # Covers
 
@@ -319,19 +319,20 @@ MUTANTS = (
         name="tip: HINT is believed",
         rule="HINT is only the start-after of a LIST: the tip is what a LIST shows",
         marked=True,
-        patches=((logs.RunLog, "_list_tip", _tip_is_hint),),
+        patches=((logs.RunLog, "_begin", _begin_at_hint),),
+        weights=(("hide", 3), ("hint", 5)),
     ),
     Mutant(
         name="tip: the first 404",
         rule="a 404 never proves the tip",
         marked=True,
-        patches=((logs.RunLog, "_list_tip", _tip_by_get),),
+        patches=((logs.RunLog, "listed", _listed_by_get), (logs.RunLog, "_hint", _no_hint)),
     ),
     Mutant(
         name="tip: a gap is the end",
         rule="a gap is an error",
         marked=True,
-        patches=((logs.RunLog, "_list_tip", _gap_is_end),),
+        patches=((logs.RunLog, "listed", _listed_to_the_gap), (logs.RunLog, "_hint", _no_hint)),
     ),
     Mutant(
         name="covers: log order instead",

@@ -285,8 +285,19 @@ def test_no_command_is_silent_about_a_damaged_log(
 def test_a_log_without_its_first_entry_is_a_damaged_run_not_none(
     cli: Cli, url: str, run: WrittenRun, tmp_path: Path
 ) -> None:
-    """Every way to say the run leads to the gap."""
+    """Every way to say the run leads to the gap; with a folded state behind it only `verify` minds."""
     run.store.delete([f"{RUN}/{entry_key(0)}"])
+    for arguments in (
+        ("ls", at(url)),
+        ("inspect", url),
+        ("plan", url, "--run", RUN),
+        ("gc", at(url), "--dry-run"),
+    ):
+        code, text = cli(*arguments)
+        assert code == 0, text
+    found = answer(cli, "verify", at(url))
+    assert [problem["object"] for problem in found["problems"]] == [entry_key(0)]
+    run.store.delete([info.key for info in run.store.list(f"{RUN}/log/fold-")])
     for arguments in (("ls", at(url)), ("inspect", url), ("plan", url, "--run", RUN), ("gc", at(url))):
         code, text = cli(*arguments)
         assert code == 3, text

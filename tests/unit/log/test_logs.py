@@ -1,5 +1,6 @@
 """The shell around the fold: where the tip is, who won a slot, and what happens when the store misbehaves."""
 
+import hashlib
 import json
 import threading
 from dataclasses import replace
@@ -9,13 +10,13 @@ from deltashard_checkpoint import foldcaches, logs
 from deltashard_checkpoint.attempts import open_attempt
 from deltashard_checkpoint.commits import _Commit
 from deltashard_checkpoint.documents import seal
-from deltashard_checkpoint.entries import Genesis, Sealed, entry_key
+from deltashard_checkpoint.entries import FoldName, Genesis, Sealed, entry_key
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.folds import EntryRefused
 from deltashard_checkpoint.jsons import canonical
 from deltashard_checkpoint.logs import AppendUnknown, LogGap, LogStopped, RunLog
 from deltashard_checkpoint.runstates import RunState
-from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
+from deltashard_checkpoint.stores.abc import AccessDenied, ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 
@@ -184,55 +185,157 @@ def test_a_listing_that_is_older_than_the_hint_is_not_believed():
         RunLog(stale, "job", clocks=run.time.clocks).refresh(deadline_s=1)
 
 
-def test_a_cached_fold_is_the_same_state_and_is_rebuilt_when_it_does_not_fit(monkeypatch):
-    monkeypatch.setattr(logs, "_FOLD_EVERY", 4)
+def folds_of(run: Run) -> list[str]:
+    return [info.key for info in run.memory.list("job/log/fold-")]
+
+
+def test_a_fold_is_the_same_state_and_counts_for_nothing_when_it_does_not_fit(monkeypatch):
     run = Run()
     attempt = run.open().attempt
     for cut in range(1, 20):
         run.commit(attempt, cut, None if cut % 3 == 1 else run.log.state.newest().seq, pins=("a",))
     truth = run.log.state
-    key = "job/" + foldcaches.fold_key(json.loads(run.memory.get("job/log/HINT"))["fold"])
+    key = folds_of(run)[-1]
     whole = run.memory.get(key)
     reads = []
     reader = run.reader()
     monkeypatch.setattr(reader, "read_slot", lambda seq: reads.append(seq) or RunLog.read_slot(reader, seq))
     assert reader.refresh() == truth
-    assert len(reads) < 6
-    for bad in (b"", whole[:-9], whole.replace(b'"owner":"me"', b'"owner":"us"')):
+    assert len(reads) <= logs._FOLD_EVERY + 1
+    other = canonical({**json.loads(whole), "owner": "us"})
+    for bad in (
+        b"",
+        whole[:-9],
+        whole.replace(b'"owner":"me"', b'"owner":"us"'),
+        resealed(json.loads(other)),
+    ):
         run.memory.put(key, bad)
         assert run.reader().refresh() == truth
 
 
-def test_old_folds_do_not_add_up(monkeypatch):
-    """Each is as large as the run is long: only the last few are kept, and the one HINT names is among them."""
-    monkeypatch.setattr(logs, "_FOLD_EVERY", 4)
-    monkeypatch.setattr(logs, "_FOLDS_KEPT", 2)
+def test_a_fold_that_nothing_names_counts_for_nothing():
+    """However well it is made: only an entry of the log makes it more than a file."""
+    run = Run()
+    attempt = run.open().attempt
+    for cut in range(1, 5):
+        run.commit(attempt, cut)
+    truth = run.log.state
+    for seq in range(1, truth.tip):
+        lie = replace(truth, tip=seq, tip_hash=run.log.read_slot(seq).hash, owner="them", checkpoints={})
+        data = foldcaches.dump(lie)
+        run.memory.put("job/" + foldcaches.fold_key(foldcaches.name_of(lie, data)), data)
+        run.memory.put("job/log/HINT", b'{"fold":%d,"seq":%d}' % (seq, truth.tip))
+        assert run.reader().refresh() == truth
+
+
+def test_old_folds_do_not_add_up():
+    """Each is as large as the run is long: only the last two are kept, and the one HINT names is among them."""
     run = Run()
     attempt = run.open().attempt
     for cut in range(1, 40):
         run.commit(attempt, cut)
-    folds = [info.key for info in run.memory.list("job/cache/")]
-    assert 1 <= len(folds) <= 4
+    folds = folds_of(run)
+    assert len(folds) == 2
     named = json.loads(run.memory.get("job/log/HINT"))["fold"]
-    assert "job/" + foldcaches.fold_key(named) in folds
+    assert f"/fold-{named:020d}-" in folds[-1]
 
 
-def test_cached_folds_are_read_strictly():
+@pytest.mark.parametrize("damage", ["rot", "loss"])
+def test_what_became_of_old_entries_does_not_matter_once_a_fold_is_behind_them(damage):
+    """Any of them, and all: the newest checkpoint restores, and nothing is left behind as void."""
+    run = Run()
+    attempt = run.open().attempt
+    seqs = [run.commit(attempt, cut) for cut in range(1, 12)]
+    folded = int(folds_of(run)[-1].split("-")[1])
+    assert seqs[0] < folded < seqs[-1]
+    truth = run.log.state
+    for seq in range(folded + 1):
+        key = "job/" + entry_key(seq)
+        if damage == "rot":
+            run.memory.put(key, b"rotten")
+        else:
+            run.memory.delete([key])
+        for hint in (True, False):
+            if not hint:
+                run.memory.delete(["job/log/HINT"])
+            assert run.reader().refresh() == truth
+    run.log = run.reader()
+    opened = run.open()
+    assert (opened.resume.seq, opened.voided) == (seqs[-1], None)
+    for cut in range(20):
+        run.commit(opened.attempt, cut)
+    assert run.reader().refresh() == run.log.state
+
+
+def test_the_first_fold_comes_with_the_second_checkpoint():
+    run = Run()
+    attempt = run.open().attempt
+    first = run.commit(attempt, 1)
+    assert not folds_of(run)
+    newest = run.commit(attempt, 2)
+    assert len(folds_of(run)) == 1
+    for seq in range(first + 1):
+        run.memory.put("job/" + entry_key(seq), b"rotten")
+    assert run.reader().refresh().newest().seq == newest
+
+
+def test_what_follows_a_fold_is_still_judged():
+    """Rot between the fold and the entry that names it: an older fold, then, or none."""
+    run = Run()
+    attempt = run.open().attempt
+    seqs = [run.commit(attempt, cut) for cut in range(1, 12)]
+    older, newer = (int(key.split("-")[1]) for key in folds_of(run))
+    run.memory.put("job/" + entry_key(newer + 1), b"rotten")
+    state = run.reader().refresh()
+    assert (state.stopped.seq, state.newest().seq, state.tip) == (newer + 1, newer, seqs[-1])
+    run.memory.delete(["job/" + entry_key(newer - 1)])
+    with pytest.raises(LogGap, match=f"entry {newer - 1} is missing"):
+        run.reader().refresh()
+    assert older < newer - 1
+
+
+def test_a_fold_is_no_condition_of_an_entry():
+    run = Run()
+
+    class NoFolds(MemoryStore):
+        def put(self, key, data):
+            if "/fold-" in key:
+                raise AccessDenied("no")
+            super().put(key, data)
+
+    run = Run(NoFolds())
+    attempt = run.open().attempt
+    for cut in range(1, 20):
+        run.commit(attempt, cut)
+    assert run.reader().refresh() == run.log.state
+
+
+def test_folds_are_read_strictly():
     run = Run()
     run.commit(run.open().attempt, 1)
     data = foldcaches.dump(run.log.state)
-    assert foldcaches.load(data, "job", 2) == run.log.state
+    name = foldcaches.name_of(run.log.state, data)
+    assert foldcaches.load(data, "job", name) == run.log.state
     document = json.loads(data)
+
+    def load(data: bytes, seq: int = 2) -> None:
+        digest = hashlib.sha256(data).hexdigest()[:32]
+        foldcaches.load(data, "job", FoldName(seq, digest))
+
     with pytest.raises(ForeignObject):
-        foldcaches.load(data, "other", 2)
+        foldcaches.load(data, "other", name)
+    with pytest.raises(ForeignObject):
+        load(data, 3)
+    with pytest.raises(CorruptObject, match="hash in its name"):
+        foldcaches.load(resealed({**document, "owner": "us"}), "job", name)
     for other in (1, 3):
         with pytest.raises(UnsupportedVersion):
-            foldcaches.load(resealed({**document, "format": other}), "job", 2)
+            load(resealed({**document, "format": other}))
     for key in document:
         for bad in (None, -1, [[]], "x", {}, [1], [["a"]]):
             if key != "hash" and document[key] != bad and not (key == "attempt" and bad is None):
                 try:
-                    foldcaches.load(resealed({**document, key: bad}), "job", 2)
+                    load(resealed({**document, key: bad}))
                 except (CorruptObject, ForeignObject, UnsupportedVersion):
                     continue
                 assert key in {"owner", "tip_hash"}

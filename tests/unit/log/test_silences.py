@@ -76,7 +76,7 @@ class NoCaches(MemoryStore):
     error: Exception = AccessDenied("no")
 
     def put(self, key, data):
-        if "/cache/" in key or key.endswith("/HINT"):
+        if "/log/fold-" in key or key.endswith("/HINT"):
             raise self.error
         super().put(key, data)
 
@@ -87,7 +87,9 @@ def test_an_entry_that_is_durable_is_not_reported_as_failed(error, monkeypatch):
     store = NoCaches()
     store.error = error
     run = Run(store)
-    seq = run.commit(run.open().attempt, 1)
+    attempt = run.open().attempt
+    run.commit(attempt, 1)
+    seq = run.commit(attempt, 2)
     assert run.reader().refresh().newest().seq == seq
 
 
@@ -129,17 +131,16 @@ def test_other_names_with_such_words_are_free_and_what_was_begun_is_read(monkeyp
     assert open_attempt(RunLog(store, "exp/cache"), owner="me", closing_wait_s=0.0).attempt == 2
 
 
-def test_a_run_deletes_nothing_of_a_run_that_lies_among_its_folds(monkeypatch):
+def test_a_run_deletes_nothing_of_a_run_that_lies_among_its_folds():
     """One of an older version, when such names were taken."""
-    monkeypatch.setattr(logs, "_FOLD_EVERY", 1)
-    monkeypatch.setattr(logs, "_FOLDS_KEPT", 1)
     run = Run()
-    for key in ("job/cache/data/x", "job/cache/log/00000000000000000000.json", "job/cache/fold-1/x"):
+    others = [f"job/{key}" for key in ("log/fold-1/x", "log/log/00000000000000000000.json", "cache/data/x")]
+    for key in others:
         run.memory.put(key, b"another's")
     attempt = run.open().attempt
-    for cut in range(9):
+    for cut in range(40):
         run.commit(attempt, cut)
-    assert run.memory.get("job/cache/data/x") == run.memory.get("job/cache/fold-1/x") == b"another's"
+    assert all(run.memory.get(key) == b"another's" for key in others)
 
 
 def test_markers_of_saves_that_are_over_go_with_gc():
