@@ -13,6 +13,9 @@ from tests.machines import patience
 from tests.minio import MinioServer
 from tests.tools import MISSING
 
+# How long a busy machine may take to answer a cut says nothing about what is tested either.
+os.environ.setdefault("DELTASHARD_HOLD_S", "30")
+
 pytest.register_assert_rewrite("deltashard_checkpoint.stores.conformance")
 # How long an example takes says something about the machine, nothing about what is tested.
 # The examples are the same in every run, so that a change is judged by what it changes; DELTASHARD_FUZZ=1 draws new ones.

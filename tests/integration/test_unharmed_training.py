@@ -113,7 +113,8 @@ def test_nothing_that_user_code_raises_reaches_the_loop(loop: Loop, hooks: Hooks
     for error in RAISED:
         hooks.judge = error
         loop.step()
-        assert not loop.ckpt.save().done
+        with pytest.raises(SaveFailed, match="validate"):
+            loop.ckpt.save().wait(60)
     hooks.judge = None
     assert loop.ckpt.stats.failures["validate"] >= len(RAISED)
 
@@ -151,9 +152,11 @@ def test_a_table_that_was_resized_costs_its_saves_only(loop: Loop) -> None:
     handle = loop.ckpt.save()
     loop.step()
     assert loop.ckpt.stats.failures["state"] >= 1
+    with pytest.raises(SaveFailed, match="400"):
+        handle.wait()
     loop.items.weight.data = small
     loop.step()
-    assert handle.wait(60).step == loop.ckpt.steps
+    assert loop.ckpt.save().wait(60).step == loop.ckpt.steps
 
 
 def test_training_without_step_is_said_at_close(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:

@@ -32,6 +32,7 @@ from deltashard.origins import Origin
 from deltashard.saves import Commit, Flight, SaveHandle, Stats
 from deltashard.sessions import Attached, FencedOff, Link, Lost, Session
 from deltashard.signals import TermHandler
+from deltashard.stances import Stance
 from deltashard.states import check_value, sources
 from deltashard.streams import CutFailed, StreamAhead
 from deltashard.tracking import Tracking
@@ -91,6 +92,7 @@ class Boundary:
         self._pending_rng: Any = None
         self._fingerprint = fingerprint()
         self._order = OrderWatch(self._tracking, self._state)
+        self._stance = Stance(self._tracking)
         for view in self._tracking.optimizers:
             check_value(view.capture(), where=f"optimizer {view.index}")
 
@@ -99,7 +101,7 @@ class Boundary:
         self._step_is_boundary = True
         self._attention = True
         self._awake = threading.Event()
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()
         self._opened = False
         self._attempt: int | None = None
         self._cut = 0
@@ -150,6 +152,7 @@ class Boundary:
                 event()
         if self._session.fenced is not None:
             self._attention = True  # every later step() raises as well
+            self._fail_requests(self._session.fenced)
             if self._flight is not None:
                 self._flight.failed(self._session.fenced)
                 self._flight = None
@@ -164,7 +167,7 @@ class Boundary:
             self._flight_failed(failed.cut, failed.cause, CutFailed(failed.cause, failed.message))
         elif kind == "save_now":
             if notice.save_now.urgent:
-                self._urgent = notice.save_now.reason or "urgent"
+                self._hurry(notice.save_now.reason or "urgent")
             else:
                 handle = SaveHandle(reason=notice.save_now.reason, pin=None, metadata={}, waiter=_settled)
                 self._requests.append(handle)
@@ -205,6 +208,12 @@ class Boundary:
                 handle.settle(commit=commit)
         self._emit("committed", commit=commit)
 
+    def _fail_requests(self, error: Exception) -> None:
+        """What was asked for and is not cut will not be."""
+        requests, self._requests = self._requests, []
+        for handle in requests:
+            handle.settle(error=error)
+
     def _flight_failed(self, cut: int, cause: str, error: Exception) -> None:
         self._tracking.failed(cut)
         flight = self._flight
@@ -224,6 +233,11 @@ class Boundary:
             self._said.add(cause)
             log.warning("a save failed at step %d, the next one covers its rows: %s", self._step, error)
         self._emit("save_failed", cause=cause, error=str(error), step=self._step)
+
+    def _hurry(self, reason: str) -> None:
+        """An urgent save is wanted: its first try does not wait for the back-off, later ones do."""
+        self._urgent = reason
+        self._not_before_s = self._back_off_s = 0.0
 
     def _skip(self, cause: str, *, quiet: bool = False) -> None:
         if quiet:

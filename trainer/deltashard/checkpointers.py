@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_proto.arenas import SAVE_AT_STEP
 
 from deltashard import arguments, exits, restores
+from deltashard.asks import Asking
 from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import (
     AnotherTrainer,
@@ -40,7 +40,6 @@ from deltashard.loaders import Skip, WrappedLoader
 from deltashard.ranks import refuse_several
 from deltashard.restores import ModelTargets, Restored
 from deltashard.saves import SaveHandle
-from deltashard.savings import Saving
 from deltashard.sessions import Session
 from deltashard.signals import TermHandler
 from deltashard.tracking import Tracking, TrackingSettings
@@ -49,12 +48,13 @@ log = logging.getLogger("deltashard")
 
 CLOSE_DEADLINE_S = 300.0
 DRAIN_DEADLINE_S = 30.0
-LONGEST_BACK_OFF_S = 60.0
+LEAVE_S = 10.0
+"""Detaching from the sidecar may take so long, within the deadline of `close()`."""
 
 _time_ns = time.time_ns
 
 
-class Checkpointer(Saving):
+class Checkpointer(Asking):
     """Crash-consistent checkpoints of a training loop; see the module and the README's example."""
 
     def __init__(
@@ -165,6 +165,7 @@ class Checkpointer(Saving):
             link = self._session.connect()
         except BaseException:
             self._launcher.close()
+            self._stance.close()
             self._tracking.close()
             raise
         self._line: Any = link.line
@@ -220,8 +221,9 @@ class Checkpointer(Saving):
         line[1] = _time_ns()
         tracking = self._tracking
         self._step_is_boundary = tracking.stepped
+        self._stance.moved = False
         if step >= line[3] or self._attention:
-            self._boundary()
+            self._boundary(at_step=True)
         tracking.step_done()
 
     def wrap(
@@ -257,6 +259,10 @@ class Checkpointer(Saving):
     ) -> SaveHandle:
         """Ask for a save. Right after `step()` it is cut at once, anywhere else by the next `step()`.
 
+        A pin and metadata belong to that very step: where it cannot be cut (the save before is not durable yet, the
+        sidecar is away) and training goes on, the handle fails and says so, and no other step gets them. Without them
+        the save stays asked for, until a cut is possible.
+
         Args:
             reason: a word for logs and the log entry.
             pin: keep this checkpoint under this name whatever retention says, `restore(which="pin:NAME")`.
@@ -274,10 +280,7 @@ class Checkpointer(Saving):
             metadata=texts,
             waiter=self._wait,
         )
-        self._requests.append(handle)
-        self._attention = True
-        if threading.get_ident() == self._thread and self._at_boundary():
-            self._boundary(explicit=True)
+        self._ask(handle)
         return handle
 
     def restore(
@@ -372,14 +375,15 @@ class Checkpointer(Saving):
         """
         if self._closed:
             return
+        until_s = time.monotonic() + deadline_s
         try:
             if self._session.fenced is not None:
                 raise self._session.fenced
             if self._opened:
-                self._finish(time.monotonic() + deadline_s)
+                self._finish(until_s)
             self._say_if_unsaved()
         finally:
-            self._release()
+            self._release(until_s)
 
     def _say_if_unsaved(self) -> None:
         """A program that trained and never called `step()` has no checkpoint, and would not know."""
@@ -405,7 +409,7 @@ class Checkpointer(Saving):
             try:
                 self._drain(time.monotonic() + DRAIN_DEADLINE_S)
             finally:
-                self._release()
+                self._release(time.monotonic() + LEAVE_S)
 
     def _refuse_rival(self) -> None:
         """Two of one run would take the sidecar's session from each other for ever; the lock only tells processes."""
@@ -417,19 +421,19 @@ class Checkpointer(Saving):
                     remedy="close() it first; only what trains another model is another run",
                 )
 
-    def _release(self) -> None:
+    def _release(self, until_s: float) -> None:
         self._closed = True
         # The line of the arena is given back; on this one every step is due, so that `_boundary` refuses it.
         self._line = [0] * 8
         if self._term is not None:
             self._term.remove()
-        for handle in self._requests:
-            handle.settle(error=SaveFailed("the checkpointer was closed", where="save"))
+        self._fail_requests(SaveFailed("the checkpointer was closed", where="save"))
         if self._flight is not None:
             self._flight.failed(SaveFailed("not durable when the checkpointer was closed", where="save"))
-        self._session.close()
+        self._session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
         self._launcher.close()
         self._order.close()
+        self._stance.close()
         self._tracking.close()
         _live.discard(self)
 
@@ -459,6 +463,7 @@ def _in_child() -> None:
     for checkpointer in list(_live):
         checkpointer._line = [0] * 8  # noqa: SLF001 - same module
         checkpointer._line[SAVE_AT_STEP] = 1 << 64  # noqa: SLF001
+        checkpointer._stance.close()  # noqa: SLF001
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ _NOT_READ = (
     "DELTASHARD_CRASH_AT",
     "DELTASHARD_URL",
     "DELTASHARD_RUN",
+    "DELTASHARD_HOLD_S",
 )
 """Ours, or said by the arguments, or a test's."""
 _SAID = re.compile(r"(?P<what>.*?)(?: \[(?P<where>[^\]]*)\])?(?: -- (?P<remedy>.*))?")
@@ -68,6 +70,9 @@ class Launcher(Protocol):
     def ensure(self) -> Path:
         """The socket of a sidecar that accepts connections; raises `SidecarUnavailable`."""
 
+    def give_up(self) -> None:
+        """An `ensure` that waits, in whichever thread, ends soon, and so does every later one."""
+
     def close(self) -> None:
         """The trainer is done with it."""
 
@@ -78,6 +83,7 @@ class PodLauncher:
     def __init__(self, socket_path: Path, *, deadline_s: float = START_DEADLINE_S) -> None:
         self._socket = socket_path
         self._deadline_s = deadline_s
+        self._given_up = threading.Event()
 
     @property
     def place(self) -> Path:
@@ -88,14 +94,17 @@ class PodLauncher:
         """See `Launcher`."""
         until = time.monotonic() + self._deadline_s
         while not accepts(self._socket):
-            if time.monotonic() >= until:
+            if self._given_up.wait(0.05) or time.monotonic() >= until:
                 raise SidecarUnavailable(
                     "the sidecar does not listen",
                     where=f"DELTASHARD_SOCKET={self._socket}",
                     remedy="look at the sidecar container's log; outside of a pod unset DELTASHARD_SOCKET",
                 )
-            time.sleep(0.05)
         return self._socket
+
+    def give_up(self) -> None:
+        """See `Launcher`."""
+        self._given_up.set()
 
     def close(self) -> None:
         """Nothing of ours to stop."""
@@ -201,6 +210,7 @@ class ChildLauncher:
         self.cache = cache_dir(options.url, options.run)
         self._arguments = options.arguments(self.runtime, self.cache)
         self._spawned = 0
+        self._given_up = threading.Event()
         self.pid: int | None = None
         """The sidecar this trainer uses, once known."""
         self._make_private()
@@ -242,6 +252,7 @@ class ChildLauncher:
 
     def ensure(self) -> Path:
         """See `Launcher`. A dead child is started again; a living one with other settings is replaced."""
+        self._refuse_given_up()
         if self.pid is not None and _alive(self.pid) and accepts(self.socket_path):
             return self.socket_path
         if not self.runtime.exists():  # wiped: the lock file went with it
@@ -269,7 +280,16 @@ class ChildLauncher:
                     where=str(self.log_path),
                     remedy="read its log",
                 )
-            time.sleep(0.05)
+            self._given_up.wait(0.05)
+            self._refuse_given_up()
+
+    def give_up(self) -> None:
+        """See `Launcher`."""
+        self._given_up.set()
+
+    def _refuse_given_up(self) -> None:
+        if self._given_up.is_set():
+            raise SidecarUnavailable("the trainer closes", where=str(self.runtime))
 
     def _living(self) -> int | None:
         try:
@@ -342,7 +362,8 @@ class ChildLauncher:
                     where=str(self.log_path),
                     remedy="read its log",
                 )
-            time.sleep(0.01)
+            self._given_up.wait(0.01)
+            self._refuse_given_up()
         return True
 
     def _refused(self) -> UserError:
@@ -385,7 +406,8 @@ class ChildLauncher:
                 raise SidecarUnavailable(
                     f"sidecar {pid} does not stop", where=str(self.log_path), remedy=f"kill {pid}"
                 )
-            time.sleep(0.01)
+            self._given_up.wait(0.01)
+            self._refuse_given_up()
 
     def close(self) -> None:
         """Ask the sidecar to finish and go; it needs no waiting for."""

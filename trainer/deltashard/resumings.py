@@ -109,6 +109,7 @@ class Resuming(Boundary):
         self._opened = True
         self._attempt = reply.attempt
         self._step = step
+        self._stance.moved = False
         self._resumed_step = step
         self._cut = 0
         self._line[STEP] = step

@@ -2,6 +2,9 @@
 
 A handle goes through: requested -> cut (its bytes left the trainer) -> committed | failed. Only the training thread
 moves it, at a step boundary or while it waits itself; other threads may wait as long as they like.
+
+A save with a pin or metadata is *exact*: what was said of one model is never stored with another. It is the cut of the
+step it was asked at (between two steps: of the next one), or it fails and says why.
 """
 
 from __future__ import annotations
@@ -70,6 +73,10 @@ class SaveHandle:
         self.cut: int | None = None
         self.commit: Commit | None = None
         self.error: Exception | None = None
+        self.asked_step: int | None = None
+        """The only step that an exact save may become, once that is known."""
+        self.kept = ""
+        """Why it was not cut when that was last tried."""
         self.settled = threading.Event()
         self._waiter = waiter
 
@@ -78,16 +85,22 @@ class SaveHandle:
         return f"<SaveHandle {self.reason!r} {state} step={self.step}>"
 
     @property
+    def exact(self) -> bool:
+        """Whether it may only be the cut of the step it was asked at."""
+        return self.pin is not None or bool(self.metadata)
+
+    @property
     def done(self) -> bool:
         """Committed or failed."""
         return self.settled.is_set()
 
     def wait(self, timeout_s: float | None = None) -> Commit:
-        """Block until the checkpoint is durable.
+        """Block until the checkpoint is durable, or until it is known that it will not be.
 
         Raises:
             WaitError: called on the training thread before the cut happened, it would wait for itself.
-            SaveFailed: the save failed (the next one covers its rows).
+            SaveFailed: the save failed (the next one covers its rows); without a timeout also when the sidecar was
+                away, or the training thread gone, for so long that nobody will ever tell.
             TimeoutError: not durable within `timeout_s`.
         """
         self._waiter(self, timeout_s)
@@ -115,10 +128,33 @@ class Flight:
     reason: str
     handles: list[SaveHandle] = field(default_factory=list)
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of all its handles; `together` sees to it that they agree."""
+        return {key: value for handle in self.handles for key, value in handle.metadata.items()}
+
     def failed(self, error: Exception) -> None:
         """Tell who waits."""
         for handle in self.handles:
             handle.settle(error=SaveFailed(str(error), where=f"save of step {self.step}"))
+
+
+def together(handles: list[SaveHandle], *, several_pins: bool) -> tuple[list[SaveHandle], list[SaveHandle]]:
+    """Those that one cut can satisfy, oldest first, and the rest: other values under the same names, pins too many."""
+    taken: list[SaveHandle] = []
+    rest: list[SaveHandle] = []
+    metadata: dict[str, str] = {}
+    pins: set[str] = set()
+    for handle in handles:
+        agrees = all(metadata.get(key, value) == value for key, value in handle.metadata.items())
+        mine = pins if handle.pin is None else pins | {handle.pin}
+        if agrees and (several_pins or len(mine) <= 1):
+            taken.append(handle)
+            pins = mine
+            metadata |= handle.metadata
+        else:
+            rest.append(handle)
+    return taken, rest
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,7 +165,7 @@ class Stats:
     """Cuts whose bytes were handed over."""
     commits: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    """Due cuts that were not taken, by cause: in flight, sidecar away, backing off, vetoed."""
+    """Due cuts that were not taken, by cause: vetoed, or one of `waits.Wait`."""
     failures: Counter[str] = field(default_factory=Counter)
     """Saves that failed, by cause."""
     event_errors: int = 0

@@ -9,7 +9,9 @@ A `Link` is one attachment: channel, session id, mapped arena, control line. The
 link lost or regained) is put on `events` and `alert` is called, and the training thread applies it at its next
 boundary: marks and handles are never touched from here.
 
-Every call has a deadline. Watch is the exception: its end is the news that the sidecar is gone.
+Every call has a deadline. Watch is the exception: its end is the news that the sidecar is gone. A sidecar that is there
+and says nothing (stopped, swapped out) is found by the training thread, whose cut gets no answer: `doubt` lets go of
+the link, and only the session thread waits until it answers again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,9 @@ OPEN_DEADLINE_S = 330.0
 FIRST_BACK_OFF_S = 0.05
 LAST_BACK_OFF_S = 5.0
 STOPPING_DEADLINE_S = 40.0
+LEAST_DETACH_S = 1.0
+"""Saying goodbye may take so long even if the deadline of `close()` has passed."""
+_ALIVE = "/grpc.health.v1.Health/Check"
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -59,6 +64,8 @@ _OPTIONS = (
 class Link:
     """One attachment."""
 
+    path: Path
+    """The sidecar's socket."""
     channel: grpc.Channel
     stub: TrainerStub
     reply: pb.AttachReply
@@ -72,6 +79,16 @@ class Link:
     def session(self) -> str:
         """Session id for every later call."""
         return str(self.reply.session)
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the process at the other end says anything at all within `timeout_s`."""
+        try:
+            self.channel.unary_unary(_ALIVE, None, None)(b"", timeout=timeout_s)
+        except grpc.RpcError as error:
+            return details(error)[0] not in _UNANSWERED
+        except ValueError:  # the channel is closed
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,6 +154,13 @@ def translate(
     return SidecarUnavailable(f"{code.name}: {message}", where=where, remedy="look at the sidecar's log")
 
 
+_UNANSWERED = (
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+)
+
+
 class _NotNow(Exception):
     """The sidecar is stopping, or was gone between look and call."""
 
@@ -171,6 +195,9 @@ class Session:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._watch: Any = None
+        self._attaching: grpc.Channel | None = None
+        self._doubt = ""
+        self._away_since_s = time.monotonic()
         self.link: Link | None = None
         self.events: deque[Event] = deque()
         self.fenced: FencedError | None = None
@@ -185,23 +212,59 @@ class Session:
         with self._lock:
             link = self._attach()
             self.link = link
+        self._doubt = ""
         self._thread = threading.Thread(target=self._run, name="deltashard-session", daemon=True)
         self._thread.start()
         return link
 
-    def reattach(self) -> Link | None:
-        """Attach anew on the living sidecar (the tables' schemas changed); None when it is away."""
-        with self._lock:
+    def reattach(self, *, until_s: float) -> Link | None:
+        """Attach anew on the living sidecar (the tables' schemas changed), by `until_s` (monotonic).
+
+        None when it is away, or did not answer by then: then the session thread goes on trying.
+        """
+        if not self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            return None
+        try:
             old = self.link
             if old is None:
                 return None
             try:
-                link = self._attach()
-            except (SidecarUnavailable, OSError):
+                link = self._attach_at(old.path, until_s=until_s)
+            except (SidecarUnavailable, OSError, _NotNow) as error:
+                self.doubt(old, f"it could not be attached to anew: {error}")
                 return None
             self.link = link
+        finally:
+            self._lock.release()
         self._drop(old)
         return link
+
+    @contextlib.contextmanager
+    def copying(self, link: Link) -> Iterator[None]:
+        """Hold `link` for a cut. Never waits: whoever else holds it has seen that it is gone.
+
+        Raises:
+            SidecarUnavailable: it is lost, or replaced.
+        """
+        taken = self.busy.acquire(blocking=False)
+        try:
+            if not taken or self.link is not link:
+                raise SidecarUnavailable("the sidecar went away just now", where="save")
+            yield
+        finally:
+            if taken:
+                self.busy.release()
+
+    def doubt(self, link: Link, why: str) -> None:
+        """The sidecar did not answer over `link`: it counts as lost until it answers an Attach. From any thread."""
+        if self.link is link:
+            self._doubt = why
+        link.channel.close()  # ends the Watch
+
+    @property
+    def away_s(self) -> float:
+        """For how many seconds there has been no link; 0: there is one."""
+        return 0.0 if self.link is not None else time.monotonic() - self._away_since_s
 
     def post(self, event: Event) -> None:
         """Queue an event for the training thread."""
@@ -214,20 +277,26 @@ class Session:
             self.fenced = error
             self.post(FencedOff(error=error))
 
-    def close(self, *, wait_s: float = 0.0) -> None:
-        """Detach (the sidecar finishes what it has), stop watching, unlock."""
+    def close(self, *, until_s: float) -> None:
+        """Detach (the sidecar finishes what it has), stop watching, unlock; ends about `until_s` (monotonic)."""
+        until_s = max(until_s, time.monotonic() + LEAST_DETACH_S)
         self._stop.set()
-        with self._lock:
+        self._launcher.give_up()
+        attaching = self._attaching
+        if attaching is not None:
+            attaching.close()
+        link: Link | None = None
+        if self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
             link, self.link = self.link, None
+            self._lock.release()
         if link is not None:
-            with contextlib.suppress(grpc.RpcError):
+            with contextlib.suppress(grpc.RpcError, ValueError):
                 link.stub.Detach(
-                    pb.DetachRequest(session=link.session, wait=wait_s > 0, deadline_s=wait_s),
-                    timeout=wait_s + 10.0,
+                    pb.DetachRequest(session=link.session), timeout=max(0.0, until_s - time.monotonic())
                 )
             self._drop(link)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=10.0)
+            self._thread.join(timeout=max(0.0, until_s - time.monotonic()))
         _live.discard(self)
 
     def abandon(self) -> None:
@@ -251,7 +320,7 @@ class Session:
         until_s = time.monotonic() + STOPPING_DEADLINE_S
         while True:
             try:
-                return self._attach_once()
+                return self._attach_at(self._launcher.ensure(), until_s=time.monotonic() + ATTACH_DEADLINE_S)
             except _NotNow as error:
                 if self._stop.is_set() or time.monotonic() >= until_s:
                     raise SidecarUnavailable(
@@ -259,15 +328,20 @@ class Session:
                     ) from error
                 self._stop.wait(0.1)
 
-    def _attach_once(self) -> Link:
-        path = self._launcher.ensure()
+    def _attach_at(self, path: Path, *, until_s: float) -> Link:
         channel = grpc.insecure_channel(f"unix:{path}", options=_OPTIONS)
+        self._attaching = channel  # so that close() can end it
         try:
             stub = TrainerStub(channel)  # type: ignore[no-untyped-call]  # generated code
             schemas = self._schemas()
             request = self._request()
             try:
-                reply = stub.Attach(request, timeout=ATTACH_DEADLINE_S, wait_for_ready=False)
+                with self._free_blocks(until_s):
+                    reply = stub.Attach(
+                        request, timeout=max(0.0, until_s - time.monotonic()), wait_for_ready=False
+                    )
+            except ValueError as error:  # closed under us
+                raise SidecarUnavailable(str(error), where=f"attach to {path}") from None
             except grpc.RpcError as error:
                 if details(error)[0] == grpc.StatusCode.UNAVAILABLE:
                     raise _NotNow(details(error)[1]) from error
@@ -281,7 +355,10 @@ class Session:
         except BaseException:
             channel.close()
             raise
+        finally:
+            self._attaching = None
         return Link(
+            path=path,
             channel=channel,
             stub=stub,
             reply=reply,
@@ -289,6 +366,18 @@ class Session:
             line=arena.line(reply.control_line),
             tables=schemas,
         )
+
+    @contextlib.contextmanager
+    def _free_blocks(self, until_s: float) -> Iterator[None]:
+        """No cut and no restore is under way, and nobody closes."""
+        if not self.busy.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            raise _NotNow("a cut or a restore is still under way")
+        try:
+            if self._stop.is_set():
+                raise SidecarUnavailable("the trainer closes", where="attach")
+            yield
+        finally:
+            self.busy.release()
 
     def _drop(self, link: Link) -> None:
         link.channel.close()
@@ -301,10 +390,13 @@ class Session:
             link = self.link
             if link is None:
                 try:
-                    with self.busy, self._lock:
+                    with self._lock:
                         if self._stop.is_set():
                             return
                         link = self.link or self._attach()
+                        if self._stop.is_set():
+                            self._drop(link)
+                            return
                         self.link = link
                 except FencedError as error:
                     self.fence(error)
@@ -316,14 +408,15 @@ class Session:
                     self._stop.wait(back_off_s * (0.5 + random.random()))  # noqa: S311 - jitter
                     back_off_s = min(2 * back_off_s, LAST_BACK_OFF_S)
                     continue
-                back_off_s, said = FIRST_BACK_OFF_S, ""
+                back_off_s, said, self._doubt = FIRST_BACK_OFF_S, "", ""
                 log.info("attached to the sidecar again (session %s)", link.session)
                 self.post(Attached(link=link))
             why = self._watch_until_end(link)
             with self._lock:
                 lost = self.link is link
                 if lost:
-                    self.link = None
+                    self.link, self._away_since_s = None, time.monotonic()
+                    why = self._doubt or why
             if lost and not self._stop.is_set():
                 with self.busy:
                     self._drop(link)

@@ -27,11 +27,13 @@ _GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as
 class Steps:
     """What all optimizers of one `Tracking` share."""
 
-    __slots__ = ("before_next", "first", "gradients", "stepped")
+    __slots__ = ("before_next", "first", "gradients", "inside", "stepped")
 
     def __init__(self) -> None:
         self.stepped = False
         """Whether one of them stepped since the last step boundary."""
+        self.inside: set[Any] = set()
+        """Optimizers whose step began and did not end: while one is left by an exception, it stays here."""
         self.before_next: list[Callable[[], None]] = []
         """Called once, before the next step of any of them."""
         self.first: FirstStep | None = None
@@ -83,6 +85,7 @@ class StepHooks:
                     table.before_step(reason)
                 except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the step
                     table.lost(error)
+        steps.inside.add(optimizer)
 
     def after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         """The post-hook."""
@@ -97,6 +100,7 @@ class StepHooks:
             steps.first.after(optimizer)
             if steps.first.over:
                 steps.first = None
+        steps.inside.discard(optimizer)  # last of all: without all marks the step is not whole either
 
 
 def why_not_alone(

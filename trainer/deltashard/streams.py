@@ -1,6 +1,7 @@
 """One Save call: messages out through a queue, replies in through a thread, deadlines on everything that waits.
 
-training thread   begin() .. begun() -> block() / send() ... -> seal() or abort(); waits only for Begun and for blocks
+training thread   begin() .. begun() -> block() / send() ... -> seal() or abort(); waits only for Begun and for blocks,
+                  and for those only while the sidecar answers
 gRPC's threads    take the outgoing messages
 reader thread     replies; after the seal it reports how the call ended (`on_end`), while training goes on
 watching thread   ends the call when the sidecar does not say `staged` in time
@@ -12,7 +13,9 @@ megabyte are held back and go together, since every message wakes threads that t
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -27,7 +30,10 @@ from deltashard.sessions import Link, details
 
 log = logging.getLogger("deltashard")
 
-BEGIN_DEADLINE_S = 5.0
+HOLD_S = float(os.environ.get("DELTASHARD_HOLD_S", "2.5"))
+"""So long may one cut hold training with waiting for a sidecar that says nothing; what it copies comes on top."""
+URGENT_HOLDS = 2
+"""So many times as long where this may be the last chance: the sidecar lets an urgent cut wait for the one before."""
 STAGED_DEADLINE_S = 60.0
 ABORT_DEADLINE_S = 1.0
 LONGEST_S = 6 * 3600.0
@@ -36,7 +42,7 @@ HELD_BYTES = 1 << 20
 
 
 class CutFailed(EnvironmentFault):
-    """This cut will not become a checkpoint; `cause` is a word for counting (busy, deadline, gone, fenced, ...)."""
+    """This cut will not become a checkpoint; `cause` is a word for counting (busy, deadline, gone, silent, ...)."""
 
     def __init__(self, cause: str, message: str) -> None:
         self.cause = cause
@@ -58,6 +64,7 @@ class SaveStream:
         self._ended = ended
         self._on_end: Callable[[CutFailed | None], None] | None = None
         self._sealed = False
+        self._silent = False
         self._wake = threading.Event()
         # No deadline on the call itself: it may stay open for long before its cut. Everything within a cut has one.
         self._call = link.stub.Save(iter(self._out.get, None))
@@ -71,22 +78,21 @@ class SaveStream:
         self._on_end = on_end
         self._out.put(pb.SaveRequest(begin=begin))
 
-    def begun(self) -> pb.SaveReply.Begun:
-        """The answer; raises `CutFailed` when the save is refused or nobody answers in time."""
-        until_s = time.monotonic() + BEGIN_DEADLINE_S
-        while (reply := self._next(until_s, what="no answer to begin")).WhichOneof("kind") == "blocks":
+    def begun(self, until_s: float) -> pb.SaveReply.Begun:
+        """The answer; raises `CutFailed` when the save is refused or nobody answers until `until_s` (monotonic)."""
+        while (reply := self._next(until_s, "silent", "no answer to begin")).WhichOneof("kind") == "blocks":
             self._granted.extend(reply.blocks.granted)
         if reply.WhichOneof("kind") != "begun":
             raise CutFailed("error", f"the sidecar answered begin with {reply.WhichOneof('kind')}")
         return reply.begun
 
     def block(self, until_s: float) -> int:
-        """A block that may be written now; waits until `until_s` (monotonic)."""
+        """A block that may be written now; waits until `until_s` (monotonic), and only while the sidecar answers."""
         if not self._granted:
             self._flush()
         while not self._granted:
-            reply = self._next(
-                until_s, what="the arena is full and nothing was encoded within the stall budget"
+            reply = self._next_while_it_answers(
+                until_s, "the arena is full and nothing was encoded within the stall budget"
             )
             if reply.WhichOneof("kind") == "blocks":
                 self._granted.extend(reply.blocks.granted)
@@ -112,7 +118,7 @@ class SaveStream:
         self._held.clear()
         self._out.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause=cause)))
         self._out.put(None)
-        self._reader.join(ABORT_DEADLINE_S)
+        self._reader.join(0.0 if self._silent else ABORT_DEADLINE_S)
         if self._reader.is_alive():
             self._call.cancel()
 
@@ -123,11 +129,24 @@ class SaveStream:
         elif held:
             self._out.put(pb.SaveRequest(several=pb.SaveRequest.Several(requests=held)))
 
-    def _next(self, until_s: float, *, what: str) -> pb.SaveReply:
+    def _next_while_it_answers(self, until_s: float, what: str) -> pb.SaveReply:
+        while self._in.empty() and time.monotonic() + HOLD_S < until_s:
+            with contextlib.suppress(queue.Empty):
+                return self._taken(self._in.get(timeout=HOLD_S))
+            if not self.link.answers(HOLD_S):
+                self._silent = True
+                raise CutFailed("silent", "the sidecar does not answer any more")
+        return self._next(until_s, "deadline", what)
+
+    def _next(self, until_s: float, cause: str, what: str) -> pb.SaveReply:
         try:
             reply = self._in.get(timeout=max(0.0, until_s - time.monotonic()))
         except queue.Empty:
-            raise CutFailed("deadline", what) from None
+            self._silent = cause == "silent"
+            raise CutFailed(cause, what) from None
+        return self._taken(reply)
+
+    def _taken(self, reply: pb.SaveReply | CutFailed) -> pb.SaveReply:
         if isinstance(reply, CutFailed):
             raise reply
         return reply

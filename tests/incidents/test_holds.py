@@ -1,0 +1,262 @@
+"""A sidecar that dies or says nothing holds training for a small budget, once; whoever waits is told in the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard import asks, savings, streams
+from deltashard.errors import FencedError, SaveFailed
+from torch import nn
+
+from tests.incidents.toys import Run, newest_step
+from tests.sidecar_client import SidecarProcess, sidecar, until
+
+
+def state_of(pid: int | None) -> str:
+    """One letter, as ps has it: T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@contextmanager
+def stopped(pid: int | None) -> Iterator[None]:
+    """The process takes no step inside, and training's patience with it is short."""
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: state_of(pid) == "T", what="stopped")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(streams, "HOLD_S", 0.2)
+            yield
+            assert state_of(pid) == "T"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def saved_in_the_end(ckpt: deltashard.Checkpointer, train: Callable[[], None]) -> None:
+    """Once the sidecar is back, and the back-off has passed, saves work."""
+
+    def saved() -> bool:
+        train()
+        try:
+            ckpt.save().wait(60)
+        except SaveFailed:
+            return False
+        return True
+
+    until(saved, what="a save")
+    assert ckpt.stats.last_commit is not None
+    assert ckpt.stats.last_commit.step == ckpt.steps
+
+
+def test_a_stopped_sidecar_costs_one_save(tmp_path: Path) -> None:
+    """It fails by name while the sidecar is still stopped; nothing more is tried until it answers again."""
+    with Run(tmp_path / "store") as run:
+        run.train(2)
+        run.save()
+        with stopped(run.ckpt.sidecar_pid):
+            run.train(1)
+            handle = run.ckpt.save("unanswered")
+            assert handle.done
+            with pytest.raises(SaveFailed, match="silent"):
+                handle.wait()
+            until(lambda: run.ckpt._session.link is None, what="the sidecar counts as away")
+            failures = run.ckpt.stats.failures.total()
+            for _ in range(5):
+                run.train(1)
+                handle = run.ckpt.save("meanwhile")
+            assert not handle.done
+            assert run.ckpt.stats.failures.total() == failures
+        assert handle.wait(60).step == run.ckpt.steps
+        saved_in_the_end(run.ckpt, run.train)
+
+
+def test_tables_that_must_be_described_anew_to_a_stopped_sidecar(tmp_path: Path) -> None:
+    """The first cut, after optimizer state appeared: attaching anew has the same budget."""
+    model = nn.Embedding(300, 16, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    ckpt = deltashard.Checkpointer(
+        model, optimizer, url=tmp_path / "store", run="run", encoding="fp32", arena_bytes=64 << 20
+    )
+
+    def train() -> None:
+        optimizer.zero_grad()
+        model(torch.arange(10)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+
+    ckpt.restore()
+    train()
+    with stopped(ckpt.sidecar_pid):
+        with pytest.raises(SaveFailed, match="described anew"):
+            ckpt.save().wait()
+        train()
+    saved_in_the_end(ckpt, train)
+    ckpt.close()
+
+
+def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cut larger than the arena waits for blocks as long as its stall budget says, but only of one that answers."""
+    model = nn.Embedding(1_500_000, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = deltashard.Checkpointer(
+        model,
+        optimizer,
+        url=tmp_path / "store",
+        run="run",
+        encoding="q4",
+        arena_bytes=64 << 20,
+        sidecar={"stall_budget_s": 3600.0},
+    )
+    ckpt.restore()
+    optimizer.step()
+    ckpt.step()
+    crash_point = savings.crash_point
+
+    def stop(name: str) -> None:
+        if name == "cut.begun":
+            os.kill(ckpt.sidecar_pid or 0, signal.SIGSTOP)
+            monkeypatch.setattr(streams, "HOLD_S", 0.2)
+        crash_point(name)
+
+    monkeypatch.setattr(savings, "crash_point", stop)
+    try:
+        handle = ckpt.save()
+        with pytest.raises(SaveFailed, match="does not answer any more"):
+            handle.wait()
+        assert state_of(ckpt.sidecar_pid) == "T"
+    finally:
+        os.kill(ckpt.sidecar_pid or 0, signal.SIGCONT)
+        ckpt.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+
+
+def test_close_ends_by_its_deadline_whatever_the_sidecar_does(tmp_path: Path) -> None:
+    """Stopped before close(), which asks in vain; and stopped long ago, while the session thread attaches in vain."""
+    for known in (False, True):
+        run = Run(tmp_path / str(known))
+        run.train(1)
+        run.save()
+        pid = run.ckpt.sidecar_pid
+        with stopped(pid):
+            run.train(1)
+            if known:
+                assert run.ckpt.save().done
+                until(lambda run=run: run.ckpt._session.link is None, what="away")
+            with pytest.raises(SaveFailed, match="not durable"):
+                run.ckpt.close(deadline_s=1)
+            thread = run.ckpt._session._thread
+            assert thread is not None
+            until(lambda thread=thread: not thread.is_alive(), what="no thread is left")
+        assert newest_step(tmp_path / str(known)) == 1
+
+
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProcess]:
+    """A sidecar of another container: nobody here starts it again."""
+    with sidecar(tmp_path, f"file://{tmp_path}/store", encoding="fp32") as process:
+        monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
+        yield process
+
+
+def held(lock: Any) -> bool:
+    """Whether another thread holds it."""
+    if lock.acquire(blocking=False):
+        lock.release()
+        return False
+    return True
+
+
+def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, pod: SidecarProcess) -> None:
+    """The session thread waits for the socket, for an hour if need be; training does not."""
+    with Run(tmp_path / "store") as run:
+        run.ckpt._launcher._deadline_s = 3600.0
+        run.train(2)
+        run.save()
+        run.train(1)
+        refresh = run.ckpt._tracking.refresh
+
+        def die() -> Any:
+            pod.signal(signal.SIGKILL)
+            until(lambda: run.ckpt._session.link is None, what="the loss is noticed")
+            until(lambda: held(run.ckpt._session._lock), what="the session thread looks for the sidecar")
+            return refresh()
+
+        run.ckpt._tracking.refresh = die
+        handle = run.ckpt.save()
+        assert handle.done
+        with pytest.raises(SaveFailed, match="went away"):
+            handle.wait()
+        run.ckpt._tracking.refresh = refresh
+        run.train(3)
+    assert run.ckpt.stats.failures == {"gone": 1}
+
+
+def test_waiting_without_a_timeout_ends_when_the_sidecar_stays_away(
+    tmp_path: Path, pod: SidecarProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the training thread, which would have to cut, and on another; fencing settles what is left."""
+    with Run(tmp_path / "store") as run:
+        run.train(1)
+        run.save()
+        pod.signal(signal.SIGKILL)
+        until(lambda: run.ckpt._session.link is None, what="the loss is noticed")
+        run.train(1)
+        monkeypatch.setattr(asks, "LONGEST_AWAY_S", 0.0)
+        with pytest.raises(SaveFailed, match="has been away"):
+            run.ckpt.save().wait()
+        other = run.ckpt.save()
+        raised: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                other.wait()
+            except SaveFailed as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join(60)
+        assert ["has been away" in str(error) for error in raised] == [True]
+        run.ckpt._session.fence(FencedError("somebody else trains", where="test"))
+        with pytest.raises(FencedError):
+            run.train(1)
+        assert isinstance(other.error, FencedError)
+
+
+def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
+    """And fails by name; what is asked for meanwhile is not tried at every step."""
+    with Run(tmp_path / "store") as run:
+        run.train(1)
+        run.ckpt._back_off_s = 1000.0  # the next one is the longest: a minute
+        tries = 0
+
+        def broken() -> Any:
+            nonlocal tries
+            tries += 1
+            raise RuntimeError("no look at the tables")
+
+        refresh, run.ckpt._tracking.refresh = run.ckpt._tracking.refresh, broken
+        with pytest.raises(SaveFailed, match="no look at the tables"):
+            run.ckpt.save().wait()
+        handles = []
+        for _ in range(5):
+            run.train(1)
+            handles.append(run.ckpt.save("again"))
+        assert tries == 1
+        assert not any(handle.done for handle in handles)
+        pinned = run.ckpt.save(pin="now")
+        run.train(1)
+        with pytest.raises(SaveFailed, match="a save had failed"):
+            pinned.wait()
+        run.ckpt._tracking.refresh = refresh
+        assert {handle.wait(60).step for handle in handles} == {run.ckpt.steps}
