@@ -20,6 +20,7 @@ from typing import Any
 from deltashard_proto.arenas import STEP
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard.companies import Company
 from deltashard.contents import Contents
 from deltashard.contracts import contracts_of, refuse_model
 from deltashard.errors import UserError
@@ -88,6 +89,7 @@ class Boundary:
         )
         self._contents = Contents() if wanted else None
         self._loaders: dict[str, WrappedLoader] = {}
+        self._company = Company(lambda: self._step)
         self._pending_loaders: dict[str, Any] = {}
         self._pending_rng: Any = None
         self._fingerprint = fingerprint()

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from deltashard.errors import SaveFailed, StateError
 from deltashard.interruptions import leaves
-from deltashard.loaders import Stateful, WrappedLoader
+from deltashard.loaders import WrappedLoader
+from deltashard.positions import Stateful
 from deltashard.rngs import apply_globals, capture_globals
 from deltashard.states import Source, encode_value
 from deltashard.tracking import Tracking

@@ -36,7 +36,8 @@ from deltashard.errors import (
     UserError,
 )
 from deltashard.launchers import ChildLauncher, Launcher, PodLauncher, SidecarOptions, normal_url
-from deltashard.loaders import Skip, WrappedLoader
+from deltashard.loaders import WrappedLoader
+from deltashard.positions import Skip
 from deltashard.ranks import refuse_several
 from deltashard.restores import ModelTargets, Restored
 from deltashard.saves import SaveHandle
@@ -231,6 +232,8 @@ class Checkpointer(Asking):
     ) -> Any:
         """`loader` with its position and randomness saved and resumed; see `loaders`.
 
+        A loader that is made anew for each epoch is wrapped anew, under the same name, when the last one was iterated.
+
         Args:
             loader: a DataLoader, any re-iterable, a stateful loader, or a callable factory(epoch, start).
             name: tells several wrapped loaders apart.
@@ -238,7 +241,8 @@ class Checkpointer(Asking):
                 (fetched and dropped: exact even if the dataset draws random numbers in workers).
             pipelined: the loop's batches come from a pipeline that fetches ahead; every `step()` consumes one.
         """
-        if name in self._loaders:
+        old = self._loaders.get(name)
+        if old is not None and not old.iterated:
             raise UserError(
                 f"a loader {name!r} is wrapped already", where="wrap()", remedy="give it another name="
             )
@@ -248,7 +252,16 @@ class Checkpointer(Asking):
                 where="wrap()",
                 remedy="wrap the loader itself, once",
             )
-        wrapped = WrappedLoader(loader, clock=lambda: self._step, skip=skip, pipelined=pipelined)
+        wrapped = WrappedLoader(
+            loader,
+            clock=self._company.clock,
+            skip=skip,
+            pipelined=pipelined,
+            name=name,
+            company=self._company,
+        )
+        if old is not None:
+            wrapped.take_over(old)
         self._loaders[name] = wrapped
         if name in self._pending_loaders:
             wrapped.resume(self._pending_loaders.pop(name), self._pending_rng)

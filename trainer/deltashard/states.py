@@ -22,7 +22,7 @@ from deltashard_checkpoint import dtypes, trees
 from torch.utils.data import DataLoader
 
 from deltashard.errors import CheckpointMismatch, StateError
-from deltashard.loaders import Stateful
+from deltashard.positions import Stateful
 from deltashard.rngs import apply_own, capture_own, is_generator
 
 
