@@ -191,6 +191,7 @@ def _document(said: bytes) -> dict[str, Any]:
 
 
 NAMESPACED = {
+    "lease",
     "serviceaccount",
     "job",
     "pod",

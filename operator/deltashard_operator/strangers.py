@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 WINDOW_S = 10.0
-MAX_BAD = 16
+MAX_BAD = 64
 """Tokens that were refused within the window."""
 MAX_PEERS = 4096
 

@@ -86,6 +86,13 @@ ALLOWED = (
         namespace=SYSTEM,
     ),
     Allowed(
+        verbs=_verbs("update"),
+        group="coordination.k8s.io",
+        resource="leases",
+        names=frozenset({"deltashard-controller"}),
+        namespace=SYSTEM,
+    ),
+    Allowed(
         verbs=_verbs("patch"),
         group="admissionregistration.k8s.io",
         resource="mutatingwebhookconfigurations",

@@ -49,7 +49,9 @@ def test_no_admission_fails(system: System) -> None:
     outcome = admissions.admit(system.plane, system.webhook.metrics, per_s=20, lasts_s=10)
     print(measures.spread(outcome.latencies_s), outcome.webhook, outcome.hooks)
     assert not outcome.failures
-    assert len(outcome.latencies_s) == outcome.webhook.count == outcome.hooks.count == 200
+    assert len(outcome.latencies_s) == 200
+    # An injected pod is shown again, since the API server puts its own volume into the container that is new.
+    assert outcome.webhook.count == outcome.hooks.count <= 300
     assert outcome.webhook.quantile(0.5) < 0.5
 
 
