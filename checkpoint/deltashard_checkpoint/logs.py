@@ -71,6 +71,13 @@ class LogGap(EnvironmentFault):
     """The listing lacks an entry: entries are never deleted, so something else did that, or the listing is stale."""
 
 
+class LogWentBack(LogGap):
+    """The log is not the one that this writer wrote into: emptied, restored from an older copy, or its tip has rotted.
+
+    An entry put on top of that would be durable, and no reader would ever come to it.
+    """
+
+
 class LogStopped(FormatError):
     """An entry of the log cannot be read or breaks a rule: nothing may be appended that builds on it."""
 
@@ -338,8 +345,8 @@ class RunLog:
         """Append what `build` makes of the state at the tip; None when it made nothing.
 
         `before` and `after` name the crash points around the put. `voiding` lets an entry follow a stopped log.
-        Raises `LogStopped`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, and what `build` and
-        `refresh` raise.
+        Raises `LogStopped`, `LogWentBack`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, and what
+        `build` and `refresh` raise.
         """
         with self._lock:
             patience = self.patience(deadline_s)
@@ -353,6 +360,7 @@ class RunLog:
                 entry = build(state, state.tip + 1, new_token())
                 if entry is None:
                     return None
+                self._check_tip(state, patience)
                 entry = replace(entry, previous=state.tip_hash, at_s=round(self.clocks.wall_s(), 3))
                 if (name := self._put_fold(state)) is not None:
                     entry = replace(entry, writer=folding_writer(entry.writer, name))
@@ -375,6 +383,35 @@ class RunLog:
                         f"log entry {sealed.entry.seq} exists, but no listing shows it",
                         where=self.key("log/"),
                     )
+
+    def _check_tip(self, state: RunState, patience: Patience) -> None:
+        """Whether the entry that the next one follows is still there, and the one we know; else `LogWentBack`.
+
+        IMPORTANT: a store that was emptied, or went back in time, takes an entry like any other. Only this look tells a
+        living writer that what it calls durable is behind a hole, or hangs on a log that is not there any more.
+        """
+        while state.tip >= 0:
+            try:
+                slot = self.read_slot(state.tip)
+            except StoreUnavailable:
+                try:  # a 404 proves nothing, a listing does
+                    self.refresh(deadline_s=patience.left_s)
+                except LogGap as gap:
+                    raise self._went_back(gap.what) from gap
+                if not patience.pause():
+                    raise
+                continue
+            if slot.hash != state.tip_hash:
+                raise self._went_back(f"log entry {state.tip} is another one than was written or read before")
+            return
+
+    def _went_back(self, what: str) -> LogWentBack:
+        return LogWentBack(
+            f"the log is not what it was while this writer lived: {what}",
+            where=f"{self.store.url}/{self.key('log/')}",
+            remedy="the store was emptied, restored from an older copy, or damaged: mend it, or restart training to go "
+            "on from what it holds now",
+        )
 
     def _create(self, sealed: Sealed, patience: Patience) -> bool:
         """Whether the slot is ours: True, False (another entry has it) or `AppendUnknown`.

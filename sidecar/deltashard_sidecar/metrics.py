@@ -29,6 +29,7 @@ CAUSES = frozenset(
         "unavailable",
         "abandoned",
         "corrupt",
+        "log_lost",
         "error",
     ]
 )

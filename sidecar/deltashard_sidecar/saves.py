@@ -97,6 +97,7 @@ CAUSES: tuple[tuple[str, str], ...] = (
     ("TakenOver", "taken_over"),
     ("FencedError", "fenced"),
     ("Abandoned", "abandoned"),
+    ("LogGap", "log_lost"),
     ("StoreUnavailable", "unavailable"),
     ("CacheFull", "unavailable"),
     ("UploadFailed", "unavailable"),

@@ -80,7 +80,7 @@ class FileStore(Store):
         try:
             if create_only and path.exists():
                 raise ObjectExists("object exists", where=f"{self.url}/{key}")
-            descriptor = _open_new(temporary)
+            descriptor = self._open_new(temporary)
             try:
                 try:
                     _write_all(descriptor, memoryview(data).cast("B"))
@@ -103,6 +103,19 @@ class FileStore(Store):
             ) from error
         except OSError as error:
             raise self._translated(error, key) from error
+
+    def _open_new(self, path: Path) -> int:
+        for _ in range(_RACES):
+            with suppress(FileNotFoundError):
+                return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+            # IMPORTANT: the root is made by whoever opens the store, and by nobody later. One that vanished under a
+            # living writer (a mount that went, a directory removed) holds nothing of what it is about to build on.
+            if not self.root.is_dir():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.root))
+            # The deleter was faster again: with the parent's parent, or with what was there when it was to be made.
+            with suppress(FileNotFoundError, FileExistsError):
+                _make_directories(path.parent)
+        raise OSError(errno.ESTALE, "directory was removed again and again while an object was written")
 
     def _link(self, temporary: Path, path: Path, key: str) -> None:
         try:
@@ -259,16 +272,6 @@ class FileStore(Store):
                 reason, where=where, remedy="check owner and permissions of the store's directory"
             )
         return StoreUnavailable(f"{errno.errorcode.get(error.errno or 0, 'OSError')}: {reason}", where=where)
-
-
-def _open_new(path: Path) -> int:
-    for _ in range(_RACES):
-        with suppress(FileNotFoundError):
-            return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-        # The deleter was faster again: with the parent's parent, or with what was there when it was to be made.
-        with suppress(FileNotFoundError, FileExistsError):
-            _make_directories(path.parent)
-    raise OSError(errno.ESTALE, "directory was removed again and again while an object was written")
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

@@ -106,16 +106,24 @@ def test_an_unavailable_store_is_waited_for_and_then_named():
     run.log.refresh(deadline_s=60)
     assert len(run.time.slept) == 4
     run.open()
-    store.down = True
-    with pytest.raises(StoreUnavailable):
-        run.log.refresh(deadline_s=60)
-    with pytest.raises(AppendUnknown, match="may or may not"):
+
+    def append() -> None:
         run.log.append(
             lambda state, seq, writer: run_checkpoint(run, 1, 1, seq, writer),
             before="",
             after="",
             deadline_s=60,
         )
+
+    store.fail_next(Fault.UNAVAILABLE, operation="put_if_absent", times=1000)
+    with pytest.raises(AppendUnknown, match="may or may not"):
+        append()
+    store.down = True
+    with pytest.raises(StoreUnavailable):
+        run.log.refresh(deadline_s=60)
+    with pytest.raises(StoreUnavailable) as raised:
+        append()
+    assert not isinstance(raised.value, AppendUnknown), "nothing was put"
     assert sum(run.time.slept) < 300
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -10,8 +11,8 @@ from deltashard_checkpoint.attempts import CLOSING_WAIT_S, mark_closing, open_at
 from deltashard_checkpoint.entries import entry_key, voided_digest
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.keys import RESERVED, compaction_pack_key, compaction_token, validate_new_run
-from deltashard_checkpoint.logs import LogGap, LogStopped, RunLog
-from deltashard_checkpoint.stores.abc import AccessDenied
+from deltashard_checkpoint.logs import LogGap, LogStopped, LogWentBack, RunLog
+from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_cli.main import cli
@@ -176,3 +177,41 @@ def test_what_only_looks_writes_nothing(tmp_path, monkeypatch, command):
         monkeypatch.setattr(FileStore, name, lambda self, *_, name=name: writes.append(name))
     done = CliRunner().invoke(cli, [*command, str(tmp_path / "store" / "job")])
     assert (done.exit_code, writes) == (0, []), done.output
+
+
+@pytest.mark.parametrize("what", ["emptied", "older", "another", "tip"])
+def test_a_store_that_went_back_under_a_living_writer_fails_its_saves_by_name(what):
+    """They were called durable, and nothing restored."""
+    run = Run()
+    attempt = run.open().attempt
+    seqs = [run.commit(attempt, cut) for cut in (1, 2)]
+    older = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
+    seqs += [run.commit(attempt, cut) for cut in (3, 4)]
+    if what == "emptied":
+        run.memory.delete([info.key for info in run.memory.list("")])
+    elif what == "tip":
+        run.memory.put("job/" + entry_key(seqs[-1]), b"rotten")
+    else:
+        run.memory.delete([info.key for info in run.memory.list("")])
+        for key, data in older.items():
+            run.memory.put(key, data)
+        if what == "another":  # and somebody went on from there
+            living, run.log = run.log, run.reader()
+            attempt_2 = run.open().attempt
+            for cut in (1, 2, 3):
+                run.commit(attempt_2, cut)
+            run.log = living
+    before = {info.key for info in run.memory.list("job/log/")}
+    with pytest.raises(LogWentBack, match="while this writer lived"):
+        run.commit(attempt, 9)
+    assert {info.key for info in run.memory.list("job/log/")} == before
+
+
+def test_a_root_that_vanished_is_not_made_anew_by_a_living_writer(tmp_path):
+    store = FileStore(tmp_path / "root")
+    store.put("job/data/x", b"x")
+    shutil.rmtree(tmp_path / "root")
+    for put in (store.put, store.put_if_absent):
+        with pytest.raises(BucketMissing):
+            put("job/data/y", b"y")
+    assert not (tmp_path / "root").exists()
