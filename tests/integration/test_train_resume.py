@@ -476,7 +476,7 @@ def test_state_that_breaks_at_a_save_never_harms_training(
         loop.train(1, ckpt)
         with pytest.raises(SaveFailed):
             ckpt.save().wait(120)
-    assert ckpt.stats.failures["state"] == 3
+    assert ckpt.stats.failures["error"] == 3
     assert caplog.text.count("a save failed") == 1
     broken[0] = False
     loop.train(1, ckpt)
