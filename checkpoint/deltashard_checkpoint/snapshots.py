@@ -6,11 +6,11 @@ hands frames to its trainer; command line, export and tests use all of it (`read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,8 @@ from deltashard_checkpoint.stores.deadlines import deadline
 from deltashard_checkpoint.tables import Box, TableSchema
 
 Array = npt.NDArray[np.generic]
+T = TypeVar("T")
+_TURNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,30 @@ def plan_restore(
     )
 
 
+def settled(log: RunLog, read: Callable[[RunState], T], *, deadline_s: float) -> T:
+    """`read` of the run at the tip of its log, again when the run went on meanwhile.
+
+    A reader without an attempt holds nothing back: retention, compaction and gc may take what it has chosen while it
+    reads. So what it finds gone or wrong is condemned only if the log still ends where it did, or in the last of
+    `_TURNS` turns. Raises what `read` and the log raise.
+    """
+    turn = 1
+    while True:
+        state = log.refresh(deadline_s=deadline_s)
+        try:
+            return read(state)
+        except InvalidCheckpoint:
+            if turn == _TURNS or not went_on(log, state, deadline_s=deadline_s):
+                raise
+        turn += 1
+
+
+def went_on(log: RunLog, state: RunState, *, deadline_s: float) -> bool:
+    """Whether the log has entries behind those that `state` was folded from; raises what reading the log does."""
+    tip = state.tip
+    return log.refresh(deadline_s=deadline_s).tip != tip
+
+
 def whole_tables(tables: Iterable[TableSchema]) -> tuple[Want, ...]:
     """Wants for all rows and columns of these tables."""
     return tuple(
@@ -153,9 +179,25 @@ def read_checkpoint(
 ) -> Snapshot:
     """The checkpoint `which` means (see `attempts.select`): whole tables (all, or these), their fields, and blobs.
 
-    Raises `CheckpointNotFound`, `InvalidCheckpoint`, `StoreUnavailable` and what the log raises.
+    Without `state` the run may go on, see `settled`. Raises `CheckpointNotFound`, `InvalidCheckpoint`,
+    `StoreUnavailable` and what the log raises.
     """
-    state = RunLog(store, run).refresh(deadline_s=deadline_s) if state is None else state
+    if state is None:
+        return settled(
+            RunLog(store, run),
+            lambda found: read_checkpoint(
+                store,
+                run,
+                which,
+                tables=tables,
+                blobs=blobs,
+                fields=fields,
+                cache=cache,
+                state=found,
+                deadline_s=deadline_s,
+            ),
+            deadline_s=deadline_s,
+        )
     entry = select(state, which)
     if entry is None:
         raise CheckpointNotFound("no checkpoint was ever committed", where=f"run {run}")

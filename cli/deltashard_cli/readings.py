@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import click
 from deltashard_checkpoint.logs import LogGap
+from deltashard_checkpoint.openings import OpenCheckpoint
 from deltashard_checkpoint.runstates import RunState
 from rich.text import Text
 
 from deltashard_cli import summaries, verifications
-from deltashard_cli.differences import compare
+from deltashard_cli.differences import Difference, compare
 from deltashard_cli.options import run_options, which_option
 from deltashard_cli.outputs import (
     age,
@@ -26,7 +27,7 @@ from deltashard_cli.outputs import (
     warn,
     when,
 )
-from deltashard_cli.reads import compaction_indexes, open_checkpoint, read_state
+from deltashard_cli.reads import compaction_indexes, open_checkpoint, read_state, using
 from deltashard_cli.summaries import CheckpointSummary, RunSummary
 from deltashard_cli.targets import NoSuchRun, Target, find_run, must_exist, names, open_root, runs_of
 
@@ -330,11 +331,14 @@ def verify(url: str, run: str | None, which: str | None, *, deep: bool, as_json:
 def diff(url: str, a: str, b: str, run: str | None, *, as_json: bool) -> None:
     """Compare checkpoints A and B (seq:N or N, step:N, pin:NAME, latest). Exit code 1 when they differ."""
     target = find_run(url, run)
-    left = open_checkpoint(target, a)
-    right = open_checkpoint(target, b, state=left.state)
-    total = sum(one.plan(one.entry.tables, blobs=True).bytes for one in (left, right))
-    with progress("comparing", total) as advance:
-        found = compare(left, right, advance=advance)
+
+    def compared(left: OpenCheckpoint) -> Difference:
+        right = open_checkpoint(target, b, state=left.state)
+        total = sum(one.plan(one.entry.tables, blobs=True).bytes for one in (left, right))
+        with progress("comparing", total) as advance:
+            return compare(left, right, advance=advance)
+
+    found = using(target, a, compared)
     if as_json:
         print_json({"equal": found.equal, **{name: getattr(found, name) for name in found.__slots__}})
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import TypeVar
 
 from deltashard_checkpoint.entries import Checkpoint, Retired, Sealed
 from deltashard_checkpoint.errors import FormatError
@@ -13,12 +14,13 @@ from deltashard_checkpoint.lineages import CheckpointNotFound
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.openings import OpenCheckpoint, choose
 from deltashard_checkpoint.runstates import RunState
-from deltashard_checkpoint.snapshots import load_indexes
+from deltashard_checkpoint.snapshots import load_indexes, settled
 from deltashard_checkpoint.stores.abc import Store
 
 from deltashard_cli.outputs import warn, when
 from deltashard_cli.targets import POLICY, Target
 
+T = TypeVar("T")
 _READERS = 8
 
 
@@ -33,14 +35,28 @@ def open_checkpoint(target: Target, which: str, *, state: RunState | None = None
     Raises `CheckpointNotFound`, `InvalidCheckpoint`, `StoreUnavailable` and what the log raises.
     """
     if state is None:
-        state = read_state(target)
-        if (damage := state.damage()) is not None:
-            warn(damage)
+        return using(target, which, lambda checkpoint: checkpoint)
     try:
         entry = choose(state, which)
     except CheckpointNotFound as error:
         raise _retired(target, state, which) or error from None
     return OpenCheckpoint.of(target.store, state, entry)
+
+
+def using(target: Target, which: str, use: Callable[[OpenCheckpoint], T]) -> T:
+    """What `use` makes of the checkpoint `which`, from the start again when the run went on under it.
+
+    Raises what `open_checkpoint` and `use` raise.
+    """
+    said: list[str] = []
+
+    def turn(state: RunState) -> T:
+        if (damage := state.damage()) is not None and damage not in said:
+            said.append(damage)
+            warn(damage)
+        return use(open_checkpoint(target, which, state=state))
+
+    return settled(RunLog(target.store, target.run), turn, deadline_s=POLICY.deadline_s)
 
 
 def _retired(target: Target, state: RunState, which: str) -> CheckpointNotFound | None:

@@ -17,7 +17,7 @@ from deltashard_checkpoint.retentions import Retention, append_retirement, retir
 from deltashard_cli import exports
 from deltashard_cli.options import Finite, run_options, which_option
 from deltashard_cli.outputs import console, number, plural, print_json, progress, size
-from deltashard_cli.reads import open_checkpoint
+from deltashard_cli.reads import open_checkpoint, using
 from deltashard_cli.targets import POLICY, find_run
 
 _EVERYTHING = 1 << 62
@@ -31,10 +31,12 @@ _SPOOL_BYTES = 1 << 30
 @click.option("--raw", is_flag=True, help="Bare little-endian bytes (.bin) instead of .npy.")
 def restore(url: str, directory: Path, run: str | None, which: str, *, raw: bool, as_json: bool) -> None:
     """Write a checkpoint's tables, optimizer state and blobs into a new DIRECTORY, with a manifest.json."""
-    checkpoint = open_checkpoint(find_run(url, run), which)
-    with progress("restoring", _bytes(checkpoint)) as advance:
-        written = exports.restore_directory(checkpoint, directory, raw=raw, advance=advance)
-    _report(written, as_json=as_json)
+
+    def write(checkpoint: OpenCheckpoint) -> exports.Written:
+        with progress("restoring", _bytes(checkpoint)) as advance:
+            return exports.restore_directory(checkpoint, directory, raw=raw, advance=advance)
+
+    _report(using(find_run(url, run), which, write), as_json=as_json)
 
 
 @click.command()
@@ -63,11 +65,13 @@ def export(
         raise click.UsageError(
             f"cannot tell the format from {file.name!r}: use .pt or .safetensors, or say --format"
         )
-    checkpoint = open_checkpoint(find_run(url, run), which)
-    write = exports.export_torch if kind == "torch" else exports.export_safetensors
-    with progress("exporting", _bytes(checkpoint)) as advance:
-        written = write(checkpoint, file, state=state, force=force, advance=advance)
-    _report(written, as_json=as_json)
+    made = exports.export_torch if kind == "torch" else exports.export_safetensors
+
+    def write(checkpoint: OpenCheckpoint) -> exports.Written:
+        with progress("exporting", _bytes(checkpoint)) as advance:
+            return made(checkpoint, file, state=state, force=force, advance=advance)
+
+    _report(using(find_run(url, run), which, write), as_json=as_json)
 
 
 def _bytes(checkpoint: OpenCheckpoint) -> int:

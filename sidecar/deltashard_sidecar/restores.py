@@ -28,7 +28,7 @@ from deltashard_checkpoint.lineages import ChainIncomplete, CheckpointNotFound
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.plans import IncompletePlan, Plan, Request, SchemaMismatch, Want
 from deltashard_checkpoint.runstates import RunState
-from deltashard_checkpoint.snapshots import plan_restore
+from deltashard_checkpoint.snapshots import plan_restore, went_on
 from deltashard_checkpoint.tables import Box, TableSchema
 from deltashard_proto.arenas import ALIGN
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -108,6 +108,8 @@ class Restore:
         self._over = threading.Event()
         self._clean = False
         self._heard_s = time.monotonic()
+        self._other: tuple[RunLog, RunState] | None = None
+        """Another run that is read, and what its log said when this was planned: it may go on meanwhile."""
         self.step = 0
         self.source = ""
         """Where most bytes came from, cache or store, once everything was handed over."""
@@ -122,6 +124,8 @@ class Restore:
         state = log.state
         if want.seq not in state.checkpoints:
             state = log.refresh(deadline_s=settings.restore_deadline_s)
+        if log.run != self._run.name:
+            self._other = log, state
         wanted: dict[str, list[Box]] = {}
         for message in want.boxes:
             wanted.setdefault(message.table, []).append(box_of(message))
@@ -179,6 +183,8 @@ class Restore:
             yield pb.RestoreReply(done=done)
         except DeltashardError as error:
             cause = cause_of(error)
+            if (cause == "not_found" and self._other is not None) or (cause == "invalid" and self._moved()):
+                cause = "moved"
             metrics.restores.labels(cause).inc()
             self._log.warning("restore.failed", cause=cause, **explain(error))
             yield pb.RestoreReply(failed=pb.RestoreReply.Failed(cause=cause, message=str(error)))
@@ -188,6 +194,17 @@ class Restore:
             yield pb.RestoreReply(failed=pb.RestoreReply.Failed(cause="error", message=repr(error)))
         finally:
             self._wait_for_reader(alive)
+
+    def _moved(self) -> bool:
+        """Whether the other run went on while it was read: what lacks may merely have been retired."""
+        if self._other is None:
+            return False
+        log, state = self._other
+        try:
+            return went_on(log, state, deadline_s=self._run.settings.restore_deadline_s)
+        except DeltashardError as error:
+            self._log.info("restore.unsure", **explain(error))
+            return False
 
     def _fetcher(self, run: str) -> Fetcher:
         return Fetcher(

@@ -14,8 +14,10 @@ import pytest
 import torch
 from deltashard.launchers import runtime_dir
 from deltashard_checkpoint.entries import entry_key
+from deltashard_checkpoint.gcs import collect
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.policies import History, decide
+from deltashard_checkpoint.retentions import Retention, append_retirement
 from deltashard_checkpoint.stores.urls import open_store
 
 from tests.incidents.toys import Run, assert_holds, newest_step, stored
@@ -56,6 +58,40 @@ def test_recsys_examples_477_a_fenced_trainer_never_commits(tmp_path: Path) -> N
         first.train(2)
     assert newest_step(tmp_path / "store") == 3
     first.__exit__()
+
+
+def test_another_run_that_goes_on_while_it_is_read_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was chosen there is retired and deleted before its first byte came: no damage, its newest is taken."""
+    with (
+        Run(tmp_path / "store", "source", differential="full", keep_last=9) as source,
+        Run(tmp_path / "store", "target", restore=False) as target,
+    ):
+        source.train(3)
+        source.save()
+        opened = target.ckpt._open
+        seen = []
+
+        def open_and_lose(*args: object, **named: object) -> object:
+            reply = opened(*args, **named)
+            seen.append(reply.step)
+            if len(seen) == 1:
+                for _ in range(2):
+                    source.train(1)
+                    source.save()
+                log = RunLog(open_store(f"file://{tmp_path}/store"), "source")
+                append_retirement(log, Retention(keep_last=1))
+                assert collect(log, grace_s=0).objects
+            return reply
+
+        monkeypatch.setattr(target.ckpt, "_open", open_and_lose)
+        resumed = target.ckpt.restore(from_run="source")
+        assert resumed is not None
+        assert (resumed.step, resumed.fell_back, seen) == (5, False, [3, 5])
+        assert target.kinds("fell_back") == []
+        for name, values in source.state().items():
+            assert np.array_equal(target.state()[name], values)
 
 
 def test_a_frame_of_another_place_is_refused_and_the_older_checkpoint_restores_loudly(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import (
     AnotherTrainer,
     RestoreFailed,
+    RunWentOn,
     SaveFailed,
     UserError,
 )
@@ -48,6 +49,8 @@ from deltashard.tracking import Tracking, TrackingSettings
 log = logging.getLogger("deltashard")
 
 CLOSE_DEADLINE_S = 300.0
+READ_TURNS = 3
+"""How often another run is read anew when it retired what was being read."""
 DRAIN_DEADLINE_S = 30.0
 LEAVE_S = 10.0
 """Detaching from the sidecar may take so long, within the deadline of `close()`."""
@@ -336,7 +339,7 @@ class Checkpointer(Asking):
         text = f"seq:{which}" if isinstance(which, int) else which
         excluded: list[int] = []
         earlier: list[ModelTargets] = []
-        damage = ""
+        damage, turn = "", 1
         while True:
             link = self._link_or_raise()
             reply = self._open(link, which=text, from_run=from_run, exclude=excluded, takeover=takeover)
@@ -365,6 +368,12 @@ class Checkpointer(Asking):
                         fell_back=bool(excluded) or reply.fell_back or (bool(damage) and text == "latest"),
                         damage=damage,
                     )
+            except RunWentOn as error:
+                if turn == READ_TURNS:
+                    raise
+                turn += 1
+                log.info("checkpoint %d of %s went while it was read: %s", reply.resume_seq, from_run, error)
+                continue
             except InvalidCheckpoint as error:
                 excluded.append(reply.resume_seq)
                 log.error(  # noqa: TRY400 - a traceback would say nothing more

@@ -27,7 +27,7 @@ from deltashard_checkpoint.keys import validate_run
 from deltashard_checkpoint.lineages import CheckpointNotFound
 from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.openings import OpenCheckpoint, choose
-from deltashard_checkpoint.snapshots import TableArrays
+from deltashard_checkpoint.snapshots import TableArrays, settled
 from deltashard_checkpoint.stores.retries import RetryPolicy
 from deltashard_checkpoint.stores.urls import open_store
 from deltashard_checkpoint.tables import TableSchema
@@ -192,8 +192,11 @@ def open_checkpoint(url: str | os.PathLike[str], run: str, which: str | int = "l
     """
     store = open_store(normal_url(url), policy=RetryPolicy(deadline_s=DEADLINE_S), create=False)
     try:
-        state = RunLog(store, validate_run(run)).refresh(deadline_s=DEADLINE_S)
-        return CheckpointReader(OpenCheckpoint.of(store, state, choose(state, str(which))))
+        return settled(
+            RunLog(store, validate_run(run)),
+            lambda state: CheckpointReader(OpenCheckpoint.of(store, state, choose(state, str(which)))),
+            deadline_s=DEADLINE_S,
+        )
     except BaseException:
         store.close()
         raise

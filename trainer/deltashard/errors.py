@@ -54,6 +54,10 @@ class RestoreFailed(EnvironmentFault):
     """The checkpoint could not be read: the store or the sidecar failed, or no whole checkpoint is left."""
 
 
+class RunWentOn(RestoreFailed):
+    """Another run's checkpoint was retired while it was read: ask for its newest anew."""
+
+
 class FencedError(EnvironmentFault):
     """A newer attempt has taken over this run: this process must not train on. Never re-opened from here."""
 

@@ -31,7 +31,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import Tensor
 
 from deltashard import contracts
-from deltashard.errors import CheckpointMismatch, RestoreFailed
+from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn
 from deltashard.optimstates import OptimizerView
 from deltashard.origins import grow, may_grow
 from deltashard.sessions import Link, translate
@@ -113,7 +113,8 @@ def read_frames(
                     raise InvalidCheckpoint(reply.failed.message, where=f"checkpoint {want.seq}")
                 if reply.failed.cause == "mismatch":
                     raise CheckpointMismatch(reply.failed.message, where=f"checkpoint {want.seq}")
-                raise RestoreFailed(
+                raised = RunWentOn if reply.failed.cause == "moved" else RestoreFailed
+                raise raised(
                     f"{reply.failed.cause}: {reply.failed.message}",
                     where=f"checkpoint {want.seq}",
                     remedy="the checkpoint is not lost: call restore() again once the store can be reached",

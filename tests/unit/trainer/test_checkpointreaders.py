@@ -5,16 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import deltashard
 import numpy as np
 import pytest
 import torch
+from deltashard import checkpointreaders
 from deltashard.errors import UserError
+from deltashard_checkpoint import snapshots
+from deltashard_checkpoint.gcs import collect
 from deltashard_checkpoint.lineages import CheckpointNotFound
+from deltashard_checkpoint.logs import RunLog
 from deltashard_checkpoint.openings import _ranges
+from deltashard_checkpoint.retentions import Retention, append_retirement
 from deltashard_checkpoint.stores.abc import BucketMissing
 from deltashard_checkpoint.stores.urls import open_store
+from deltashard_cli import reads, targets
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,3 +100,37 @@ def test_ranges_hold_all_ids_and_are_few(ids: set[int]) -> None:
     assert len(ranges) <= 64
     assert all(any(a <= i < b for a, b in ranges) for i in ids)
     assert all(b <= c for (_, b), (c, _) in itertools.pairwise(ranges))
+
+
+@pytest.mark.parametrize("reader", ["reader", "command line", "snapshot"])
+def test_what_is_retired_while_it_is_opened_is_not_condemned(
+    written: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """Chosen, then retired and deleted: the newest is opened instead, and a name that is gone is said to be gone."""
+    place = {"reader": checkpointreaders, "command line": reads, "snapshot": snapshots}[reader]
+    name = "select" if reader == "snapshot" else "choose"
+    chosen = getattr(place, name)
+    store = written.log.store
+    steps: list[int] = []
+
+    def choose_and_lose(*args: Any) -> Any:
+        found = chosen(*args)
+        steps.append(found.step)
+        if len(steps) == 1:
+            for step in (40, 50):
+                written.save(step=step)
+            append_retirement(RunLog(store, "team/r"), Retention(keep_last=1))
+            assert collect(RunLog(store, "team/r"), grace_s=0).objects
+        return found
+
+    monkeypatch.setattr(place, name, choose_and_lose)
+    if reader == "reader":
+        with deltashard.open_checkpoint(tmp_path / "store", "team/r") as found:
+            weights = found.table(ITEMS.fqn).weights.numpy()
+    elif reader == "command line":
+        target = targets.find_run(f"file://{tmp_path}/store/team/r", None)
+        weights = reads.using(target, "latest", lambda one: next(one.tables([ITEMS])).weights)
+    else:
+        weights = snapshots.read_checkpoint(store, "team/r").tables[ITEMS.fqn].weights
+    assert steps == [30, 50]
+    assert np.array_equal(weights, written.items.weights)
