@@ -59,6 +59,7 @@ DEFAULT_DEADLINE_S = 120.0
 _HINT_DEADLINE_S = 5.0
 _HINT_EVERY = 8
 _FOLD_EVERY = 8
+_RAREST_FOLD = 128
 """So many slots after the last one a folded state is put anew; the first as soon as there is a checkpoint."""
 _LISTINGS = 5
 """A listing with a gap is asked for again so many times before the gap is believed."""
@@ -110,7 +111,7 @@ class RunLog:
         self._state = RunState(run=run)
         self._folds: tuple[FoldName, ...] = ()
         """The newest two that the log vouches for, as far as this handle knows."""
-        self._fold_failed = -_FOLD_EVERY
+        self._fold_failed = -_RAREST_FOLD
         self._lock = threading.RLock()
 
     def key(self, key: str) -> str:
@@ -169,6 +170,10 @@ class RunLog:
             state = fold(state, slots)
         except VoidedBehind:
             # Only an attempt that voids an unreadable slot leads here: rare, so everything is simply read again.
+            state = self._begin(state.tip)
+        if state.stopped is not None:
+            # IMPORTANT: what this handle knew may be of a log that is no more (a store restored from an older copy,
+            # and gone on). Only what the log alone shows may be called rot: the next attempt leaves that behind.
             state = self._begin(state.tip)
         self._state = state
         self._learn_folds(slots)
@@ -409,8 +414,8 @@ class RunLog:
         return LogWentBack(
             f"the log is not what it was while this writer lived: {what}",
             where=f"{self.store.url}/{self.key('log/')}",
-            remedy="the store was emptied, restored from an older copy, or damaged: mend it, or restart training to go "
-            "on from what it holds now",
+            remedy="the store was emptied, restored from an older copy, or damaged: mend it, or end training and "
+            "its sidecar (in a cluster: delete the pod): a new one goes on from what the store holds then",
         )
 
     def _create(self, sealed: Sealed, patience: Patience) -> bool:
@@ -452,8 +457,9 @@ class RunLog:
         """Best effort: the folded `state`, when one is due, for the next entry to name."""
         if state.stopped is not None or not state.checkpoints:
             return None
-        newest = self._folds[-1].seq if self._folds else -_FOLD_EVERY
-        if state.tip - max(newest, self._fold_failed) < _FOLD_EVERY:
+        newest = self._folds[-1].seq if self._folds else -_RAREST_FOLD
+        every = min(_RAREST_FOLD, max(_FOLD_EVERY, len(state.checkpoints) // 4))  # as rare as it is large
+        if state.tip - max(newest, self._fold_failed) < every:
             return None
         # An entry needs no fold: it is not lost for this.
         with suppress(Exception), deadline(_HINT_DEADLINE_S):

@@ -63,7 +63,8 @@ def _retired(target: Target, state: RunState, which: str) -> CheckpointNotFound 
     """What became of a checkpoint that is not live: the newest one of that name that was retired, and when."""
     log = RunLog(target.store, target.run)
     with ThreadPoolExecutor(_READERS) as pool:
-        slots = pool.map(log.read_slot, range(state.tip + 1))
+        there = [seq for seq in log.listed().seqs if seq <= state.tip]  # what is lost says nothing
+        slots = pool.map(log.read_slot, there)
         entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
     kind, _, value = f"seq:{which}".partition(":") if which.isdecimal() else which.partition(":")
     named = {

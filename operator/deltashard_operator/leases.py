@@ -122,6 +122,8 @@ class Lease:
             if found.status == 409:
                 return False
         if not found.ok:
+            if self._seen[0]:  # there is one: this answer does not say otherwise
+                return False
             if not self._absent:
                 _log.warning("lease.unusable", lease=NAME, error=found.sentence)
             self._absent = self._had = True

@@ -33,7 +33,7 @@ _EXACT = 1 << 53
 RANGES: Mapping[str, tuple[float, float]] = {
     "arena_bytes": (4 * DEFAULT_BLOCK_BYTES, 1 << 44),
     "block_bytes": (MAX_FRAME_BYTES, 1 << 30),
-    "cache_bytes": (64 << 20, 1 << 50),
+    "cache_bytes": (32 << 20, 1 << 50),
     "cache_total_bytes": (0, 1 << 50),
     "every_s": (0, _YEAR_S),
     "every_steps": (0, _EXACT),

@@ -91,7 +91,9 @@ class _Names:
                 with torch.no_grad():
                     live.copy_(saved)
                 return live
-            device = live.device if isinstance(live, Tensor) else saved.device
+            near = saved if saved.dim() == 0 else next(iter(self._params.values()), saved)
+            # One that is made at the first step lies where the parameters are.
+            device = live.device if isinstance(live, Tensor) else near.device
             return saved.detach().to(device, copy=True)
         if type(saved) in (list, tuple):
             old = live if isinstance(live, list | tuple) and len(live) == len(saved) else [None] * len(saved)

@@ -18,6 +18,7 @@ import dis
 import functools
 import hashlib
 import inspect
+import itertools
 import logging
 import os
 import random
@@ -34,7 +35,7 @@ import torch
 from torch import nn
 
 from deltashard.rngs import apply_own, capture_own, is_generator
-from deltashard.states import decode_value, encode_value
+from deltashard.states import decode_value, encode_value, why_unstorable
 
 log = logging.getLogger("deltashard")
 
@@ -144,9 +145,10 @@ def _is_plain(value: object, budget: list[int]) -> bool:
     if isinstance(value, np.generic):
         return True
     if type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
-        return all(_is_plain(k, budget) and _is_plain(v, budget) for k, v in value.items())  # type: ignore[attr-defined]
+        some = itertools.islice(value.items(), PLAIN_ELEMENTS)  # type: ignore[attr-defined]
+        return all(_is_plain(k, budget) and _is_plain(v, budget) for k, v in some)
     if type(value) in (list, tuple, set, frozenset, collections.deque):
-        return all(_is_plain(each, budget) for each in value)  # type: ignore[attr-defined]
+        return all(_is_plain(each, budget) for each in itertools.islice(value, PLAIN_ELEMENTS))  # type: ignore[attr-defined]
     return False
 
 
@@ -340,9 +342,12 @@ def _digest(value: Any, update: Callable[[bytes], None], budget: list[int]) -> N
     if budget[0] < 0:
         return
     if isinstance(value, torch.Tensor):
+        if why_unstorable(value) is not None or value.layout != torch.strided or value.is_meta:
+            update(type(value).__name__.encode())
+            return
         flat = value.detach().reshape(-1)
         update(f"{value.dtype}{tuple(value.shape)}".encode())
-        if value.layout == torch.strided and flat.numel():
+        if flat.numel():
             flat = flat if flat.numel() <= 1024 else flat[_spread(flat.numel())]
             update(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
@@ -499,6 +504,8 @@ def _roughly(value: Any, budget: list[int]) -> int:
         return int(value.nbytes)
     if isinstance(value, (str, bytes, bytearray)):
         return len(value)
+    if isinstance(value, (dict, list, tuple, set, frozenset, collections.deque)) and len(value) > budget[0]:
+        return sys.maxsize
     if isinstance(value, dict):
         return sum(8 + _roughly(each, budget) for pair in value.items() for each in pair)
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):

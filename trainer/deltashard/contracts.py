@@ -62,11 +62,16 @@ class Contract:
         """What makes it one: the method or hook."""
         self._inside = f"{path}." if path else ""
         self._inventory = inventory
-        said = {_place(value) for value in self._said().values()}
+        held = self._said()
+        said = {_place(value) for value in held.values()}
         self.left_out = frozenset(
             fqn
             for fqn, t in inventory().dense.items()
-            if fqn.startswith(self._inside) and not t.requires_grad and _place(t) not in said
+            if fqn.startswith(self._inside)
+            and not t.requires_grad
+            and _place(t) not in said
+            # A copy under its own name (half(), clone()) is said: the bits are those of the tensor.
+            and fqn.removeprefix(self._inside) not in held
         )
         """Frozen tensors that the module does not want saved."""
         self.source = Source(name=f"{MODULE}{path}", get=self.extras, set=self.load)

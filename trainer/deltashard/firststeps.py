@@ -118,7 +118,7 @@ class FirstStep:
             if watched.owner is not optimizer:
                 continue
             grad = watched.grad if watched.grad is not None else watched.table.param.grad
-            found = self._check(watched, None if grad is None else _clean(grad))
+            found = self._check(watched, grad)
             if found or grad is not None:
                 self._left.remove(watched)
 
@@ -128,9 +128,9 @@ class FirstStep:
             self._check(watched, None)
         self._left.clear()
 
-    def _check(self, watched: _Watched, clean: Tensor | None) -> bool:
+    def _check(self, watched: _Watched, grad: Tensor | None) -> bool:
         try:
-            return self._compare(watched, clean)
+            return self._compare(watched, None if grad is None else _clean(grad))
         except Exception as error:  # noqa: BLE001 - inside the user's step: a look must never harm training
             _log.warning("the state of table %s could not be compared: %s", watched.table.fqn, error)
             return True
@@ -140,6 +140,9 @@ class FirstStep:
         live = table.state_tensors()
         weights = table.param.detach()
         thrown = [f for f in watched.fields if f.thrown_away(live.get(f.name), weights, clean)]
+        gone = [f for f in thrown if f.name not in live]
+        if len(thrown) < sum(bool(f.ids.numel()) for f in watched.fields):
+            thrown = gone  # the last gradient (Adam with beta1 = 0, Rprop) is zero there by right
         for field in thrown:
             repaired = clean is not None and _put_back(field, live.get(field.name), weights, clean)
             _log.warning(

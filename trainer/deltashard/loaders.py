@@ -156,6 +156,10 @@ class WrappedLoader:
         # The boundary: where the loader stood when a batch was first asked for after step `_moved_at`.
         self._moved_at = -1
         self._boundary = self._position
+        # After step `_ended_at` the pass was found at its end, and nothing was handed over: no batch of a next step.
+        self._ended_at = -1
+        # A pass without a step ended after (step, event of the company): a step taken before any other event is its.
+        self._unstepped: tuple[int, int] | None = None
         # Fetching in this process may draw from the global generators; fetching in workers does not.
         self._fetch_draws = self._workers == 0
 
@@ -225,6 +229,10 @@ class WrappedLoader:
 
     def _current(self) -> Position:
         """The position now; after a broken-off pass, and steps since, it is the next epoch's begin."""
+        unstepped = self._unstepped
+        if unstepped is not None and self._clock() > unstepped[0] and self._company.events == unstepped[1]:
+            self._unstepped = None
+            self._position = replace(self._position, epoch=self._position.epoch + 1)
         if self._closed_at is not None and self._clock() > self._closed_at:
             self._closed_at = None
             self._position = Position(epoch=self._position.epoch + 1, delivered=0, inner=self._position.inner)
@@ -246,7 +254,7 @@ class WrappedLoader:
             position = self._with_inner(self._current())
             if self._company.in_use(self._member):
                 position = self._with_again(position)
-        elif self._stateful and self._boundary.delivered:
+        elif self._stateful and self._boundary.delivered and self.moved:
             log.warning(
                 "the batch delivered after the last step() is counted as used: a stateful loader cannot be put back "
                 "by one batch; call step() once per batch"
@@ -262,7 +270,7 @@ class WrappedLoader:
         # Behind workers the sampler is ahead of what was delivered: replaying brings it there.
         inside = position.start is not None and self._workers > 0
         tree["things"] = None if inside else self._things()
-        if tree["things"] and self._moved_at == now and self._fetch_draws and not self._pipelined:
+        if tree["things"] and self.moved and self._fetch_draws:
             self._say(
                 "moved",
                 "was asked for a batch after the last step(), and generators or counters below it may have moved with "
@@ -278,7 +286,8 @@ class WrappedLoader:
     @property
     def moved(self) -> bool:
         """Whether a batch was asked for since the last `step()`."""
-        return not self._pipelined and self._moved_at == self._clock()
+        now = self._clock()
+        return not self._pipelined and self._moved_at == now != self._ended_at
 
     def resume(self, tree: Mapping[str, Any], rng: Mapping[str, Any] | None) -> None:
         """Make the next iteration go on from `tree`, under the random state `rng` of the cut."""
@@ -372,6 +381,7 @@ class WrappedLoader:
                 remedy="give each loader a name= of its own; wrap anew under one name only what replaces the other",
             )
         now = self._clock()
+        self._ended_at = -1
         resume = self._resume or self._resumed_for_nothing(now)
         if resume is not None and resume.start is None:  # it was in no pass: this one is new
             self._position = resume
@@ -389,7 +399,7 @@ class WrappedLoader:
             self._company.began(self._member)
             self._member.resume(resume.delivered, self._resume_tree.get("habits") or {})
         self._pace.began()
-        self._closed_at = None
+        self._closed_at = self._unstepped = None
         current = self._pass
         self._position = Position(
             epoch=current.epoch,
@@ -628,6 +638,8 @@ class WrappedLoader:
                 self._company.ended_at = now
             was_one = current.handed - repeated < max(1, self._resume_tree.get("per_step", 1))
         self._position = Position(epoch=current.epoch + (1 if was_one else 0), delivered=0, inner=inner)
+        self._unstepped = None if was_one or not current.delivered else (now, self._company.events)
+        self._ended_at = now if self._boundary.delivered == current.delivered else -1
         self._pace.ended(now)
 
     def _left(self, current: _Pass) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -49,7 +50,11 @@ def share(jobs: Sequence[Callable[[], None]]) -> None:
             job()
 
     threads = min(max(torch.get_num_threads(), len(os.sched_getaffinity(0))), MOST_THREADS)
-    others = [_pool(threads - 1).submit(work) for _ in range(min(threads, len(jobs)) - 1)]
+    others: list[Future[None]] = []
+    with suppress(
+        RuntimeError
+    ):  # at interpreter exit no helpers are to be had: close() from atexit does it alone
+        others.extend(_pool(threads - 1).submit(work) for _ in range(min(threads, len(jobs)) - 1))
     try:
         work()
     finally:

@@ -170,6 +170,9 @@ class TrackedTable:
 
     def attach(self, owners: Iterable[Any], views: Iterable[OptimizerView]) -> None:
         """Set the optimizers: those handed over that own this table, and the views that hold its state."""
+        if self._rows is not None and self._signature != self._sign():
+            self._written_outside()  # `sign` below would take it for seen
+        first = self._rows is None and self._hashes is None
         self.views = list(views)[::-1]
         owners = list(owners)
         self.sole = owners[0] if len(owners) == 1 else None
@@ -180,7 +183,8 @@ class TrackedTable:
                 self._rows = RowTracker(self.found, self.marks)
         elif self._rows is not None or self._hashes is None:
             self.go_over(reason or "it is small", quiet=reason is None)
-        self._schema = self._read_schema()
+        if first:  # later `refresh` looks: a field that appeared, or another shape, must not pass for seen
+            self._schema = self._read_schema()
         self.sign()
 
     def go_over(self, reason: str, *, quiet: bool = False) -> None:
