@@ -370,7 +370,7 @@ def _stamped(run: Run, heartbeats: Mapping[str, Heartbeat], now_s: float) -> Map
     found = dict(run.stamps)
     before = run.progress
     for name, each in heartbeats.items():
-        if not name:
+        if not name and each.last_commit is None:
             continue  # its run is not known yet
         seq = each.last_commit.seq if each.last_commit is not None else 0
         known = found.get(name)

@@ -28,7 +28,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -145,10 +145,11 @@ def _is_plain(value: object, budget: list[int]) -> bool:
     if isinstance(value, np.generic):
         return True
     if type(value) in (dict, collections.OrderedDict, collections.defaultdict, collections.Counter):
-        some = itertools.islice(value.items(), PLAIN_ELEMENTS)  # type: ignore[attr-defined]
+        some = itertools.islice(cast("dict[Any, Any]", value).items(), PLAIN_ELEMENTS)
         return all(_is_plain(k, budget) and _is_plain(v, budget) for k, v in some)
     if type(value) in (list, tuple, set, frozenset, collections.deque):
-        return all(_is_plain(each, budget) for each in itertools.islice(value, PLAIN_ELEMENTS))  # type: ignore[attr-defined]
+        each = itertools.islice(cast("Iterable[Any]", value), PLAIN_ELEMENTS)
+        return all(_is_plain(one, budget) for one in each)
     return False
 
 
