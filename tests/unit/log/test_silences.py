@@ -11,6 +11,7 @@ from deltashard_checkpoint.attempts import CLOSING_WAIT_S, mark_closing, open_at
 from deltashard_checkpoint.entries import entry_key, voided_digest
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.keys import RESERVED, compaction_pack_key, compaction_token, validate_new_run
+from deltashard_checkpoint.lineages import CheckpointNotFound
 from deltashard_checkpoint.logs import LogGap, LogStopped, LogWentBack, RunLog
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing
 from deltashard_checkpoint.stores.file import FileStore
@@ -215,3 +216,37 @@ def test_a_root_that_vanished_is_not_made_anew_by_a_living_writer(tmp_path):
         with pytest.raises(BucketMissing):
             put("job/data/y", b"y")
     assert not (tmp_path / "root").exists()
+
+
+def test_a_handle_of_a_log_that_went_back_and_on_voids_nothing_of_it():
+    """The store is restored from an older copy and another pod goes on: what the old handle knows is of another log."""
+    run = Run()
+    attempt = run.open().attempt
+    run.commit(attempt, 1)
+    copy = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
+    later = run.open().attempt
+    run.commit(later, 1)
+    old = run.log.fork()
+    run.memory.delete([info.key for info in run.memory.list("")])
+    for key, data in copy.items():
+        run.memory.put(key, data)
+    run.log = run.reader()
+    other = run.open().attempt
+    seqs = [run.commit(other, cut) for cut in range(1, 6)]
+    opened = open_attempt(old, owner=run.log.state.owner, closing_wait_s=0.0)
+    assert opened.voided is None
+    assert opened.resume is not None
+    assert opened.resume.seq == seqs[-1]
+    assert set(seqs) <= set(run.reader().refresh().checkpoints)
+
+
+def test_a_checkpoint_that_is_not_live_is_named_so_though_an_old_entry_is_lost(tmp_path):
+    """Folded states make the loss harmless: it must not look as if the store were away."""
+    run = Run(FileStore(tmp_path / "store"))
+    run.memory = run.store
+    attempt = run.open().attempt
+    for cut in range(1, 20):
+        run.commit(attempt, cut)
+    (tmp_path / "store" / "job" / entry_key(3)).unlink()
+    done = CliRunner().invoke(cli, ["inspect", str(tmp_path / "store" / "job"), "-c", "step:99"])
+    assert isinstance(done.exception, CheckpointNotFound), (done.exception, done.output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,10 +163,7 @@ def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
     """Nothing can be written meanwhile, and nothing is."""
 
     async def scenario(server: FixedAnswers) -> None:
-        configuration = client.Configuration()
-        configuration.host = f"http://127.0.0.1:{server.port}"
-        configuration.retries = False
-        world = World(client.ApiClient(configuration), namespace)
+        world = World(_api(server), namespace)
         lease = world.lease("first")
         assert not await lease._try()
         assert not lease.held
@@ -234,3 +232,39 @@ def test_a_second_controller_waits_for_the_first_ones_end(
 def _controller(apiserver: ApiServer, folder: Path, namespace: str) -> ControllerProcess:
     folder.mkdir()
     return ControllerProcess(apiserver, folder, namespace=namespace, identity=folder.name)
+
+
+def _api(server: FixedAnswers) -> client.ApiClient:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{server.port}"
+    configuration.retries = False
+    return client.ApiClient(configuration)
+
+
+def test_an_answer_that_says_nothing_of_a_seen_lease_makes_nobody_lead() -> None:
+    """Another holds it, and the next answer is a 403 or a 401: that is no word that there is none."""
+    path = "/apis/coordination.k8s.io/v1/namespaces/system/leases/x"
+    document = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": leases.NAME, "namespace": "system", "resourceVersion": "7", "selfLink": path},
+        "spec": {"holderIdentity": "other", "leaseDurationSeconds": 15},
+    }
+
+    async def scenario(held: FixedAnswers, denied: FixedAnswers) -> None:
+        world = World(_api(held), "system")
+        waiting = world.lease("mine")
+        assert not await waiting._try()
+        waiting._call = Caller(_api(denied))
+        for _ in range(3):
+            assert not await waiting._try()
+            assert not waiting.held
+        waiting._call.close()
+        world.call.close()
+
+    content = {"Content-Type": "application/json"}
+    with (
+        FixedAnswers(200, json.dumps(document).encode(), content) as held,
+        FixedAnswers(403, b"{}", content) as denied,
+    ):
+        asyncio.run(scenario(held, denied))

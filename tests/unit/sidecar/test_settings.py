@@ -88,3 +88,9 @@ def test_every_setting_is_documented_and_the_page_is_fresh() -> None:
     """Regenerate with `python -m deltashard_sidecar.main reference docs/reference`."""
     assert [row[0] for row in entries()] == list(Settings.__dataclass_fields__)
     assert DOCS.read_text() == reference()
+
+
+def test_the_smallest_cache_that_a_policy_may_ask_for_is_served() -> None:
+    """The operator gives the sidecar nine tenths of the volume; a policy's least is 64 MiB."""
+    least = (64 << 20) * 9 // 10
+    assert load([*NEEDED, "--cache-bytes", str(least)], {}).cache_bytes == least

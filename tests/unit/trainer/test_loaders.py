@@ -228,3 +228,30 @@ def test_another_kind_of_loader_is_refused_at_resume() -> None:
         counted.resume(step_done, None)
     with pytest.raises(CheckpointMismatch):
         stateful.resume({**step_done, "inner": None}, None)
+
+
+def test_a_pass_that_ends_in_its_only_step_is_an_epoch() -> None:
+    """One step for all batches of a pass, behind the loop; a pass without a step is still none."""
+    step = 0
+    wrapped = WrappedLoader(DataLoader(list(range(6)), batch_size=2), clock=lambda: step)
+    for epoch in range(3):
+        for _ in wrapped:
+            pass
+        step += 1
+        assert wrapped.epoch == epoch + 1
+    for _ in wrapped:
+        pass
+    for _ in wrapped:
+        step += 1
+        assert wrapped.epoch == 3
+
+
+def test_the_end_of_a_pass_is_no_batch_taken() -> None:
+    """A save behind the loop is of the last step."""
+    step = 0
+    wrapped = WrappedLoader(DataLoader(list(range(6)), batch_size=2), clock=lambda: step)
+    for _ in wrapped:
+        assert wrapped.moved
+        step += 1
+        assert not wrapped.moved
+    assert not wrapped.moved

@@ -460,3 +460,19 @@ def test_state_of_a_wrapper_without_hooks_is_looked_at_by_the_next_cut(caplog):
     stepped(other_model, other, torch.arange(40))
     target.refresh()
     assert told == [("state_thrown_away", {"table": "weight", "field": "slow@1", "repaired": False})]
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_state_that_is_the_last_gradient_is_not_thrown_away(width, caplog):
+    """Adam with beta1 = 0, as GANs have it: zero by right on rows that had no gradient."""
+    torch.manual_seed(0)
+    model = nn.Embedding(50_000, width)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.0, 0.999))
+    stepped(model, optimizer, torch.arange(100))
+    tracking = Tracking(model, [optimizer])
+    tracking.watch_first_step()
+    with caplog.at_level(logging.WARNING, "deltashard.tracking"):
+        stepped(model, optimizer, torch.arange(200, 300))
+    tracking.close()
+    assert "initialises it again" not in caplog.text
+    assert not optimizer.state[model.weight]["exp_avg"][5].any()

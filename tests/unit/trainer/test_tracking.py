@@ -671,3 +671,49 @@ def test_shared_jobs_run_once_each_and_a_failure_is_told():
 
     with pytest.raises(ValueError, match="job"):
         share([*[lambda: done.append(0)] * 5, fail, *[lambda: done.append(0)] * 5])
+
+
+class Rebinds(nn.Module):
+    """A table beside a buffer that each forward makes anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = nn.Embedding(100_000, 8, sparse=True)
+        self.register_buffer("average", torch.zeros(3))
+
+    def forward(self, ids):
+        self.average = self.average * 0.9 + 1
+        return self.items(ids).sum()
+
+
+def _one_step(model, optimizer):
+    model(torch.tensor([1, 2, 3])).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_write_from_outside_is_seen_though_tensors_of_the_model_move():
+    model = Rebinds()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracking = Tracking(model, [optimizer])
+    _one_step(model, optimizer)
+    tracking.refresh()
+    tracking.cut_taken(1, "all", full=True)
+    tracking.committed(1, baseline=True)
+    _one_step(model, optimizer)
+    with torch.no_grad():
+        model.items.weight[77_777] += 1
+    assert tracking.refresh().commit == 100_000
+    tracking.close()
+
+
+def test_a_lazy_field_is_seen_though_tensors_of_the_model_move():
+    model = Rebinds()
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+    tracking = Tracking(model, [optimizer])
+    tracking.refresh()
+    tracking.cut_taken(1, "all", full=True)
+    tracking.committed(1, baseline=True)
+    _one_step(model, optimizer)
+    assert tracking.refresh().commit == 100_000
+    tracking.close()
