@@ -3,8 +3,10 @@
 Ordinary loops zero gradients between their last use and the next backward pass; wherever the cut lies, what it leaves
 out is never used. Others do not: an optimizer that steps every n-th time only, a gradient that is applied one step
 late, a `.grad` kept as momentum. What becomes of a gradient shows only later, so after each cut one small parameter of
-every group is watched until its optimizer steps again: the gradient it had at the cut was used if new ones are added
-to it, or if it is applied as it is, while it is not zero. That is said once, and told as the event `gradient_alive`.
+every group is watched until its optimizer steps again: the gradient it had at the cut was used if it is still in place
+then, as it is or with new ones added to it, and was not zero when these came. What is added to it and zeroed before
+the step (the gradients that a GAN's generator loss leaves on the discriminator) was not used. That is said once, and
+told as the event `gradient_alive`.
 """
 
 from __future__ import annotations
@@ -33,15 +35,23 @@ class _Probe:
         self.param = param
         self.token = object()
         self.known = False
-        """Whether it was looked at."""
-        self.handle: RemovableHandle | None = None
+        """Whether it is decided what became of the gradient."""
+        self.stepping = False
+        """Its optimizer steps with a closure: what is added to the gradient is applied."""
+        self.added = False
+        """The gradient of the cut was in place when the latest one arrived, which is about to be added to it."""
+        self.handles: list[RemovableHandle] = []
         assert param.grad is not None
-        param.grad.__dict__[_MARK] = self.token
+        self.mark(param.grad)
+
+    def mark(self, grad: Tensor) -> None:
+        """This holds the gradient of the cut."""
+        grad.__dict__[_MARK] = self.token
 
     def close(self) -> None:
-        """Remove the hook."""
-        if self.handle is not None:
-            self.handle.remove()
+        """Remove the hooks."""
+        for handle in self.handles:
+            handle.remove()
 
     def used(self) -> bool:
         """Whether the gradient of the cut is still in place, and not zero: what happens next uses it."""
@@ -79,8 +89,12 @@ class GradientWatch:
         """`optimizer` is about to step: a gradient that is still the cut's is applied, unless a `closure` makes it."""
         mine = [probe for probe in self._left if probe.owner is optimizer]
         for probe in mine:
-            if not closure:
-                self._judge(probe)
+            if closure:
+                probe.stepping = True
+            elif not probe.known:
+                probe.known = True
+                if _used(probe):
+                    self._alive(probe.param, probe.owner)
             if probe.known:
                 probe.close()
                 self._left.remove(probe)
@@ -95,21 +109,30 @@ class GradientWatch:
         self._left.append(probe)
 
         def arrives(_grad: Tensor) -> None:
-            self._judge(probe)
+            if probe.known:
+                return
+            probe.added = _used(probe)
+            probe.known = probe.stepping or not probe.added
+            if probe.stepping and probe.added:
+                self._alive(probe.param, probe.owner)
 
-        probe.handle = probe.param.register_hook(arrives)  # type: ignore[no-untyped-call]
+        def added(param: Tensor) -> None:
+            # A sum that is not made in place (create_graph, sparse and dense) is another tensor.
+            if probe.added and not probe.known and param.grad is not None:
+                probe.mark(param.grad)
+            probe.added = False
 
-    def _judge(self, probe: _Probe) -> None:
-        if probe.known:
-            return
-        probe.known = True
-        try:
-            used = probe.used()
-        except Exception as error:  # noqa: BLE001 - inside the user's backward pass or step: never harm it
-            _log.debug("a gradient could not be looked at", exc_info=error)
-            return
-        if used:
-            self._alive(probe.param, probe.owner)
+        probe.handles.append(probe.param.register_hook(arrives))  # type: ignore[no-untyped-call]
+        if probe.param.is_leaf:
+            probe.handles.append(probe.param.register_post_accumulate_grad_hook(added))  # type: ignore[no-untyped-call]
+
+
+def _used(probe: _Probe) -> bool:
+    try:
+        return probe.used()
+    except Exception as error:  # noqa: BLE001 - inside the user's backward pass or step: never harm it
+        _log.debug("a gradient could not be looked at", exc_info=error)
+        return False
 
 
 def _size(param: Tensor) -> int:

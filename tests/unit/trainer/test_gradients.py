@@ -173,3 +173,97 @@ def test_a_step_that_is_skipped_says_nothing() -> None:
         scaler.update()
         loop.cut()
     assert loop.told == []
+
+
+class Gan:
+    """A generator and a discriminator, cut after each round."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.made, self.judged = nn.Linear(2, 3), nn.Linear(3, 1)
+        self.og = torch.optim.SGD(self.made.parameters(), lr=0.1)
+        self.od = torch.optim.SGD(self.judged.parameters(), lr=0.1)
+        model = nn.ModuleDict({"g": self.made, "d": self.judged})
+        self.tracking = Tracking(model, [self.og, self.od], settings=TrackingSettings(hash_below_bytes=0))
+        self.told: list[str] = []
+        self.tracking.report = lambda name, _: self.told.append(name)
+
+    def generator_loss(self) -> torch.Tensor:
+        return self.judged(self.made(torch.ones(4, 2))).square().mean()
+
+    def discriminator_loss(self) -> torch.Tensor:
+        fake = self.made(torch.ones(4, 2)).detach()
+        return self.judged(fake).square().mean() + (self.judged(torch.ones(4, 3)) - 1).square().mean()
+
+    def rounds(self, body: Callable[[Gan], None]) -> list[str]:
+        for number in range(1, 6):
+            body(self)
+            self.tracking.refresh()
+            self.tracking.cut_taken(number, "all")
+            self.tracking.committed(number, baseline=True)
+        self.tracking.close()
+        for param in (*self.made.parameters(), *self.judged.parameters()):
+            assert not param._backward_hooks
+            assert not param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        return self.told
+
+
+def one_after_the_other(gan: Gan, *, to_none: bool = True) -> None:
+    gan.og.zero_grad(set_to_none=to_none)
+    gan.generator_loss().backward()
+    gan.og.step()
+    gan.od.zero_grad(set_to_none=to_none)
+    gan.discriminator_loss().backward()
+    gan.od.step()
+
+
+def zeroed_in_place_one_after_the_other(gan: Gan) -> None:
+    one_after_the_other(gan, to_none=False)
+
+
+def looked_at_before_zeroing(gan: Gan) -> None:
+    torch.autograd.grad(gan.discriminator_loss(), list(gan.judged.parameters()))
+    one_after_the_other(gan)
+
+
+def discriminator_never_zeroed(gan: Gan) -> None:
+    gan.og.zero_grad()
+    gan.generator_loss().backward()
+    gan.og.step()
+    gan.discriminator_loss().backward()
+    gan.od.step()
+
+
+def never_zeroed_out_of_place(gan: Gan) -> None:
+    gan.og.zero_grad()
+    gan.generator_loss().backward()
+    gan.og.step()
+    inputs = list(gan.judged.parameters())
+    gan.discriminator_loss().backward(create_graph=True, inputs=inputs)
+    gan.od.step()
+
+
+def never_zeroed_in_closure(gan: Gan) -> None:
+    def evaluate() -> torch.Tensor:
+        loss = gan.discriminator_loss()
+        loss.backward()
+        return loss
+
+    gan.od.step(evaluate)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "body", [one_after_the_other, zeroed_in_place_one_after_the_other, looked_at_before_zeroing]
+)
+def test_what_arrives_and_is_zeroed_before_the_step_is_not_said(body: Callable[[Gan], None]) -> None:
+    """The generator's loss reaches the discriminator, whose gradients are zeroed before it steps."""
+    assert Gan().rounds(body) == []
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph:UserWarning")
+@pytest.mark.parametrize(
+    "body", [discriminator_never_zeroed, never_zeroed_out_of_place, never_zeroed_in_closure]
+)
+def test_what_arrives_and_stays_until_the_step_is_said(body: Callable[[Gan], None]) -> None:
+    """Added in place, into another tensor, or while the optimizer steps."""
+    assert Gan().rounds(body) == ["gradient_alive"]
