@@ -201,6 +201,11 @@ def _missing(
             what=f"what modules leave out of their state_dict(): {_some(left_out)}",
             meaning="by the module's own word; as constructed after a restore",
         )
+    if attributes := [name for view in tracking.optimizers for name in view.unsaved]:
+        yield Missing(
+            what=f"what optimizers keep in attributes that no checkpoint can hold: {_some(attributes)}",
+            meaning="as constructed after a restore: keep plain values or tensors, or say them in state_dict()",
+        )
     if not loaders:
         yield Missing(
             what="the position in the data",

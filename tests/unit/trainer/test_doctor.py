@@ -138,3 +138,19 @@ def test_after_the_first_cuts_it_is_a_sample_again() -> None:
     assert TrackingSettings(audit_rows=7).audited_rows(0, 5) == 5
     with pytest.raises(UserError, match="verify='everything'"):
         TrackingSettings(verify="everything")
+
+
+def test_it_names_what_an_optimizer_keeps_and_no_checkpoint_can_hold() -> None:
+    """An object beside its state would be as constructed after a restore."""
+
+    class Counter:
+        steps = 0
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+            self.counter = Counter()
+
+    model = _model()
+    found = _doctor(_program(model, [Own(model.parameters())]))
+    assert "Own.counter" in str(found)
