@@ -52,10 +52,13 @@ from deltashard.positions import (
     samples_by_index,
     through_sampler,
 )
-from deltashard.rngs import apply_globals, capture_globals
+from deltashard.rngs import apply_globals, capture_globals, is_seeds
 from deltashard.states import encode_value
 
 log = logging.getLogger("deltashard")
+
+_SEEDS = 8
+"""So many seeds of other iterators (a validation pass or a few) at the head of an epoch are no draws of the program."""
 
 _STANDARD = frozenset(
     [
@@ -510,7 +513,9 @@ class WrappedLoader:
         drawn = [
             kind
             for kind, state in now.items()
-            if not _same(state, left.get(kind)) and not _same(state, start["globals"].get(kind))
+            if not _same(state, left.get(kind))
+            and not _same(state, start["globals"].get(kind))
+            and not (kind == "torch" and is_seeds(left["torch"], state, most=_SEEDS))
         ]
         if drawn:
             self._say(

@@ -75,6 +75,21 @@ def apply_globals(captured: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor_of(state), device)
 
 
+def is_seeds(before: bytes, after: bytes, *, most: int) -> bool:
+    """Whether torch's CPU generator came from `before` to `after` by drawing up to `most` seeds.
+
+    That is what creating an iterator over a DataLoader, or over a RandomSampler, draws. An even count of 32-bit numbers
+    looks the same, so `most` is better small.
+    """
+    scratch = torch.Generator()
+    scratch.set_state(_tensor_of(before))
+    for _ in range(most):
+        torch.empty((), dtype=torch.int64).random_(generator=scratch)
+        if _bytes_of(scratch.get_state()) == after:
+            return True
+    return False
+
+
 def is_generator(value: object) -> bool:
     """Whether `capture_own` takes it."""
     return isinstance(value, (torch.Generator, np.random.Generator, random.Random))

@@ -160,11 +160,29 @@ def validated(world: World) -> None:
             break
 
 
+def validated_first(world: World) -> None:
+    loader = world.wrap(shuffled(noisy=True))
+    inorder, mixed = DataLoader(Numbers(9), batch_size=4), shuffled(9)
+    while True:
+        assert list(inorder)
+        assert list(mixed)
+        for batch in loader:
+            world.step(batch)
+
+
 def seeded_head(world: World) -> None:
     loader = world.wrap(shuffled())
     for epoch in range(loader.epoch, 100):
         np.random.seed(7 + epoch)
         negatives = np.random.permutation(50)[:5]
+        for batch in loader:
+            world.step(batch, negatives)
+
+
+def drawn_by_torch(world: World) -> None:
+    loader = world.wrap(shuffled())
+    while True:
+        negatives = torch.randperm(50)[:5]
         for batch in loader:
             world.step(batch, negatives)
 
@@ -405,6 +423,7 @@ EXACT: dict[str, Program] = {
     "drawn between": drawn_between,
     "training auc": training_auc,
     "validated": validated,
+    "validated first": validated_first,
     "seeded head": seeded_head,
     "made anew": made_anew,
     "accumulated": accumulated,
@@ -425,6 +444,7 @@ SAID: dict[str, tuple[Program, str]] = {
     "alternated blindly": (alternated_blindly, "take turns"),
     "phases": (phases, "was inside a pass over 'b'"),
     "drawn head": (drawn_head, "Seed by epoch"),
+    "drawn by torch": (drawn_by_torch, "Seed by epoch"),
     "limited": (limited, "Count with loader.delivered"),
     "several steps": (several_steps, "gave one batch for 2 steps"),
     "pipelined unsaid": (pipelined_unsaid, "pipelined=True"),
