@@ -31,11 +31,14 @@ class Pace:
         self._last = -1
         self._events = 0
         self._ended_at: int | None = None
+        self._lead = 0
+        """Batches that the first step of the ended pass took beyond those of each following one: fetched ahead."""
 
     def began(self) -> None:
         """A pass begins."""
         self._first.clear()
         self._count, self._last, self._ended_at = 0, -1, None
+        self._lead = 0
 
     def delivering(self, now: int) -> None:
         """A batch is about to be handed over, after step `now`; the company has counted it."""
@@ -61,12 +64,19 @@ class Pace:
     def ended(self, now: int) -> None:
         """The pass is exhausted."""
         self._ended_at, self._events = now, self._company.events
+        if not -1 < self._last < now:
+            return  # no step was taken, or batches are left for one: the end of gradient accumulation takes them
+        groups = [*self._first, self._count][:3]
+        if len(groups) > 1 and len(set(groups[1:])) == 1:
+            self._lead = groups[0] - groups[1]
 
     def cutting(self, now: int) -> None:
         """A cut asks for the position."""
         self.most = max(self.most, self._count)
-        if self._ended_at is not None and now > self._ended_at and self._company.events == self._events:
-            self._say("drained", "was exhausted %d steps ago, and training went on", now - self._ended_at)
+        # Steps beyond those that the lead accounts for are something else: a phase without the loader, say.
+        behind = 0 if self._ended_at is None else now - self._ended_at
+        if 0 < behind <= self._lead and self._company.events == self._events:
+            self._say("drained", "was exhausted %d steps ago, and training went on", behind)
 
     def _say(self, key: str, what: str, *arguments: object) -> None:
         self._company.say(

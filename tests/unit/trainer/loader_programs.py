@@ -213,6 +213,18 @@ def accumulated(world: World) -> None:
                 batches = []
 
 
+def flushed(world: World) -> None:
+    loader = world.wrap(shuffled(40, 2))
+    while True:
+        batches = []
+        for batch in loader:
+            batches.append(batch)
+            if len(batches) == 3:
+                world.step(*batches)
+                batches = []
+        world.step(*batches)
+
+
 def one_each(world: World) -> None:
     loader = world.wrap(shuffled(noisy=True))
     while True:
@@ -427,6 +439,7 @@ EXACT: dict[str, Program] = {
     "seeded head": seeded_head,
     "made anew": made_anew,
     "accumulated": accumulated,
+    "flushed": flushed,
     "one each": one_each,
     "pipelined": pipelined,
     "own sampler": sampled(Own),
