@@ -272,7 +272,8 @@ class Asking(Saving):
 
     def _say_inexact(self, standing: Standing) -> None:
         """The last cut cannot wait for a whole step: what a resumed run will not have, or have twice."""
-        if Wait.ACCUMULATING in standing.holds and "unfinished" not in self._said:
+        accumulating = Wait.ACCUMULATING in standing.holds
+        if accumulating and "unfinished" not in self._said and self._tracking.has_gradients:
             self._said.add("unfinished")
             log.warning(
                 "the last step() ended no optimizer step: gradients accumulated since the optimizer's last one are not "

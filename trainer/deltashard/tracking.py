@@ -499,6 +499,11 @@ class Tracking:
         """Whether an optimizer stepped since the last `step_done`; always true when no torch optimizer can be asked."""
         return self.steps.stepped or not self._hooks
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter of the optimizers holds a gradient now."""
+        return any(param.grad is not None for param in _grouped(self.optimizers))
+
     def step_done(self) -> None:
         """The loop body's last statement ran; costs nanoseconds."""
         self.steps.stepped = False
