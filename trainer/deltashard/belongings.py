@@ -8,7 +8,7 @@ the loader was wrapped, so that a value the program was restarted with on purpos
 
 What changed and cannot be taken (large, or of an unknown type) is fingerprinted by a sample; when it is not the same at
 the resume it is said. Descriptors, process ids, handles, locks and whatever libraries keep inside are left alone;
-a large dict that only grows is a cache.
+a large dict that only grows is a cache, and so is a large list of nothing that is filled.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ _FOREIGN = frozenset(
     ]
 )
 _OWN_TORCH = ("torch.utils.data", "torchvision", "torchdata", "torchaudio")
+_MAKING = frozenset(["__init__", "__new__", "__post_init__"])
+"""Methods that make an object: what they name is done once, not for each sample."""
 _DRAWING = frozenset(
     [
         "rand",
@@ -196,7 +198,7 @@ class Walk:
     def __init__(self, roots: Mapping[str, object]) -> None:
         self.slots: dict[str, Slot] = {}
         self.names: set[str] = set()
-        """Names that the functions use."""
+        """Names that the functions use, but for those that only make objects."""
         self.iterators: list[str] = []
         """Iterators that were found: their position cannot be seen."""
         self.generators = 0
@@ -206,9 +208,18 @@ class Walk:
         self._queue: collections.deque[tuple[str, Any, Put | None, int]] = collections.deque(
             (path, value, None, 0) for path, value in roots.items()
         )
-        steps = 0
-        while self._queue and len(self.slots) < MOST_SLOTS and steps < 4 * MOST_SLOTS:
-            steps += 1
+        self._making: list[tuple[str, Any, Put | None, int]] = []
+        self._making_now = False
+        self._steps = 0
+        self._go()
+        # Last, so that what drawing samples reaches, too, was reached by that.
+        self._queue.extend(self._making)
+        self._making_now = True
+        self._go()
+
+    def _go(self) -> None:
+        while self._queue and len(self.slots) < MOST_SLOTS and self._steps < 4 * MOST_SLOTS:
+            self._steps += 1
             self._visit(*self._queue.popleft())
 
     def _add(self, path: str, value: Any, put: Put | None, depth: int) -> None:
@@ -221,7 +232,7 @@ class Walk:
                 return
             if drawn:
                 self._seen.add(id(value))
-                self.generators += 1
+                self.generators += not self._making_now
             self.slots.setdefault(path, Slot(path, value, put))
             return
         if depth >= DEEPEST or id(value) in self._seen:
@@ -292,7 +303,9 @@ class Walk:
                 continue
             for name, held in list(base.__dict__.items()):
                 each = held.__func__ if isinstance(held, (staticmethod, classmethod)) else held
-                if isinstance(each, types.FunctionType):
+                if isinstance(each, types.FunctionType) and name in _MAKING and not self._making_now:
+                    self._making.append((f"{path}.{name}", each, None, depth))
+                elif isinstance(each, types.FunctionType):
                     self._add(f"{path}.{name}", each, None, depth - 1)
                 elif not name.startswith("__") and not isinstance(
                     each, (property, types.MemberDescriptorType)
@@ -314,7 +327,8 @@ class Walk:
         for name, each in (function.__kwdefaults__ or {}).items():
             self._add(f"{path}({name})", each, None, depth)
         for code in _codes(function.__code__):
-            self.names.update(code.co_names)
+            if not self._making_now:
+                self.names.update(code.co_names)
             stored = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
             for name in code.co_names:
                 if name not in function.__globals__:
@@ -404,6 +418,10 @@ class Belongings:
         self._opaque = walk.opaque
         self._baseline = {path: _mark(slot.value) for path, slot in walk.slots.items()}
         self._kinds = {path: (type(slot.value), _size(slot.value)) for path, slot in walk.slots.items()}
+        self._empty = {path: len(slot.value) for path, slot in walk.slots.items() if _is_empty(slot.value)}
+        """Lists that held None only, and how many."""
+        self._filled: dict[str, dict[int, str]] = {}
+        """What was seen in them, by position; a cache does not change it."""
         self._seen: dict[str, set[int]] = {}
         self._room = 0
 
@@ -491,7 +509,22 @@ class Belongings:
         kind, size = self._kinds.get(path, (type(value), 0))
         if isinstance(value, dict) and kind is type(value) and len(value) >= size:
             return None  # a cache
+        if path in self._empty and self._only_fills(path, value):
+            return None
         return {"print": fingerprint(value)}
+
+    def _only_fills(self, path: str, value: Any) -> bool:
+        """Whether a list that held None only was given values since, but never another one in a value's place."""
+        if type(value) is not list or len(value) != self._empty[path]:
+            return False
+        seen = self._filled.setdefault(path, {})
+        numbers = range(len(value)) if len(value) <= 256 else _spread(len(value))
+        now = {int(n): fingerprint(value[n]) for n in numbers if value[n] is not None}
+        if any(now.get(n) != was for n, was in seen.items()):
+            del self._empty[path]
+            return False
+        seen.update(now)
+        return True
 
 
 def _roughly(value: Any, budget: list[int]) -> int:
@@ -525,6 +558,10 @@ def _generator_state(value: Any) -> dict[str, Any]:
     if isinstance(value, np.random.RandomState):
         return {"state": value.get_state(legacy=False)}
     return {"own": capture_own(value)}
+
+
+def _is_empty(value: object) -> bool:
+    return type(value) is list and bool(value) and all(each is None for each in value)
 
 
 def _size(value: object) -> int:

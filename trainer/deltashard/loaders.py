@@ -351,12 +351,22 @@ class WrappedLoader:
 
     def _apply_things(self, held: Mapping[str, Any]) -> None:
         misfits = self._belongings.apply(held)
-        if misfits:
+        printed = [path for path in misfits if "print" in held[path]]
+        self._say_misfits("misfits", "not bit-exact:", [path for path in misfits if path not in printed])
+        self._say_misfits(
+            "printed",
+            "exact only if it does not decide what samples hold (a cache or a counter does not): otherwise",
+            printed,
+        )
+
+    def _say_misfits(self, key: str, resume: str, paths: list[str]) -> None:
+        if paths:
             self._say(
-                "misfits",
-                "holds what moved in the lost process and cannot be put back: %s. The resume is not bit-exact; draw it "
-                "by epoch (a generator seeded with seed + epoch), or keep it small, or give it in state=",
-                ", ".join(misfits[:5]) + (", ..." if len(misfits) > 5 else ""),
+                key,
+                "holds what moved in the lost process and cannot be put back: %s. The resume is %s draw it by epoch "
+                "(a generator seeded with seed + epoch), or keep it small, or give it in state=",
+                ", ".join(paths[:5]) + (", ..." if len(paths) > 5 else ""),
+                resume,
             )
 
     def _moment(self) -> dict[str, Any]:
