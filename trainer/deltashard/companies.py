@@ -29,6 +29,10 @@ class Member:
     """A pass is under way: begun, and not exhausted."""
     waits: bool = False
     """It has a position to resume, inside a pass, and was not iterated since."""
+    inside: bool = False
+    """It was restored to a position inside a pass: whoever else waits takes turns with it."""
+    row: int = 0
+    """Most batches it delivered in a row."""
     delivered: int = 0
     began_at: int = 0
     """Number of the event at which its pass began."""
@@ -45,7 +49,12 @@ class Member:
 
     def habits(self) -> dict[str, Any]:
         """What was learned of it, as plain data."""
-        return {"after": sorted(self.after), "within": dict(self.within), "nests": sorted(self.nests)}
+        return {
+            "after": sorted(self.after),
+            "within": dict(self.within),
+            "nests": sorted(self.nests),
+            "row": self.row,
+        }
 
     def resume(self, delivered: int, habits: Mapping[str, Any]) -> None:
         """Its pass goes on after so many batches."""
@@ -62,6 +71,8 @@ class Company:
         self.events = 0
         self.last = ""
         """Who delivered last."""
+        self.row = 0
+        """Its batches in a row."""
         # The step boundary: global random state when a batch was first asked for after step `moved_at`.
         self.moved_at = -1
         self.boundary_rng: Mapping[str, Any] | None = None
@@ -152,6 +163,9 @@ class Company:
                 self.expected = None
         if self.last in self.members:
             self.members[self.last].after.add(member.name)
+        self.row = self.row + 1 if self.last == member.name else 1
+        if not any(other.waits for other in self.members.values()):
+            member.row = max(member.row, self.row)
         self.last = member.name
         member.delivered += 1
         member.delivered_at = self.events
@@ -178,7 +192,21 @@ class Company:
             )
 
     def stepped_in(self, member: Member) -> None:
-        """A step was taken in a pass of this one: the resume is over, a loader that waits for it was passed by."""
+        """A step was taken in a pass of this one: the resume is over, a loader that waits for it was passed by.
+
+        Not if this one was inside a pass, too: the two take turns, and the other one's is still to come.
+        """
+        if not member.inside:
+            self._passed_by(member)
+        self.cut = None
+        self.things.clear()
+
+    def exhausted(self, member: Member) -> None:
+        """A pass with steps is at its end: has a loader waited longer for its turn than in the lost process?"""
+        if member.inside and self.row > member.row:
+            self._passed_by(member)
+
+    def _passed_by(self, member: Member) -> None:
         for other in self.members.values():
             if other is not member and other.waits:
                 other.waits = False
@@ -191,8 +219,6 @@ class Company:
                     other.name,
                     other.name,
                 )
-        self.cut = None
-        self.things.clear()
 
     # What a cut needs
 

@@ -313,6 +313,8 @@ class WrappedLoader:
         self._resume, self._resume_tree = position, dict(tree)
         self._moved_at = -1
         member.waits = position.again is not None or (position.start is not None and position.delivered > 0)
+        member.inside = member.waits
+        member.row, company.row = habits.get("row", 0), 0
         member.after |= set(habits.get("after", ()))
         member.nests |= set(habits.get("nests", ()))
         if tree.get("last"):
@@ -645,6 +647,8 @@ class WrappedLoader:
         self._member.open = False
         inner = self.loader.state_dict() if self._stateful else None
         self._company.expected = None
+        if now > current.clock:
+            self._company.exhausted(self._member)
         # Without a step it was no epoch; but one that was resumed at its end was, or with too little left for a step.
         was_one = self._pipelined or now > current.clock
         if current.resumed is not None and not was_one:

@@ -103,6 +103,39 @@ def alternated(world: World) -> None:
         world.step(name, batch)
 
 
+def two_to_one(world: World) -> None:
+    loaders = {"a": world.wrap(shuffled(), "a"), "b": world.wrap(shuffled(11, 3, noisy=True), "b")}
+    passes: dict[str, Iterator[Any]] = {}
+    while True:
+        name = "a" if world.steps % 3 else "b"
+        batch = next(passes[name], None) if name in passes else None
+        if batch is None:
+            passes[name] = iter(loaders[name])
+            batch = next(passes[name], None)
+        if batch is None:  # resumed at its end
+            passes[name] = iter(loaders[name])
+            batch = next(passes[name])
+        world.step(name, batch)
+
+
+def turns_forgotten(world: World) -> None:
+    a, b = world.wrap(shuffled(), "a"), world.wrap(shuffled(), "b")
+    first = iter(a)
+    for _ in range(2 if world.steps == 0 else 100):
+        batch = next(first, None)
+        if batch is None:
+            break
+        world.step("a", batch)
+    second = iter(b)
+    while True:
+        for name, passes in (("b", second), ("a", first)):
+            batch = next(passes, None)
+            if batch is None:
+                second, first = iter(b), iter(a)
+                break
+            world.step(name, batch)
+
+
 def alternated_blindly(world: World) -> None:
     a, b = world.wrap(shuffled(), "a"), world.wrap(shuffled(), "b")
     while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.trainer.loader_programs import EXACT, SAID, WORKERS, Program
+from tests.unit.trainer.loader_programs import EXACT, SAID, WORKERS, Program, turns_forgotten, two_to_one
 from tests.unit.trainer.loader_worlds import resumed
 
 STEPS = 16
@@ -45,3 +45,19 @@ def test_what_does_not_resume_exactly_is_said(name: str) -> None:
         differed |= seen != wanted
         assert seen == wanted or any(words in text or "take turns" in text for text in said), (at, said)
     assert differed
+
+
+@pytest.mark.parametrize("at", [4, 13])
+def test_a_loader_that_is_passed_by_for_a_whole_pass_is_said(at: int) -> None:
+    """Both were open at the cut; the one that goes on ends its pass, longer in a row than ever before."""
+    wanted, seen, said = resumed(turns_forgotten, at, at + STEPS)
+    assert seen != wanted
+    assert any("was inside a pass over 'b'" in text for text in said)
+
+
+@pytest.mark.parametrize("at", [4, 6, 13])
+def test_two_turns_to_one_are_left_alone(at: int) -> None:
+    """A loader that waits for its turn is not passed by."""
+    wanted, seen, said = resumed(two_to_one, at, at + STEPS)
+    assert seen == wanted
+    assert not said
