@@ -31,7 +31,7 @@ from deltashard_checkpoint.openings import OpenCheckpoint, choose
 from deltashard_checkpoint.plans import IncompletePlan, SchemaMismatch
 from deltashard_checkpoint.runstates import RunState, Slot, Unreadable
 from deltashard_checkpoint.snapshots import load_indexes
-from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
 
 from deltashard_cli.outputs import Advance, progress
 from deltashard_cli.targets import POLICY, Target
@@ -180,6 +180,10 @@ def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: li
         except FormatError as error:
             problems.append(Problem(object=fold_key(name), what=error.what, checkpoints=()))
             continue
+        except StoreUnavailable:
+            if name in log.listed().folds:
+                raise
+            continue  # the run goes on: newer ones have taken its place
         if truth.stopped is None and said != truth:
             what = "the folded state is not that of the entries before it"
             problems.append(Problem(object=fold_key(name), what=what, checkpoints=()))
