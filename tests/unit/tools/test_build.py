@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.processes import start_time
+from tests.machines import limit_s
 from tests.minio import wait_for
 from tests.tools import ROOT
 
@@ -100,7 +101,7 @@ def test_an_ended_build_leaves_nothing(build: Build, tmp_path: Path, how: signal
     children = _children(tmp_path)
     assert len(_half_built(tmp_path)) == 1
     running.send_signal(how)
-    running.communicate()
+    running.communicate(timeout=limit_s(60))
     assert running.returncode != 0
     for pid, started in children:
         wait_for(lambda pid=pid, started=started: start_time(pid) != started, what=f"the end of {pid}")
@@ -118,7 +119,7 @@ def test_what_a_killed_build_left_is_removed(build: Build, tmp_path: Path) -> No
     else:
         os.kill(go, signal.SIGKILL)
     os.kill(compiler, signal.SIGKILL)  # a real one ends by itself
-    running.communicate()
+    running.communicate(timeout=limit_s(60))
     (tmp_path / "hang").unlink()
     again = build()
     assert Path(again.communicate()[0].strip()).exists()
