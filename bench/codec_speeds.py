@@ -13,12 +13,12 @@ from collections.abc import Callable
 import codecs_reference as reference
 import numpy as np
 import torch
-from deltashard_checkpoint.codecs import kernels
-from deltashard_checkpoint.codecs.decoders import decode_scatter
-from deltashard_checkpoint.codecs.encodings import section_bytes
-from deltashard_checkpoint.codecs.quantizers import DEFAULT_SEARCH, PLAIN, Search, encode_rows
-from deltashard_checkpoint.codecs.rowhashes import row_hashes
-from deltashard_checkpoint.codecs.rowids import decode_ids, encode_ids
+from deltashard_checkpoint.codecs import kernel_choice
+from deltashard_checkpoint.codecs.decoder import decode_scatter
+from deltashard_checkpoint.codecs.encoding import section_bytes
+from deltashard_checkpoint.codecs.quantizer import DEFAULT_SEARCH, PLAIN, Search, encode_rows
+from deltashard_checkpoint.codecs.row_id import decode_ids, encode_ids
+from deltashard_checkpoint.codecs.row_kernel import row_hashes
 from deltashard_checkpoint.codecs.tuning import mean_error
 
 TORCH = {"q8": "byte", "q4": "4bit", "q2": "2bit"}
@@ -229,7 +229,7 @@ def run(quick: bool = False) -> dict:
         rows = [*plain_and_decode(quick), *adaptive(quick), *others(quick), *comparison(quick)]
     finally:
         torch.set_num_threads(threads)
-    return {"kernels": kernels.active().__name__.rpartition(".")[2], "columns": COLUMNS, "rows": rows}
+    return {"kernels": kernel_choice.active().__name__.rpartition(".")[2], "columns": COLUMNS, "rows": rows}
 
 
 def main() -> None:

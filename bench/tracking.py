@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from deltashard.optim import RowWiseAdagrad
-from deltashard.stephooks import StepHooks
-from deltashard.trackers import RowTracker
-from deltashard.tracking import Tracking, TrackingSettings
+from deltashard.tracking.row_tracker import RowTracker
+from deltashard.tracking.step_hook import StepHooks
+from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
 
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from deltashard_checkpoint import framings, trees
-from deltashard_checkpoint.attempts import open_attempt
-from deltashard_checkpoint.caches import PackCache
-from deltashard_checkpoint.commits import PartReport, commit_part
-from deltashard_checkpoint.keys import new_token
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.parts import PartTarget, PartWriter
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.format import frame_encoder, typed_tree
+from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import Store
-from deltashard_checkpoint.tables import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
 ITEMS = TableSchema(
     fqn="embeddings.items.weight",
@@ -99,20 +99,20 @@ class WrittenRun:
         with PartWriter(self.store, target, self.cache, pack_bytes=128 << 10) as writer:
             for at in range(0, len(rows), 700):
                 some = rows[at : at + 700]
-                frame = framings.encode_rows(
+                frame = frame_encoder.encode_rows(
                     table=ITEMS, ids=some, weights=self.items.weights[some], step=step, encoding=encoding,
                     fields={name: values[some] for name, values in self.items.fields.items()},
                 )  # fmt: skip
                 writer.add(frame)
             if full:
                 writer.add(
-                    framings.encode_rows(
+                    frame_encoder.encode_rows(
                         table=HALF, ids=range(HALF.rows), weights=self.half.weights, fields={}, step=step,
                         encoding="bf16",
                     )
                 )  # fmt: skip
             for name, tree in self.blobs(step).items():
-                for frame in framings.encode_blob_frames(name=name, data=tree, step=step):
+                for frame in frame_encoder.encode_blob_frames(name=name, data=tree, step=step):
                     writer.add(frame)
             part = writer.finish()
         stats = writer.stats
@@ -134,10 +134,14 @@ class WrittenRun:
     def blobs(self, step: int) -> dict[str, bytes]:
         """The blobs of a cut now."""
         shape = self.dense.shape
-        dense = trees.Tensor(dtype="float32", shape=shape, data=self.dense.reshape(-1).view(np.uint8).data)
+        dense = typed_tree.Tensor(
+            dtype="float32", shape=shape, data=self.dense.reshape(-1).view(np.uint8).data
+        )
         return {
-            "dense/mlp.0.weight": trees.encode(dense).to_bytes(),
-            "dense/odd": trees.encode(trees.Tagged(tag="torch.sparse_coo", value={"shape": (3,)})).to_bytes(),
-            "meta": trees.encode({"step": step}).to_bytes(),
-            "optim/0": trees.encode({"param_groups": [{"lr": 0.1}], "state": {}}).to_bytes(),
+            "dense/mlp.0.weight": typed_tree.encode(dense).to_bytes(),
+            "dense/odd": typed_tree.encode(
+                typed_tree.Tagged(tag="torch.sparse_coo", value={"shape": (3,)})
+            ).to_bytes(),
+            "meta": typed_tree.encode({"step": step}).to_bytes(),
+            "optim/0": typed_tree.encode({"param_groups": [{"lr": 0.1}], "state": {}}).to_bytes(),
         }

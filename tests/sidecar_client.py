@@ -26,11 +26,11 @@ from pathlib import Path
 
 import grpc
 import numpy as np
-from deltashard_checkpoint import trees
-from deltashard_checkpoint.indexes import box_message, table_message
-from deltashard_checkpoint.readers import FrameApplier, TableTarget
-from deltashard_checkpoint.tables import Box, FieldSpec, TableSchema
-from deltashard_proto.arenas import STEP, Arena, aligned, sections
+from deltashard_checkpoint.format import typed_tree
+from deltashard_checkpoint.format.index import box_message, table_message
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_proto.arena_layout import STEP, Arena, aligned, sections
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
@@ -276,13 +276,13 @@ class Model:
 
     def blobs(self) -> dict[str, bytes]:
         return {
-            "dense/w": bytes(trees.encode(self.dense).to_bytes()),
-            "meta": bytes(trees.encode({"step": self.step}).to_bytes()),
+            "dense/w": bytes(typed_tree.encode(self.dense).to_bytes()),
+            "meta": bytes(typed_tree.encode({"step": self.step}).to_bytes()),
         }
 
     def load_blobs(self, blobs: dict[str, memoryview]) -> None:
-        self.dense[:] = trees.decode(blobs["dense/w"])
-        self.step = trees.decode(blobs["meta"])["step"]
+        self.dense[:] = typed_tree.decode(blobs["dense/w"])
+        self.step = typed_tree.decode(blobs["meta"])["step"]
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:

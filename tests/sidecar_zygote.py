@@ -23,11 +23,11 @@ def child(request: dict) -> None:
     os.dup2(log, 2)
     import importlib
 
-    from deltashard_checkpoint import crashpoints
+    from deltashard_checkpoint import crash_point
 
     # The armed point is read at import, which happened before the fork.
     name, _, nth = os.environ.get("DELTASHARD_CRASH_AT", "").partition(":")
-    crashpoints._armed, crashpoints._left = name or None, int(nth or 1)
+    crash_point._armed, crash_point._left = name or None, int(nth or 1)
     main = importlib.import_module("deltashard_sidecar.main").main
     status = 1
     try:
@@ -40,10 +40,6 @@ def child(request: dict) -> None:
 
 
 def run() -> None:
-    import deltashard_sidecar.main
-    import deltashard_sidecar.servers
-    import deltashard_sidecar.sidecars
-    import deltashard_sidecar.sinks  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:

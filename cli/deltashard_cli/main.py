@@ -16,8 +16,8 @@ from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, Form
 from rich.console import Console
 from rich.text import Text
 
-from deltashard_cli import readings, salvages, writings
-from deltashard_cli.outputs import nobody_reads, print_json, warnings
+from deltashard_cli import read_command, repair_command, write_command
+from deltashard_cli.output import nobody_reads, print_json, warnings
 
 OK = 0
 PROBLEMS = 1
@@ -55,11 +55,17 @@ def _end(context: click.Context, /, _result: object, **_options: object) -> None
         context.exit(PROBLEMS)
 
 
-for command in (readings.ls, readings.inspect, readings.plan, readings.verify, readings.diff):
+for command in (
+    read_command.ls,
+    read_command.inspect,
+    read_command.plan,
+    read_command.verify,
+    read_command.diff,
+):
     cli.add_command(command)
-for command in (salvages.scan, salvages.repair):
+for command in (repair_command.scan, repair_command.repair):
     cli.add_command(command)
-for command in (writings.restore, writings.export, writings.gc, writings.compact):
+for command in (write_command.restore, write_command.export, write_command.gc, write_command.compact):
     cli.add_command(command)
 
 

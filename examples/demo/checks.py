@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from deltashard_checkpoint.codecs.decoders import decode_rows
-from deltashard_checkpoint.codecs.encodings import section_bytes
-from deltashard_checkpoint.codecs.quantizers import Search, encode_rows
+from deltashard_checkpoint.codecs.decoder import decode_rows
+from deltashard_checkpoint.codecs.encoding import section_bytes
+from deltashard_checkpoint.codecs.quantizer import Search, encode_rows
 
 _CHUNK_ROWS = 1 << 16
 

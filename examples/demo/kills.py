@@ -22,8 +22,8 @@ from typing import TypeVar
 
 import checks
 import numpy as np
-from deltashard_checkpoint import trees
-from deltashard_checkpoint.snapshots import read_checkpoint
+from deltashard_checkpoint.format import typed_tree
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from pods import Pod
 from records import StepLines, Watch
 
@@ -243,8 +243,8 @@ def _read_from_store(scene: Scene, seq: int) -> dict[str, np.ndarray]:
 
 
 def _array(value: object) -> np.ndarray:
-    if isinstance(value, trees.Tagged):
+    if isinstance(value, typed_tree.Tagged):
         value = value.value
-    if isinstance(value, trees.Tensor):
+    if isinstance(value, typed_tree.Tensor):
         return np.frombuffer(value.data, value.dtype).reshape(value.shape)
     return np.asarray(value)

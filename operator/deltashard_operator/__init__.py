@@ -2,3 +2,8 @@
 
 The folder `operator/` above this package has no `__init__.py`, so the standard library's `operator` stays itself.
 """
+
+from importlib.metadata import version
+
+VERSION = version("deltashard")
+"""The version of this package, as it is written into markers."""

@@ -1,7 +1,7 @@
 """The process of the controller: options, clients, watches, sockets, signals.
 
-`deltashard-controller` waits for its Lease (`leases`), reads the CheckpointRuns, then watches (kopf, in a thread),
-listens to sidecars (`fleets`), issues certificates (`authorities`) and serves plain pages: /livez (the loop turns, and
+`deltashard-controller` waits for its Lease (`lease`), reads the CheckpointRuns, then watches (kopf, in a thread),
+listens to sidecars (`service`), issues certificates (`authority`) and serves plain pages: /livez (the loop turns, and
 every watch is tended), /healthz (besides, the API is heard and sidecars can report) and /metrics. When all watches fail
 they begin anew with a growing pause; only when that does not help for long does the process give up, for a fresh one to
 try. On SIGTERM or SIGINT it sends the sidecars away, writes what is not written yet, lets go of the Lease and exits 0;
@@ -33,20 +33,20 @@ from kubernetes import client, config
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from deltashard_operator import handlers, logs
-from deltashard_operator.authorities import Authority, AuthorityOptions
-from deltashard_operator.calls import ApiUnavailable, Caller
-from deltashard_operator.connections import STALE_S, Freshness, connection
-from deltashard_operator.controller_metrics import ControllerMetrics
-from deltashard_operator.controllers import Controller
-from deltashard_operator.defaults import Defaults
-from deltashard_operator.events import Teller
-from deltashard_operator.fleets import Files, Fleet
-from deltashard_operator.leases import LeaderOnly, Lease
+from deltashard_operator import VERSION, structured_logging
+from deltashard_operator.controller import handler
+from deltashard_operator.controller.connection import STALE_S, Freshness, connection
+from deltashard_operator.controller.controller import Controller
+from deltashard_operator.controller.event import Teller
+from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.fleet.metric import AuthorityMetrics, FleetMetrics
+from deltashard_operator.fleet.service import Files, Fleet
+from deltashard_operator.fleet.token_review import Reviewer
+from deltashard_operator.kube.call import ApiUnavailable, Caller
+from deltashard_operator.kube.lease import LeaderOnly, Lease
 from deltashard_operator.main import EXIT_USAGE, api_client
-from deltashard_operator.metrics import AuthorityMetrics, FleetMetrics
-from deltashard_operator.reviews import Reviewer
-from deltashard_operator.versions import VERSION
+from deltashard_operator.policy.chart_defaults import Defaults
+from deltashard_operator.tls.authority import Authority, AuthorityOptions
 
 EXIT_FAILED = 1
 MAX_LAG_S = 10.0
@@ -175,9 +175,9 @@ class Process:
             status_interval_s=options.status_interval_s,
         )
         self.freshness = Freshness(
-            tuple(handlers.RESOURCES),
+            tuple(handler.RESOURCES),
             on_list=self.controller.watches.sweep_soon,
-            on_watch=lambda path: metrics.watch_restarts.labels(handlers.RESOURCES[path]).inc(),
+            on_watch=lambda path: metrics.watch_restarts.labels(handler.RESOURCES[path]).inc(),
         )
         metrics.watch_age.set_function(self.freshness.heard_s)
         self.lag = Lag()
@@ -315,9 +315,9 @@ class Process:
             stopping.cancel()
 
     async def _kopf(self, loop: asyncio.AbstractEventLoop, told: threading.Event) -> None:
-        asyncio.get_running_loop().set_exception_handler(handlers.unclosed)
+        asyncio.get_running_loop().set_exception_handler(handler.unclosed)
         configuration, freshness = self._api.configuration, self.freshness
-        registry = handlers.registry(
+        registry = handler.registry(
             self.controller.watches,
             self.metrics,
             log_in=lambda: connection(configuration, freshness, USER_AGENT),
@@ -325,7 +325,7 @@ class Process:
         )
         await kopf.operator(
             registry=registry,
-            settings=handlers.settings(),
+            settings=handler.settings(),
             clusterwide=True,
             standalone=True,
             stop_flag=told,
@@ -407,8 +407,8 @@ async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-controller`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    logs.configure()
-    handlers.quiet()
+    structured_logging.configure()
+    handler.quiet()
 
     async def run() -> None:
         await Process(options, api_client(options.kubeconfig)).serve()

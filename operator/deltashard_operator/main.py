@@ -1,6 +1,6 @@
 """The process of the webhook: options, clients, sockets, signals.
 
-`deltashard-webhook` serves until SIGTERM or SIGINT, then drains (see `webhooks`) and exits 0; a second signal ends the
+`deltashard-webhook` serves until SIGTERM or SIGINT, then drains (see `webhook`) and exits 0; a second signal ends the
 draining. Every flag is also a variable: `--metrics-port` is `DELTASHARD_WEBHOOK_METRICS_PORT`.
 """
 
@@ -21,12 +21,12 @@ from aiohttp import web
 from deltashard_checkpoint.errors import UserError
 from kubernetes import client, config
 
-from deltashard_operator import logs
-from deltashard_operator.caches import PolicyCache
-from deltashard_operator.certificates import Certificate
-from deltashard_operator.defaults import Defaults
-from deltashard_operator.holders import Holders
-from deltashard_operator.webhooks import Webhook, WebhookMetrics
+from deltashard_operator import structured_logging
+from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.admission.webhook import Webhook, WebhookMetrics
+from deltashard_operator.policy.chart_defaults import Defaults
+from deltashard_operator.policy.policy_cache import PolicyCache
+from deltashard_operator.tls.certificate import Certificate
 
 EXIT_USAGE = 2
 
@@ -128,7 +128,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-webhook`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
-    logs.configure()
+    structured_logging.configure()
     try:
         asyncio.run(serve(options, api_client(options.kubeconfig)))
     except (UserError, config.ConfigException, OSError) as error:

@@ -1,1 +1,1 @@
-"""The contracts between the parts: generated messages and services (`v1`), and the layout of the arena (`arenas`)."""
+"""The contracts between the parts: generated messages and services (`v1`), the layout of the arena (`arena_layout`)."""

@@ -24,13 +24,14 @@ from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.errors import DeltashardError, UserError
 
-from deltashard_sidecar import lifecycles, settings
+from deltashard_sidecar import settings
+from deltashard_sidecar.save import lifecycle
 
 if TYPE_CHECKING:
-    from deltashard_sidecar.fleets import Fleet
-    from deltashard_sidecar.logs import Logger
-    from deltashard_sidecar.metrics import Metrics
-    from deltashard_sidecar.sidecars import Sidecar
+    from deltashard_sidecar.fleet.fleet_stream import Fleet
+    from deltashard_sidecar.sidecar import Sidecar
+    from deltashard_sidecar.telemetry.metric import Metrics
+    from deltashard_sidecar.telemetry.structured_logging import Logger
 
 EXIT_USAGE = 2
 EXIT_OWNED = 3
@@ -70,7 +71,7 @@ def serve(argv: Sequence[str]) -> int:
     """Run the sidecar until a signal, or until it lingered long enough without a trainer."""
     os.umask(0o007)
     config = settings.load(argv, os.environ)
-    from deltashard_sidecar.logs import configure, explain
+    from deltashard_sidecar.telemetry.structured_logging import configure, explain
 
     log = configure(config.log_level, run=config.run)
     lock = own(config.dir)
@@ -91,13 +92,13 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def _serve(config: settings.Settings, log: Logger) -> int:
-    from deltashard_sidecar.arenas import ArenaKeeper
-    from deltashard_sidecar.logs import bound
-    from deltashard_sidecar.metrics import Metrics
-    from deltashard_sidecar.runs import Run
-    from deltashard_sidecar.servers import Server
-    from deltashard_sidecar.sessions import PROTOCOL_MAX
-    from deltashard_sidecar.sidecars import Sidecar
+    from deltashard_sidecar.arena.arena import ArenaKeeper
+    from deltashard_sidecar.grpc_server import Server
+    from deltashard_sidecar.run.run import Run
+    from deltashard_sidecar.session.session import PROTOCOL_MAX
+    from deltashard_sidecar.sidecar import Sidecar
+    from deltashard_sidecar.telemetry.metric import Metrics
+    from deltashard_sidecar.telemetry.structured_logging import bound
 
     stop = threading.Event()
     hurry = threading.Event()
@@ -150,8 +151,8 @@ def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: L
     """The running stream to the controller, where there is one."""
     if not config.fleet:
         return None
-    from deltashard_sidecar.fleets import Fleet
-    from deltashard_sidecar.standings import Standing
+    from deltashard_sidecar.fleet.fleet_stream import Fleet
+    from deltashard_sidecar.standing import Standing
 
     fleet = Fleet(
         config,
@@ -215,7 +216,7 @@ def reference(argv: Sequence[str]) -> int:
     """Write the generated pages of the reference into a directory."""
     directory = Path(argv[0] if argv else "docs/reference")
     (directory / "sidecar-settings.md").write_text(settings.reference())
-    (directory / "save-lifecycle.md").write_text(lifecycles.reference())
+    (directory / "save-lifecycle.md").write_text(lifecycle.reference())
     return 0
 
 

@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
+from deltashard_checkpoint.cache.pack_spool import MAX_PACK_BYTES
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.keys import validate_run
-from deltashard_checkpoint.packs import MAX_PACK_BYTES
-from deltashard_proto.arenas import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
+from deltashard_checkpoint.format.object_key import validate_run
+from deltashard_proto.arena_layout import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
 
 ENCODINGS = ("fp32", "fp16", "bf16", "q8", "q4", "q3", "q2")
 STATE_ENCODINGS = ("fp32", "bf16")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deltashard_checkpoint.entries import Checkpoint
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.stores.url import open_store
 
 from tests.cluster.trainers.model import Training, digest_of
 from tests.machines import limit_s

@@ -7,7 +7,7 @@ import ssl
 import time
 
 import pytest
-from deltashard_operator import authorities, issuances
+from deltashard_operator.tls import authority, issuance
 
 from tests.cluster.benches import Bench
 from tests.cluster.loads import AdmissionLoad
@@ -17,7 +17,7 @@ from tests.cluster.systems import NAMESPACE
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
 DAY_S = 86400.0
-SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authorities.WEBHOOK_SECRET}"
+SECRET = f"/api/v1/namespaces/{NAMESPACE}/secrets/{authority.WEBHOOK_SECRET}"
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
 
 
@@ -47,9 +47,9 @@ def test_rotated_certificate(bench: Bench) -> None:
     """A certificate near its end is renewed by the controller and taken up by every replica, under a load of admissions."""
     api, system = bench.cluster.api, bench.stage.system
     made_s = time.time() - 80 * DAY_S
-    aging = issuances.authority("aging", now_s=made_s, lasts_s=90 * DAY_S)
-    names = authorities.AuthorityOptions(namespace=NAMESPACE).webhook_terms().names
-    leaf = issuances.leaf(aging, names, now_s=made_s, lasts_s=90 * DAY_S)
+    aging = issuance.authority("aging", now_s=made_s, lasts_s=90 * DAY_S)
+    names = authority.AuthorityOptions(namespace=NAMESPACE).webhook_terms().names
+    leaf = issuance.leaf(aging, names, now_s=made_s, lasts_s=90 * DAY_S)
 
     def stored() -> bytes:
         return base64.b64decode(api.get(SECRET)["data"]["tls.crt"]).strip()

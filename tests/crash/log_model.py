@@ -32,9 +32,18 @@ from dataclasses import dataclass
 from unittest import mock
 
 import greenlet
-from deltashard_checkpoint import attempts, commits, compactions, gcs, lineages, logs, retentions
-from deltashard_checkpoint.documents import parse
-from deltashard_checkpoint.entries import (
+from deltashard_checkpoint.backoff import Clocks
+from deltashard_checkpoint.errors import CorruptObject, DeltashardError
+from deltashard_checkpoint.format.object_key import (
+    compaction_index_key,
+    compaction_pack_key,
+    index_key,
+    pack_key,
+)
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log import chain as lineages
+from deltashard_checkpoint.log import commit_log
+from deltashard_checkpoint.log.entry import (
     AttemptOpened,
     Checkpoint,
     Part,
@@ -44,11 +53,11 @@ from deltashard_checkpoint.entries import (
     entry_key,
     seq_of,
 )
-from deltashard_checkpoint.errors import CorruptObject, DeltashardError
-from deltashard_checkpoint.folds import over
-from deltashard_checkpoint.keys import compaction_index_key, compaction_pack_key, index_key, pack_key
-from deltashard_checkpoint.patience import Clocks
-from deltashard_checkpoint.runstates import RunState
+from deltashard_checkpoint.log.entry_codec import parse
+from deltashard_checkpoint.log.replay import over
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance import compaction, garbage_collection
+from deltashard_checkpoint.maintenance import retention as retentions
 from deltashard_checkpoint.stores.abc import (
     Buffer,
     ObjectExists,
@@ -59,7 +68,8 @@ from deltashard_checkpoint.stores.abc import (
 )
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
-from deltashard_checkpoint.tables import Box, TableSchema
+from deltashard_checkpoint.write import attempt as attempts
+from deltashard_checkpoint.write import commit
 
 RUN = "job"
 TABLE = TableSchema(fqn="t", rows=6, columns=2, dtype="float32")
@@ -335,11 +345,11 @@ class World:
         )
         self.store = SteppedStore(self)
         if self.random.random() < 0.9:
-            logs._probed.add(self.store)
+            commit_log._probed.add(self.store)
         self.main = greenlet.getcurrent()
         self.tasks: list[Task] = []
         self.gangs: list[Gang] = []
-        self.logs: list[tuple[greenlet.greenlet, logs.RunLog]] = []
+        self.logs: list[tuple[greenlet.greenlet, commit_log.RunLog]] = []
         self.writes = 0
         self.expected: dict[tuple[int, int], dict[Cell, int]] = {}
         self.seen: dict[int, bytes] = {}
@@ -364,14 +374,14 @@ class World:
         self.now_s += seconds
         self.step()
 
-    def log(self, state: RunState | None = None) -> logs.RunLog:
+    def log(self, state: RunState | None = None) -> commit_log.RunLog:
         clocks = Clocks(
             wall_s=lambda: self.now_s,
             monotonic_s=lambda: self.now_s,
             sleep=self.sleep,
             uniform=self.random.random,
         )
-        log = logs.RunLog(self.store, RUN, clocks=clocks, readers=1)
+        log = commit_log.RunLog(self.store, RUN, clocks=clocks, readers=1)
         if state is not None:
             log._state = state
         self.logs = [(process, other) for process, other in self.logs if not process.dead]
@@ -384,7 +394,7 @@ class World:
                 work()
             except Killed:
                 self.counts.kills += 1
-            except logs.LogGap:
+            except commit_log.LogGap:
                 self.counts.refused_gap += 1
                 if self.hidden is None:
                     raise
@@ -573,12 +583,12 @@ class World:
         def work() -> None:
             rank.staged(job)
             part = self.put_part(names, rank.rank, rank.boxes, job.covers, job.cells)
-            report = commits.PartReport(
+            report = commit.PartReport(
                 part=part, tables=(TABLE,), encodings=("fp32",), rows=len(job.cells), raw_bytes=8, stall_s=0.0
             )
             log = self.log(rank.state if self.random.random() < 0.7 else None)
             try:
-                done = commits.commit_part(
+                done = commit.commit_part(
                     log,
                     attempt=gang.attempt,
                     cut=job.cut,
@@ -588,11 +598,11 @@ class World:
                     report=report,
                     deadline_s=20.0,
                 )
-            except commits.FencedError:
+            except commit.FencedError:
                 gang.fenced = True
                 self.counts.fenced += 1
                 return
-            except commits.Abandoned as error:
+            except commit.Abandoned as error:
                 self.counts.abandoned += 1
                 if "covers" in str(error):
                     rank.forget()
@@ -624,7 +634,9 @@ class World:
 
         def work() -> None:
             log = self.log(state)
-            litter = gcs.debris(log, log.refresh(deadline_s=20.0), compaction_patience_s=patience_s)
+            litter = garbage_collection.debris(
+                log, log.refresh(deadline_s=20.0), compaction_patience_s=patience_s
+            )
             entry = retentions.append_retirement(log, retention, debris=litter, deadline_s=20.0)
             self.counts.retired += 0 if entry is None else len(entry.checkpoints)
 
@@ -636,7 +648,9 @@ class World:
 
         def work() -> None:
             log = self.log(state)
-            self.counts.deleted += gcs.collect(log, grace_s=grace_s, forget_at=1, deadline_s=20.0).objects
+            self.counts.deleted += garbage_collection.collect(
+                log, grace_s=grace_s, forget_at=1, deadline_s=20.0
+            ).objects
 
         return self.spawn("gc", work)
 
@@ -647,8 +661,12 @@ class World:
         seq = self.random.choice(sorted(state.checkpoints)[-3:])
 
         def mover(
-            log: logs.RunLog, state: RunState, seq: int, links: tuple[lineages.ChainLink, ...], token: str
-        ) -> compactions.Moved:
+            log: commit_log.RunLog,
+            state: RunState,
+            seq: int,
+            links: tuple[lineages.ChainLink, ...],
+            token: str,
+        ) -> compaction.Moved:
             cells, _, _ = self.restore(state, seq, self.patient_get)
 
             def names(what: str, n: int) -> str:
@@ -660,10 +678,10 @@ class World:
 
             boxes = tuple(box for part in lineages.parts_of(state, seq) for box in part.boxes)
             part = self.put_part(names, 0, boxes, None, cells)
-            return compactions.Moved(parts=(part,), rows=len(cells), stored_bytes=part.stored_bytes)
+            return compaction.Moved(parts=(part,), rows=len(cells), stored_bytes=part.stored_bytes)
 
         def work() -> None:
-            entry = compactions.compact(self.log(), seq, mover, deadline_s=20.0)
+            entry = compaction.compact(self.log(), seq, mover, deadline_s=20.0)
             self.counts.compactions += entry is not None
 
         return self.spawn("compact", work)
@@ -800,7 +818,7 @@ class World:
                     f"cut {entry.cut} was committed after cut {opened.last_cut}: the run went backwards"
                 )
         newest = state.newest()
-        self.state = state = logs.fold(state, [sealed])
+        self.state = state = commit_log.fold(state, [sealed])
         self.sealed.append(sealed)
         if state.stopped is not None:
             raise Violation(f"the log breaks its own rules: {state.stopped.error}")
@@ -827,7 +845,7 @@ class World:
             entry = self.sealed[seq].entry if seq < len(self.sealed) else None
             if not isinstance(entry, Checkpoint) or (entry.attempt, entry.cut) != (attempt, cut):
                 raise Violation(f"commit {seq} of {attempt}/{cut} was acknowledged, and is not in the log")
-        fresh = logs.fold(RunState(run=RUN), [parse(data, seq) for seq, data in self.raw().items()])
+        fresh = commit_log.fold(RunState(run=RUN), [parse(data, seq) for seq, data in self.raw().items()])
         if fresh != self.state:
             raise Violation("folding anew gives another state")
         self._check_contents()
@@ -893,12 +911,12 @@ class World:
     def tidy(self) -> None:
         """One round without grace: what is left is live, or of a cut that may still come; nothing else is remembered."""
         log = self.log()
-        litter = gcs.debris(log, log.refresh(), compaction_patience_s=0.0)
+        litter = garbage_collection.debris(log, log.refresh(), compaction_patience_s=0.0)
         retentions.append_retirement(log, retentions.Retention(keep_last=1), debris=litter)
-        gcs.collect(log, grace_s=0.0, forget_at=1)
+        garbage_collection.collect(log, grace_s=0.0, forget_at=1)
         state = self.truth()
         live = lineages.live_prefixes(state)
-        for prefix, _ in gcs.data_objects(log):
+        for prefix, _ in garbage_collection.data_objects(log):
             place = cut_of(prefix)
             if prefix not in live and (place is None or over(state, *place)):
                 raise Violation(f"{prefix} lies there for ever: nobody needs it, nobody deletes it")
@@ -1005,7 +1023,7 @@ def run_schedule(seed: int, *, moves: int = 90, faults: bool = True) -> Counts:
     # tokens come from the seed, too.
     tokens = random.Random(seed)
     with (
-        mock.patch.multiple(logs, parse=_parse_once, _FOLD_EVERY=4, _HINT_EVERY=2),
+        mock.patch.multiple(commit_log, parse=_parse_once, _FOLD_EVERY=4, _HINT_EVERY=2),
         mock.patch.object(secrets, "token_hex", lambda n: f"{tokens.getrandbits(8 * n):0{2 * n}x}"),
     ):
         return _run_schedule(World(seed, faults=faults), moves)

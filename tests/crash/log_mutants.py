@@ -15,10 +15,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from deltashard_checkpoint import commits, folds, gcs, lineages, logs, retentions, runstates
-from deltashard_checkpoint.entries import Retired, Sealed, entry_key
-from deltashard_checkpoint.listings import Listing
+from deltashard_checkpoint.log import chain as lineages
+from deltashard_checkpoint.log import commit_log, replay, run_state
+from deltashard_checkpoint.log.entry import Retired, Sealed, entry_key
+from deltashard_checkpoint.log.listing import Listing
+from deltashard_checkpoint.maintenance import garbage_collection, retention
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
+from deltashard_checkpoint.write import commit
 
 from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
 
@@ -64,7 +67,7 @@ def hunt(mutant: Mutant, *, bound: int | None = None) -> tuple[int, str] | None:
 # The log
 
 
-def _overwrite(self: logs.RunLog, sealed: Any, patience: Any) -> bool:
+def _overwrite(self: commit_log.RunLog, sealed: Any, patience: Any) -> bool:
     while True:
         try:
             self.store.put(self.key(entry_key(sealed.entry.seq)), sealed.data)
@@ -75,7 +78,7 @@ def _overwrite(self: logs.RunLog, sealed: Any, patience: Any) -> bool:
         return True
 
 
-def _overwrite_on_retry(self: logs.RunLog, sealed: Any, patience: Any) -> bool:
+def _overwrite_on_retry(self: commit_log.RunLog, sealed: Any, patience: Any) -> bool:
     key = self.key(entry_key(sealed.entry.seq))
     try:
         self.store.put_if_absent(key, sealed.data)
@@ -93,41 +96,41 @@ def _overwrite_on_retry(self: logs.RunLog, sealed: Any, patience: Any) -> bool:
     return True
 
 
-_collect = gcs.collect
+_collect = garbage_collection.collect
 
 
-def _collect_and_trim(log: logs.RunLog, **options: Any) -> gcs.Collected:
+def _collect_and_trim(log: commit_log.RunLog, **options: Any) -> garbage_collection.Collected:
     done = _collect(log, **options)
     live = [*log.state.checkpoints, log.state.tip]
     log.store.delete([log.key(entry_key(seq)) for seq in range(1, min(live))])
     return done
 
 
-def _begin_at_hint(self: logs.RunLog, known: int) -> runstates.RunState:
+def _begin_at_hint(self: commit_log.RunLog, known: int) -> run_state.RunState:
     tip = max(self._hint()[1], known)
     if tip < 0 or self._exists(tip + 1):
         return _begin(self, known)
-    return folds.fold(runstates.RunState(run=self.run), self._read(range(tip + 1)))
+    return replay.fold(run_state.RunState(run=self.run), self._read(range(tip + 1)))
 
 
-def _listed_by_get(self: logs.RunLog, first: int) -> Listing:
+def _listed_by_get(self: commit_log.RunLog, first: int) -> Listing:
     tip = first - 1
     while self._exists(tip + 1):
         tip += 1
     return Listing(first=first, seqs=tuple(range(first, tip + 1)), folds=())
 
 
-def _listed_to_the_gap(self: logs.RunLog, first: int) -> Listing:
+def _listed_to_the_gap(self: commit_log.RunLog, first: int) -> Listing:
     seen = _listed(self, first)
     seqs = tuple(seq for at, seq in enumerate(seen.seqs) if seq == first + at)
     return replace(seen, seqs=seqs)
 
 
-def _no_hint(self: logs.RunLog) -> tuple[int, int]:
+def _no_hint(self: commit_log.RunLog) -> tuple[int, int]:
     return -1, -1
 
 
-_begin, _listed = logs.RunLog._begin, logs.RunLog.listed
+_begin, _listed = commit_log.RunLog._begin, commit_log.RunLog.listed
 
 # Covers
 
@@ -135,10 +138,10 @@ _begin, _listed = logs.RunLog._begin, logs.RunLog.listed
 _chain = lineages.chain
 
 
-def _rewired(rewire: Callable[[runstates.RunState, Any, Any], Any]) -> Callable[..., Any]:
+def _rewired(rewire: Callable[[run_state.RunState, Any, Any], Any]) -> Callable[..., Any]:
     """`chain` over a state whose parts cover something else than they say."""
 
-    def chain(state: runstates.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
+    def chain(state: run_state.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
         checkpoints = {
             s: replace(c, parts=tuple(replace(p, covers=rewire(state, c, p)) for p in c.parts))
             for s, c in state.checkpoints.items()
@@ -148,17 +151,17 @@ def _rewired(rewire: Callable[[runstates.RunState, Any, Any], Any]) -> Callable[
     return chain
 
 
-def _log_order(state: runstates.RunState, entry: Any, part: Any) -> int | None:
+def _log_order(state: run_state.RunState, entry: Any, part: Any) -> int | None:
     if part.covers is None:
         return None
     return max((seq for seq in state.checkpoints if seq < entry.seq), default=part.covers)
 
 
-def _one_for_all(state: runstates.RunState, entry: Any, part: Any) -> int | None:
+def _one_for_all(state: run_state.RunState, entry: Any, part: Any) -> int | None:
     return entry.parts[0].covers
 
 
-def _same_rank(state: runstates.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
+def _same_rank(state: run_state.RunState, seq: int, boxes: Any = None, *, strict: bool = True) -> Any:
     """Follow rank r of one checkpoint to rank r of the next, whatever boxes it had there."""
     links = []
     for part in lineages.parts_of(state, seq):
@@ -227,37 +230,37 @@ def _covers_of_rank_0(self: Rank, cut: int, step: int, mode: str) -> Any:
 # Fencing, committing, deleting
 
 
-_judge_checkpoint = folds._judge_checkpoint
+_judge_checkpoint = replay._judge_checkpoint
 
 
-def _judge_without_fence(state: runstates.RunState, entry: Any) -> None:
+def _judge_without_fence(state: run_state.RunState, entry: Any) -> None:
     _judge_checkpoint(replace(state, attempt=entry.attempt), entry)
 
 
-def _settled_without_fence(self: Any, state: runstates.RunState) -> Any:
+def _settled_without_fence(self: Any, state: run_state.RunState) -> Any:
     return _settled(self, replace(state, attempt=self.attempt))
 
 
-_settled = commits._Commit.settled
+_settled = commit._Commit.settled
 
 
-def _settled_in_any_order(self: Any, state: runstates.RunState) -> Any:
+def _settled_in_any_order(self: Any, state: run_state.RunState) -> Any:
     if entry := state.commit_of(self.attempt, self.cut):
-        return commits.Committed(seq=entry.seq, entry=entry, by_us=False)
+        return commit.Committed(seq=entry.seq, entry=entry, by_us=False)
     if state.attempt is not None and state.attempt > self.attempt:
-        raise commits.FencedError(self.attempt, state.attempt, self.log.run)
+        raise commit.FencedError(self.attempt, state.attempt, self.log.run)
     return None
 
 
-def _judge_in_any_order(state: runstates.RunState, entry: Any) -> None:
+def _judge_in_any_order(state: run_state.RunState, entry: Any) -> None:
     opened = replace(state.attempts[entry.attempt], last_cut=None, last_step=None)
     _judge_checkpoint(replace(state, attempts={**state.attempts, entry.attempt: opened}), entry)
 
 
-_append = logs.RunLog.append
+_append = commit_log.RunLog.append
 
 
-def _append_chosen_early(self: logs.RunLog, build: Any, **options: Any) -> Any:
+def _append_chosen_early(self: commit_log.RunLog, build: Any, **options: Any) -> Any:
     """An attempt's resume point is chosen once, before the slot is won."""
     if not options.get("voiding"):
         return _append(self, build, **options)
@@ -265,30 +268,32 @@ def _append_chosen_early(self: logs.RunLog, build: Any, **options: Any) -> Any:
     return _append(self, lambda _state, seq, writer: build(early, seq, writer), **options)
 
 
-def _closure_is_itself(state: runstates.RunState, seqs: Any) -> frozenset[int]:
+def _closure_is_itself(state: run_state.RunState, seqs: Any) -> frozenset[int]:
     return frozenset(seq for seq in seqs if seq in state.checkpoints)
 
 
-def _not_loading(self: runstates.RunState) -> None:
+def _not_loading(self: run_state.RunState) -> None:
     return None
 
 
-def _over_at_once(state: runstates.RunState, attempt: int, cut: int) -> bool:
+def _over_at_once(state: run_state.RunState, attempt: int, cut: int) -> bool:
     return True
 
 
-def _collect_unnamed(log: logs.RunLog, **options: Any) -> gcs.Collected:
+def _collect_unnamed(log: commit_log.RunLog, **options: Any) -> garbage_collection.Collected:
     """Deletes what no live checkpoint reads, named or not."""
     done = _collect(log, **options)
     live = lineages.live_prefixes(log.state)
-    log.store.delete([info.key for prefix, info in gcs.data_objects(log) if prefix not in live])
+    log.store.delete(
+        [info.key for prefix, info in garbage_collection.data_objects(log) if prefix not in live]
+    )
     return done
 
 
-_debris = gcs.debris
+_debris = garbage_collection.debris
 
 
-def _debris_named_once(log: logs.RunLog, state: runstates.RunState, **options: Any) -> tuple[str, ...]:
+def _debris_named_once(log: commit_log.RunLog, state: run_state.RunState, **options: Any) -> tuple[str, ...]:
     """What any retire entry of the log has ever named is not named again."""
     slots = [log.read_slot(seq) for seq in range(state.tip + 1)]
     entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
@@ -301,38 +306,38 @@ MUTANTS = (
         name="log: put instead of create-only",
         rule="log entries are created only if absent",
         marked=True,
-        patches=((logs.RunLog, "_create", _overwrite),),
+        patches=((commit_log.RunLog, "_create", _overwrite),),
     ),
     Mutant(
         name="log: a retry overwrites",
         rule="log entries are never changed",
         marked=True,
-        patches=((logs.RunLog, "_create", _overwrite_on_retry),),
+        patches=((commit_log.RunLog, "_create", _overwrite_on_retry),),
     ),
     Mutant(
         name="log: gc trims old entries",
         rule="log entries are never deleted",
         marked=True,
-        patches=((gcs, "collect", _collect_and_trim),),
+        patches=((garbage_collection, "collect", _collect_and_trim),),
     ),
     Mutant(
         name="tip: HINT is believed",
         rule="HINT is only the start-after of a LIST: the tip is what a LIST shows",
         marked=True,
-        patches=((logs.RunLog, "_begin", _begin_at_hint),),
+        patches=((commit_log.RunLog, "_begin", _begin_at_hint),),
         weights=(("hide", 3), ("hint", 5)),
     ),
     Mutant(
         name="tip: the first 404",
         rule="a 404 never proves the tip",
         marked=True,
-        patches=((logs.RunLog, "listed", _listed_by_get), (logs.RunLog, "_hint", _no_hint)),
+        patches=((commit_log.RunLog, "listed", _listed_by_get), (commit_log.RunLog, "_hint", _no_hint)),
     ),
     Mutant(
         name="tip: a gap is the end",
         rule="a gap is an error",
         marked=True,
-        patches=((logs.RunLog, "listed", _listed_to_the_gap), (logs.RunLog, "_hint", _no_hint)),
+        patches=((commit_log.RunLog, "listed", _listed_to_the_gap), (commit_log.RunLog, "_hint", _no_hint)),
     ),
     Mutant(
         name="covers: log order instead",
@@ -356,7 +361,7 @@ MUTANTS = (
         name="covers: not judged at the slot",
         rule="a commit whose covers is not live in its lineage at its slot is abandoned",
         marked=True,
-        patches=((folds, "_judge_covers", _no_check),),
+        patches=((replay, "_judge_covers", _no_check),),
     ),
     Mutant(
         name="marks: consecutive drops at upload",
@@ -399,15 +404,15 @@ MUTANTS = (
         rule="an older attempt that tries to commit gets FencedError",
         marked=False,
         patches=(
-            (folds, "_judge_checkpoint", _judge_without_fence),
-            (commits._Commit, "settled", _settled_without_fence),
+            (replay, "_judge_checkpoint", _judge_without_fence),
+            (commit._Commit, "settled", _settled_without_fence),
         ),
     ),
     Mutant(
         name="attempt: resume point chosen early",
         rule="an opener that loses the slot to a zombie's commit resumes from that commit",
         marked=False,
-        patches=((logs.RunLog, "append", _append_chosen_early),),
+        patches=((commit_log.RunLog, "append", _append_chosen_early),),
         weights=(("open", 10),),
     ),
     Mutant(
@@ -415,8 +420,8 @@ MUTANTS = (
         rule="cuts commit in increasing order",
         marked=False,
         patches=(
-            (folds, "_judge_checkpoint", _judge_in_any_order),
-            (commits._Commit, "settled", _settled_in_any_order),
+            (replay, "_judge_checkpoint", _judge_in_any_order),
+            (commit._Commit, "settled", _settled_in_any_order),
         ),
     ),
     Mutant(
@@ -424,15 +429,15 @@ MUTANTS = (
         rule="the live set is closed over covers",
         marked=False,
         patches=(
-            (retentions, "closure", _closure_is_itself),
-            (folds.lineages, "closure", _closure_is_itself),
+            (retention, "closure", _closure_is_itself),
+            (replay.lineages, "closure", _closure_is_itself),
         ),
     ),
     Mutant(
         name="retire: what is being loaded",
         rule="the newest attempt's resume point is not retired before that attempt's first commit",
         marked=False,
-        patches=((runstates.RunState, "loading", _not_loading),),
+        patches=((run_state.RunState, "loading", _not_loading),),
         weights=(("open", 8), ("janitor", 20), ("stall", 0)),
     ),
     Mutant(
@@ -441,30 +446,30 @@ MUTANTS = (
         "and an entry that references a retired prefix is refused",
         marked=False,
         patches=(
-            (folds, "over", _over_at_once),
-            (retentions, "over", _over_at_once),
-            (gcs, "over", _over_at_once),
-            (folds, "_judge_prefixes", _no_check),
+            (replay, "over", _over_at_once),
+            (retention, "over", _over_at_once),
+            (garbage_collection, "over", _over_at_once),
+            (replay, "_judge_prefixes", _no_check),
         ),
     ),
     Mutant(
         name="gc: deletes what nobody named",
         rule="gc deletes only prefixes named by a retire entry",
         marked=False,
-        patches=((gcs, "collect", _collect_unnamed),),
+        patches=((garbage_collection, "collect", _collect_unnamed),),
     ),
     Mutant(
         name="reclaim: old compactions may commit",
         rule="a compaction that began before a forgotten one is refused",
         marked=False,
-        patches=((folds, "_judge_begun", _no_check),),
+        patches=((replay, "_judge_begun", _no_check),),
         weights=(("stall", 5),),
     ),
     Mutant(
         name="reclaim: named once for ever",
         rule="what lies under a forgotten prefix is debris, and named anew",
         marked=False,
-        patches=((gcs, "debris", _debris_named_once),),
+        patches=((garbage_collection, "debris", _debris_named_once),),
     ),
 )
 

@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from deltashard_checkpoint import attempts, commits, compactions, framings, gcs, moves, retentions
-from deltashard_checkpoint.caches import PackCache
-from deltashard_checkpoint.keys import new_token, pack_key
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.parts import PartTarget, PartWriter
-from deltashard_checkpoint.stores.urls import open_store
-from deltashard_checkpoint.tables import Box, TableSchema
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.format import frame_encoder
+from deltashard_checkpoint.format.object_key import new_token, pack_key
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.write import attempt as attempts
+from deltashard_checkpoint.write import commit
+from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
 ROWS, COLUMNS = 64, 8
 TABLE = TableSchema(fqn="items", rows=ROWS, columns=COLUMNS, dtype="float32")
@@ -52,13 +55,13 @@ def save(
         PackCache(directory / f"cache-{token}", budget_bytes=64 << 20) as cache,
         PartWriter(log.store, target, cache) as writer,
     ):
-        for frame in framings.encode_row_frames(
+        for frame in frame_encoder.encode_row_frames(
             table=TABLE, ids=rows, weights=values(step, rows), fields={}, encoding="fp32", step=step
         ):
             writer.add(frame)
         part, stats = writer.finish(), writer.stats
     assert stats is not None
-    report = commits.PartReport(
+    report = commit.PartReport(
         part=part,
         tables=(TABLE,),
         encodings=stats.encodings,
@@ -66,7 +69,7 @@ def save(
         raw_bytes=stats.raw_bytes,
         stall_s=0.0,
     )
-    return commits.commit_part(
+    return commit.commit_part(
         log, attempt=attempt, cut=cut, step=step, world_size=1, token=token, report=report
     ).seq
 
@@ -79,7 +82,7 @@ def prepare(directory: Path) -> None:
     for cut in (1, 2, 3):
         base = save(directory, log, attempt, cut, cut, everything, None)
     save(directory, log, attempt, 4, 4, np.arange(8), base)
-    retentions.append_retirement(log, retentions.Retention(keep_last=2))
+    retention.append_retirement(log, retention.Retention(keep_last=2))
     # What an older process left of a cut that was never committed: the next retirement names it.
     log.store.put(log.key(pack_key(attempt=attempt, cut=0, rank=0, token=new_token(), n=0)), b"litter")
 
@@ -97,14 +100,14 @@ def act(directory: Path, action: str) -> None:
         case "open":
             attempts.open_attempt(log, owner="me")
         case "retire":
-            retentions.append_retirement(
-                log, retentions.Retention(keep_last=1), debris=gcs.debris(log, state)
+            retention.append_retirement(
+                log, retention.Retention(keep_last=1), debris=garbage_collection.debris(log, state)
             )
         case "gc":
-            gcs.collect(log, grace_s=0.0, forget_at=1)
+            garbage_collection.collect(log, grace_s=0.0, forget_at=1)
         case "compact":
             with PackCache(directory / "compaction", budget_bytes=64 << 20) as cache:
-                compactions.compact(log, newest.seq, moves.mover(cache))
+                compaction.compact(log, newest.seq, row_mover.mover(cache))
 
 
 if __name__ == "__main__":

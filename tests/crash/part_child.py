@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.stores.url import open_store
 
-from tests.unit.format.samples import Model, Run, schema, whole
+from tests.unit.checkpoint.format.samples import Model, Run, schema, whole
 
 
 def model_at(step: int) -> Model:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deltashard_checkpoint import attempts, gcs, retentions
-from deltashard_checkpoint.lineages import live_prefixes
-from deltashard_checkpoint.snapshots import read_checkpoint
+from deltashard_checkpoint.log.chain import live_prefixes
+from deltashard_checkpoint.maintenance import garbage_collection, retention
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.write import attempt
 
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, log_of, save, values
@@ -90,7 +91,7 @@ def test_killed_at(prepared, tmp_path, point, action, step):
         assert found == entry.step
         np.testing.assert_array_equal(weights, expected(entry.step))
 
-    opened = attempts.open_attempt(log, owner="me")
+    opened = attempt.open_attempt(log, owner="me")
     assert opened.resume is not None
     assert opened.resume.step == step
     seq = save(directory, log, opened.attempt, 1, 6, np.arange(4), opened.resume.seq)
@@ -99,12 +100,12 @@ def test_killed_at(prepared, tmp_path, point, action, step):
     assert log.refresh().newest().seq == seq
     np.testing.assert_array_equal(restored(directory)[1], whole)
 
-    retentions.append_retirement(
-        log, retentions.Retention(keep_last=1), debris=gcs.debris(log, log.refresh())
+    retention.append_retirement(
+        log, retention.Retention(keep_last=1), debris=garbage_collection.debris(log, log.refresh())
     )
-    gcs.collect(log, grace_s=0.0)
+    garbage_collection.collect(log, grace_s=0.0)
     np.testing.assert_array_equal(restored(directory)[1], whole)
-    left = {prefix for prefix, _ in gcs.data_objects(log)}
-    assert left <= live_prefixes(log.refresh()) | set(gcs.collect(log, grace_s=1e9).waiting) | {
-        prefix for prefix in left if "compact" in prefix
-    }
+    left = {prefix for prefix, _ in garbage_collection.data_objects(log)}
+    assert left <= live_prefixes(log.refresh()) | set(
+        garbage_collection.collect(log, grace_s=1e9).waiting
+    ) | {prefix for prefix in left if "compact" in prefix}

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from deltashard_checkpoint.entries import entry_key
-from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.stores.file import FileStore
 
 from tests.crash import log_versions

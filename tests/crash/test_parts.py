@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.snapshots import read_checkpoint
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.stores.url import open_store
 
 from tests.crash.part_child import model_at
-from tests.unit.format.samples import RUN
+from tests.unit.checkpoint.format.samples import RUN
 
 
 def _child(directory: Path, first: int, saves: int, crash_at: str = "") -> tuple[int, list[int]]:

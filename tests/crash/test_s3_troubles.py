@@ -21,11 +21,11 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.snapshots import read_checkpoint
-from deltashard_checkpoint.stores.urls import open_store
-from deltashard_cli.targets import Target
-from deltashard_cli.verifications import verify
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_cli.target import Target
+from deltashard_cli.verification import verify
 
 from tests.machines import limit_s
 from tests.minio import MinioServer

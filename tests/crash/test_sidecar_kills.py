@@ -18,9 +18,9 @@ import grpc
 import numpy as np
 import pytest
 from deltashard_checkpoint.errors import InvalidCheckpoint
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.snapshots import read_checkpoint
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.stores.url import open_store
 
 from tests.sidecar_client import (
     Model,

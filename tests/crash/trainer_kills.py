@@ -15,7 +15,7 @@ from pathlib import Path
 
 import deltashard
 import torch
-from deltashard_checkpoint import crashpoints
+from deltashard_checkpoint import crash_point
 from torch import nn
 
 ROWS, FIRST, SECOND = 4000, 6, 10
@@ -23,7 +23,7 @@ ROWS, FIRST, SECOND = 4000, 6, 10
 
 def arm(point: str) -> None:
     """As DELTASHARD_CRASH_AT would, for this forked process only (its sidecar shall live)."""
-    crashpoints._armed, crashpoints._left = point, 1
+    crash_point._armed, crash_point._left = point, 1
 
 
 class Trained:

@@ -12,12 +12,13 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from deltashard_checkpoint import frames, trees
-from deltashard_checkpoint.indexes import encode_index
+from deltashard_checkpoint.format import frame as frames
+from deltashard_checkpoint.format import typed_tree
+from deltashard_checkpoint.format.index import encode_index
 
 from tests.golden.golden_run import RUN, make_run
-from tests.unit.format.golden_cases import golden_index, golden_tree
-from tests.unit.format.samples import sample_frames
+from tests.unit.checkpoint.format.golden_cases import golden_index, golden_tree
+from tests.unit.checkpoint.format.samples import sample_frames
 
 HERE = Path(__file__).parent / f"v{frames.VERSION}"
 
@@ -44,7 +45,7 @@ def write_pieces() -> None:
     for name, frame in sample_frames().items():
         (HERE / f"{name}.frame").write_bytes(frame.data)
     (HERE / "part.index").write_bytes(encode_index(golden_index()))
-    (HERE / "state.tree").write_bytes(trees.encode(golden_tree()).to_bytes())
+    (HERE / "state.tree").write_bytes(typed_tree.encode(golden_tree()).to_bytes())
 
 
 def write_run() -> None:

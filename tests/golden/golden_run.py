@@ -28,27 +28,29 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from deltashard_checkpoint import compactions, dtypes, foldcaches, framings, gcs, trees
-from deltashard_checkpoint.attempts import open_attempt
-from deltashard_checkpoint.caches import PackCache
-from deltashard_checkpoint.codecs import decoders, quantizers
-from deltashard_checkpoint.commits import PartReport, PartsMissing, commit_part
-from deltashard_checkpoint.documents import seal
-from deltashard_checkpoint.entries import Checkpoint, Part, entry_key
-from deltashard_checkpoint.frames import FrameKind, parse_frame
-from deltashard_checkpoint.framings import EncodedFrame
-from deltashard_checkpoint.jsons import canonical
-from deltashard_checkpoint.keys import new_token
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.moves import mover
-from deltashard_checkpoint.parts import PartTarget, PartWriter
-from deltashard_checkpoint.patience import Clocks
-from deltashard_checkpoint.retentions import Retention, append_retirement
+from deltashard_checkpoint.backoff import Clocks
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.codecs import decoder, quantizer
+from deltashard_checkpoint.format import element_type, frame_encoder, typed_tree
+from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.frame import FrameKind, parse_frame
+from deltashard_checkpoint.format.frame_encoder import EncodedFrame
+from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.log import folded_state
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint, Part, entry_key
+from deltashard_checkpoint.log.entry_codec import seal
+from deltashard_checkpoint.maintenance import compaction, garbage_collection
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
+from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.stores.memory import MemoryStore
-from deltashard_checkpoint.tables import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_checkpoint.write.commit import PartReport, PartsMissing, commit_part
+from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
-from tests.unit.format.golden_cases import golden_tree
-from tests.unit.format.samples import box, fixed, tombstone, whole
+from tests.unit.checkpoint.format.golden_cases import golden_tree
+from tests.unit.checkpoint.format.samples import box, fixed, tombstone, whole
 
 RUN = "run"
 """Its name, and that of its folder in `tests/golden/v1`: a copy of that folder's parent is the store."""
@@ -186,10 +188,10 @@ class Writer:
         for spec in table.fields:
             values = live.fields[spec.name][at]
             fields[spec.name] = values[:, columns] if spec.kind == "pointwise" else values[:, held.col_start]
-        return framings.encode_rows(
+        return frame_encoder.encode_rows(
             table=table, ids=ids, weights=np.ascontiguousarray(live.weights[at, columns]), fields=fields,
             encoding=encoding, step=self.step if step is None else step, col_start=held.col_start,
-            col_stop=held.col_stop, state_encoding=state_encoding, search=quantizers.PLAIN,
+            col_stop=held.col_stop, state_encoding=state_encoding, search=quantizer.PLAIN,
         )  # fmt: skip
 
     def save(self, shares: Sequence[Share], *, pins: tuple[str, ...] = (), everything: bool = False) -> int:
@@ -250,8 +252,8 @@ class Writer:
         """Everything that is no row, under the names that a trainer gives."""
         step = self.step
 
-        def tensor(shape: tuple[int, ...], salt: int) -> trees.Tensor:
-            return trees.Tensor(dtype="float32", shape=shape, data=fixed(shape, salt + step).tobytes())
+        def tensor(shape: tuple[int, ...], salt: int) -> typed_tree.Tensor:
+            return typed_tree.Tensor(dtype="float32", shape=shape, data=fixed(shape, salt + step).tobytes())
 
         found = {
             "dense/mlp.0.weight": tensor((24, 16), 5),
@@ -273,12 +275,12 @@ class Writer:
         }  # fmt: skip
         if everything:
             found["state/everything"] = golden_tree()
-        encoded = {name: trees.encode(tree).to_bytes() for name, tree in found.items()}
+        encoded = {name: typed_tree.encode(tree).to_bytes() for name, tree in found.items()}
         return encoded | {"state/empty": b""}
 
     def _blob_frames(self, blobs: Mapping[str, bytes]) -> Iterator[EncodedFrame]:
         for name, data in blobs.items():
-            yield from framings.encode_blob_frames(
+            yield from frame_encoder.encode_blob_frames(
                 name=name, data=data, step=self.step, chunk_bytes=CHUNK_BYTES
             )
 
@@ -330,14 +332,14 @@ def _laid_over(base: Sequence[Held | None], shares: Sequence[Share]) -> Model:
                 for values in (new.weights, *new.fields.values()):
                     values[at] = 0
                 continue
-            new.weights[at] = decoders.decode_rows(
+            new.weights[at] = decoder.decode_rows(
                 info.encoding, frame.scales, frame.biases, frame.codes, frame.exponent, rows=info.rows,
                 columns=info.col_stop - info.col_start, exceptions=frame.exceptions, dtype=table.dtype,
             )  # fmt: skip
             for section in frame.fields:
                 values = section.values(info.rows)
                 if section.stored_dtype != section.spec.dtype:
-                    values = quantizers.widened(values, section.stored_dtype)
+                    values = quantizer.widened(values, section.stored_dtype)
                 new.fields[section.spec.name][at] = values if values.ndim == 2 else values[:, None]
     return out
 
@@ -346,8 +348,8 @@ def blank() -> Model:
     """All tables, of zeros."""
     return {
         table.fqn: Arrays(
-            np.zeros((table.rows, table.columns), dtypes.by_name(table.dtype).carrier),
-            {s.name: np.zeros((table.rows, table.columns), dtypes.by_name(s.dtype).carrier) for s in table.fields},
+            np.zeros((table.rows, table.columns), element_type.by_name(table.dtype).carrier),
+            {s.name: np.zeros((table.rows, table.columns), element_type.by_name(s.dtype).carrier) for s in table.fields},
         )
         for table in TABLES
     }  # fmt: skip
@@ -420,11 +422,11 @@ def _write(w: Writer) -> None:
 
     # What a sidecar does beside.
     w.pass_to("compaction")
-    compactions.compact(w.log, third, mover(w.cache))
+    compaction.compact(w.log, third, mover(w.cache))
     w.pass_to("retention")
     append_retirement(w.log, Retention(keep_last=1))
     w.pass_to("collection")
-    gcs.collect(w.log, grace_s=0.0, forget_at=1)
+    garbage_collection.collect(w.log, grace_s=0.0, forget_at=1)
 
     # Another trainer; its second commit rots.
     w.open()
@@ -471,7 +473,9 @@ def _write(w: Writer) -> None:
     ]  # fmt: skip
     base = w.save(shares, everything=True)
     w.pass_to("retention of what never counted")
-    append_retirement(w.log, Retention(keep_last=99), debris=gcs.debris(w.log, w.log.refresh()))
+    append_retirement(
+        w.log, Retention(keep_last=99), debris=garbage_collection.debris(w.log, w.log.refresh())
+    )
     ids = w.train(ITEMS, (0, 5, 6, 40), 71)
     w.live[ITEMS.fqn].fields["sum"][ids, 3:] *= np.float32(1.1)
     shares = [
@@ -492,7 +496,7 @@ def _write(w: Writer) -> None:
 def _leave_unnamed_fold(w: Writer) -> None:
     """A folded state that no entry names, of the newest one's slot, with one checkpoint only: not to be begun with."""
     name = w.log.listed().folds[0]
-    document = _unsealed(w.store.get(f"{RUN}/{foldcaches.fold_key(name)}"))
+    document = _unsealed(w.store.get(f"{RUN}/{folded_state.fold_key(name)}"))
     document["checkpoints"] = document["checkpoints"][:1]
     data = canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
     digest = hashlib.sha256(data).hexdigest()[:32]

@@ -14,8 +14,8 @@ from typing import Any
 import deltashard
 import pytest
 import torch
+from deltashard.attach.launcher import ChildLauncher, SidecarOptions, environment_hash
 from deltashard.errors import AnotherTrainer, CheckpointMismatch, SidecarUnavailable, UserError
-from deltashard.launchers import ChildLauncher, SidecarOptions, environment_hash
 
 from tests.incidents.toys import ROWS, Run, Toy, kill
 
@@ -213,7 +213,7 @@ def test_other_parameter_groups_are_refused_before_anything_is_written(stored: P
 
 SECOND = """
 import sys, time
-from deltashard.launchers import ChildLauncher, SidecarOptions
+from deltashard.attach.launcher import ChildLauncher, SidecarOptions
 from deltashard.errors import AnotherTrainer
 began = time.monotonic()
 try:

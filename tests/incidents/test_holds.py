@@ -13,8 +13,8 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard import asks, savings, streams
 from deltashard.errors import FencedError, SaveFailed
+from deltashard.save import ask, save_stream, saving
 from torch import nn
 
 from tests.incidents.toys import Run, newest_step
@@ -34,7 +34,7 @@ def stopped(pid: int | None) -> Iterator[None]:
     try:
         until(lambda: state_of(pid) == "T", what="stopped")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(streams, "HOLD_S", 0.2)
+            patch.setattr(save_stream, "HOLD_S", 0.2)
             yield
             assert state_of(pid) == "T"
     finally:
@@ -121,15 +121,15 @@ def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
     ckpt.restore()
     optimizer.step()
     ckpt.step()
-    crash_point = savings.crash_point
+    crash_point = saving.crash_point
 
     def stop(name: str) -> None:
         if name == "cut.begun":
             os.kill(ckpt.sidecar_pid or 0, signal.SIGSTOP)
-            monkeypatch.setattr(streams, "HOLD_S", 0.2)
+            monkeypatch.setattr(save_stream, "HOLD_S", 0.2)
         crash_point(name)
 
-    monkeypatch.setattr(savings, "crash_point", stop)
+    monkeypatch.setattr(saving, "crash_point", stop)
     try:
         handle = ckpt.save()
         with pytest.raises(SaveFailed, match="does not answer any more"):
@@ -211,7 +211,7 @@ def test_waiting_without_a_timeout_ends_when_the_sidecar_stays_away(
         pod.signal(signal.SIGKILL)
         until(lambda: run.ckpt._session.link is None, what="the loss is noticed")
         run.train(1)
-        monkeypatch.setattr(asks, "LONGEST_AWAY_S", 0.0)
+        monkeypatch.setattr(ask, "LONGEST_AWAY_S", 0.0)
         with pytest.raises(SaveFailed, match="has been away"):
             run.ckpt.save().wait()
         other = run.ckpt.save()

@@ -12,13 +12,13 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.launchers import runtime_dir
-from deltashard_checkpoint.entries import entry_key
-from deltashard_checkpoint.gcs import collect
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.policies import History, decide
-from deltashard_checkpoint.retentions import Retention, append_retirement
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard.attach.launcher import runtime_dir
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.maintenance.garbage_collection import collect
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.write.differential import History, decide
 
 from tests.incidents.toys import Run, assert_holds, newest_step, stored
 
@@ -47,7 +47,7 @@ def test_recsys_examples_477_a_fenced_trainer_never_commits(tmp_path: Path) -> N
     first.train(3)
     first.save()
     newest = RunLog(open_store(f"file://{tmp_path}/store"), "run")
-    from deltashard_checkpoint.attempts import open_attempt
+    from deltashard_checkpoint.write.attempt import open_attempt
 
     opened = open_attempt(newest, owner=newest.refresh().owner, world_size=1)
     assert opened.resume is not None

@@ -10,9 +10,9 @@ import deltashard
 import numpy as np
 import pytest
 import torch
-from deltashard.launchers import runtime_dir
-from deltashard_checkpoint.snapshots import read_checkpoint
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard.attach.launcher import runtime_dir
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.stores.url import open_store
 from deltashard_sidecar.main import notify
 
 from tests.incidents.toys import ROWS, Run, assert_holds, newest_step, stored
@@ -82,7 +82,7 @@ def test_deeprec_1023_weights_and_optimizer_slots_belong_to_one_step(tmp_path: P
             optimizer.step()
             ckpt.step()
     store = open_store(f"file://{tmp_path}/store")
-    from deltashard_checkpoint.logs import RunLog
+    from deltashard_checkpoint.log.commit_log import RunLog
 
     state = RunLog(store, "run").refresh()
     assert len(state.checkpoints) >= 2
@@ -159,7 +159,7 @@ def test_nemo_rl_3312_two_saves_with_changes_between_differ_where_they_must(tmp_
         run.train(2)
         run.save()
         second = run.state()
-    from deltashard_checkpoint.logs import RunLog
+    from deltashard_checkpoint.log.commit_log import RunLog
 
     a, b = sorted(RunLog(open_store(f"file://{tmp_path}/store"), "run").refresh().checkpoints)
     assert_holds(stored(tmp_path / "store", f"seq:{a}"), first)

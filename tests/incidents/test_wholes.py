@@ -12,8 +12,8 @@ import deltashard
 import pytest
 import torch
 from deltashard.errors import SaveFailed, WaitError
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
 from torch import nn
 
 from tests.incidents.toys import Run, assert_holds, newest_step, stored

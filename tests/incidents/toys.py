@@ -11,9 +11,9 @@ from typing import Any, Self
 import deltashard
 import numpy as np
 import torch
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.snapshots import Snapshot, read_checkpoint
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
+from deltashard_checkpoint.stores.url import open_store
 from torch import nn
 
 torch.sparse.check_sparse_tensor_invariants.disable()  # said explicitly, or torch warns

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.entries import entry_key
-from deltashard_checkpoint.keys import cut_prefix
-from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.stores.abc import Store
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli.main import main
-from deltashard_cli.outputs import age, size
+from deltashard_cli.output import age, size
 
 from tests.minio import free_port
 from tests.runs import HALF, ITEMS, WrittenRun
@@ -561,11 +561,11 @@ def test_an_output_that_cannot_be_is_the_callers(
 
 def test_what_the_environment_did_is_3(cli: Cli, minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that nobody answers for, within the deadline; and as JSON."""
-    from deltashard_checkpoint.stores.retries import RetryPolicy
-    from deltashard_cli import targets
+    from deltashard_checkpoint.stores.retry import RetryPolicy
+    from deltashard_cli import target
 
     with monkeypatch.context() as patched:
-        patched.setattr(targets, "POLICY", RetryPolicy(deadline_s=0.5))
+        patched.setattr(target, "POLICY", RetryPolicy(deadline_s=0.5))
         code, text = cli("verify", f"s3://bucket/run?endpoint=http://127.0.0.1:{free_port()}", "--json")
     assert code == 3
     document = json.loads(text[: text.rindex("}") + 1])
@@ -579,12 +579,12 @@ def test_what_the_environment_did_is_3(cli: Cli, minio_url: str, monkeypatch: py
 
 def test_a_bug_is_4(cli: Cli, file_url: str, file_run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that is none of ours shows its trace and asks for a report."""
-    from deltashard_cli import readings
+    from deltashard_cli import read_command
 
     def broken(_url: str, _run: str | None) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(readings, "find_run", broken)
+    monkeypatch.setattr(read_command, "find_run", broken)
     code, text = cli("plan", file_url)
     assert code == 4
     assert "Traceback" in text

@@ -13,7 +13,6 @@ from pathlib import Path
 import minio.time
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, UserError
-from deltashard_checkpoint.stores import s3
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
     BucketMissing,
@@ -26,13 +25,14 @@ from deltashard_checkpoint.stores.abc import (
     StoreUnavailable,
 )
 from deltashard_checkpoint.stores.conformance import StoreTests
-from deltashard_checkpoint.stores.deadlines import deadline
-from deltashard_checkpoint.stores.hedges import HedgingStore
-from deltashard_checkpoint.stores.probes import probe
-from deltashard_checkpoint.stores.refusals import RequestRefused
-from deltashard_checkpoint.stores.retries import RetryPolicy
-from deltashard_checkpoint.stores.s3 import S3Store
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.stores.deadline import deadline
+from deltashard_checkpoint.stores.hedge import HedgingStore
+from deltashard_checkpoint.stores.probe import probe
+from deltashard_checkpoint.stores.retry import RetryPolicy
+from deltashard_checkpoint.stores.s3 import store as s3
+from deltashard_checkpoint.stores.s3.error_code import RequestRefused
+from deltashard_checkpoint.stores.s3.store import S3Store
+from deltashard_checkpoint.stores.url import open_store
 
 from tests.minio import MinioServer, free_port
 from tests.proxies import FaultyProxy, FixedAnswers, Trickle

@@ -9,8 +9,8 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.stores.urls import open_store
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
 from torch.utils.data import DataLoader
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import deltashard
 import pytest
 import torch
 from deltashard.errors import SaveFailed
-from deltashard.streams import CutFailed
+from deltashard.save.save_stream import CutFailed
 from torch import nn
 
 from tests.sidecar_client import Model, Trainer, sidecar, until

@@ -18,10 +18,10 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from deltashard_checkpoint.caches import PackCache
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.stores.urls import open_store
-from deltashard_proto.arenas import NEVER, SAVE_AT_STEP, URGENT
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.main import EXIT_OWNED
 

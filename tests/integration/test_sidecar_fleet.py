@@ -15,14 +15,14 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard_checkpoint.attempts import open_attempt
-from deltashard_checkpoint.entries import Checkpoint
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.stores.urls import open_store
-from deltashard_proto.arenas import NEVER, SAVE_AT_STEP
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar.directives import KEY
+from deltashard_sidecar.fleet.directive import KEY
 
 from tests.fleet_server import Authority, FleetServer
 from tests.sidecar_client import Model, SaveRefused, Trainer, sidecar, until

@@ -20,10 +20,10 @@ import grpc
 import pytest
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.runstates import RunState
-from deltashard_checkpoint.stores.urls import open_store
-from deltashard_proto.arenas import NEVER, SAVE_AT_STEP
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from minio import MinioAdmin

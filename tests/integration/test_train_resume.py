@@ -27,12 +27,12 @@ from deltashard.errors import (
     UserError,
     WaitError,
 )
-from deltashard_checkpoint import framings
-from deltashard_checkpoint.attempts import open_attempt
-from deltashard_checkpoint.logs import RunLog
-from deltashard_checkpoint.readers import FrameApplier, TableTarget
-from deltashard_checkpoint.stores.urls import open_store
-from deltashard_checkpoint.tables import Box, TableSchema
+from deltashard_checkpoint.format import frame_encoder
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.write.attempt import open_attempt
 from torch import nn
 
 from tests.sidecar_client import until
@@ -168,7 +168,7 @@ def test_restored_state_is_decode_encode_of_the_cut(make: Make, encoding: str) -
     ckpt.close()
 
     schema = TableSchema(fqn="items.weight", rows=ROWS, columns=DIM, dtype="float32")
-    frame = framings.encode_rows(
+    frame = frame_encoder.encode_rows(
         table=schema, ids=range(ROWS), weights=weights.numpy(), fields={}, encoding=encoding, step=5
     )
     wanted = np.zeros((ROWS, DIM), np.float32)

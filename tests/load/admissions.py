@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltashard_operator import names
+from deltashard_operator.kube import cluster_name
 
 from tests.load import measures, workloads
 from tests.load.planes import Plane
@@ -42,7 +42,7 @@ def _pod(name: str) -> dict[str, Any]:
         "uid": "u-1",
         "controller": True,
     }
-    metadata = {"name": name, "annotations": {names.POLICY: "default"}, "ownerReferences": [owner]}
+    metadata = {"name": name, "annotations": {cluster_name.POLICY: "default"}, "ownerReferences": [owner]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
@@ -85,7 +85,7 @@ def admit(plane: Plane, webhook_page: Any, *, per_s: float, lasts_s: float) -> O
             with lock:
                 outcome.latencies_s.append(took_s)
                 outcome.latest_s = max(outcome.latest_s, sent_s - due_s)
-                if reply.status != 201 or [c["name"] for c in inits] != [names.SIDECAR]:
+                if reply.status != 201 or [c["name"] for c in inits] != [cluster_name.SIDECAR]:
                     outcome.failures.append(f"{reply.status}: {reply.document.get('message', 'no sidecar')}")
 
     threads = [threading.Thread(target=work) for _ in range(THREADS)]

@@ -1,7 +1,7 @@
 """Sidecars by the thousand: one process, one event loop, a TLS connection and a stream each, as pods have them.
 
 Each says what a sidecar says of a training that goes well: restoring, training, a save at the same moments in all pods
-of a run, steps that rise. When it speaks is decided by the sidecar's own rules (`deltashard_sidecar.heartbeats`), and
+of a run, steps that rise. When it speaks is decided by the sidecar's own rules (`deltashard_sidecar.fleet.heartbeat`), and
 so is when it comes back; only the data path is missing.
 
 The process obeys lines of JSON on its standard input and answers each with a line:
@@ -32,7 +32,7 @@ import grpc
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
-from deltashard_sidecar import heartbeats
+from deltashard_sidecar.fleet import heartbeat
 
 NAME = "deltashard-fleet.deltashard-system.svc"
 """Of the controller's certificate."""
@@ -111,12 +111,12 @@ class Sidecar:
     async def live(self, delay_s: float) -> None:
         """Connect, stay connected, come back."""
         await asyncio.sleep(delay_s)
-        back_off = heartbeats.BackOff()
+        back_off = heartbeat.BackOff()
         while True:
             welcomed, cause = await self._stream()
             if cause:
                 self._told.refusals[cause] = self._told.refusals.get(cause, 0) + 1
-            back_off = back_off.after(welcomed=welcomed, lasting=cause in heartbeats.LASTING)
+            back_off = back_off.after(welcomed=welcomed, lasting=cause in heartbeat.LASTING)
             await asyncio.sleep(back_off.pause_s(random.random()))
 
     async def _stream(self) -> tuple[bool, str]:
@@ -152,7 +152,7 @@ class Sidecar:
         except TimeoutError:
             return welcomed, "no_welcome"
         except grpc.RpcError as error:
-            return welcomed, "" if welcomed else heartbeats.refusal(error.code(), error.details() or "")
+            return welcomed, "" if welcomed else heartbeat.refusal(error.code(), error.details() or "")
         except asyncio.InvalidStateError:  # written to after its end
             return welcomed, "" if welcomed else "unreachable"
         finally:
@@ -163,7 +163,7 @@ class Sidecar:
             await channel.close()
 
     async def _write(self, call: Any, heartbeat_s: float) -> None:
-        pace = heartbeats.Pace().asked(heartbeat_s)
+        pace = heartbeat.Pace().asked(heartbeat_s)
         while True:
             now_s = time.time()
             beat = self._beat(now_s)
@@ -175,11 +175,11 @@ class Sidecar:
                 self._told.heartbeats += 1
                 pace = pace.after(beat, now_s)
             wake_s = self._changes_s(now_s, pace)
-            if pace.sent_s is not None and heartbeats.news(beat) != pace.sent:  # held back, to be no pest
-                wake_s = min(wake_s, pace.sent_s + heartbeats.SHORTEST_S)
+            if pace.sent_s is not None and heartbeat.news(beat) != pace.sent:  # held back, to be no pest
+                wake_s = min(wake_s, pace.sent_s + heartbeat.SHORTEST_S)
             await asyncio.sleep(max(0.05, wake_s - time.time()))
 
-    def _changes_s(self, now_s: float, pace: heartbeats.Pace) -> float:
+    def _changes_s(self, now_s: float, pace: heartbeat.Pace) -> float:
         """When there is something to say next."""
         commit_s = self._pace.next_s(self._member, now_s)
         when = [(pace.sent_s or now_s) + pace.heartbeat_s, commit_s - SAVING_S, commit_s]

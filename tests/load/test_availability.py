@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deltashard_operator import names
+from deltashard_operator.kube import cluster_name
 
 from tests.apiserver import Reply
 from tests.load import planes, workloads
@@ -51,7 +51,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
 def _asked(plane: Plane, name: str, kind: str = "Job") -> Reply:
     document = workloads.job(name, pods=1, node="node-0")
     if kind == "Pod":
-        metadata = {"name": name, "annotations": {names.POLICY: "default"}}
+        metadata = {"name": name, "annotations": {cluster_name.POLICY: "default"}}
         document = {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -79,16 +79,18 @@ def _apply(plane: Plane, how: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("annotations", [None, {}, {"other.io/policy": "x"}, {names.BITS: "8"}])
+@pytest.mark.parametrize("annotations", [None, {}, {"other.io/policy": "x"}, {cluster_name.BITS: "8"}])
 def test_jobs_of_others_run(plane: Plane, annotations: dict[str, str] | None) -> None:
     """Without any annotations map, with an empty one, with others' keys: created, and their pods run."""
-    name = f"free-{len(annotations or {})}-{annotations is None:d}-{names.BITS in (annotations or {}):d}"
+    name = (
+        f"free-{len(annotations or {})}-{annotations is None:d}-{cluster_name.BITS in (annotations or {}):d}"
+    )
     document = workloads.job(name, pods=1, node="node-0")
     metadata: dict[str, Any] = {"name": name}
     if annotations is not None:
         metadata["annotations"] = annotations
     plane.make(document | {"metadata": metadata}, TEAM)
-    path = f"/api/v1/namespaces/{TEAM}/pods?labelSelector={names.JOB_NAME_LABEL}%3D{name}"
+    path = f"/api/v1/namespaces/{TEAM}/pods?labelSelector={cluster_name.JOB_NAME_LABEL}%3D{name}"
 
     def running() -> bool:
         found = plane.rest("GET", path).document["items"]
@@ -118,7 +120,7 @@ def test_an_unchanged_manifest_is_applied_again(plane: Plane, how: str) -> None:
     """Nothing is created, so nobody has to be asked; and what was injected stays."""
     path = f"/apis/batch/v1/namespaces/{TEAM}/jobs/by-{how}"
     before = plane.rest("GET", path).document
-    assert before["spec"]["template"]["spec"]["initContainers"][0]["name"] == names.SIDECAR
+    assert before["spec"]["template"]["spec"]["initContainers"][0]["name"] == cluster_name.SIDECAR
     done = _apply(plane, how)
     assert done.returncode == 0, done.stderr
     assert plane.rest("GET", path).document["spec"] == before["spec"]
@@ -135,6 +137,6 @@ def test_a_lost_pod_of_a_training_is_replaced(plane: Plane) -> None:
         return len(found) == 2 and mine[0] not in found
 
     planes.until(replaced, what="the replacement", timeout_s=planes.PATIENCE_S)
-    path = f"/api/v1/namespaces/{TEAM}/pods?labelSelector={names.JOB_NAME_LABEL}%3Dtrain-0"
+    path = f"/api/v1/namespaces/{TEAM}/pods?labelSelector={cluster_name.JOB_NAME_LABEL}%3Dtrain-0"
     for pod in plane.rest("GET", path).document["items"]:
-        assert [each["name"] for each in pod["spec"]["initContainers"]] == [names.SIDECAR]
+        assert [each["name"] for each in pod["spec"]["initContainers"]] == [cluster_name.SIDECAR]

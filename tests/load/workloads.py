@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from deltashard_operator import names
+from deltashard_operator.kube import cluster_name
 
 from tests.load import planes
 from tests.load.planes import Plane
@@ -40,9 +40,9 @@ class Pod:
             name=metadata["name"],
             uid=metadata["uid"],
             node=document["spec"].get("nodeName", ""),
-            job=metadata["labels"][names.JOB_NAME_LABEL],
-            job_uid=metadata["labels"][names.JOB_UID_LABEL],
-            index=metadata["annotations"][names.JOB_INDEX_ANNOTATION],
+            job=metadata["labels"][cluster_name.JOB_NAME_LABEL],
+            job_uid=metadata["labels"][cluster_name.JOB_UID_LABEL],
+            index=metadata["annotations"][cluster_name.JOB_INDEX_ANNOTATION],
             phase=document["status"].get("phase", ""),
             leaving="deletionTimestamp" in metadata,
         )
@@ -70,7 +70,7 @@ def job(name: str, *, pods: int, node: str, annotated: bool = True) -> dict[str,
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "annotations": {names.POLICY: "default"} if annotated else {}},
+        "metadata": {"name": name, "annotations": {cluster_name.POLICY: "default"} if annotated else {}},
         "spec": {
             "completionMode": "Indexed",
             "parallelism": pods,
@@ -108,7 +108,7 @@ def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> No
 
         planes.until(admitted, what=f"Job {number}", timeout_s=planes.PATIENCE_S)
         inits = made["spec"]["template"]["spec"].get("initContainers") or []
-        assert [each["name"] for each in inits] == [names.SIDECAR], "it was not injected"
+        assert [each["name"] for each in inits] == [cluster_name.SIDECAR], "it was not injected"
 
     in_threads(create, range(runs), threads=4)
 
@@ -122,7 +122,7 @@ def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> No
 
 def living(plane: Plane) -> list[Pod]:
     """The pods that train, of all runs."""
-    path = f"/api/v1/pods?labelSelector={names.MANAGED_BY}%3D{names.MANAGED_BY_VALUE}"
+    path = f"/api/v1/pods?labelSelector={cluster_name.MANAGED_BY}%3D{cluster_name.MANAGED_BY_VALUE}"
     found = (Pod.read(each) for each in planes.objects(plane.rest, path))
     return [pod for pod in found if pod.lives]
 
@@ -132,7 +132,11 @@ def members(plane: Plane, pods: Sequence[Pod], *, ranks: int, restored: bool = F
 
     def member(pod: Pod) -> Member:
         bound = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
-        spec = {"audiences": [names.FLEET_AUDIENCE], "expirationSeconds": 3600 * 2, "boundObjectRef": bound}
+        spec = {
+            "audiences": [cluster_name.FLEET_AUDIENCE],
+            "expirationSeconds": 3600 * 2,
+            "boundObjectRef": bound,
+        }
         path = f"/api/v1/namespaces/{pod.namespace}/serviceaccounts/default/token"
         reply = plane.rest("POST", path, {"spec": spec})
         assert reply.status == 201, reply.document

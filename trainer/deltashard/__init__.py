@@ -23,14 +23,14 @@ import os
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from deltashard import errors, optim
-from deltashard.checkpointers import Checkpointer
-from deltashard.checkpointreaders import CheckpointReader, StoredRows, open_checkpoint
+from deltashard.checkpoint_reader import CheckpointReader, StoredRows, open_checkpoint
+from deltashard.checkpointer import Checkpointer
 from deltashard.doctor import Diagnosis
 from deltashard.errors import DeltashardError, FencedError, SaveFailed
-from deltashard.restores import Restored
-from deltashard.saves import Commit, SaveHandle, Stats
-from deltashard.tables import TableSettings
-from deltashard.tracking import TrackingSettings
+from deltashard.restore.restore import Restored
+from deltashard.save.handle import Commit, SaveHandle, Stats
+from deltashard.state.discovery import TableSettings
+from deltashard.tracking.tracking import TrackingSettings
 
 __all__ = [
     "CheckpointReader",

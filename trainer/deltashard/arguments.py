@@ -2,7 +2,7 @@
 
 Every refusal names the argument, what it takes, and what to do instead. Only what would otherwise be taken silently,
 or fail far from its cause, is checked here. Values that the sidecar knows better (encodings, names of runs) are refused
-by the sidecar, whose words `launchers` hands on.
+by the sidecar, whose words `launcher` hands on.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from deltashard.errors import UserError
-from deltashard.optimstates import views_of
-from deltashard.states import why_unstorable
-from deltashard.tables import canonical_prefixes
+from deltashard.optimizer.optimizer_state import views_of
+from deltashard.state.discovery import canonical_prefixes
+from deltashard.state.value import why_unstorable
 
 RESERVED = "deltashard/"
 """What names of metadata may not begin with."""

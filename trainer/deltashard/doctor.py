@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltashard.contracts import Contract
-from deltashard.loaders import WrappedLoader
-from deltashard.optimizers import innermost
-from deltashard.optimstates import OptimizerView
-from deltashard.states import Source
-from deltashard.tables import canonical_prefixes
-from deltashard.tracking import TrackedTable, Tracking
+from deltashard.loader.wrapped_loader import WrappedLoader
+from deltashard.optimizer.optimizer_state import OptimizerView
+from deltashard.optimizer.whitelist import innermost
+from deltashard.state.contract import Contract
+from deltashard.state.discovery import canonical_prefixes
+from deltashard.state.value import Source
+from deltashard.tracking.tracking import TrackedTable, Tracking
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MOST_NAMES = 8

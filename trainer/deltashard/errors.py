@@ -65,5 +65,5 @@ class FencedError(EnvironmentFault):
 class TakenOver(FencedError):
     """Another workload (Job, JobSet, ...) trains this run now: restarts of this one are refused, too.
 
-    Uncaught, it ends the process with exit code 79 (`exits.EXIT_TAKEN_OVER`).
+    Uncaught, it ends the process with exit code 79 (`exit_code.EXIT_TAKEN_OVER`).
     """

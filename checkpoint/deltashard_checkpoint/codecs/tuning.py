@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deltashard_checkpoint.codecs.decoders import decode_rows
-from deltashard_checkpoint.codecs.encodings import EncodingError, dtype_name, encoding_named, section_bytes
-from deltashard_checkpoint.codecs.quantizers import PLAIN, Search, encode_rows, widened
+from deltashard_checkpoint.codecs.decoder import decode_rows
+from deltashard_checkpoint.codecs.encoding import EncodingError, dtype_name, encoding_named, section_bytes
+from deltashard_checkpoint.codecs.quantizer import PLAIN, Search, encode_rows, widened
 
 SAMPLE_FRACTION = 1e-5
 SAMPLE_ROWS = 4096

@@ -2,7 +2,7 @@
 
 Keys are relative to the store's root (`s3://bucket/prefix`, `file:///dir`, `memory://name`), '/'-separated, ASCII.
 A back-end makes one bounded attempt per call and classifies what went wrong; who retries, how long and how is
-the business of `retries.py` alone. Read-after-write and list-after-write consistency are required.
+the business of `retry.py` alone. Read-after-write and list-after-write consistency are required.
 """
 
 from __future__ import annotations

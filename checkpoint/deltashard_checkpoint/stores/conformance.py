@@ -21,8 +21,8 @@ import pytest
 
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, Store, StoreUnavailable
-from deltashard_checkpoint.stores.keys import BadKey
-from deltashard_checkpoint.stores.probes import probe
+from deltashard_checkpoint.stores.key_rule import BadKey
+from deltashard_checkpoint.stores.probe import probe
 
 
 class StoreTests:

@@ -32,7 +32,7 @@ from deltashard_checkpoint.stores.abc import (
     StoreUnavailable,
     check_size,
 )
-from deltashard_checkpoint.stores.keys import TEMPORARY, BadKey, check_key, check_prefix
+from deltashard_checkpoint.stores.key_rule import TEMPORARY, BadKey, check_key, check_prefix
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}

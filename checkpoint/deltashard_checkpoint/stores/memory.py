@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.stores.abc import Buffer, ObjectExists, ObjectInfo, ObjectNotFound, Store
-from deltashard_checkpoint.stores.keys import check_key, check_prefix
+from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
 
 _named: dict[str, MemoryStore] = {}
 _named_lock = threading.Lock()

@@ -6,11 +6,16 @@ import base64
 from typing import Any
 
 import pytest
-from deltashard_operator import configurations
+from deltashard_operator.kube import webhook_configuration
 
 from tests.unit.charts.helms import CERTIFICATE, NAMESPACE, Document, Rendering, render
 
-SERVICE = {"name": "deltashard-webhook", "namespace": NAMESPACE, "path": configurations.PATH, "port": 443}
+SERVICE = {
+    "name": "deltashard-webhook",
+    "namespace": NAMESPACE,
+    "path": webhook_configuration.PATH,
+    "port": 443,
+}
 EXISTING = {"mode": "existing", "existing": {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}}
 
 
@@ -40,7 +45,7 @@ def test_the_webhook_configuration(failure_policy: str, exempt: tuple[str, ...],
             "webhook": {"failurePolicy": failure_policy, "exemptNamespaces": list(exempt)},
         }
     )
-    assert bare(rendering.find("MutatingWebhookConfiguration")) == configurations.mutating(
+    assert bare(rendering.find("MutatingWebhookConfiguration")) == webhook_configuration.mutating(
         {"service": SERVICE}, failure_policy=failure_policy, exempt=(NAMESPACE, *exempt)
     )
 
@@ -70,7 +75,7 @@ def test_the_validating_policies() -> None:
     """Equal, word for word, where Kubernetes has them."""
     exempt = ("legacy",)
     rendering = render({"webhook": {"exemptNamespaces": list(exempt)}})
-    assert policies(rendering) == by_name(configurations.validating((NAMESPACE, *exempt)))
+    assert policies(rendering) == by_name(webhook_configuration.validating((NAMESPACE, *exempt)))
 
 
 def test_kubernetes_1_29_has_none() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltashard_operator import chart_tests, controller_main, main
+from deltashard_operator import chart_test, controller_main, main
 
 from tests.apiserver import Rest
 from tests.minio import ROOT, wait_for
@@ -187,7 +187,7 @@ def test_flags_are_those_of_the_programs(name: str) -> None:
     readers: dict[str, Callable[[list[str]], Any]] = {
         "deltashard-webhook": lambda argv: main.read_options(argv, {}),
         "deltashard-controller": lambda argv: controller_main.read_options(argv, {}),
-        "deltashard-chart-test": chart_tests.read_options,
+        "deltashard-chart-test": chart_test.read_options,
     }
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     seen = set()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deltashard_operator import configurations
+from deltashard_operator.kube import webhook_configuration
 from kubernetes import client, watch
 
 from tests.apiserver import ApiServer, Rest
@@ -328,7 +328,10 @@ def covers(whole: Any, part: Any) -> bool:
 
 def test_names_are_those_of_the_code() -> None:
     """The webhook's configuration has the name by which the controller patches it."""
-    assert render().find("MutatingWebhookConfiguration")["metadata"]["name"] == configurations.CONFIGURATION
+    assert (
+        render().find("MutatingWebhookConfiguration")["metadata"]["name"]
+        == webhook_configuration.CONFIGURATION
+    )
 
 
 def allowed(http: Rest, account: str, namespace: str, verb: str, resource: str, name: str = "") -> bool:

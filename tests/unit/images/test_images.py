@@ -14,7 +14,8 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
-from deltashard_operator import containers, names
+from deltashard_operator.admission import sidecar_container
+from deltashard_operator.kube import cluster_name
 
 from tests.cluster.published import PUBLISHED, VERSION, Published
 from tests.minio import ROOT
@@ -50,7 +51,7 @@ def test_starts_what_the_cluster_starts(image: Published) -> None:
     """Entry point, user, search path and files of the real image are those that the tests ran in a cluster."""
     stages = dockerfiles.lineage(STAGES, image.target)
     assert dockerfiles.words(dockerfiles.last(stages, "ENTRYPOINT")) == image.entrypoint
-    assert dockerfiles.last(stages, "USER") == f"{names.USER_ID}:{names.USER_ID}"
+    assert dockerfiles.last(stages, "USER") == f"{cluster_name.USER_ID}:{cluster_name.USER_ID}"
     assert dockerfiles.variables(stages)["PATH"].split(":")[0] == "/opt/deltashard/bin"
     copies = [text.split() for text in STAGES[image.target].all("COPY")]
     assert [f"--from={image.target}-environment", "/opt/deltashard", "/opt/deltashard"] in copies
@@ -64,11 +65,11 @@ def test_starts_what_the_cluster_starts(image: Published) -> None:
 def test_the_sidecar_starts_what_injection_says() -> None:
     """The container that the webhook writes names a program of the image, which serves when nothing is said."""
     stages = dockerfiles.lineage(STAGES, "sidecar")
-    assert dockerfiles.words(dockerfiles.last(stages, "ENTRYPOINT")) == (containers.COMMAND,)
+    assert dockerfiles.words(dockerfiles.last(stages, "ENTRYPOINT")) == (sidecar_container.COMMAND,)
     assert dockerfiles.words(dockerfiles.last(stages, "CMD")) == ("serve",)
     scripts = PROJECT["project"]["scripts"]
     (webhook,) = dockerfiles.words(dockerfiles.last(dockerfiles.lineage(STAGES, "operator"), "CMD"))
-    assert {containers.COMMAND, webhook, "deltashard"} <= set(scripts)
+    assert {sidecar_container.COMMAND, webhook, "deltashard"} <= set(scripts)
 
 
 @pytest.mark.parametrize("image", FINAL)

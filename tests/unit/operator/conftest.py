@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 import urllib3
 import yaml
-from deltashard_operator import authorities, configurations, reviews
+from deltashard_operator.fleet import token_review
+from deltashard_operator.kube import webhook_configuration
+from deltashard_operator.tls import authority as authorities
 from kubernetes import client
 
 from tests.apiserver import ApiServer, Authority
 from tests.minio import ROOT, free_port, wait_for
 from tests.unit.operator import samples
-from tests.unit.operator.test_certificates import put
+from tests.unit.operator.tls.test_certificate import put
 
 GROUP = "apiextensions.k8s.io/v1"
 DEFINITIONS = sorted((ROOT / "charts/deltashard/templates/crds").glob("*.yaml"))
@@ -69,9 +71,9 @@ def api(apiserver: ApiServer) -> Iterator[client.ApiClient]:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """An API server on a machine with other work may take longer than a sidecar would wait before it comes again."""
-    monkeypatch.setattr(reviews, "CONNECT_S", 60.0)
-    monkeypatch.setattr(reviews, "READ_S", 60.0)
-    monkeypatch.setattr(reviews, "REVIEW_S", 120.0)
+    monkeypatch.setattr(token_review, "CONNECT_S", 60.0)
+    monkeypatch.setattr(token_review, "READ_S", 60.0)
+    monkeypatch.setattr(token_review, "REVIEW_S", 120.0)
     monkeypatch.setattr(authorities, "TIMEOUT_S", (60.0, 60.0))
 
 
@@ -136,7 +138,7 @@ class WebhookProcess:
         """How the API server reaches it."""
         bundle = b"".join(each.pem for each in authorities or (self.authority,))
         return {
-            "url": f"https://127.0.0.1:{self.port}{configurations.PATH}",
+            "url": f"https://127.0.0.1:{self.port}{webhook_configuration.PATH}",
             "caBundle": base64.b64encode(bundle).decode(),
         }
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import grpc
 import urllib3
 import yaml
-from deltashard_operator import names
+from deltashard_operator.kube import cluster_name
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
@@ -28,7 +28,7 @@ from tests.apiserver import ApiServer, Authority, Rest
 from tests.minio import free_port, wait_for
 from tests.unit.operator import samples
 from tests.unit.operator.reporters import request_token
-from tests.unit.operator.test_certificates import put
+from tests.unit.operator.tls.test_certificate import put
 
 PATIENCE_S = 240.0
 MERGE = "application/merge-patch+json"
@@ -171,8 +171,8 @@ class Cluster:
         **spec: Any,
     ) -> Document:
         """A Job, injected."""
-        notes = {names.POLICY: "default"} | (annotations or {})
-        labels = {names.MANAGED_BY: names.MANAGED_BY_VALUE}
+        notes = {cluster_name.POLICY: "default"} | (annotations or {})
+        labels = {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE}
         container = {"name": "trainer", "image": "train"}
         document = {
             "apiVersion": "batch/v1",
@@ -186,7 +186,7 @@ class Cluster:
             "spec": {
                 "backoffLimit": 20,
                 "template": {
-                    "metadata": {"labels": labels, "annotations": notes | {names.INJECTED: "1"}},
+                    "metadata": {"labels": labels, "annotations": notes | {cluster_name.INJECTED: "1"}},
                     "spec": {"restartPolicy": "Never", "containers": [container]},
                 },
                 **spec,
@@ -202,14 +202,14 @@ class Cluster:
         """A pod of a Job (or of nobody), bound to a node."""
         metadata: Document = {
             "name": name or f"train-{uuid.uuid4().hex[:6]}",
-            "labels": {names.MANAGED_BY: names.MANAGED_BY_VALUE, **labels},
-            "annotations": {names.POLICY: "default", names.INJECTED: "1"},
+            "labels": {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE, **labels},
+            "annotations": {cluster_name.POLICY: "default", cluster_name.INJECTED: "1"},
         }
         if owner is not None:
             found = owner["metadata"]
             metadata["labels"] |= {
-                names.JOB_NAME_LABEL: found["name"],
-                names.JOB_UID_LABEL: found["uid"],
+                cluster_name.JOB_NAME_LABEL: found["name"],
+                cluster_name.JOB_UID_LABEL: found["uid"],
             }
             metadata["ownerReferences"] = [
                 {
@@ -382,7 +382,7 @@ class Sidecar:
         token = request_token(
             cluster.http,
             cluster.namespace,
-            {"audiences": [names.FLEET_AUDIENCE], "expirationSeconds": 3600, "boundObjectRef": bound},
+            {"audiences": [cluster_name.FLEET_AUDIENCE], "expirationSeconds": 3600, "boundObjectRef": bound},
         )
         kind = owner.get("kind", "Pod")
         self._hello = wire.Hello(

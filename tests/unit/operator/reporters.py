@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 import grpc
-from deltashard_operator import names
-from deltashard_operator.fleets import Fleet
-from deltashard_operator.metrics import FleetMetrics
-from deltashard_operator.reports import Heartbeat, Hello, Refused, Unknown
-from deltashard_operator.reviews import Reviewer
+from deltashard_operator.fleet.metric import FleetMetrics
+from deltashard_operator.fleet.service import Fleet
+from deltashard_operator.fleet.sidecar_report import Heartbeat, Hello, Refused, Unknown
+from deltashard_operator.fleet.token_review import Reviewer
+from deltashard_operator.kube import cluster_name
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 
@@ -42,7 +42,7 @@ class Pod:
         assert reply.status == 201, reply.document
         return cls(namespace=namespace, name=name, uid=reply.document["metadata"]["uid"])
 
-    def token(self, rest: Rest, audience: str = names.FLEET_AUDIENCE, seconds: int = 3600) -> str:
+    def token(self, rest: Rest, audience: str = cluster_name.FLEET_AUDIENCE, seconds: int = 3600) -> str:
         """A token as the kubelet would project it."""
         bound = {"apiVersion": "v1", "kind": "Pod", "name": self.name, "uid": self.uid}
         spec = {"audiences": [audience], "expirationSeconds": seconds, "boundObjectRef": bound}

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jsonpatch
-from deltashard_operator import admissions
-from deltashard_operator.annotations import Annotations
-from deltashard_operator.policies import Policy, merged, resolve
+from deltashard_operator.admission import review as admissions
+from deltashard_operator.policy.annotation import Annotations
+from deltashard_operator.policy.workload_policy import Policy, merged, resolve
 
 DEFAULTS: dict[str, Any] = {
     "store": {

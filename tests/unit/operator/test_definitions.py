@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deltashard_operator import policies
+from deltashard_operator.policy import workload_policy
 
 from tests.apiserver import ApiServer, Rest
 
@@ -114,7 +114,7 @@ def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector
     assert reply.status == 201, reply.document
     assert reply.warnings == []  # an unknown field would be pruned with a warning or silently
     assert reply.document["spec"] == GOOD_POLICY
-    assert policies.read("p", reply.document["spec"]).run_as_user is None
+    assert workload_policy.read("p", reply.document["spec"]).run_as_user is None
 
 
 def test_an_empty_policy_is_possible_since_the_default_is_under_it(http: Rest) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from deltashard_operator import names
-from deltashard_operator.annotations import Annotations
-from deltashard_operator.kinds import KINDS
-from deltashard_operator.policies import merged, resolve
+from deltashard_operator.admission.workload_kind import KINDS
+from deltashard_operator.kube import cluster_name
+from deltashard_operator.policy.annotation import Annotations
+from deltashard_operator.policy.workload_policy import merged, resolve
 
 from tests.apiserver import ApiServer, Rest
 from tests.cluster.published import MINIO, PUBLISHED
@@ -45,7 +45,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 MANIFESTS = sorted(EXAMPLES.glob("*.yaml"))
 POLICY = documents(EXAMPLES / "policy.yaml")[0]
-WORKLOADS = [path for path in MANIFESTS if f"{names.POLICY}:" in path.read_text()]
+WORKLOADS = [path for path in MANIFESTS if f"{cluster_name.POLICY}:" in path.read_text()]
 
 
 def _id(path: Path) -> str:
@@ -117,8 +117,8 @@ def pod_of(document: dict[str, Any]) -> dict[str, Any]:
     template = document["spec"]["template"]
     labels = {
         **(template["metadata"].get("labels") or {}),
-        names.JOB_UID_LABEL: UID,
-        names.JOB_NAME_LABEL: document["metadata"]["name"],
+        cluster_name.JOB_UID_LABEL: UID,
+        cluster_name.JOB_NAME_LABEL: document["metadata"]["name"],
     }
     metadata = {**template["metadata"], "labels": labels, "name": f"{document['metadata']['name']}-abcde"}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
@@ -127,7 +127,7 @@ def pod_of(document: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("path", WORKLOADS, ids=_id)
 def test_an_example_is_injected_to_what_is_on_record(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the policy of the examples and the chart's defaults."""
-    monkeypatch.setattr("deltashard_operator.injects.VERSION", "0.1.0")
+    monkeypatch.setattr("deltashard_operator.admission.injection.VERSION", "0.1.0")
     result, golden = injected(path), GOLDEN / f"{path.stem}.out.yaml"
     if os.environ.get("DELTASHARD_GOLDEN") == "write":
         golden.parent.mkdir(exist_ok=True)
@@ -143,7 +143,7 @@ def test_an_example_has_its_line_where_the_table_says(path: Path) -> None:
     found = [place for place in kind.annotate_at if _annotated(manifest, place.split("."))]
     assert found == [kind.annotate_at[0]]
     assert admitted(path)["kind"] == kind.injected_as
-    said = re.findall(rf"{re.escape(names.POLICY)}: (\S+)", path.read_text())
+    said = re.findall(rf"{re.escape(cluster_name.POLICY)}: (\S+)", path.read_text())
     assert said == [POLICY["metadata"]["name"]]
 
 
@@ -165,12 +165,12 @@ def test_images_and_arguments_exist() -> None:
 
 def test_exit_codes_are_those_of_the_trainer() -> None:
     """The rules of the podFailurePolicy, the comments and the scripts speak of the same codes."""
-    from deltashard import exits, signals
+    from deltashard.attach import exit_code, term_signal
 
     manifest = documents(EXAMPLES / "job-pod-failure-policy.yaml")[0]
     rules = manifest["spec"]["podFailurePolicy"]["rules"]
     values = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
-    assert values == {"Ignore": [signals.EXIT_SIGTERM], "FailJob": [2, exits.EXIT_TAKEN_OVER]}
+    assert values == {"Ignore": [term_signal.EXIT_SIGTERM], "FailJob": [2, exit_code.EXIT_TAKEN_OVER]}
     assert manifest["spec"]["podReplacementPolicy"] == "Failed"
     assert manifest["spec"]["template"]["spec"]["restartPolicy"] == "Never"
     job = documents(EXAMPLES / "job.yaml")[0]["spec"]
@@ -178,8 +178,8 @@ def test_exit_codes_are_those_of_the_trainer() -> None:
     assert "podReplacementPolicy" not in job
     assert job["backoffLimit"] > 6, "the default would end a long training"
     for told in (EXAMPLES / "job.yaml").read_text(), (EXAMPLES / "train.py").read_text():
-        assert f"{exits.EXIT_TAKEN_OVER}" in told
-        assert f"{signals.EXIT_SIGTERM}" in told
+        assert f"{exit_code.EXIT_TAKEN_OVER}" in told
+        assert f"{term_signal.EXIT_SIGTERM}" in told
 
 
 def test_the_policy_is_one() -> None:

@@ -13,8 +13,8 @@ import os
 from typing import Any
 
 import pytest
-from deltashard_operator import names
-from deltashard_operator.refusals import CODES
+from deltashard_operator.kube import cluster_name
+from deltashard_operator.policy.refusal import CODES
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -64,7 +64,7 @@ def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
     job = copy.deepcopy(job)
     pod, old = job["spec"]["template"], before["spec"]["template"]
     spec, was = pod["spec"], old["spec"]
-    inits = [c for c in spec["initContainers"] if c["name"] != names.SIDECAR]
+    inits = [c for c in spec["initContainers"] if c["name"] != cluster_name.SIDECAR]
     had_names = {v["name"] for v in was.get("volumes") or []}
     kept = [v for v in spec["volumes"] if v["name"] in had_names or not v["name"].startswith("deltashard-")]
     for key, value in (("initContainers", inits), ("volumes", kept)):
@@ -73,8 +73,8 @@ def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
             del spec[key]
     for container, had in zip(spec["containers"], was["containers"], strict=True):
         for key, ours in (
-            ("env", {"name": names.SOCKET_VARIABLE, "value": names.SOCKET_PATH}),
-            ("volumeMounts", {"name": names.SHM_VOLUME, "mountPath": names.SHM_PATH}),
+            ("env", {"name": cluster_name.SOCKET_VARIABLE, "value": cluster_name.SOCKET_PATH}),
+            ("volumeMounts", {"name": cluster_name.SHM_VOLUME, "mountPath": cluster_name.SHM_PATH}),
         ):
             if container.get(key) != had.get(key):
                 assert container[key] == [*(had.get(key) or []), ours]
@@ -86,7 +86,7 @@ def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
         spec["terminationGracePeriodSeconds"] = 30
     context = was.get("securityContext") or {}
     if not context.get("supplementalGroups") and "fsGroup" not in context:
-        assert spec["securityContext"].pop("supplementalGroups") == [names.USER_ID]
+        assert spec["securityContext"].pop("supplementalGroups") == [cluster_name.USER_ID]
         if "supplementalGroups" in context:
             spec["securityContext"]["supplementalGroups"] = context["supplementalGroups"]
     if spec.get("imagePullSecrets") != was.get("imagePullSecrets"):
@@ -95,8 +95,8 @@ def without_ours(job: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
             spec["imagePullSecrets"] = was["imagePullSecrets"]
     for mine, had in ((pod["metadata"], old["metadata"]), (job["metadata"], before["metadata"])):
         for key, ours in (
-            ("labels", [names.MANAGED_BY, names.RUN_ID]),
-            ("annotations", [names.INJECTED, names.POLICY]),
+            ("labels", [cluster_name.MANAGED_BY, cluster_name.RUN_ID]),
+            ("annotations", [cluster_name.INJECTED, cluster_name.POLICY]),
         ):
             here, there = mine.get(key) or {}, had.get(key) or {}
             for name in ours:
@@ -139,7 +139,9 @@ def check(
     assert "patch" not in again
     assert judge.created(injected) is not None, judge.last_refusal
     inits = [c["name"] for c in injected["spec"]["template"]["spec"]["initContainers"]]
-    assert inits.index(names.SIDECAR) == (inits.index("istio-proxy") + 1 if "istio-proxy" in inits else 0)
+    assert inits.index(cluster_name.SIDECAR) == (
+        inits.index("istio-proxy") + 1 if "istio-proxy" in inits else 0
+    )
 
 
 @pytest.mark.timeout(3600)
@@ -178,7 +180,7 @@ def test_injection_never_crashes(template: dict[str, Any], data: st.DataObject) 
     document = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"annotations": {names.POLICY: "default"}},
+        "metadata": {"annotations": {cluster_name.POLICY: "default"}},
         "spec": {"template": template},
     }
     response = samples.answer(document)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
-from deltashard_operator import names
-from deltashard_operator.kinds import KINDS
+from deltashard_operator.admission.workload_kind import KINDS
+from deltashard_operator.kube import cluster_name
 
 from tests.unit.operator import samples
 
@@ -28,7 +28,7 @@ def _documents(case: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES)
 def test_admission_gives_the_golden_object(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The patch, applied by a library of others, makes the object on record."""
-    monkeypatch.setattr("deltashard_operator.injects.VERSION", "0.1.0")
+    monkeypatch.setattr("deltashard_operator.admission.injection.VERSION", "0.1.0")
     document = _documents(case)[-1]
     response = samples.answer(document)
     assert response["allowed"], response
@@ -51,7 +51,7 @@ def test_the_manifest_has_its_line_where_the_table_says(case: str) -> None:
 
 def _annotated(document: Any, path: list[str]) -> bool:
     if not path:
-        return names.POLICY in (document.get("annotations") or {})
+        return cluster_name.POLICY in (document.get("annotations") or {})
     key, inner = path[0].removesuffix("[]"), (document or {}).get(path[0].removesuffix("[]"))
     if path[0] != key:
         return all(_annotated(each, path[1:]) for each in inner)

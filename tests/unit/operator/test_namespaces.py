@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from deltashard_operator import names
+from deltashard_operator.kube import cluster_name
 
 from tests.apiserver import ApiServer, Rest
 from tests.unit.operator import samples
@@ -27,7 +27,7 @@ def rest(apiserver: ApiServer) -> Iterator[Rest]:
 
 def pod(name: str, **container: Any) -> dict[str, Any]:
     trainer = {"name": "trainer", "image": "train", **container}
-    metadata = {"name": name, "annotations": {names.POLICY: "default"}}
+    metadata = {"name": name, "annotations": {cluster_name.POLICY: "default"}}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [trainer]}}
 
 
@@ -49,7 +49,7 @@ def test_a_restricted_pod_stays_restricted(rest: Rest, tmp_path_factory: pytest.
     namespace = own(tmp_path_factory, rest, RESTRICTED)
     golden = yaml.safe_load((FOLDER / "psa-restricted.in.yaml").read_text())
     document = {"apiVersion": "v1", "kind": "Pod", "spec": golden["spec"]["template"]["spec"]}
-    document["metadata"] = {"name": "restricted", "annotations": {names.POLICY: "default"}}
+    document["metadata"] = {"name": "restricted", "annotations": {cluster_name.POLICY: "default"}}
     assert rest.create(document, namespace, dry_run=True).status == 201
     for policy in ({}, {"sidecar": {"runAsUser": None}}):
         reply = rest.create(injected(document, policy), namespace, dry_run=True)

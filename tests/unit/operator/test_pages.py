@@ -6,9 +6,11 @@ import re
 from typing import Any
 
 import pytest
-from deltashard_operator import annotations, caches, conditions, holders, policies
-from deltashard_operator.kinds import KINDS
-from deltashard_operator.refusals import CODES
+from deltashard_operator.admission import run_holder
+from deltashard_operator.admission.workload_kind import KINDS
+from deltashard_operator.policy import annotation, policy_cache, workload_policy
+from deltashard_operator.policy.refusal import CODES
+from deltashard_operator.run import condition
 
 from tests.minio import ROOT
 from tests.unit.operator import samples
@@ -45,7 +47,7 @@ def test_the_table_of_kinds() -> None:
 def test_the_table_of_annotations() -> None:
     """Every key with what it takes, in the words of its refusal."""
     rows = _rows(WORKLOADS_PAGE, "| annotation |")
-    assert rows == [[f"`{key}`", takes] for key, takes in annotations.TAKES.items()]
+    assert rows == [[f"`{key}`", takes] for key, takes in annotation.TAKES.items()]
 
 
 def test_every_code_has_its_section() -> None:
@@ -102,11 +104,11 @@ REFUSED = {
 def test_the_page_shows_what_is_really_said(code: str) -> None:
     """The example of each section is what a workload like it is answered."""
     if code == "PolicyNotFound":
-        said = policies.not_found("nightly", default=False).sentence
+        said = workload_policy.not_found("nightly", default=False).sentence
     elif code == "PolicyUnavailable":
-        said = caches.unavailable("nightly", "503").sentence
+        said = policy_cache.unavailable("nightly", "503").sentence
     elif code == "RunIdTaken":
-        said = holders._taken("nightly", "Job nightly-29012345").sentence
+        said = run_holder._taken("nightly", "Job nightly-29012345").sentence
     else:
         response = samples.answer(REFUSED[code], {"intervalSeconds": -1} if code == "BadPolicy" else None)
         assert response["status"]["reason"] == code
@@ -117,7 +119,7 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
 def test_every_trouble_of_a_run_is_explained() -> None:
     """The conditions that a CheckpointRun can have, in the controller's order."""
     rows = _rows(TROUBLES_PAGE, "| condition |")
-    assert [row[0] for row in rows] == [f"`{each}`" for each in conditions.TROUBLES]
+    assert [row[0] for row in rows] == [f"`{each}`" for each in condition.TROUBLES]
 
 
 def test_links_lead_somewhere() -> None:

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import deltashard_operator
-from deltashard_operator.controller_metrics import ControllerMetrics
-from deltashard_operator.failures import Cause
-from deltashard_operator.judgements import _EVENTS
-from deltashard_operator.phases import Phase
+from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.run.failure import Cause
+from deltashard_operator.run.judgement import _EVENTS
+from deltashard_operator.run.phase import Phase
 from prometheus_client.metrics_core import Metric
 
 from tests.minio import ROOT

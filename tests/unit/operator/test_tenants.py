@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import urllib3
-from deltashard_checkpoint.logs import RunLog
+from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import AccessDenied
-from deltashard_checkpoint.stores.urls import open_store
-from deltashard_operator import configurations, names
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_operator.kube import cluster_name, webhook_configuration
 from minio import MinioAdmin
 from minio.credentials import StaticProvider
 
@@ -25,8 +25,8 @@ from tests.apiserver import ApiServer, Rest
 from tests.minio import ROOT, MinioServer, wait_for
 from tests.runs import WrittenRun
 from tests.unit.operator import samples
+from tests.unit.operator.admission.test_webhook import has_sidecar, opted, pod, registered
 from tests.unit.operator.conftest import WebhookProcess
-from tests.unit.operator.test_webhooks import has_sidecar, opted, pod, registered
 
 PAGE = (ROOT / "docs" / "kubernetes" / "tenants.md").read_text()
 SECRET = "the-other-teams-key"
@@ -112,7 +112,7 @@ def test_policies_and_secrets_of_another_namespace_are_out_of_reach(teams: Teams
 
     assert reason(policy="theirs") == "PolicyNotFound"
     assert reason(policy=f"{other}/theirs") == "BadAnnotation"
-    for run_id in (f"../{other}/exp", f"{other}/exp", "..", f"$({names.POLICY})"):
+    for run_id in (f"../{other}/exp", f"{other}/exp", "..", f"$({cluster_name.POLICY})"):
         assert reason(run_id=run_id) == "BadAnnotation"
     for bad in (f"{other}/b-keys", "../b-keys"):
         refused = user("POST", policies.replace(other, teams.mine), policy(url="s3://mine-x", secretName=bad))
@@ -131,14 +131,14 @@ def test_anothers_prefix_comes_without_anothers_credentials(teams: Teams) -> Non
         assert teams.user("POST", path, each).status == 201
     try:
         spec, sidecar = teams.sidecar(opted(policy="p"))
-        volume = next(each for each in spec["volumes"] if each["name"] == names.STORE_VOLUME)
+        volume = next(each for each in spec["volumes"] if each["name"] == cluster_name.STORE_VOLUME)
         assert set(volume["secret"]) <= {"secretName", "optional", "defaultMode"}, "of the pod's namespace"
         values = samples.expanded(sidecar, {"metadata.namespace": teams.mine})
         assert values["DELTASHARD_RUN"].startswith(f"{teams.mine}/"), "also under another's URL"
         entry = next(each for each in sidecar["env"] if each["name"] == "POD_NAMESPACE")
         assert entry["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
         spec, sidecar = teams.sidecar(opted(policy="bare"))
-        assert not any(each["name"] == names.STORE_VOLUME for each in spec["volumes"]), (
+        assert not any(each["name"] == cluster_name.STORE_VOLUME for each in spec["volumes"]), (
             "nor the default's Secret"
         )
         assert not any(each["name"].startswith("AWS_") for each in sidecar["env"])
@@ -155,7 +155,7 @@ def test_what_the_webhook_answers_anybody_holds_nothing_secret(
     review = samples.review(document, namespace=teams.other)
     ca = shared_webhook.authority.pem.decode()
     with urllib3.PoolManager(ca_cert_data=ca, retries=False, timeout=60.0) as http:
-        url = f"https://localhost:{shared_webhook.port}{configurations.PATH}"
+        url = f"https://localhost:{shared_webhook.port}{webhook_configuration.PATH}"
         reply = http.request(
             "POST", url, body=json.dumps(review), headers={"Content-Type": "application/json"}
         )

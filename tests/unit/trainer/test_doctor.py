@@ -10,8 +10,8 @@ import pytest
 import torch
 from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import UserError
-from deltashard.savings import Saving
-from deltashard.tracking import Tracking, TrackingSettings
+from deltashard.save.saving import Saving
+from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
 
 GRADIENTS = TrackingSettings(hash_below_bytes=0, audit_rows=0)

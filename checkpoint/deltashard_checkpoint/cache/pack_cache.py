@@ -1,0 +1,266 @@
+"""The local cache of packs: a directory under a byte budget, least recently used packs evicted first.
+
+Every pack this process writes is spooled here, uploaded from here, and stays here as long as there is room, so that a
+restarted container restores without the store. One file a pack, named by the hash of its store key:
+
+    LOCK             POSIX record lock of the one owner (`cache_dir`)
+    {hash}.spool     being filled; debris of a dead owner is removed at start
+    {hash}.pack      whole
+
+The cache is a convenience and never an authority: it survives a restart and trusts nothing of what it finds, because
+whoever reads a frame from it checks the frame's hash and calls `drop` when it is wrong. Pinned packs (being filled or
+uploaded) are never evicted; when pins alone fill the budget, `create` waits for an upload to end, under a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import xxhash
+
+from deltashard_checkpoint.cache import cache_dir
+from deltashard_checkpoint.cache.pack_spool import CacheFull, CacheUnusable, PackSpool, disk_error
+from deltashard_checkpoint.errors import InternalBug
+
+
+@dataclass(slots=True)
+class _Entry:
+    bytes: int
+    pins: int
+
+
+class PackCache:
+    """The packs in `directory`, together at most `budget_bytes`. Safe to use from any thread."""
+
+    def __init__(self, directory: Path, *, budget_bytes: int) -> None:
+        """Take the directory (created if missing); raises `CacheUnusable` when another process owns it."""
+        self.directory = directory
+        self.budget_bytes = budget_bytes
+        self.brought: set[str] = set()
+        """Keys of packs that this process fetched from the store: a restore from them is one from the store."""
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # oldest first
+        self._used_bytes = 0
+        self._changed = threading.Condition()  # re-entrant
+        self._lock_fd = cache_dir.own(directory)
+        try:
+            self._load()
+        except OSError as error:
+            self.close()
+            raise disk_error(error, directory) from error
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all packs, those being filled counted at their full capacity."""
+        with self._changed:
+            return self._used_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that cannot be evicted now."""
+        with self._changed:
+            return sum(entry.bytes for entry in self._entries.values() if entry.pins)
+
+    def create(
+        self,
+        key: str,
+        *,
+        capacity_bytes: int,
+        wait_s: float = 0.0,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> PackSpool:
+        """A new pinned pack file for `key`, with `capacity_bytes` of the budget set aside for it.
+
+        Evicts as needed; where pins leave no room, waits up to `wait_s` for one to end (or for `stopped()`, looked at
+        after `wake`). Raises `CacheFull`.
+        """
+        name = _name(key)
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            if name in self._entries:
+                raise InternalBug(f"pack {key} exists in the cache already: names are never reused")
+            while not self._evict(self.budget_bytes - capacity_bytes):
+                left = deadline - time.monotonic()
+                if left <= 0 or stopped() or capacity_bytes > self.budget_bytes:
+                    raise CacheFull(
+                        f"the cache budget of {self.budget_bytes} bytes is full of packs that are not uploaded yet",
+                        where=str(self.directory),
+                        remedy="is the store reachable? A larger cache budget bridges longer outages",
+                    )
+                self._changed.wait(left)
+            self._entries[name] = _Entry(capacity_bytes, 1)
+            self._used_bytes += capacity_bytes
+        path = self.directory / f"{name}.spool"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            self._forget(name)
+            raise disk_error(error, path) from error
+        return PackSpool(key=key, path=path, fd=fd, capacity_bytes=capacity_bytes, make_room=self._make_room)
+
+    def seal(self, spool: PackSpool) -> None:
+        """The pack is whole: give it its final name and size. It stays pinned until `unpin`."""
+        spool.close()
+        path = self._path(spool.key)
+        with self._changed:
+            entry = self._entries.get(_name(spool.key))
+            if entry is None:
+                spool.path.unlink(missing_ok=True)
+                raise CacheUnusable("the pack was dropped while it was being filled", where=str(spool.path))
+            try:
+                spool.path.rename(path)
+            except OSError as error:
+                raise disk_error(error, path) from error
+            self._used_bytes += spool.size_bytes - entry.bytes
+            entry.bytes = spool.size_bytes
+            self._changed.notify_all()
+
+    def discard(self, spool: PackSpool) -> None:
+        """Give up a pack, sealed or not: its files and its place go. No writes to it may be under way."""
+        with contextlib.suppress(CacheUnusable, CacheFull):
+            spool.close()
+        self.drop(spool.key)
+
+    def unpin(self, key: str) -> None:
+        """The pack is safe in the store: from now on it may be evicted."""
+        with self._changed:
+            entry = self._entries.get(_name(key))
+            if entry is not None:
+                entry.pins -= 1
+                self._evict(self.budget_bytes)
+                self._changed.notify_all()
+
+    def drop(self, key: str) -> None:
+        """Forget a pack and delete its file, pinned or not (its bytes were found wrong, or its cut was given up)."""
+        with self._changed:
+            self._forget(_name(key))
+            for suffix in cache_dir.SUFFIXES:
+                self._path(key).with_suffix(suffix).unlink(missing_ok=True)
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the pack is here (or being filled)."""
+        with self._changed:
+            return _name(key) in self._entries
+
+    def wake(self) -> None:
+        """Let waiting `create` calls look at their `stopped` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @contextmanager
+    def mapped(self, key: str) -> Iterator[memoryview]:
+        """A read-only mapping of a sealed pack; raises `CacheUnusable` when its file is gone."""
+        path = self._path(key)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise disk_error(error, path) from error
+        try:
+            mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        view = memoryview(mapping)
+        try:
+            yield view
+        finally:
+            # The traceback of a put that failed may still hold slices: then the mapping goes when that does. Raising
+            # here would hide why the put failed.
+            with contextlib.suppress(BufferError):
+                view.release()
+                mapping.close()
+
+    def read_into(self, key: str, offset: int, out: memoryview) -> bool:
+        """Fill `out` from the cached pack; False when it is not there or too short. The bytes are not verified."""
+        name = _name(key)
+        with self._changed:
+            if name not in self._entries:
+                return False
+            recent = next(reversed(self._entries)) == name
+            self._entries.move_to_end(name)
+            try:  # once opened, eviction cannot take the bytes away
+                fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                return False
+        try:
+            if not recent:
+                os.utime(fd)  # the order survives a restart
+            while out:
+                n = os.preadv(fd, [out], offset)
+                if n == 0:
+                    return False
+                out = out[n:]
+                offset += n
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    def close(self) -> None:
+        """Give the directory up; its packs stay for the next owner."""
+        if self._lock_fd >= 0:
+            cache_dir.disown(self.directory, self._lock_fd)
+            self._lock_fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _load(self) -> None:
+        found: list[tuple[float, str, int]] = []
+        for path in self.directory.iterdir():
+            if path.suffix == ".spool":
+                path.unlink(missing_ok=True)
+            elif path.suffix == ".pack":
+                stat = path.stat()
+                found.append((stat.st_mtime, path.stem, stat.st_size))
+        with self._changed:
+            for _, name, size in sorted(found):
+                self._entries[name] = _Entry(size, 0)
+                self._used_bytes += size
+            self._evict(self.budget_bytes)
+
+    def _evict(self, down_to_bytes: int) -> bool:
+        """Evict unpinned packs, oldest first, until at most `down_to_bytes` are used; whether that was reached."""
+        if self._used_bytes > down_to_bytes:
+            for name in [name for name, entry in self._entries.items() if not entry.pins]:
+                self._used_bytes -= self._entries.pop(name).bytes
+                (self.directory / f"{name}.pack").unlink(missing_ok=True)
+                if self._used_bytes <= down_to_bytes:
+                    break
+        return self._used_bytes <= down_to_bytes
+
+    def _make_room(self) -> bool:
+        """The disk is full before the budget is: evict one pack; False when there is none."""
+        with self._changed:
+            before = len(self._entries)
+            self._evict(self._used_bytes - 1)
+            return len(self._entries) < before
+
+    def _forget(self, name: str) -> None:
+        with self._changed:
+            entry = self._entries.pop(name, None)
+            if entry is not None:
+                self._used_bytes -= entry.bytes
+            self._changed.notify_all()
+
+    def _path(self, key: str) -> Path:
+        return self.directory / f"{_name(key)}.pack"
+
+
+def _name(key: str) -> str:
+    return xxhash.xxh3_128_hexdigest(key.encode())

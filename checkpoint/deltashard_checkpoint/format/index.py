@@ -1,0 +1,342 @@
+"""The index of a part: which frames lie where in which packs. Protobuf outside, frozen dataclasses inside.
+
+An index is put after all its packs and before the log entry. Its name carries the hash of its bytes, and it carries
+the hash of every frame, so whoever has the log entry can check all that hangs from it. Reading it back is strict:
+nothing an index says reaches a plan before it was checked against the packs, tables and limits of the format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+from deltashard_proto.v1 import index_pb2
+from google.protobuf.message import DecodeError
+
+from deltashard_checkpoint.cache import pack_spool
+from deltashard_checkpoint.codecs import encoding
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.format import element_type, object_key
+from deltashard_checkpoint.format import frame as frames
+from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+
+FORMAT = 1
+MAX_INDEX_BYTES = 1 << 30
+_MAX_NAME = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """One pack object of the part."""
+
+    key: str
+    """Relative to the run's root."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A frame and where it lies."""
+
+    pack: int
+    """Position in `Index.packs`."""
+    offset: int
+    info: FrameInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """What one rank stored for one cut, or a compaction for one checkpoint."""
+
+    run: str
+    attempt: int
+    cut: int
+    step: int
+    rank: int
+    token: str
+    tables: tuple[TableSchema, ...]
+    packs: tuple[Pack, ...]
+    places: tuple[Place, ...]
+    boxes: tuple[Box, ...]
+    covers: int | None
+    raw_bytes: int
+    """Of rows and blobs before encoding."""
+
+    @property
+    def rows(self) -> int:
+        """Rows in all row frames (a row in two column shards counts twice)."""
+        return sum(p.info.rows for p in self.places if p.info.kind is FrameKind.ROWS)
+
+    @property
+    def encodings(self) -> tuple[str, ...]:
+        """Encodings that occur, sorted."""
+        return tuple(sorted({p.info.encoding for p in self.places if p.info.encoding}))
+
+    @property
+    def blobs(self) -> dict[str, int]:
+        """Bytes of every blob by name."""
+        return {p.info.name: p.info.blob_bytes for p in self.places if p.info.kind is FrameKind.BLOB}
+
+
+def encode_index(index: Index) -> bytes:
+    """The stored bytes: the same for equal indexes."""
+    message = index_pb2.Index(
+        format=FORMAT,
+        run=index.run,
+        attempt=index.attempt,
+        cut=index.cut,
+        step=index.step,
+        rank=index.rank,
+        token=index.token,
+        tables=[table_message(table) for table in index.tables],
+        packs=[index_pb2.Pack(key=pack.key, bytes=pack.bytes) for pack in index.packs],
+        boxes=[box_message(box) for box in index.boxes],
+        covers=index.covers,
+        raw_bytes=index.raw_bytes,
+    )
+    positions = {table.fqn: i for i, table in enumerate(index.tables)}
+    for place in index.places:
+        message.frames.append(frame_message(place.info, table=positions.get(place.info.table, 0)))
+        message.frames[-1].pack = place.pack
+        message.frames[-1].offset = place.offset
+    return message.SerializeToString(deterministic=True)
+
+
+def digest_hex(data: bytes) -> str:
+    """The hash that an index's name carries: xxh3-128 of its bytes, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def decode_index(data: bytes, *, key: str, run: str) -> Index:
+    """The index stored under `key` (relative to the root of `run`), checked against its name and itself.
+
+    Raises `CorruptObject`, `ForeignObject` (of another run, attempt, cut or rank) or `UnsupportedVersion`.
+    """
+    name = object_key.parse_index_key(key)
+    if len(data) > MAX_INDEX_BYTES:
+        raise CorruptObject(f"an index of {len(data)} bytes", where=key)
+    if digest_hex(data) != name.xxh3:
+        raise CorruptObject("an index does not match the hash in its name", where=key)
+    index = parse_index(data, where=key)
+    if index.run != run:
+        raise ForeignObject(f"index of run {index.run!r}, not {run!r}", where=key)
+    here = (index.token,) if name.attempt is None else (index.token, index.attempt, index.cut, index.rank)
+    named = (name.token,) if name.attempt is None else (name.token, name.attempt, name.cut, name.rank)
+    if here != named:
+        raise ForeignObject(f"index of (token, attempt, cut, rank) {here}", where=key)
+    compact = name.attempt is None
+    for pack in index.packs:
+        parsed = object_key.parse_pack_key(pack.key)
+        if (parsed.token, parsed.attempt, parsed.cut, parsed.rank) != (
+            index.token,
+            *((None, None, None) if compact else (index.attempt, index.cut, index.rank)),
+        ):
+            raise ForeignObject(f"index names a pack of another part: {pack.key}", where=key)
+    return index
+
+
+def parse_index(data: bytes, *, where: str = "") -> Index:
+    """The index in `data`, checked in itself only; raises `CorruptObject` or `UnsupportedVersion`."""
+    try:
+        message = index_pb2.Index.FromString(data)
+    except (DecodeError, ValueError) as error:
+        raise CorruptObject(f"index is not protobuf: {error}", where=where) from None
+    if message.format > FORMAT:
+        raise UnsupportedVersion(
+            f"index of format {message.format}, this library reads {FORMAT}",
+            where=where,
+            remedy="update deltashard",
+        )
+    try:
+        return _checked(message)
+    except CorruptObject as error:
+        raise CorruptObject(f"index: {error.what}", where=where) from None
+
+
+def table_message(table: TableSchema) -> index_pb2.TableSchema:
+    """The protobuf form of a schema."""
+    return index_pb2.TableSchema(
+        fqn=table.fqn,
+        rows=table.rows,
+        columns=table.columns,
+        dtype=table.dtype,
+        fields=[
+            index_pb2.FieldSpec(name=f.name, pointwise=f.kind == "pointwise", dtype=f.dtype)
+            for f in table.fields
+        ],
+    )
+
+
+def table_of(message: index_pb2.TableSchema) -> TableSchema:
+    """A schema from its protobuf form; raises `CorruptObject` for what no table can be."""
+    fields = tuple(
+        FieldSpec(name=_name(f.name, "field"), kind="pointwise" if f.pointwise else "rowwise", dtype=f.dtype)
+        for f in message.fields
+    )
+    if len({f.name for f in fields}) != len(fields) or not all(
+        element_type.is_known(f.dtype) for f in fields
+    ):
+        raise CorruptObject(f"fields of table {message.fqn[:80]!r} are no fields")
+    if not 0 < message.columns <= encoding.MAX_COLUMNS or not 0 < message.rows <= frames.MAX_TABLE_ROWS:
+        raise CorruptObject(f"table {message.fqn[:80]!r} of shape [{message.rows}, {message.columns}]")
+    if message.dtype not in element_type.WEIGHT_DTYPES:
+        raise CorruptObject(f"table {message.fqn[:80]!r} of type {message.dtype[:40]!r}")
+    return TableSchema(
+        fqn=_name(message.fqn, "table"),
+        rows=message.rows,
+        columns=message.columns,
+        dtype=message.dtype,
+        fields=fields,
+    )
+
+
+def box_message(box: Box) -> index_pb2.Box:
+    """The protobuf form of a box."""
+    return index_pb2.Box(
+        table=box.table,
+        row_start=box.row_start,
+        row_stop=box.row_stop,
+        col_start=box.col_start,
+        col_stop=box.col_stop,
+    )
+
+
+def box_of(message: index_pb2.Box) -> Box:
+    """A box from its protobuf form; raises `CorruptObject` when it is empty or reversed."""
+    if message.row_start >= message.row_stop or message.col_start >= message.col_stop:
+        raise CorruptObject(f"box of table {message.table[:80]!r} is empty or reversed")
+    return Box(
+        table=message.table,
+        row_start=message.row_start,
+        row_stop=message.row_stop,
+        col_start=message.col_start,
+        col_stop=message.col_stop,
+    )
+
+
+def frame_message(info: FrameInfo, *, table: int = 0) -> index_pb2.Frame:
+    """The protobuf form of a frame's description; `pack` and `offset` are the caller's to set."""
+    return index_pb2.Frame(
+        kind=index_pb2.FrameKind.Name(int(info.kind)),
+        length=info.length,
+        xxh3_128=info.digest,
+        step=info.step,
+        table=table,
+        row_min=info.row_min,
+        row_max=info.row_max,
+        rows=info.rows,
+        col_start=info.col_start,
+        col_stop=info.col_stop,
+        encoding=info.encoding,
+        name=info.name,
+        blob_offset=info.blob_offset,
+        blob_bytes=info.blob_bytes,
+    )
+
+
+def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> FrameInfo:
+    """A frame's description from its protobuf form, checked; raises `CorruptObject`."""
+    m = message
+    if m.kind not in (1, 2, 3):
+        raise CorruptObject(f"frame of unknown kind {m.kind}")
+    kind = FrameKind(m.kind)
+    if not frames.HEADER_BYTES < m.length <= frames.MAX_FRAME_BYTES or m.length % frames.ALIGN:
+        raise CorruptObject(f"a frame cannot be {m.length} bytes long")
+    if len(m.xxh3_128) != 16:
+        raise CorruptObject("a frame's hash has not 16 bytes")
+    if kind is FrameKind.BLOB:
+        if m.table or m.row_min or m.row_max or m.rows or m.col_start or m.col_stop or m.encoding:
+            raise CorruptObject("a blob frame claims rows")
+        if m.blob_bytes > frames.MAX_BLOB_BYTES or m.blob_offset > m.blob_bytes:
+            raise CorruptObject(f"blob chunk at {m.blob_offset} of {m.blob_bytes} bytes")
+        return FrameInfo(
+            kind=kind, length=m.length, digest=m.xxh3_128, step=m.step, name=_name(m.name, "blob"),
+            blob_offset=m.blob_offset, blob_bytes=m.blob_bytes,
+        )  # fmt: skip
+    if m.name or m.blob_offset or m.blob_bytes:
+        raise CorruptObject("a row frame claims a blob")
+    if m.table >= len(tables):
+        raise CorruptObject(f"frame of table {m.table} of {len(tables)}")
+    table = tables[m.table]
+    if not (m.row_min <= m.row_max < table.rows and m.col_start < m.col_stop <= table.columns):
+        raise CorruptObject(
+            f"frame of rows {m.row_min} to {m.row_max}, columns {m.col_start}:{m.col_stop} lies outside its table "
+            f"{table.fqn} [{table.rows}, {table.columns}]"
+        )
+    if not 1 <= m.rows <= min(frames.MAX_ROWS, m.row_max - m.row_min + 1):
+        raise CorruptObject(f"{m.rows} rows between {m.row_min} and {m.row_max}")
+    if (m.encoding in frames.ENCODING_CODES) is not (kind is FrameKind.ROWS) or (
+        m.encoding and kind is FrameKind.TOMBSTONE
+    ):
+        raise CorruptObject(f"encoding {m.encoding[:40]!r} of a {kind.name.lower()} frame")
+    return FrameInfo(
+        kind=kind, length=m.length, digest=m.xxh3_128, step=m.step, table=table.fqn, row_min=m.row_min,
+        row_max=m.row_max, rows=m.rows, col_start=m.col_start, col_stop=m.col_stop, encoding=m.encoding,
+    )  # fmt: skip
+
+
+def _checked(message: index_pb2.Index) -> Index:
+    if message.format != FORMAT:
+        raise CorruptObject("it names no format")
+    tables = tuple(table_of(table) for table in message.tables)
+    shapes = {table.fqn: table for table in tables}
+    if len(shapes) != len(tables):
+        raise CorruptObject("a table occurs twice")
+    boxes = tuple(box_of(box) for box in message.boxes)
+    for box in boxes:
+        table = shapes.get(box.table)
+        if table is None or box.row_stop > table.rows or box.col_stop > table.columns:
+            raise CorruptObject(f"box of {box.table[:80]!r} lies outside its table")
+    stored = tuple(Pack(key=pack.key, bytes=pack.bytes) for pack in message.packs)
+    if len({pack.key for pack in stored}) != len(stored):
+        raise CorruptObject("a pack occurs twice")
+    for pack in stored:
+        object_key.parse_pack_key(pack.key)
+        if not 0 < pack.bytes <= pack_spool.MAX_PACK_BYTES:
+            raise CorruptObject(f"pack of {pack.bytes} bytes")
+    places = []
+    for frame in message.frames:
+        if frame.pack >= len(stored):
+            raise CorruptObject(f"frame in pack {frame.pack} of {len(stored)}")
+        places.append(Place(pack=frame.pack, offset=frame.offset, info=frame_info(frame, tables)))
+    _check_places(places, stored)
+    return Index(
+        run=message.run,
+        attempt=message.attempt,
+        cut=message.cut,
+        step=message.step,
+        rank=message.rank,
+        token=message.token,
+        tables=tables,
+        packs=stored,
+        places=tuple(places),
+        boxes=boxes,
+        covers=message.covers if message.HasField("covers") else None,
+        raw_bytes=message.raw_bytes,
+    )
+
+
+def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:
+    """Frames lie inside their packs and do not overlap; chunks of one blob agree on its size."""
+    pack, end = -1, 0
+    for place in sorted(places, key=lambda p: (p.pack, p.offset)):
+        if place.pack != pack:
+            pack, end = place.pack, 0
+        if place.offset % frames.ALIGN or place.offset < end:
+            raise CorruptObject(f"frames overlap or are not aligned at {place.offset} in pack {pack}")
+        end = place.offset + place.info.length
+        if end > stored[pack].bytes:
+            raise CorruptObject(f"frame ends at {end}, its pack at {stored[pack].bytes}")
+    sizes: dict[str, int] = {}
+    for place in places:
+        if place.info.kind is FrameKind.BLOB:
+            size = sizes.setdefault(place.info.name, place.info.blob_bytes)
+            if size != place.info.blob_bytes:
+                raise CorruptObject(f"chunks of blob {place.info.name[:80]!r} disagree on its size")
+
+
+def _name(text: str, what: str) -> str:
+    if not 0 < len(text.encode()) <= _MAX_NAME:
+        raise CorruptObject(f"{what} without a name, or with too long a one")
+    return text

@@ -1,0 +1,313 @@
+"""The typed tree: how everything that is not a table row is stored, without pickle.
+
+    header (32 B) | structure | 0.. | leaf | 0.. | leaf | ...      every leaf at a multiple of 64 bytes
+
+The structure is one node after another, depth first: a tag byte, then lengths as varints and small values inline.
+Arrays and `Tensor`s put only their type and shape there; their raw bytes follow as leaves, in the order of their
+nodes, so that encoding copies no tensor (`EncodedTree` is a list of buffers) and decoding is a view. Python's own
+types come back as they were: tuples as tuples, int keys as ints, ints of any size, dicts in their order. Sets are
+sorted by their elements' encoding, hence equal trees have equal bytes. What is not in the table is refused, by path:
+enums, dataclasses and other classes would need pickle to come back. `adapt` and `untag` let a caller (the trainer,
+for torch's types) map its own leaf types through `Tensor` and `Tagged`.
+
+Decoding trusts nothing: every count and length is checked against the bytes that are left before anything is built.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltashard_checkpoint.errors import CorruptObject, UnsupportedVersion, UserError
+from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.tree_decoder import (
+    ALIGN,
+    FACTORIES,
+    HEADER,
+    MAGIC,
+    MAX_DEPTH,
+    MAX_DIMS,
+    NUMPY_TYPE,
+    VERSION,
+    Reader,
+    Tagged,
+    Tensor,
+    aligned,
+)
+
+__all__ = ["EncodedTree", "Tagged", "Tensor", "UnsupportedValue", "decode", "encode"]
+_FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
+
+
+class UnsupportedValue(UserError):
+    """A value of the tree is of a type that cannot be stored; the message names its path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedTree:
+    """The encoding as a list of buffers that together are `total_bytes` long; leaves refer to the caller's memory."""
+
+    buffers: tuple[memoryview, ...]
+    total_bytes: int
+
+    def copy_into(self, offset: int, out: memoryview) -> None:
+        """Fill `out` with bytes [offset, offset + len(out)) of the encoding."""
+        if offset < 0 or offset + len(out) > self.total_bytes:
+            raise ValueError(f"[{offset}, {offset + len(out)}) of {self.total_bytes} bytes")
+        filled = 0
+        for buffer in self.buffers:
+            if filled == len(out):
+                break
+            if offset >= len(buffer):
+                offset -= len(buffer)
+                continue
+            piece = buffer[offset : offset + len(out) - filled]
+            out[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            offset = 0
+
+    def to_bytes(self) -> bytes:
+        """The encoding in one piece (copies)."""
+        return b"".join(self.buffers)
+
+
+def encode(tree: object, *, adapt: Callable[[object], object] | None = None) -> EncodedTree:
+    """Encode `tree`; raises `UnsupportedValue` naming the path of the first value that cannot be stored.
+
+    `adapt` is asked for every value whose exact type is not in the codec: it returns a value that is (or contains)
+    such types, for example a `Tensor` or a `Tagged`, or `NotImplemented`. Tensor data is not copied: the buffers
+    refer to the caller's memory until they have been written.
+    """
+    writer = _Writer(adapt)
+    writer.node(tree)
+    structure = writer.out
+    start = aligned(HEADER.size + len(structure))
+    buffers: list[memoryview] = []
+    at = start
+    for leaf in writer.leaves:
+        buffers.append(leaf)
+        at += len(leaf)
+        if padding := -at % ALIGN:
+            buffers.append(memoryview(bytes(padding)))
+            at += padding
+    header = HEADER.pack(MAGIC, VERSION, len(structure), at, len(writer.leaves), 0)
+    head = header + bytes(structure) + bytes(start - HEADER.size - len(structure))
+    return EncodedTree(buffers=(memoryview(head), *buffers), total_bytes=at)
+
+
+def decode(
+    buffer: bytes | bytearray | memoryview,
+    *,
+    tensor: Callable[[Tensor], object] | None = None,
+    untag: Callable[[str, Any], object] | None = None,
+) -> Any:
+    """The tree in `buffer`, which must be exactly one encoding.
+
+    numpy arrays are copies; a `Tensor`'s data is a view of `buffer` (given to `tensor`, whose result takes its place).
+    Raises `UnsupportedVersion` or `CorruptObject`; nothing is allocated that `buffer` does not back.
+    """
+    view = memoryview(buffer).cast("B")
+    if len(view) < HEADER.size:
+        raise CorruptObject(f"{len(view)} bytes are too few for a tree")
+    magic, version, structure_bytes, total_bytes, leaves, zero = HEADER.unpack_from(view)
+    if magic != MAGIC:
+        raise CorruptObject("not a tree: wrong magic")
+    if version != VERSION:
+        raise UnsupportedVersion(
+            f"tree of version {version}, this library reads {VERSION}", remedy="update deltashard"
+        )
+    start = aligned(HEADER.size + structure_bytes)
+    if total_bytes != len(view) or start > total_bytes or zero != 0:
+        raise CorruptObject(
+            f"tree of {total_bytes} bytes with {structure_bytes} of structure in {len(view)} bytes"
+        )
+    reader = Reader(view, HEADER.size + structure_bytes, start, tensor, untag)
+    tree = reader.node(0)
+    if reader.at != reader.end or reader.leaf_at != len(view) or reader.leaves != leaves:
+        raise CorruptObject("tree has bytes or leaves that no node names")
+    if any(view[reader.end : start]):
+        raise CorruptObject("padding is not zero")
+    return tree
+
+
+class _Writer:
+    def __init__(self, adapt: Callable[[object], object] | None) -> None:
+        self.out = bytearray()
+        self.leaves: list[memoryview] = []
+        self._adapt = adapt
+        self._path: list[str] = []
+        self._keys = 0  # > 0 inside dict keys and set elements, where arrays cannot be
+
+    def fail(self, what: str, remedy: str = "") -> UnsupportedValue:
+        return UnsupportedValue(f"state{''.join(self._path)}: {what}", remedy=remedy)
+
+    def node(self, value: Any) -> None:
+        if len(self._path) > MAX_DEPTH:
+            raise self.fail(f"nested deeper than {MAX_DEPTH} (a cycle?)")
+        kind = type(value)
+        if value is None:
+            self.out += b"N"
+        elif kind is bool:
+            self.out += b"T" if value else b"F"
+        elif kind is int:
+            self.out += b"i"
+            self.integer(value)
+        elif kind is float:
+            self.out += b"f" + struct.pack("<d", value)
+        elif kind is complex:
+            self.out += b"c" + struct.pack("<dd", value.real, value.imag)
+        elif kind is str:
+            self.out += b"s"
+            self.text(value)
+        elif kind in _BYTES_TAGS:
+            self.out += _BYTES_TAGS[kind]
+            self.raw(value)
+        elif kind in _SEQUENCE_TAGS:
+            self.out += _SEQUENCE_TAGS[kind]
+            self.sequence(value)
+        elif kind is deque:
+            self.out += b"q"
+            self.varint(0 if value.maxlen is None else value.maxlen + 1)
+            self.sequence(value)
+        elif kind in _MAPPING_TAGS:
+            self.out += _MAPPING_TAGS[kind]
+            self.mapping(value)
+        elif kind is defaultdict:
+            if value.default_factory not in _FACTORY_NAMES:
+                raise self.fail(
+                    f"defaultdict with factory {value.default_factory!r} would need pickle",
+                    f"use one of {', '.join(filter(None, FACTORIES))}, or store dict(...)",
+                )
+            self.out += b"D"
+            self.text(_FACTORY_NAMES[value.default_factory])
+            self.mapping(value)
+        elif kind in _SET_TAGS:
+            self.out += _SET_TAGS[kind]
+            self.set_of(value)
+        elif kind is range:
+            self.out += b"r"
+            for number in (value.start, value.stop, value.step):
+                self.integer(number)
+        elif kind is np.ndarray:
+            self.array(value)
+        elif isinstance(value, np.generic):
+            self.out += b"g"
+            self.numpy_type(value.dtype)
+            self.out += value.tobytes()
+        elif kind is Tensor:
+            self.tensor(value)
+        elif kind is Tagged:
+            self.out += b"G"
+            self.text(value.tag)
+            self._path.append(f".<{value.tag}>")
+            self.node(value.value)
+            self._path.pop()
+        else:
+            self.foreign(value)
+
+    def foreign(self, value: object) -> None:
+        replacement = NotImplemented if self._adapt is None else self._adapt(value)
+        if replacement is NotImplemented or type(replacement) is type(value):
+            kind = type(value)
+            raise self.fail(
+                f"a {kind.__module__}.{kind.__qualname__} cannot be stored without pickle",
+                "give plain values (dict, list, tuple, numbers, str, bytes, arrays, tensors), for example by "
+                "state_dict() or .value, or a (get, set) pair",
+            )
+        self._path.append("")  # a chain of replacements counts as depth
+        self.node(replacement)
+        self._path.pop()
+
+    def varint(self, value: int) -> None:
+        while value > 0x7F:
+            self.out.append(value & 0x7F | 0x80)
+            value >>= 7
+        self.out.append(value)
+
+    def raw(self, value: bytes | bytearray) -> None:
+        self.varint(len(value))
+        self.out += value
+
+    def text(self, value: str) -> None:
+        self.raw(value.encode("utf-8", "surrogatepass"))
+
+    def integer(self, value: int) -> None:
+        self.raw(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+    def sequence(self, values: Iterable[Any]) -> None:
+        items = tuple(values)
+        self.varint(len(items))
+        for i, item in enumerate(items):
+            self._path.append(f"[{i}]")
+            self.node(item)
+            self._path.pop()
+
+    def mapping(self, values: Mapping[Any, Any]) -> None:
+        items = tuple(values.items())
+        self.varint(len(items))
+        for key, item in items:
+            self._path.append(f"[{key!r:.60}]")
+            self._keys += 1
+            self.node(key)
+            self._keys -= 1
+            self.node(item)
+            self._path.pop()
+
+    def set_of(self, values: Iterable[Any]) -> None:
+        whole, encodings = self.out, []
+        self._keys += 1
+        for item in tuple(values):
+            self.out = bytearray()
+            self._path.append(f"{{{item!r:.60}}}")
+            self.node(item)
+            self._path.pop()
+            encodings.append(bytes(self.out))
+        self._keys -= 1
+        self.out = whole
+        self.varint(len(encodings))
+        self.out += b"".join(sorted(encodings))
+
+    def numpy_type(self, dtype: np.dtype[Any]) -> None:
+        if dtype.hasobject or NUMPY_TYPE.fullmatch(dtype.str) is None or dtype.itemsize == 0:
+            raise self.fail(
+                f"numpy type {dtype} cannot be stored", "use plain numbers, bool, bytes, str or datetime"
+            )
+        self.text(dtype.str)
+
+    def array(self, value: npt.NDArray[Any]) -> None:
+        self.out += b"a"
+        self.numpy_type(value.dtype)
+        self.leaf(value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+    def tensor(self, value: Tensor) -> None:
+        if not element_type.is_known(value.dtype):
+            raise self.fail(f"tensor type {value.dtype!r} cannot be stored")
+        data = np.frombuffer(value.data, np.uint8) if memoryview(value.data).nbytes else np.empty(0, np.uint8)
+        if data.size != math.prod(value.shape) * element_type.by_name(value.dtype).itemsize_bytes:
+            raise self.fail(f"{data.size} bytes for a {value.dtype} tensor of shape {value.shape}")
+        self.out += b"x"
+        self.text(value.dtype)
+        self.leaf(value.shape, data)
+
+    def leaf(self, shape: tuple[int, ...], data: npt.NDArray[np.uint8]) -> None:
+        if self._keys:
+            raise self.fail("an array cannot be a dict key or a set element")
+        if len(shape) > MAX_DIMS:
+            raise self.fail(f"{len(shape)} dimensions, at most {MAX_DIMS} can be stored")
+        self.varint(len(shape))
+        for size in shape:
+            self.varint(size)
+        self.leaves.append(data.data if data.size else memoryview(b""))
+
+
+_BYTES_TAGS: dict[type, bytes] = {bytes: b"b", bytearray: b"y"}
+_SEQUENCE_TAGS: dict[type, bytes] = {list: b"l", tuple: b"t"}
+_MAPPING_TAGS: dict[type, bytes] = {dict: b"d", OrderedDict: b"O", Counter: b"C"}
+_SET_TAGS: dict[type, bytes] = {set: b"S", frozenset: b"Z"}

@@ -1,0 +1,235 @@
+"""From a checkpoint to the parts that restore it: `covers` followed per part, box by box.
+
+A part that covers checkpoint c holds, for its boxes, every row changed since c; the rest of those boxes is whatever c
+restores there. So a chain is a walk: at checkpoint s every wanted box is cut among the parts of s, and the piece
+that fell to a part goes on to the checkpoint that part covers, until baselines are reached. Ranks may have learnt
+of commits at different times, so two parts of one checkpoint may walk different ways. Log order plays no part.
+
+A live `compact` entry of s stands in for the parts of s, and ends the walk there.
+
+The lineage of an attempt is what it may cover: its own checkpoints, then the one it resumed from and that one's
+lineage. A checkpoint of a branch that was left (fallback, time travel) is in the log, but not in the lineage.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.format.schema import Box
+from deltashard_checkpoint.log.entry import Part
+from deltashard_checkpoint.log.run_state import RunState
+
+
+class CheckpointNotFound(UserError):
+    """No live checkpoint answers to the seq, step or pin that was asked for."""
+
+
+class ChainIncomplete(FormatError):
+    """Some wanted box is held by no part of the chain: restoring it would leave rows that nobody loaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainLink:
+    """One index to read: `boxes` are the pieces of the wanted boxes for which this part, of checkpoint `seq`, speaks.
+
+    Within those boxes an older link only fills rows (and columns) that no newer link has provided.
+    """
+
+    seq: int
+    part: Part
+    boxes: tuple[Box, ...]
+
+
+def parts_of(state: RunState, seq: int) -> tuple[Part, ...]:
+    """The parts checkpoint `seq` is read from: its compaction's if it has one. Blobs are read from these and no older.
+
+    Raises `CheckpointNotFound`.
+    """
+    entry = state.checkpoints.get(seq)
+    if entry is None:
+        raise CheckpointNotFound(
+            f"no live checkpoint {seq}",
+            where=f"run {state.run}",
+            remedy=f"live are {_some(state.checkpoints)}",
+        )
+    compact = state.compactions.get(seq)
+    return entry.parts if compact is None else compact.parts
+
+
+def live_prefixes(state: RunState) -> frozenset[str]:
+    """Prefixes that some live checkpoint may read."""
+    return frozenset(part.prefix for seq in state.checkpoints for part in parts_of(state, seq))
+
+
+def chain(
+    state: RunState, seq: int, boxes: Iterable[Box] | None = None, *, strict: bool = True
+) -> tuple[ChainLink, ...]:
+    """The links that restore `boxes` (None: all boxes) of checkpoint `seq`, newest first.
+
+    Raises `CheckpointNotFound`, and `ChainIncomplete` when a wanted box is held by nobody. With `strict` false boxes
+    the checkpoint itself does not have (a grown or new table) are left out instead: `missing` tells which.
+    """
+    parts = parts_of(state, seq)
+    wanted = [box for part in parts for box in part.boxes] if boxes is None else list(boxes)
+    links: list[ChainLink] = []
+    pending: dict[int, list[Box]] = {seq: wanted}
+    queue = [-seq]
+    while queue:
+        at = -heapq.heappop(queue)
+        rest: list[Box] = pending.pop(at)
+        for part in parts_of(state, at):
+            mine, rest = _split(rest, part.boxes)
+            if not mine and not (at == seq and boxes is None):
+                continue
+            links.append(ChainLink(seq=at, part=part, boxes=tuple(mine)))
+            if part.covers is not None and mine:
+                if part.covers not in pending:
+                    pending[part.covers] = []
+                    heapq.heappush(queue, -part.covers)
+                pending[part.covers].extend(mine)
+        if rest and (strict or at != seq):
+            raise ChainIncomplete(
+                f"checkpoint {seq} is incomplete: {_describe(rest)} is held by no part of checkpoint {at}",
+                where=f"run {state.run}",
+                remedy="restore another checkpoint, or only the boxes it has",
+            )
+    return tuple(links)
+
+
+def missing(state: RunState, seq: int, boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """The pieces of `boxes` that checkpoint `seq` does not have."""
+    rest = list(boxes)
+    for part in parts_of(state, seq):
+        _, rest = _split(rest, part.boxes)
+    return tuple(rest)
+
+
+def closure(state: RunState, seqs: Iterable[int]) -> frozenset[int]:
+    """`seqs` and every checkpoint their chains may read: what must stay live for them to stay restorable."""
+    found: set[int] = set()
+    stack = [seq for seq in seqs if seq in state.checkpoints]
+    while stack:
+        seq = stack.pop()
+        if seq not in found:
+            found.add(seq)
+            stack += {part.covers for part in parts_of(state, seq) if part.covers is not None}
+    return frozenset(found)
+
+
+def written_closure(state: RunState, seqs: Iterable[int]) -> frozenset[int]:
+    """Like `closure`, but through the parts as written: all that a reader who planned before a compaction may read."""
+    found: set[int] = set()
+    stack = [seq for seq in seqs if seq in state.checkpoints]
+    while stack:
+        seq = stack.pop()
+        if seq not in found:
+            found.add(seq)
+            stack += {
+                p.covers for p in state.checkpoints[seq].parts if p.covers is not None
+            } & state.checkpoints.keys()
+    return frozenset(found)
+
+
+def lineage(state: RunState, attempt: int) -> Iterator[int]:
+    """Seqs of the live checkpoints `attempt` may cover, newest first."""
+    by_attempt: dict[int, list[int]] = {}
+    for seq, entry in state.checkpoints.items():
+        by_attempt.setdefault(entry.attempt, []).append(seq)
+    below: int | None = None
+    number: int | None = attempt
+    while number is not None:
+        opened = state.attempts.get(number)
+        for seq in sorted(by_attempt.get(number, ()), reverse=True):
+            if below is None or seq <= below:
+                yield seq
+        if opened is None or opened.resumes_from is None:
+            return
+        below, number = opened.resumes_from, opened.resumes_attempt
+
+
+def in_lineage(state: RunState, attempt: int, seq: int) -> bool:
+    """Whether `attempt` may cover checkpoint `seq`, which must be live: no need to walk all checkpoints for it."""
+    entry = state.checkpoints.get(seq)
+    if entry is None:
+        return False
+    below: int | None = None
+    number: int | None = attempt
+    while number is not None and number >= entry.attempt:
+        opened = state.attempts.get(number)
+        if number == entry.attempt:
+            return below is None or seq <= below
+        if opened is None:
+            return False
+        below, number = opened.resumes_from, opened.resumes_attempt
+    return False
+
+
+# Boxes
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The common rectangle of two boxes, or None."""
+    if a.table != b.table:
+        return None
+    row_start, row_stop = max(a.row_start, b.row_start), min(a.row_stop, b.row_stop)
+    col_start, col_stop = max(a.col_start, b.col_start), min(a.col_stop, b.col_stop)
+    if row_start >= row_stop or col_start >= col_stop:
+        return None
+    return Box(table=a.table, row_start=row_start, row_stop=row_stop, col_start=col_start, col_stop=col_stop)
+
+
+def difference(a: Box, b: Box) -> list[Box]:
+    """`a` without `b`, as at most four disjoint rectangles."""
+    common = intersection(a, b)
+    if common is None:
+        return [a]
+    pieces = []
+    for rows, cols in (
+        ((a.row_start, common.row_start), (a.col_start, a.col_stop)),
+        ((common.row_stop, a.row_stop), (a.col_start, a.col_stop)),
+        ((common.row_start, common.row_stop), (a.col_start, common.col_start)),
+        ((common.row_start, common.row_stop), (common.col_stop, a.col_stop)),
+    ):
+        if rows[0] < rows[1] and cols[0] < cols[1]:
+            pieces.append(
+                Box(table=a.table, row_start=rows[0], row_stop=rows[1], col_start=cols[0], col_stop=cols[1])
+            )
+    return pieces
+
+
+def _split(wanted: Sequence[Box], held: Iterable[Box]) -> tuple[list[Box], list[Box]]:
+    """(what of `wanted` lies in `held`, the rest); no piece occurs twice."""
+    mine: list[Box] = []
+    rest = list(wanted)
+    by_table: dict[str, list[Box]] = {}
+    for box in held:
+        by_table.setdefault(box.table, []).append(box)
+    for table, boxes in by_table.items():
+        here = [box for box in rest if box.table == table]
+        if not here:
+            continue
+        others = [box for box in rest if box.table != table]
+        for box in boxes:
+            left: list[Box] = []
+            for want in here:
+                common = intersection(want, box)
+                if common is not None:
+                    mine.append(common)
+                left += difference(want, box)
+            here = left
+        rest = others + here
+    return mine, rest
+
+
+def _describe(boxes: Sequence[Box]) -> str:
+    first = boxes[0]
+    text = f"{first.table}[{first.row_start}:{first.row_stop}, {first.col_start}:{first.col_stop}]"
+    return text if len(boxes) == 1 else f"{text} and {len(boxes) - 1} more"
+
+
+def _some(seqs: Iterable[int]) -> str:
+    listed = sorted(seqs)
+    return ", ".join(map(str, listed)) if len(listed) <= 8 else f"{listed[0]} .. {listed[-1]} ({len(listed)})"

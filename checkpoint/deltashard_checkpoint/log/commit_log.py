@@ -1,0 +1,536 @@
+"""The commit log of a run on a store: the shell around the pure fold.
+
+`refresh` learns the tip from a LIST and nothing else. It lists from the slot it already knows, so that a stale
+listing (one that lacks what is known to exist) is noticed, and a gap is an error: a missing entry must never look
+like an end. A 404 proves nothing about the tip. `log/HINT` is best effort: it tells a cold reader near which folded
+state (`folded_state`) to begin and how far the listing must at least reach, or the newest entries are gone.
+
+`append` builds an entry against the state at the tip, judges it by the very law of the readers, and creates the slot
+after the tip, create-only. Two writers can want the same slot: one wins, the loser reads what won, and builds anew.
+An ambiguous answer (time-out, reset, 412 on a retried put) is settled by the bytes in the slot: every put of one
+entry, retries included, has identical bytes with its own writer token. Only when the deadline ends first is the
+outcome left open (`AppendUnknown`), and then it is the log that will tell.
+
+A store that overwrites where it was asked to create would let two trainers believe they won one slot; it is found
+out by a probe before the first append, and refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+from deltashard_checkpoint.backoff import Clocks, Patience
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.errors import EnvironmentFault, FormatError, UnsupportedVersion
+from deltashard_checkpoint.format.object_key import new_token, run_key, validate_run
+from deltashard_checkpoint.log import folded_state
+from deltashard_checkpoint.log.entry import (
+    Checkpoint,
+    Entry,
+    FoldName,
+    Sealed,
+    entry_key,
+    folding_writer,
+    named_fold,
+)
+from deltashard_checkpoint.log.entry_codec import parse, seal
+from deltashard_checkpoint.log.listing import Listing, listing
+from deltashard_checkpoint.log.replay import EntryRefused, VoidedBehind, advance, fold, void_slots
+from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
+from deltashard_checkpoint.stores.abc import (
+    ObjectExists,
+    ObjectInfo,
+    ObjectNotFound,
+    Store,
+    StoreUnavailable,
+)
+from deltashard_checkpoint.stores.deadline import deadline
+from deltashard_checkpoint.stores.probe import probe
+
+DEFAULT_DEADLINE_S = 120.0
+_HINT_DEADLINE_S = 5.0
+_HINT_EVERY = 8
+_FOLD_EVERY = 8
+_RAREST_FOLD = 128
+"""So many slots after the last one a folded state is put anew; the first as soon as there is a checkpoint."""
+_LISTINGS = 5
+"""A listing with a gap is asked for again so many times before the gap is believed."""
+_READS = 8
+_HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
+_probed: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+class LogGap(EnvironmentFault):
+    """The listing lacks an entry: entries are never deleted, so something else did that, or the listing is stale."""
+
+
+class LogWentBack(LogGap):
+    """The log is not the one that this writer wrote into: emptied, restored from an older copy, or its tip has rotted.
+
+    An entry put on top of that would be durable, and no reader would ever come to it.
+    """
+
+
+class LogStopped(FormatError):
+    """An entry of the log cannot be read or breaks a rule: nothing may be appended that builds on it."""
+
+
+class AppendUnknown(StoreUnavailable):
+    """The deadline ended before the store said whether the entry was created; it may still appear."""
+
+
+Build = Callable[[RunState, int, str], Entry | None]
+"""(state, seq, writer token) -> the entry to append on top of that state, or None when there is nothing to do any more.
+`previous` and `at_s` are filled in by the log. It may raise to give up."""
+
+
+class RunLog:
+    """The log of one run. Methods may be called from several threads; they take turns."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        clocks: Clocks | None = None,
+        readers: int = 16,
+    ) -> None:
+        """`frame_applier`: entries fetched at once when many are new; 1 fetches in the calling thread."""
+        self.store = store
+        self.run = validate_run(run)
+        self.clocks = clocks or Clocks()
+        self._readers = readers
+        self._state = RunState(run=run)
+        self._folds: tuple[FoldName, ...] = ()
+        """The newest two that the log vouches for, as far as this handle knows."""
+        self._fold_failed = -_RAREST_FOLD
+        self._lock = threading.RLock()
+
+    def key(self, key: str) -> str:
+        """The store key of a key that is relative to the run's root."""
+        return run_key(self.run, key)
+
+    def fork(self) -> RunLog:
+        """Another handle on this log that begins with what this one knows: waiting in one never delays the other."""
+        other = RunLog(self.store, self.run, clocks=self.clocks, readers=self._readers)
+        other._state, other._folds = self._state, self._folds
+        return other
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether several requests may be on their way at once."""
+        return self._readers > 1
+
+    @property
+    def state(self) -> RunState:
+        """As last seen; `refresh` brings it up to date."""
+        return self._state
+
+    def patience(self, deadline_s: float) -> Patience:
+        """Bounded waiting on this log's clocks."""
+        return Patience(clocks=self.clocks, deadline_s=deadline_s)
+
+    # Reading
+
+    def refresh(self, *, deadline_s: float = DEFAULT_DEADLINE_S) -> RunState:
+        """The state at the tip that a LIST shows now.
+
+        Raises `LogGap`, `StoreUnavailable` past the deadline, and whatever the store answers. Unreadable entries do
+        not raise: they stop the fold (`RunState.stopped`).
+        """
+        with self._lock:
+            patience = self.patience(deadline_s)
+            gaps = 0
+            while True:
+                try:
+                    return self._refresh_once()
+                except LogGap:
+                    gaps += 1
+                    if gaps >= _LISTINGS or not patience.pause():
+                        raise
+                except StoreUnavailable:
+                    if not patience.pause():
+                        raise
+
+    def _refresh_once(self) -> RunState:
+        state = self._state
+        if state.tip < 0 or state.stopped is not None:  # what stopped the fold may have been mended meanwhile
+            self._state = self._begin(max(state.tip, -1))
+            return self._state
+        slots = self._read(range(state.tip + 1, self._list(state.tip).tip + 1))
+        try:
+            state = fold(state, slots)
+        except VoidedBehind:
+            # Only an attempt that voids an unreadable slot leads here: rare, so everything is simply read again.
+            state = self._begin(state.tip)
+        if state.stopped is not None:
+            # IMPORTANT: what this handle knew may be of a log that is no more (a store restored from an older copy,
+            # and gone on). Only what the log alone shows may be called rot: the next attempt leaves that behind.
+            state = self._begin(state.tip)
+        self._state = state
+        self._learn_folds(slots)
+        return state
+
+    def _begin(self, known: int) -> RunState:
+        """The state for whoever knows nothing (`known`: but that this slot exists).
+
+        From the newest fold that the log vouches for, else from genesis. HINT says where the listing may begin, and how
+        far it must go.
+        """
+        fold_seq, floor = self._hint()
+        floor = max(floor, known)
+        if fold_seq > 0:
+            some = self.listed(fold_seq)
+            if some.seqs and some.tip >= floor and (state := self._from_fold(some)) is not None:
+                return state
+        whole = self._list(-1, floor, from_fold=True)
+        if (state := self._from_fold(whole)) is not None:
+            return state
+        if (hole := whole.hole(-1)) is not None:
+            raise self._gap(hole, whole.tip)
+        slots = self._read(range(whole.tip + 1))
+        self._learn_folds(slots)
+        return fold(RunState(run=self.run), slots)
+
+    def _from_fold(self, seen: Listing) -> RunState | None:
+        """The state from the newest fold that an entry behind it vouches for; None when there is none."""
+        read: dict[int, Slot] = {}
+        for name in seen.folds:
+            if not seen.first - 1 <= name.seq < seen.tip or seen.hole(name.seq) is not None:
+                continue
+            wanted = range(name.seq + 1, seen.tip + 1)
+            try:
+                state = self.load_fold(name)
+                read |= _by_number(self._read([seq for seq in wanted if seq not in read]))
+                slots = [read[seq] for seq in wanted]
+                state = fold(state, slots)
+            except FormatError:  # VoidedBehind is one
+                continue
+            # IMPORTANT: only the log makes a fold more than a file: an entry that counts, and that was reached from it.
+            end = seen.tip + 1 if state.stopped is None else state.stopped.seq
+            counts = set(range(name.seq + 1, end)) - void_slots(slots)
+            if any(_names(read[seq]) == name for seq in counts):
+                self._learn_folds(slots)
+                return state
+        return None
+
+    def load_fold(self, name: FoldName) -> RunState:
+        """A folded state that was listed. Bytes that do not fit are read again, as those of entries are.
+
+        Raises `FormatError` when it is really bad, and `StoreUnavailable` when it has gone (a newer one is there) or
+        reads differently each time: what came before it may be beyond reading, so it is not given up lightly.
+        """
+        where = folded_state.fold_key(name)
+        before: bytes | None = None
+        for _ in range(_READS):
+            try:
+                data = self.store.get(self.key(where))
+            except ObjectNotFound:
+                raise StoreUnavailable("a listed fold is not found", where=where) from None
+            try:
+                return folded_state.load(data, self.run, name)
+            except FormatError:
+                if data == before:
+                    raise
+                before = data
+        raise StoreUnavailable("a fold reads differently each time", where=where)
+
+    def _learn_folds(self, slots: Iterable[Slot]) -> None:
+        """Remember the newest folds that the log vouches for."""
+        for slot in slots:
+            if (name := _names(slot)) is not None:
+                self._folds = tuple(sorted({*self._folds, name})[-2:])
+
+    def _hint(self) -> tuple[int, int]:
+        """(slot of a fold, a slot that exists), as HINT has it; -1 for what it does not say."""
+        try:
+            hint = self.store.get(self.key("log/HINT"))
+        except ObjectNotFound:
+            return -1, -1
+        match = _HINT.fullmatch(hint[:100])
+        return (-1, -1) if match is None else (int(match[1]), int(match[2]))
+
+    def _list(self, known: int, floor: int = -1, *, from_fold: bool = False) -> Listing:
+        """The slots from `known` on (all from -1), none of which is missing; `from_fold`: unless behind a fold.
+
+        IMPORTANT: the tip is what a LIST shows. HINT may point anywhere and a GET may miss what was just put: a writer
+        that took either for the tip would build its entry on a log that is not the run's.
+        """
+        seen = self.listed(max(known, 0))
+        if not from_fold and (hole := seen.hole(known - 1)) is not None:
+            raise self._gap(hole, seen.tip)
+        if seen.tip < known:
+            raise LogGap(
+                f"the listing ends before log entry {known}, which exists",
+                where=f"{self.store.url}/{self.key('log/')}",
+                remedy="the store must list what was put; or the entry was deleted: restore it from a copy",
+            )
+        if seen.tip < floor:
+            if self._exists(floor):
+                raise StoreUnavailable(
+                    f"stale listing: it ends at {seen.tip}, but entry {floor} exists", where=self.key("log/")
+                )
+            # IMPORTANT: HINT is written after the entry that it names, so that entry was there. Read as the end, the
+            # loss of the newest entries would be an older step, or none, without a word.
+            raise LogGap(
+                f"the log ends at entry {seen.tip}, and {floor} was written ({self.key('log/HINT')} says so): the "
+                "newest entries are gone",
+                where=f"{self.store.url}/{self.key('log/')}",
+                remedy="restore the objects from a copy or a version; `deltashard repair` goes on without them",
+            )
+        return seen
+
+    def listed(self, first: int = 0) -> Listing:
+        """What a LIST shows from slot `first` on."""
+        start_after = entry_key(first - 1) if first > 0 else "log/"
+        found = self.store.list(self.key("log/"), start_after=self.key(start_after))
+        return listing((info.key[len(self.run) + 1 :] for info in found), first)
+
+    def _gap(self, missing: int, tip: int) -> LogGap:
+        return LogGap(
+            f"log entry {missing} is missing, {tip} is there",
+            where=f"{self.store.url}/{self.key('log/')}",
+            remedy="entries are never deleted by deltashard: restore the object from a copy or a version; "
+            "`deltashard repair` goes on without it",
+        )
+
+    def _exists(self, seq: int) -> bool:
+        try:
+            self.store.head(self.key(entry_key(seq)))
+        except ObjectNotFound:
+            return False
+        return True
+
+    def _read(self, seqs: Sequence[int]) -> list[Slot]:
+        if not self.concurrent or len(seqs) <= 4:
+            return [self.read_slot(seq) for seq in seqs]
+        with ThreadPoolExecutor(self._readers) as pool:
+            return list(pool.map(self.read_slot, seqs))
+
+    def read_slot(self, seq: int) -> Slot:
+        """One entry. Bytes that do not parse are read again: only the same bad bytes twice make a slot unreadable."""
+        before: bytes | None = None
+        for _ in range(_READS):
+            try:
+                data = self.store.get(self.key(entry_key(seq)))
+            except ObjectNotFound:
+                raise StoreUnavailable(f"listed log entry {seq} is not found", where=entry_key(seq)) from None
+            try:
+                return parse(data, seq)
+            except FormatError as error:
+                if data == before:
+                    return Unreadable(
+                        seq=seq,
+                        error=error,
+                        voidable=not isinstance(error, UnsupportedVersion),
+                        hash=hashlib.sha256(data).hexdigest(),
+                    )
+                before = data
+        raise StoreUnavailable(f"log entry {seq} reads differently each time", where=entry_key(seq))
+
+    # Appending
+
+    def append(
+        self,
+        build: Build,
+        *,
+        before: str,
+        after: str,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        voiding: bool = False,
+    ) -> Sealed | None:
+        """Append what `build` makes of the state at the tip; None when it made nothing.
+
+        `before` and `after` name the crash points around the put. `voiding` lets an entry follow a stopped log.
+        Raises `LogStopped`, `LogWentBack`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, and what
+        `build` and `refresh` raise.
+        """
+        with self._lock:
+            patience = self.patience(deadline_s)
+            self._probe(patience)
+            if self._state.tip < 0:
+                self.refresh(deadline_s=patience.left_s)
+            while True:
+                state = self._state
+                if state.stopped is not None and not voiding:
+                    raise stopped(state)
+                entry = build(state, state.tip + 1, new_token())
+                if entry is None:
+                    return None
+                self._check_tip(state, patience)
+                entry = replace(entry, previous=state.tip_hash, at_s=round(self.clocks.wall_s(), 3))
+                if (name := self._put_fold(state)) is not None:
+                    entry = replace(entry, writer=folding_writer(entry.writer, name))
+                sealed = seal(entry)
+                try:
+                    following = advance(replace(state, stopped=None), sealed)
+                except EntryRefused:
+                    # Perhaps only because this state is old: what counts is the state at the slot.
+                    if self.refresh(deadline_s=patience.left_s).tip > state.tip:
+                        continue
+                    raise
+                crash_point(before)
+                if self._create(sealed, patience):
+                    crash_point(after)
+                    self._state = following
+                    self._leave_hint(sealed)
+                    return sealed
+                if self.refresh(deadline_s=patience.left_s).tip <= state.tip and not patience.pause():
+                    raise StoreUnavailable(
+                        f"log entry {sealed.entry.seq} exists, but no listing shows it",
+                        where=self.key("log/"),
+                    )
+
+    def _check_tip(self, state: RunState, patience: Patience) -> None:
+        """Whether the entry that the next one follows is still there, and the one we know; else `LogWentBack`.
+
+        IMPORTANT: a store that was emptied, or went back in time, takes an entry like any other. Only this look tells a
+        living writer that what it calls durable is behind a hole, or hangs on a log that is not there any more.
+        """
+        while state.tip >= 0:
+            try:
+                slot = self.read_slot(state.tip)
+            except StoreUnavailable:
+                try:  # a 404 proves nothing, a listing does
+                    self.refresh(deadline_s=patience.left_s)
+                except LogGap as gap:
+                    raise self._went_back(gap.what) from gap
+                if not patience.pause():
+                    raise
+                continue
+            if slot.hash != state.tip_hash:
+                raise self._went_back(f"log entry {state.tip} is another one than was written or read before")
+            return
+
+    def _went_back(self, what: str) -> LogWentBack:
+        return LogWentBack(
+            f"the log is not what it was while this writer lived: {what}",
+            where=f"{self.store.url}/{self.key('log/')}",
+            remedy="the store was emptied, restored from an older copy, or damaged: mend it, or end training and "
+            "its sidecar (in a cluster: delete the pod): a new one goes on from what the store holds then",
+        )
+
+    def _create(self, sealed: Sealed, patience: Patience) -> bool:
+        """Whether the slot is ours: True, False (another entry has it) or `AppendUnknown`.
+
+        IMPORTANT: a slot is created only if absent, with the same bytes at every retry; after any answer but plain
+        success the bytes in the slot decide. A retry with other bytes, or a 404 taken for absence, could let
+        one entry be counted twice or another be overwritten.
+        """
+        key = self.key(entry_key(sealed.entry.seq))
+        while True:
+            try:
+                self.store.put_if_absent(key, sealed.data)
+            except ObjectExists:
+                won = self._settle(sealed)
+                if won is not None:
+                    return won
+            except StoreUnavailable as error:
+                if patience.left_s <= 0:
+                    raise AppendUnknown(
+                        f"log entry {sealed.entry.seq} may or may not have been created: {error.what}",
+                        where=key,
+                        remedy="the log will tell once the store answers again",
+                    ) from error
+            else:
+                return True
+            if not patience.pause():
+                raise AppendUnknown(f"log entry {sealed.entry.seq} could not be read back in time", where=key)
+
+    def _settle(self, sealed: Sealed) -> bool | None:
+        """After "exists": ours, another's (or nobody's: bad bytes), or (None) not to be read just now."""
+        try:
+            slot = self.read_slot(sealed.entry.seq)
+        except StoreUnavailable:
+            return None
+        return isinstance(slot, Sealed) and slot.data == sealed.data
+
+    def _put_fold(self, state: RunState) -> FoldName | None:
+        """Best effort: the folded `state`, when one is due, for the next entry to name."""
+        if state.stopped is not None or not state.checkpoints:
+            return None
+        newest = self._folds[-1].seq if self._folds else -_RAREST_FOLD
+        every = min(_RAREST_FOLD, max(_FOLD_EVERY, len(state.checkpoints) // 4))  # as rare as it is large
+        if state.tip - max(newest, self._fold_failed) < every:
+            return None
+        # An entry needs no fold: it is not lost for this.
+        with suppress(Exception), deadline(_HINT_DEADLINE_S):
+            data = folded_state.dump(state)
+            name = folded_state.name_of(state, data)
+            self.store.put(self.key(folded_state.fold_key(name)), data)
+            return name
+        self._fold_failed = state.tip
+        return None
+
+    def _leave_hint(self, sealed: Sealed) -> None:
+        """Best effort: HINT, and folds that are not needed any more go. Losing either costs a cold reader time."""
+        seq, name = sealed.entry.seq, named_fold(sealed.entry)
+        self._learn_folds([sealed])
+        if name is None and seq % _HINT_EVERY and not isinstance(sealed.entry, Checkpoint):
+            return
+        # IMPORTANT: the entry is durable. Whatever goes wrong from here on must not look as if it were not.
+        with suppress(Exception), deadline(_HINT_DEADLINE_S):
+            self.leave_hint(fold_seq=self._folds[-1].seq if self._folds else -1, seq=seq)
+            if name is not None:
+                self._drop_folds()
+
+    def leave_hint(self, *, fold_seq: int, seq: int) -> None:
+        """Say that slot `seq` is taken, and which folded state (or -1) is the newest; store errors are raised."""
+        hint = json.dumps({"fold": fold_seq, "seq": seq}, separators=(",", ":"))
+        self.store.put(self.key("log/HINT"), hint.encode())
+
+    def _drop_folds(self) -> None:
+        """Folded states grow with the run: those older than the last two that the log vouches for must not add up."""
+        names = (
+            (info.key, folded_state.fold_of(info.key[len(self.run) + 1 :])) for info in self._fold_objects()
+        )
+        stale = [key for key, name in names if name is not None and name < self._folds[0]]
+        if len(self._folds) > 1 and stale:
+            self.store.delete(stale)  # who may not delete here will hear of it from gc
+
+    def _fold_objects(self) -> Iterator[ObjectInfo]:
+        return self.store.list(self.key("log/fold-"))
+
+    def probe(self, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+        """Find out now what the first append would: whether the store creates where it was asked to, and only there.
+
+        Raises `ConditionalPutUnsupported`, `StoreUnavailable` past the deadline, and whatever the store answers.
+        """
+        self._probe(self.patience(deadline_s))
+
+    def _probe(self, patience: Patience) -> None:
+        """See `stores.probes`; once per store."""
+        if self.store in _probed:
+            return
+        probe(self.store, self.key(f"probe/{new_token()}"), pause=patience.pause)
+        _probed.add(self.store)
+
+
+def _by_number(slots: Iterable[Slot]) -> dict[int, Slot]:
+    """Slots by number."""
+    return {slot.entry.seq if isinstance(slot, Sealed) else slot.seq: slot for slot in slots}
+
+
+def _names(slot: Slot) -> FoldName | None:
+    return named_fold(slot.entry) if isinstance(slot, Sealed) else None
+
+
+def stopped(state: RunState) -> LogStopped:
+    """The error that says where and why the fold of `state` stopped."""
+    bad = state.stopped
+    assert bad is not None
+    return LogStopped(
+        f"the log cannot be followed past entry {bad.seq}: {bad.error.what}",
+        where=f"run {state.run}",
+        remedy="everything before it restores; the next attempt opened leaves the unreadable part behind"
+        if bad.voidable
+        else "upgrade deltashard to the version that wrote it",
+    )

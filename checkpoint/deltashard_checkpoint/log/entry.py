@@ -1,0 +1,240 @@
+"""Entries of the commit log: what they say, and the names of what they speak of.
+
+An entry is a frozen dataclass (`Genesis`, `AttemptOpened`, `Checkpoint`, `Compacted`, `Retired`, `Reclaimed`), looked
+at by itself. How it lies in the store is the business of `entry_codec`; what it may say *given the entries before it*
+is that of `replay`. Keys in entries are relative to the run's root.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN
+from deltashard_checkpoint.format.schema import Box, TableSchema
+
+_ENTRY_NAME = re.compile(r"log/(\d{20})\.json", re.ASCII)
+_VOIDS = re.compile(r"-voids-([0-9a-f]{32})", re.ASCII)
+_FOLDS = re.compile(r"-fold-(\d{1,15})-([0-9a-f]{32})", re.ASCII)
+_DIGEST_CHARS = 32
+_PREFIX = re.compile(rf"data/(?:(\d{{20}})/(\d{{8}})|compact-{TOKEN_PATTERN})/", re.ASCII)
+
+
+class FoldName(NamedTuple):
+    """What names a folded state: the slot up to which it goes, and its bytes."""
+
+    seq: int
+    digest: str
+    """The first 32 hexadecimal digits of their SHA-256."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank brought to a cut (or a compaction wrote): its index and what that index holds."""
+
+    rank: int
+    index_key: str
+    """Key of the index object, relative to the run's root; its name carries the hash of its bytes."""
+    boxes: tuple[Box, ...]
+    """Rectangles of tables this part speaks for; empty for a rank that owns only blobs."""
+    stored_bytes: int
+    """Packs and index together."""
+    covers: int | None
+    """The part holds every row of its boxes changed since this committed checkpoint (a seq); None: all its rows."""
+
+    @property
+    def prefix(self) -> str:
+        """The deletable prefix the part's objects lie under, with its trailing slash."""
+        return prefix_of(self.index_key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What every entry says. `at_s` (Unix seconds by the writer's clock) is for people: no rule looks at it."""
+
+    seq: int
+    previous: str
+    """Hash of the entry at seq - 1; empty for genesis."""
+    writer: str
+    """Random token, the same for every retry of one put: after a lost acknowledgement it says whose entry this is.
+
+    It may go on: see `voiding_writer` and `folding_writer`."""
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Genesis(Entry):
+    """Slot 0: the run's name and who owns it."""
+
+    run: str
+    owner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptOpened(Entry):
+    """A new trainer process group; its number is this entry's seq, and every lower number is fenced from here on."""
+
+    world_size: int
+    resumes_from: int | None
+    """Seq of the checkpoint that was really loaded; None: the first cut is a baseline."""
+    owner: str
+    takeover: bool = False
+    """The opener knows that the run had another owner."""
+    voids: int | None = None
+    """Entries voids..seq-1 are void: the one at `voids` could not be read by the opener (bit rot, broken rule).
+
+    Which bytes it found there stands in `writer` (`voided_digest`)."""
+    workload: str = ""
+    """UID of the workload (Job, JobSet, ...) whose trainer this is; empty outside of a cluster."""
+    pod: str = ""
+    """UID of the pod it runs in; empty outside of a cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Entry):
+    """One committed cut. Its seq is the checkpoint's name."""
+
+    attempt: int
+    cut: int
+    step: int
+    parts: tuple[Part, ...]
+    """One per rank, rank 0 first."""
+    tables: tuple[TableSchema, ...]
+    encodings: tuple[str, ...]
+    """Encodings that occur in the frames, sorted."""
+    rows: int
+    raw_bytes: int
+    """Of the rows and blobs before encoding."""
+    stored_bytes: int
+    stall_s: float
+    """The longest any rank's training stood still for this cut."""
+    directive: str = ""
+    """What made this cut what it is (policy, reason, bits), for people and for the scheduler."""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    pins: tuple[str, ...] = ()
+    """Names under which retention keeps it, until a newer checkpoint takes the name."""
+
+    @property
+    def baseline(self) -> bool:
+        """Whether every part holds all its rows."""
+        return all(part.covers is None for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compacted(Entry):
+    """Another way to read an existing checkpoint: its rows moved, as encoded, into parts that cover nothing."""
+
+    replaces: int
+    """Seq of the checkpoint; chains that pass through it use these parts from here on."""
+    parts: tuple[Part, ...]
+    rows: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retired(Entry):
+    """Checkpoints that are no more, and prefixes whose objects may be deleted after a grace period."""
+
+    checkpoints: tuple[int, ...]
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reclaimed(Entry):
+    """gc found nothing left of what was retired up to a slot: nobody need remember those prefixes any more.
+
+    It is stored as `ignorable`: a version that passes over it remembers more, and refuses nothing that others accept.
+    """
+
+    through: int
+    """Seq of the last retire entry it speaks of; all before it are meant, too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repaired(Entry):
+    """A person had the log repaired: its state up to the slot before is the folded one that this entry names.
+
+    It is stored as `ignorable`, and changes nothing for whoever could follow the log without it.
+    """
+
+    lost: tuple[int, ...]
+    """Slots that could not be read, or whose entries could not be kept without those."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ignored(Entry):
+    """An entry of a kind this version does not know and may pass over."""
+
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """An entry with its bytes and hash, as they lie in the store."""
+
+    entry: Entry
+    data: bytes
+    hash: str
+
+
+# What an entry says beside its fields: in its writer's token. A field that an earlier version does not know makes the
+# entry one that it cannot read, and versions before this rule took that for rot.
+
+
+def voiding_writer(writer: str, bad: str) -> str:
+    """The token of an attempt that voids the slot whose bytes have the hash `bad`."""
+    return f"{writer}-voids-{bad[:_DIGEST_CHARS]}"
+
+
+def folding_writer(writer: str, name: FoldName) -> str:
+    """The token of an entry that names a folded state: one that readers may begin with."""
+    return f"{writer}-fold-{name.seq}-{name.digest}"
+
+
+def named_fold(entry: Entry) -> FoldName | None:
+    """The folded state that an entry vouches for; None when it names none."""
+    match = _FOLDS.search(entry.writer)
+    return FoldName(int(match[1]), match[2]) if match and int(match[1]) < entry.seq else None
+
+
+def voided_digest(entry: AttemptOpened) -> str | None:
+    """The first 32 digits of the hash of the bytes that `voids` is about; None of a version that did not say it."""
+    match = _VOIDS.search(entry.writer)
+    return match[1] if match and entry.voids is not None else None
+
+
+# Names
+
+
+def entry_key(seq: int) -> str:
+    """Key of a slot of the log."""
+    return f"log/{seq:020d}.json"
+
+
+def seq_of(key: str) -> int | None:
+    """The slot a key names, or None when it names none."""
+    match = _ENTRY_NAME.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def prefix_of(key: str) -> str:
+    """The deletable prefix a data object lies under; raises `CorruptObject` for any other key."""
+    match = _PREFIX.match(key)
+    if match is None:
+        raise CorruptObject("key lies under no cut and no compaction", where=key[:300])
+    return match[0]
+
+
+def is_prefix(text: str) -> bool:
+    """Whether `text` is exactly a deletable prefix."""
+    return _PREFIX.fullmatch(text) is not None
+
+
+def cut_of(prefix: str) -> tuple[int, int] | None:
+    """(attempt, cut) of a prefix, or None for a compaction's."""
+    match = _PREFIX.fullmatch(prefix)
+    return (int(match[1]), int(match[2])) if match and match[1] else None

@@ -1,0 +1,152 @@
+"""`log/fold-{seq}-{digest}.json`: the folded state up to a slot; the log need not be read from genesis.
+
+Whoever appends an entry puts one of the state before it, now and then, and names it in that very entry: its slot and
+the first 32 digits of the SHA-256 of its bytes. So it is as good as the log. Readers begin with the newest one that an
+entry behind it names, whose bytes have that hash and after which the log can be followed to that entry; what became of
+the entries before it, rot or loss, no longer matters. One that nothing names, or that does not fit, counts for nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, TypeVar
+
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.format.canonical_json import Reader, canonical
+from deltashard_checkpoint.format.canonical_json import load as load_json
+from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Entry, FoldName, Sealed, is_prefix
+from deltashard_checkpoint.log.entry_codec import document_of, parse
+from deltashard_checkpoint.log.run_state import Attempt, RunState
+
+FORMAT = 2
+"""1 was folded by a version that did not forget what is reclaimed: it is not the state that others fold."""
+_NAME = re.compile(r"log/fold-(\d{20})-([0-9a-f]{32})\.json", re.ASCII)
+E = TypeVar("E", bound=Entry)
+
+
+def fold_key(name: FoldName) -> str:
+    """Key of a fold, relative to the run's root."""
+    return f"log/fold-{name.seq:020d}-{name.digest}.json"
+
+
+def fold_of(key: str) -> FoldName | None:
+    """The fold that `key`, relative to the run's root, names; None for any other key."""
+    match = _NAME.fullmatch(key)
+    return FoldName(int(match[1]), match[2]) if match else None
+
+
+def name_of(state: RunState, data: bytes) -> FoldName:
+    """What the fold of `state`, with these bytes, is called."""
+    return FoldName(state.tip, hashlib.sha256(data).hexdigest()[:32])
+
+
+def dump(state: RunState) -> bytes:
+    """`state` as bytes; only of a log that is not stopped."""
+    assert state.stopped is None
+    document = {
+        "format": FORMAT,
+        "run": state.run,
+        "owner": state.owner,
+        "tip": state.tip,
+        "tip_hash": state.tip_hash,
+        "attempt": state.attempt,
+        "attempts": [
+            [n, a.world_size, a.resumes_from, a.resumes_attempt, a.last_cut, a.last_seq, a.last_step]
+            for n, a in sorted(state.attempts.items())
+        ],
+        **_openers(state),
+        "checkpoints": [_sealed(c) for _, c in sorted(state.checkpoints.items())],
+        "compactions": [_sealed(c) for _, c in sorted(state.compactions.items())],
+        "superseded": [[prefix, seq] for prefix, seq in sorted(state.superseded.items())],
+        "retired": [[prefix, seq] for prefix, seq in sorted(state.retired.items())],
+        "compactions_from": state.compactions_from,
+        "committed": state.committed,
+    }
+    return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
+
+
+def _openers(state: RunState) -> dict[str, Any]:
+    """Which workload and pod opened which attempt, where any said so."""
+    found = [[n, a.workload, a.pod] for n, a in sorted(state.attempts.items()) if a.workload or a.pod]
+    return {"openers": found} if found else {}
+
+
+def _sealed(entry: Entry) -> dict[str, Any]:
+    document = document_of(entry)
+    return {**document, "hash": hashlib.sha256(canonical(document)).hexdigest()}
+
+
+def load(data: bytes, run: str, name: FoldName) -> RunState:
+    """The state in `data`; raises `CorruptObject`, `UnsupportedVersion` or `ForeignObject` when it is not that fold."""
+    where, seq = fold_key(name), name.seq
+    if hashlib.sha256(data).hexdigest()[:32] != name.digest:
+        raise CorruptObject("fold does not match the hash in its name", where=where)
+    document = load_json(data, where)
+    digest = document.pop("hash", None)
+    if hashlib.sha256(canonical(document)).hexdigest() != digest:
+        raise CorruptObject("fold does not match its own hash", where=where)
+    r = Reader(document, where)
+    if r.integer("format") != FORMAT:
+        raise UnsupportedVersion("fold of another format", where=where)
+    if r.text("run") != run or r.integer("tip") != seq:
+        raise ForeignObject("fold of another run or slot", where=where)
+    openers = {}
+    for item in r.items("openers") if r.has("openers") else ():
+        opened, *names = r.as_list(item, "opener", 3)
+        openers[r.as_integer(opened, "opener")] = [r.as_text(name, "opener") for name in names]
+    attempts = {}
+    for item in r.items("attempts"):
+        number, *rest = r.as_list(item, "attempt", 7)
+        world_size, *optional = (None if n is None else r.as_integer(n, "attempt") for n in rest)
+        if world_size is None:
+            r.fail("attempt without a world size")
+        resumes_from, resumes_attempt, last_cut, last_seq, last_step = optional
+        workload, pod = openers.get(number, ("", ""))
+        attempts[r.as_integer(number, "attempt")] = Attempt(
+            world_size=world_size,
+            resumes_from=resumes_from,
+            resumes_attempt=resumes_attempt,
+            last_cut=last_cut,
+            last_seq=last_seq,
+            last_step=last_step,
+            workload=workload,
+            pod=pod,
+        )
+    checkpoints = [_entry(r, item, Checkpoint) for item in r.items("checkpoints")]
+    compactions = [_entry(r, item, Compacted) for item in r.items("compactions")]
+    superseded, retired = _prefixes(r, "superseded"), _prefixes(r, "retired")
+    if not all(is_prefix(prefix) for prefix in (*superseded, *retired)):
+        r.fail("a prefix is neither a cut's nor a compaction's")
+    state = RunState(
+        run=run,
+        owner=r.text("owner"),
+        tip=seq,
+        tip_hash=r.text("tip_hash"),
+        attempt=r.nullable("attempt"),
+        attempts=attempts,
+        checkpoints={c.seq: c for c in checkpoints},
+        compactions={c.replaces: c for c in compactions},
+        superseded=superseded,
+        retired=retired,
+        compactions_from=r.integer("compactions_from"),
+        committed=r.integer("committed"),
+    )
+    r.end()
+    return state
+
+
+def _prefixes(r: Reader, key: str) -> dict[str, int]:
+    found = {}
+    for item in r.items(key):
+        prefix, seq = r.as_list(item, key, 2)
+        found[r.as_text(prefix, key)] = r.as_integer(seq, key)
+    return found
+
+
+def _entry(r: Reader, document: Any, kind: type[E]) -> E:
+    seq = document.get("seq") if isinstance(document, dict) else None
+    sealed: Sealed = parse(canonical(document), r.as_integer(seq, "seq"))
+    if not isinstance(sealed.entry, kind):
+        r.fail(f"{kind.__name__} expected")
+    return sealed.entry

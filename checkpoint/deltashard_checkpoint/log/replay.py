@@ -1,0 +1,322 @@
+"""The state of a run: a pure fold over the entries of its log.
+
+`fold` takes slots in order and gives a `RunState`, an immutable value. Each entry is judged against the state before
+it (`judge`): an older attempt is fenced, cuts increase, what a part covers is live in its lineage, nothing names a
+retired prefix, a retire entry leaves every remaining chain whole. Writers judge their own entry against the state at
+its slot before they put it, and a slot is won create-only on top of the very entry it names as `previous`; so the
+judgement of the writer and that of every reader is one and the same, and a healthy log breaks no rule.
+
+A slot that does hold one (bit rot, a hostile or broken writer), or that cannot be read, *stops* the fold there:
+`state.stopped` says where and why, everything before it stays restorable, gc is blocked. If its bytes are really bad
+(never if they are merely newer than this library) the next attempt may say `voids=k`: the slots from k up to that
+attempt's own count for nothing, for every reader. That loses what was committed in them, so it is loud.
+
+What was retired is remembered until a reclaim entry says that its objects are gone, not for ever: a state is as large
+as what is live and what waits for its grace. To forget is always safe, whatever lies in the store. A cut may be named
+only when it can never be committed any more, and that follows from its attempt and number without any memory; a
+compaction may not be committed when it began before one that is forgotten began. And what lies under a forgotten prefix
+all the same (a put that landed late) is debris, is named anew and deleted a grace later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from deltashard_checkpoint.errors import FormatError
+from deltashard_checkpoint.format.object_key import compaction_slot
+from deltashard_checkpoint.log import chain
+from deltashard_checkpoint.log.entry import (
+    AttemptOpened,
+    Checkpoint,
+    Compacted,
+    Entry,
+    Genesis,
+    Ignored,
+    Part,
+    Reclaimed,
+    Repaired,
+    Retired,
+    Sealed,
+    cut_of,
+)
+from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot, Unreadable
+
+
+class EntryRefused(FormatError):
+    """An entry breaks a rule of the log given the entries before it."""
+
+
+class VoidedBehind(FormatError):
+    """Slots that were folded already are void now: fold again from before them."""
+
+
+def fold(state: RunState, slots: Sequence[Slot]) -> RunState:
+    """`state` after `slots`, which follow its tip without a gap (the caller sees to that). Pure.
+
+    A slot that is void according to a later attempt among `slots` counts for nothing. When an attempt voids a slot
+    that `state` already holds, `VoidedBehind` asks the caller to fold again from before it.
+    """
+    if not slots:
+        return state
+    base = state.tip + 1
+    void = void_slots(slots)
+    if void and min(void) < base:
+        raise VoidedBehind(
+            f"slots from {min(void)} were made void after they were folded", where=f"run {state.run}"
+        )
+    for position, slot in enumerate(slots):
+        seq = base + position
+        if seq in void or state.stopped is not None:
+            state = replace(state, tip=seq, tip_hash=slot.hash)
+        elif isinstance(slot, Unreadable):
+            state = replace(state, tip=seq, tip_hash=slot.hash, stopped=slot)
+        else:
+            try:
+                state = advance(state, slot)
+            except EntryRefused as error:
+                bad = Unreadable(seq=seq, error=error, voidable=True, hash=slot.hash)
+                state = replace(state, tip=seq, tip_hash=slot.hash, stopped=bad)
+    return state
+
+
+def void_slots(slots: Iterable[Slot]) -> frozenset[int]:
+    """Slots that count for nothing: ranges named by attempts which are not void themselves, the latest word wins."""
+    ranges: list[tuple[int, int]] = []
+    for slot in slots:
+        if (
+            isinstance(slot, Sealed)
+            and isinstance(slot.entry, AttemptOpened)
+            and slot.entry.voids is not None
+        ):
+            start, stop = slot.entry.voids, slot.entry.seq
+            ranges = [r for r in ranges if not start <= r[1] < stop]
+            ranges.append((start, stop))
+    return frozenset(seq for start, stop in ranges for seq in range(start, stop))
+
+
+def advance(state: RunState, sealed: Sealed) -> RunState:
+    """`state` after one more entry; raises `EntryRefused` when the entry breaks a rule. Pure."""
+    entry = sealed.entry
+    judge(state, entry)
+    state = replace(state, tip=entry.seq, tip_hash=sealed.hash)
+    match entry:
+        case Genesis():
+            return replace(state, owner=entry.owner)
+        case AttemptOpened():
+            resumed = None if entry.resumes_from is None else state.checkpoints[entry.resumes_from]
+            opened = Attempt(
+                world_size=entry.world_size,
+                resumes_from=entry.resumes_from,
+                resumes_attempt=None if resumed is None else resumed.attempt,
+                last_step=None if resumed is None else resumed.step,
+                workload=entry.workload,
+                pod=entry.pod,
+            )
+            return replace(
+                state, owner=entry.owner, attempt=entry.seq, attempts={**state.attempts, entry.seq: opened}
+            )
+        case Checkpoint():
+            opened = replace(
+                state.attempts[entry.attempt], last_cut=entry.cut, last_seq=entry.seq, last_step=entry.step
+            )
+            return replace(
+                state,
+                attempts={**state.attempts, entry.attempt: opened},
+                checkpoints={**state.checkpoints, entry.seq: entry},
+                committed=state.committed + 1,
+            )
+        case Compacted():
+            before = {part.prefix for part in chain.parts_of(state, entry.replaces)}
+            return replace(
+                state,
+                compactions={**state.compactions, entry.replaces: entry},
+                superseded={**state.superseded, **dict.fromkeys(sorted(before), entry.replaces)},
+            )
+        case Retired():
+            gone, prefixes = frozenset(entry.checkpoints), frozenset(entry.prefixes)
+            return replace(
+                state,
+                checkpoints={seq: c for seq, c in state.checkpoints.items() if seq not in gone},
+                compactions={seq: c for seq, c in state.compactions.items() if seq not in gone},
+                superseded={p: seq for p, seq in state.superseded.items() if p not in prefixes},
+                retired={
+                    **state.retired,
+                    **dict.fromkeys(sorted(prefixes - state.retired.keys()), entry.seq),
+                },
+            )
+        case Reclaimed():
+            forgotten = forgettable(state, entry.through)
+            begun = [slot for prefix in forgotten if (slot := compaction_slot(prefix)) is not None]
+            return replace(
+                state,
+                retired={prefix: seq for prefix, seq in state.retired.items() if prefix not in forgotten},
+                compactions_from=max([state.compactions_from, *(slot + 1 for slot in begun)]),
+            )
+    return state
+
+
+def judge(state: RunState, entry: Entry) -> None:
+    """Raise `EntryRefused` if `entry` may not follow `state`. Pure.
+
+    IMPORTANT: this is the law of the log. Writers call it before they put (through `commit_log.RunLog.append`), readers
+    when they fold; a rule that only one side kept would let a run's history mean two things.
+    """
+    if entry.seq != state.tip + 1:
+        raise InternalOrder(state, entry)
+    void_before = isinstance(entry, AttemptOpened) and entry.voids is not None
+    if entry.previous != state.tip_hash and not void_before:
+        raise _refused(entry, "it does not follow the entry before it: `previous` is another hash")
+    match entry:
+        case Genesis():
+            _judge_genesis(state, entry)
+        case _ if state.tip < 0:
+            raise _refused(entry, "a log begins with genesis")
+        case AttemptOpened():
+            _judge_attempt(state, entry)
+        case Checkpoint():
+            _judge_checkpoint(state, entry)
+        case Compacted():
+            _judge_compact(state, entry)
+        case Retired():
+            _judge_retire(state, entry)
+        case Reclaimed():
+            if entry.through >= entry.seq:
+                raise _refused(entry, f"it speaks of slot {entry.through}, which is not before it")
+        case Ignored() | Repaired():
+            pass
+
+
+class InternalOrder(EntryRefused):
+    """The caller folds out of order."""
+
+    def __init__(self, state: RunState, entry: Entry) -> None:
+        super().__init__(f"slot {entry.seq} was folded after slot {state.tip}", where=f"run {state.run}")
+
+
+def _refused(entry: Entry, why: str) -> EntryRefused:
+    return EntryRefused(f"log entry {entry.seq} breaks a rule: {why}", where=f"log slot {entry.seq}")
+
+
+def _judge_genesis(state: RunState, entry: Genesis) -> None:
+    if state.tip >= 0:
+        raise _refused(entry, "only slot 0 is genesis")
+    if entry.run != state.run:
+        raise _refused(entry, f"it is of run {entry.run!r}, not {state.run!r}")
+
+
+def _judge_attempt(state: RunState, entry: AttemptOpened) -> None:
+    if entry.owner != state.owner and not entry.takeover:
+        raise _refused(entry, f"{entry.owner!r} opens an attempt of {state.owner!r} without takeover")
+    if entry.resumes_from is not None and entry.resumes_from not in state.checkpoints:
+        raise _refused(entry, f"it resumes from {entry.resumes_from}, which is not live")
+
+
+def _judge_checkpoint(state: RunState, entry: Checkpoint) -> None:
+    opened = state.attempts.get(entry.attempt)
+    if opened is None:
+        raise _refused(entry, f"attempt {entry.attempt} was never opened")
+    if entry.attempt != state.attempt:
+        raise _refused(entry, f"attempt {entry.attempt} is fenced by attempt {state.attempt}")
+    if opened.last_cut is not None and entry.cut <= opened.last_cut:
+        raise _refused(entry, f"cut {entry.cut} is not newer than cut {opened.last_cut}")
+    if opened.last_step is not None and entry.step < opened.last_step:
+        raise _refused(entry, f"step {entry.step} lies before step {opened.last_step} of the lineage")
+    if len(entry.parts) != opened.world_size:
+        raise _refused(entry, f"{len(entry.parts)} parts of {opened.world_size} ranks")
+    _judge_covers(state, entry)
+    _judge_prefixes(state, entry, {part.prefix for part in entry.parts})
+
+
+def _judge_covers(state: RunState, entry: Checkpoint) -> None:
+    """What a part covers must be live, in the lineage, at this very slot: or its other rows come from nowhere."""
+    for covers in sorted({part.covers for part in entry.parts if part.covers is not None}):
+        if not chain.in_lineage(state, entry.attempt, covers):
+            raise _refused(
+                entry, f"it covers {covers}, which is not live in the lineage of attempt {entry.attempt}"
+            )
+
+
+def _judge_prefixes(state: RunState, entry: Entry, prefixes: set[str]) -> None:
+    if dead := sorted(prefixes & state.retired.keys()):
+        raise _refused(entry, f"it references {dead[0]}, which is retired and may be deleted")
+
+
+def _judge_compact(state: RunState, entry: Compacted) -> None:
+    replaced = state.checkpoints.get(entry.replaces)
+    if replaced is None:
+        raise _refused(entry, f"it replaces {entry.replaces}, which is not live")
+
+    def boxes(parts: Iterable[Part]) -> list[tuple[str, int, int, int, int]]:
+        return sorted(
+            (b.table, b.row_start, b.row_stop, b.col_start, b.col_stop) for part in parts for b in part.boxes
+        )
+
+    if boxes(entry.parts) != boxes(replaced.parts):
+        raise _refused(entry, f"its boxes are not those of checkpoint {entry.replaces}")
+    prefixes = {part.prefix for part in entry.parts}
+    if prefixes & chain.live_prefixes(state):
+        raise _refused(entry, "it re-uses the prefix of another compaction")
+    _judge_prefixes(state, entry, prefixes)
+    _judge_begun(state, entry, prefixes)
+
+
+def _judge_begun(state: RunState, entry: Compacted, prefixes: set[str]) -> None:
+    """A compaction that is as old as a forgotten one may be that one: retired, deleted, and nobody remembers."""
+    for prefix in sorted(prefixes):
+        slot = compaction_slot(prefix)
+        if slot is not None and slot < state.compactions_from:
+            raise _refused(
+                entry,
+                f"it began at slot {slot}, and what began before slot {state.compactions_from} may be deleted",
+            )
+
+
+def _judge_retire(state: RunState, entry: Retired) -> None:
+    gone = frozenset(entry.checkpoints)
+    if strangers := sorted(gone - state.checkpoints.keys()):
+        raise _refused(entry, f"it retires {strangers[0]}, which is not live")
+    kept = state.checkpoints.keys() - gone
+    if state.checkpoints and not kept:
+        raise _refused(entry, "it retires every checkpoint")
+    if torn := sorted(chain.closure(state, kept) & gone):
+        raise _refused(entry, f"it retires {torn[0]}, which a remaining checkpoint's chain reads")
+    if (loading := state.loading()) is not None:
+        # Its trainers may be reading it this moment, by a plan made before any compaction since.
+        reading = chain.written_closure(state, (loading,))
+        if torn := sorted(reading & gone):
+            raise _refused(
+                entry, f"it retires {torn[0]}, which the newest attempt, resuming from {loading}, may read"
+            )
+        if named := sorted(p for p in entry.prefixes if state.superseded.get(p) in reading):
+            raise _refused(entry, f"it names {named[0]}, which the newest attempt may still read")
+    live = {part.prefix for seq in kept for part in chain.parts_of(state, seq)}
+    for prefix in entry.prefixes:
+        if prefix in live:
+            raise _refused(entry, f"it names {prefix}, which a live checkpoint reads")
+        place = cut_of(prefix)
+        if place is not None and not over(state, *place):
+            raise _refused(entry, f"it names {prefix}, whose cut may still be committed")
+
+
+def forgettable(state: RunState, through: int) -> frozenset[str]:
+    """Retired prefixes, named by entries up to slot `through`, that nothing depends on any more once they are empty.
+
+    All but those of compactions whose names do not say when they began (of a version before this rule): only memory
+    keeps those from being committed.
+    """
+    return frozenset(
+        prefix
+        for prefix, named_by in state.retired.items()
+        if named_by <= through and (cut_of(prefix) is not None or compaction_slot(prefix) is not None)
+    )
+
+
+def over(state: RunState, attempt: int, cut: int) -> bool:
+    """Whether this cut can never be committed any more: a higher attempt, or an equal or later cut, is in the log."""
+    opened = state.attempts.get(attempt)
+    if state.attempt is None or attempt > state.attempt:
+        return False
+    return attempt < state.attempt or (
+        opened is not None and opened.last_cut is not None and cut <= opened.last_cut
+    )

@@ -1,0 +1,1 @@
+"""Keeping a run small and whole: retention, garbage collection, compaction, repair."""

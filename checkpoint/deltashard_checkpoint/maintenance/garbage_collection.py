@@ -1,0 +1,194 @@
+"""Garbage collection: deletes what `retire` entries have named, after a grace, and nothing else.
+
+The log decides, not the listing: an object goes only if its prefix is named by a retire entry of the log, and that
+entry is older than the grace by the store's own clock (its Last-Modified against the store's now): our clock has no
+say. Because no entry may reference a retired prefix any more, what gc may delete once it may delete for ever: it can
+be killed and run again, run twice at once, and run on an old state. The grace is for readers that still restore a
+checkpoint which was live when they began.
+
+When enough of what was named is gone, gc says so in the log (`reclaim`), and nobody remembers those prefixes any
+longer: what a run has retired in its life must not add up in every reader. That is one entry for `FORGET_AT` prefixes.
+
+Markers of saves that pods had on their way when they ended (`closing/`) go when they are old or their attempt is.
+
+A dry run writes nothing at all, not even what some stores need to be asked for their time: it goes by our clock.
+
+A log that cannot be followed to its end blocks gc: what cannot be read might say that something is still needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.log.chain import live_prefixes
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.log.entry import Entry, Reclaimed, cut_of, entry_key, prefix_of
+from deltashard_checkpoint.log.replay import forgettable, over
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
+from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, marked_attempt
+
+DEFAULT_GRACE_S = 600.0
+COMPACTION_PATIENCE_S = 24 * 3600.0
+"""A compaction that has not been committed for so long is given up (its entry would be refused from then on)."""
+FORGET_AT = 64
+"""So many retired prefixes whose objects are gone make a reclaim entry worth its slot."""
+_BATCH = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """What one collection did, or would do."""
+
+    objects: int
+    bytes: int
+    prefixes: tuple[str, ...]
+    """Prefixes that were (or would be) emptied."""
+    waiting: tuple[str, ...]
+    """Prefixes with objects whose grace is not over yet."""
+    dry_run: bool
+
+
+def collect(
+    log: RunLog,
+    *,
+    grace_s: float = DEFAULT_GRACE_S,
+    forget_at: int = FORGET_AT,
+    dry_run: bool = False,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+) -> Collected:
+    """Delete the objects under retired prefixes whose grace is over, and forget those that are empty. Idempotent.
+
+    Raises `LogStopped` when an entry is unreadable, `LogGap`, `StoreUnavailable`.
+    """
+    state = log.refresh(deadline_s=deadline_s)
+    if state.stopped is not None:
+        raise stopped(state)
+    ripe: dict[int, bool] = {}
+    now_s = log.clocks.wall_s() if dry_run else log.store.now_s()
+    doomed: list[str] = []
+    prefixes: set[str] = set()
+    waiting: set[str] = set()
+    objects = size_bytes = 0
+    for prefix, info in data_objects(log):
+        # IMPORTANT: only what a retire entry names, and only after its grace. No live checkpoint can read it: the law
+        # of the log refuses an entry that references a retired prefix, and a retire entry that names a live one.
+        named_by = state.retired.get(prefix)
+        if named_by is None:
+            continue
+        if named_by not in ripe:
+            ripe[named_by] = now_s - _written_at_s(log, named_by, state.tip) >= grace_s
+        if not ripe[named_by]:
+            waiting.add(prefix)
+            continue
+        prefixes.add(prefix)
+        objects += 1
+        size_bytes += info.size_bytes
+        doomed.append(info.key)
+        if len(doomed) >= _BATCH:
+            _delete(log, doomed, dry_run=dry_run)
+            doomed = []
+    _delete(log, doomed, dry_run=dry_run)
+    if not dry_run:
+        log.store.delete(spent_markers(log, state, now_s=now_s))
+        # What waits must be remembered, or it would be named anew, and its grace begin anew, again and again.
+        still = min((state.retired[prefix] for prefix in waiting), default=state.tip + 1)
+        _forget(log, still - 1, forget_at=forget_at, deadline_s=deadline_s)
+    return Collected(
+        objects=objects,
+        bytes=size_bytes,
+        prefixes=tuple(sorted(prefixes)),
+        waiting=tuple(sorted(waiting)),
+        dry_run=dry_run,
+    )
+
+
+def _written_at_s(log: RunLog, seq: int, tip: int) -> float:
+    """When an entry was put, by the store's clock; of one that is lost (`folded_state`), no earlier than it was."""
+    for slot in range(seq, tip):
+        with suppress(ObjectNotFound):
+            return log.store.head(log.key(entry_key(slot))).modified_at_s
+    return log.store.head(log.key(entry_key(tip))).modified_at_s
+
+
+def _forget(log: RunLog, through: int, *, forget_at: int, deadline_s: float) -> None:
+    """Say that what was retired up to slot `through` is gone, when that is worth an entry."""
+    if len(forgettable(log.state, through)) < forget_at:
+        return
+
+    def build(state: RunState, seq: int, writer: str) -> Entry | None:
+        if len(forgettable(state, through)) < forget_at:
+            return None
+        return Reclaimed(seq=seq, previous="", writer=writer, at_s=0.0, through=through)
+
+    log.append(build, before="gc.before_forget", after="gc.after_forget", deadline_s=deadline_s)
+
+
+def _delete(log: RunLog, keys: list[str], *, dry_run: bool) -> None:
+    if dry_run or not keys:
+        return
+    log.store.delete(keys[: len(keys) // 2])
+    crash_point("gc.during_delete")
+    log.store.delete(keys[len(keys) // 2 :])
+    crash_point("gc.after_delete")
+
+
+def data_objects(log: RunLog) -> Iterator[tuple[str, ObjectInfo]]:
+    """(deletable prefix, object) of all that lies under `data/` and is a cut's or a compaction's."""
+    for info in log.store.list(log.key("data/")):
+        try:
+            yield prefix_of(info.key[len(log.run) + 1 :]), info
+        except CorruptObject:
+            continue
+
+
+def spent_markers(log: RunLog, state: RunState, *, now_s: float) -> list[str]:
+    """Store keys of the markers that no opener waits for any more: their attempt is fenced, or they are old.
+
+    `now_s` by the store's clock. An opener looks at a marker for `CLOSING_WAIT_S`; what is older was left by a pod that
+    was killed. Nothing but a marker is named, whatever else lies there.
+    """
+    spent = []
+    for info in log.store.list(log.key("closing/")):
+        attempt = marked_attempt(info.key[len(log.run) + 1 :])
+        if attempt is None:
+            continue
+        fenced = state.attempt is not None and attempt < state.attempt
+        if fenced or now_s - info.modified_at_s >= CLOSING_WAIT_S:
+            spent.append(info.key)
+    return spent
+
+
+def debris(
+    log: RunLog,
+    state: RunState,
+    *,
+    compaction_patience_s: float = COMPACTION_PATIENCE_S,
+    read_only: bool = False,
+) -> tuple[str, ...]:
+    """Prefixes in the store that no live checkpoint reads and no retire entry names yet, and that may be named.
+
+    Of cuts: those that can never be committed any more. Of compactions: those whose youngest object is older
+    than `compaction_patience_s` by the store's clock; by ours when `read_only`: to ask a directory for its time is to
+    write into it.
+    """
+    youngest_s: dict[str, float] = {}
+    for prefix, info in data_objects(log):
+        youngest_s[prefix] = max(info.modified_at_s, youngest_s.get(prefix, 0.0))
+    live = live_prefixes(state)
+    now_s = log.clocks.wall_s() if read_only else log.store.now_s()
+    found = []
+    for prefix, modified_at_s in sorted(youngest_s.items()):
+        if prefix in live or prefix in state.retired:
+            continue
+        place = cut_of(prefix)
+        if place is None:
+            if now_s - modified_at_s >= compaction_patience_s:
+                found.append(prefix)
+        elif over(state, *place):
+            found.append(prefix)
+    return tuple(found)

@@ -1,0 +1,128 @@
+"""Moving the encoded rows of a chain into one synthetic baseline: the mover that `compaction.compact` uses.
+
+Frames of the chain are read newest first, as a restore reads them. What a newer frame has provided of a row is
+dropped from an older one; a frame that loses nothing is copied verbatim, any other is rewritten with the rows that
+survive, still encoded. So a restore of the compaction reads, row by row, the very codes, scales and state it would
+have read before. Blobs are the checkpoint's own and are copied.
+
+What is provided is tracked per table and column range, one byte a row. Chains whose column shards changed in between
+are refused (`CompactionUnfit`): an encoded row cannot be cut along columns without encoding it anew; the next
+baseline ends such a chain anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.errors import EnvironmentFault
+from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
+from deltashard_checkpoint.format.frame_encoder import EncodedFrame, raw_bytes_of, take_rows
+from deltashard_checkpoint.log.chain import ChainLink, parts_of
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance.compaction import Moved, Mover
+from deltashard_checkpoint.restore.checkpoint_reader import load_indexes, whole_tables
+from deltashard_checkpoint.restore.fetcher import Fetcher
+from deltashard_checkpoint.restore.plan import restore_plan
+from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+
+DEFAULT_DEADLINE_S = 3600.0
+
+
+class CompactionUnfit(EnvironmentFault):
+    """This chain cannot be compacted; it restores as before."""
+
+
+@dataclass(slots=True)
+class _Provided:
+    """Which rows of the tables newer frames have provided already, per column range."""
+
+    ranges: dict[str, dict[tuple[int, int], npt.NDArray[np.bool_]]] = field(default_factory=dict)
+
+    def claim(self, frame: Frame) -> npt.NDArray[np.bool_]:
+        """Rows of `frame` that no newer frame has, bool [rows]; from now on this one has them."""
+        info, table = frame.info, frame.table
+        assert table is not None
+        columns = (info.col_start, info.col_stop)
+        held = self.ranges.setdefault(info.table, {})
+        if any(a < columns[1] and columns[0] < b for a, b in held if (a, b) != columns):
+            raise CompactionUnfit(
+                f"column ranges of {info.table} changed within the chain",
+                remedy="the next baseline ends this chain",
+            )
+        rows = held.setdefault(columns, np.zeros(0, np.bool_))
+        if len(rows) < table.rows:
+            held[columns] = rows = np.concatenate([rows, np.zeros(table.rows - len(rows), np.bool_)])
+        ids = frame.row_ids()
+        mine = ~rows[ids]
+        rows[ids] = True
+        return mine
+
+
+def mover(cache: PackCache, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Mover:
+    """A `Mover` that spools packs in `cache`."""
+    return partial(move_rows, cache=cache, deadline_s=deadline_s)
+
+
+def move_rows(
+    log: RunLog,
+    state: RunState,
+    seq: int,
+    links: tuple[ChainLink, ...],
+    token: str,
+    *,
+    cache: PackCache,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+) -> Moved:
+    """Write the synthetic baseline of checkpoint `seq` under `data/compact-{token}/`; one part with all its boxes.
+
+    Raises `CompactionUnfit`, `InvalidCheckpoint` (retired meanwhile, or broken), `UploadFailed`, `StoreUnavailable`.
+    """
+    entry, parts = state.checkpoints[seq], parts_of(state, seq)
+    indexes = load_indexes(
+        log.store, log.run, [*(link.part for link in links), *parts], deadline_s=deadline_s
+    )
+    plan = restore_plan(links, indexes, whole_tables(entry.tables), seq=seq, blob_parts=parts)
+    boxes = tuple(box for part in entry.parts for box in part.boxes)
+    target = PartTarget(
+        run=log.run,
+        attempt=entry.attempt,
+        cut=entry.cut,
+        step=entry.step,
+        rank=0,
+        token=token,
+        tables=entry.tables,
+        boxes=boxes,
+        covers=None,
+        compaction=True,
+    )
+    provided = _Provided()
+    with PartWriter(log.store, target, cache, deadline_s=deadline_s) as writer:
+        for fetched in Fetcher(log.store, log.run, cache=cache, deadline_s=deadline_s).fetch(plan):
+            frame = parse_frame(fetched.data, verify=False)
+            moved: EncodedFrame | None
+            if frame.info.kind is FrameKind.BLOB:
+                moved = EncodedFrame(info=frame.info, data=fetched.data, raw_bytes=len(frame.chunk))
+            else:
+                moved = _survivors(frame, fetched.data, provided.claim(frame))
+            if moved is not None:
+                writer.add(moved)
+        crash_point("compact.after_packs")
+        part = writer.finish()
+        stats = writer.stats
+    crash_point("compact.after_index")
+    assert stats is not None
+    return Moved(parts=(part,), rows=stats.rows, stored_bytes=stats.stored_bytes)
+
+
+def _survivors(frame: Frame, data: memoryview, mine: npt.NDArray[np.bool_]) -> EncodedFrame | None:
+    assert frame.table is not None
+    if mine.all():
+        return EncodedFrame(info=frame.info, data=data, raw_bytes=raw_bytes_of(frame.info, frame.table))
+    return take_rows(frame, mine) if mine.any() else None

@@ -1,0 +1,1 @@
+"""Reading a checkpoint: plan, fetch, apply frames into arrays."""

@@ -1,0 +1,241 @@
+"""Reading a whole checkpoint from a store: log entry -> chain -> indexes -> plan -> frames -> arrays.
+
+The shell around `plan`, `fetcher` and `frame_applier`. The sidecar uses the first half (`load_indexes`, `plan_restore`)
+and hands frames to its trainer; command line, export and tests use all of it (`read_checkpoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.errors import FormatError, InvalidCheckpoint, UnsupportedVersion
+from deltashard_checkpoint.format import element_type, typed_tree
+from deltashard_checkpoint.format.index import Index, decode_index
+from deltashard_checkpoint.format.object_key import run_key
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.chain import CheckpointNotFound, chain, parts_of
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint, Part
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.fetcher import Fetcher
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.restore.plan import Plan, Want, restore_plan
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
+from deltashard_checkpoint.stores.deadline import deadline
+from deltashard_checkpoint.write.attempt import select
+
+Array = npt.NDArray[np.generic]
+T = TypeVar("T")
+_TURNS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableArrays:
+    """A whole table."""
+
+    schema: TableSchema
+    weights: Array
+    """[rows, columns]; bfloat16 as uint16."""
+    fields: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A checkpoint in memory."""
+
+    entry: Checkpoint
+    plan: Plan
+    tables: Mapping[str, TableArrays]
+    blobs: Mapping[str, memoryview]
+    """Encoded trees by name; `typed_tree.decode`, or `tree`."""
+
+    def tree(self, name: str) -> Any:
+        """A blob, decoded; tensors as `typed_tree.Tensor`."""
+        return typed_tree.decode(self.blobs[name])
+
+
+def load_indexes(
+    store: Store, run: str, parts: Iterable[Part], *, workers: int = 8, deadline_s: float = 600.0
+) -> dict[str, Index]:
+    """The indexes of parts, by index key, fetched in parallel and checked against their names.
+
+    A wrong one is fetched once more. Raises `InvalidCheckpoint` for one that is wrong again or does not exist, and
+    `StoreUnavailable`.
+    """
+    wanted = list(dict.fromkeys(part.index_key for part in parts))
+    with deadline(deadline_s), ThreadPoolExecutor(workers, thread_name_prefix="index") as pool:
+        found = [pool.submit(copy_context().run, _load_index, store, run, key) for key in wanted]
+        return {key: each.result() for key, each in zip(wanted, found, strict=True)}
+
+
+def _load_index(store: Store, run: str, key: str) -> Index:
+    for last in (False, True):
+        try:
+            return decode_index(store.get(run_key(run, key)), key=key, run=run)
+        except UnsupportedVersion:
+            raise
+        except ObjectNotFound as error:
+            raise InvalidCheckpoint("an index does not exist", where=run_key(run, key)) from error
+        except FormatError as error:
+            if last:
+                raise InvalidCheckpoint(
+                    f"an index cannot be read: {error}", where=run_key(run, key)
+                ) from error
+    raise AssertionError
+
+
+def plan_restore(
+    store: Store,
+    state: RunState,
+    seq: int,
+    wants: Iterable[Want],
+    *,
+    blobs: bool | Collection[str] = True,
+    strict: bool = True,
+    mapping: Mapping[str, str] | None = None,
+    weights_only: bool = False,
+    indexes: Mapping[str, Index] | None = None,
+    deadline_s: float = 600.0,
+) -> Plan:
+    """The plan that fills `wants` (and blobs: all, none, or these) from checkpoint `seq`.
+
+    Indexes not given are fetched. Raises what `chain`, `load_indexes` and `restore_plan` raise.
+    """
+    wants = tuple(wants)
+    names = mapping or {}
+    boxes = [replace(box, table=names.get(box.table, box.table)) for want in wants for box in want.boxes]
+    links = chain(state, seq, boxes, strict=False)
+    blob_parts = parts_of(state, seq) if blobs is not False else ()
+    held = dict(indexes or {})
+    parts = [part for part in (*(link.part for link in links), *blob_parts) if part.index_key not in held]
+    held |= load_indexes(store, state.run, parts, deadline_s=deadline_s)
+    return restore_plan(
+        links,
+        held,
+        wants,
+        seq=seq,
+        blob_parts=blob_parts,
+        blobs=None if isinstance(blobs, bool) else blobs,
+        strict=strict,
+        mapping=mapping,
+        weights_only=weights_only,
+    )
+
+
+def settled(log: RunLog, read: Callable[[RunState], T], *, deadline_s: float) -> T:
+    """`read` of the run at the tip of its log, again when the run went on meanwhile.
+
+    A reader without an attempt holds nothing back: retention, compaction and gc may take what it has chosen while it
+    reads. So what it finds gone or wrong is condemned only if the log still ends where it did, or in the last of
+    `_TURNS` turns. Raises what `read` and the log raise.
+    """
+    turn = 1
+    while True:
+        state = log.refresh(deadline_s=deadline_s)
+        try:
+            return read(state)
+        except InvalidCheckpoint:
+            if turn == _TURNS or not went_on(log, state, deadline_s=deadline_s):
+                raise
+        turn += 1
+
+
+def went_on(log: RunLog, state: RunState, *, deadline_s: float) -> bool:
+    """Whether the log has entries behind those that `state` was folded from; raises what reading the log does."""
+    tip = state.tip
+    return log.refresh(deadline_s=deadline_s).tip != tip
+
+
+def whole_tables(tables: Iterable[TableSchema]) -> tuple[Want, ...]:
+    """Wants for all rows and columns of these tables."""
+    return tuple(
+        Want(
+            schema=t,
+            boxes=(Box(table=t.fqn, row_start=0, row_stop=t.rows, col_start=0, col_stop=t.columns),),
+        )
+        for t in tables
+    )
+
+
+def read_checkpoint(
+    store: Store,
+    run: str,
+    which: str = "latest",
+    *,
+    tables: Collection[str] | None = None,
+    blobs: bool | Collection[str] = True,
+    fields: bool = True,
+    cache: PackCache | None = None,
+    state: RunState | None = None,
+    deadline_s: float = 3600.0,
+) -> Snapshot:
+    """The checkpoint `which` means (see `attempt.select`): whole tables (all, or these), their fields, and blobs.
+
+    Without `state` the run may go on, see `settled`. Raises `CheckpointNotFound`, `InvalidCheckpoint`,
+    `StoreUnavailable` and what the log raises.
+    """
+    if state is None:
+        return settled(
+            RunLog(store, run),
+            lambda found: read_checkpoint(
+                store,
+                run,
+                which,
+                tables=tables,
+                blobs=blobs,
+                fields=fields,
+                cache=cache,
+                state=found,
+                deadline_s=deadline_s,
+            ),
+            deadline_s=deadline_s,
+        )
+    entry = select(state, which)
+    if entry is None:
+        raise CheckpointNotFound("no checkpoint was ever committed", where=f"run {run}")
+    schemas = [table for table in entry.tables if tables is None or table.fqn in tables]
+    if absent := sorted(set(tables or ()) - {table.fqn for table in schemas}):
+        raise CheckpointNotFound(f"checkpoint {entry.seq} has no tables {absent}", where=f"run {run}")
+    wants = whole_tables(schemas)
+    plan = plan_restore(
+        store, state, entry.seq, wants, blobs=blobs, weights_only=not fields, deadline_s=deadline_s
+    )
+    targets = [target_of(want.schema, want.boxes[0], fields=fields) for want in wants]
+    applier = FrameApplier(targets)
+    for fetched in Fetcher(store, run, cache=cache, deadline_s=deadline_s).fetch(plan):
+        applier.apply(fetched.data)
+    applier.finish(blobs=plan.blobs)
+    return Snapshot(
+        entry=entry,
+        plan=plan,
+        tables={
+            t.schema.fqn: TableArrays(schema=t.schema, weights=t.weights, fields=t.fields) for t in targets
+        },
+        blobs=applier.blobs,
+    )
+
+
+def target_of(schema: TableSchema, box: Box, *, fields: bool) -> TableTarget:
+    """Memory for one box of a table, zeros; with its optimizer state or without."""
+    rows, columns = box.row_stop - box.row_start, box.col_stop - box.col_start
+    shapes = {
+        spec.name: ((rows, columns) if spec.kind == "pointwise" else (rows,), spec.dtype)
+        for spec in (schema.fields if fields else ())
+    }
+    return TableTarget(
+        schema=schema,
+        box=box,
+        weights=np.zeros((rows, columns), element_type.by_name(schema.dtype).carrier),
+        fields={
+            name: np.zeros(shape, element_type.by_name(dtype).carrier)
+            for name, (shape, dtype) in shapes.items()
+        },
+    )

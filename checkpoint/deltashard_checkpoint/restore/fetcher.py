@@ -1,0 +1,279 @@
+"""Executing a plan: frames in order, fetched ahead by a few threads under a budget of bytes, each one hash-checked.
+
+A request is looked for in the local cache first and read from the store by range otherwise. A frame whose bytes do not
+match its hash is read again from the store (and the cache's copy forgotten); if the store's are wrong twice, or it
+says for sure that there is no such object, the checkpoint is *invalid* and `InvalidCheckpoint` says so. Whatever else
+goes wrong means *unavailable*: the store's own error comes through, after its retries, under the plan's deadline.
+A restore falls back to an older checkpoint only for the former.
+
+Bytes may be fetched straight to where they are wanted (blocks of an arena): a `destination` gives memory for each
+request, in order; a request is at most one block long, and its frames lie in it at multiples of 64 bytes. It is asked
+without waiting while others are on their way, and to wait only when nothing else can move, so that a consumer which
+frees its memory as it goes never dead-locks the fetch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.cache.pack_spool import PackSpool
+from deltashard_checkpoint.errors import (
+    CorruptObject,
+    DeltashardError,
+    EnvironmentFault,
+    FormatError,
+    InvalidCheckpoint,
+)
+from deltashard_checkpoint.format import object_key
+from deltashard_checkpoint.format.frame import check_digest
+from deltashard_checkpoint.format.index import Pack
+from deltashard_checkpoint.restore.plan import MAX_REQUEST_BYTES, Plan, PlannedFrame, Request
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
+from deltashard_checkpoint.stores.deadline import deadline
+
+DEFAULT_PREFETCH_BYTES = 64 << 20
+DEFAULT_WORKERS = 8
+_GRACE_S = 5.0
+"""Past the deadline the stores raise by themselves; only then does waiting for them end."""
+
+
+class Destination(Protocol):
+    """Where the bytes shall lie."""
+
+    def __call__(self, request: Request, *, wait: bool) -> memoryview | None:
+        """Writable memory of exactly `request.length` bytes (at most 8 MiB), or None when there is none now.
+
+        Called in the plan's order from the thread that iterates. With `wait` it blocks until there is memory, or
+        raises: nothing else is under way then, and what was handed out must be freed by its consumer.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedFrame:
+    """A frame's bytes, checked against the hash its index gives."""
+
+    planned: PlannedFrame
+    data: memoryview
+    request: Request
+    """`data` is bytes [planned.offset, + planned.info.length) of this request's memory."""
+    last: bool
+    """Whether it is the last frame of its request: the memory may be freed once it is applied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchStats:
+    """Where the bytes came from; what a prefetch of this process had brought into the cache came from the store."""
+
+    cache_bytes: int
+    store_bytes: int
+    reread_bytes: int
+    """Read again because their hash was wrong."""
+
+
+class Fetcher:
+    """Fetches plans from one run of a store, with or without a local cache."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        cache: PackCache | None = None,
+        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
+        workers: int = DEFAULT_WORKERS,
+        deadline_s: float = 3600.0,
+    ) -> None:
+        """`prefetch_bytes` may be fetched and not yet consumed; `deadline_s` bounds each plan as a whole."""
+        self._store = store
+        self._run = run
+        self._cache = cache
+        self._prefetch_bytes = prefetch_bytes
+        self._workers = workers
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._cache_bytes = self._store_bytes = self._reread_bytes = 0
+
+    @property
+    def stats(self) -> FetchStats:
+        """Of all plans so far."""
+        with self._lock:
+            return FetchStats(
+                cache_bytes=self._cache_bytes, store_bytes=self._store_bytes, reread_bytes=self._reread_bytes
+            )
+
+    def fetch(self, plan: Plan, destination: Destination | None = None) -> Iterator[FetchedFrame]:
+        """The plan's frames in order. Without a destination each lies in memory of its own request, kept while used.
+
+        Raises `InvalidCheckpoint`, `StoreUnavailable` and whatever else the store answers. Closing the iterator stops
+        the fetch and waits for reads that are under way, so that memory of `destination` is not written any more.
+        """
+        until = time.monotonic() + self._deadline_s
+        todo = deque(plan.requests)
+        under_way: deque[tuple[Request, memoryview, Future[None]]] = deque()
+        ahead = 0
+        pool = ThreadPoolExecutor(self._workers, thread_name_prefix="fetch")
+        try:
+            while todo or under_way:
+                while todo and (not under_way or ahead + todo[0].length <= self._prefetch_bytes):
+                    memory = _memory(todo[0], destination, wait=not under_way)
+                    if memory is None:
+                        break
+                    request = todo.popleft()
+                    under_way.append((request, memory, pool.submit(self._read, request, memory, until)))
+                    ahead += request.length
+                request, memory, future = under_way.popleft()
+                try:
+                    future.result(max(0.0, until - time.monotonic()) + _GRACE_S)
+                except FutureTimeout:
+                    raise self._too_late(request) from None
+                ahead -= request.length
+                for planned in request.frames:
+                    data = memory[planned.offset : planned.offset + planned.info.length]
+                    yield FetchedFrame(
+                        planned=planned, data=data, request=request, last=planned is request.frames[-1]
+                    )
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, request: Request, memory: memoryview, until: float) -> None:
+        """Fill the memory with the request's bytes and check each frame."""
+        if time.monotonic() >= until:
+            raise self._too_late(request)
+        key = object_key.run_key(self._run, request.key)
+        cached = self._cache is not None and self._cache.read_into(key, request.offset, memory)
+        if not cached:
+            self._from_store(key, request.offset, memory, until)
+        with self._lock:
+            if cached and self._cache is not None and key not in self._cache.brought:
+                self._cache_bytes += request.length
+            else:
+                self._store_bytes += request.length
+        for planned in request.frames:
+            # A wrong bit on the wire must not condemn a checkpoint: the store is always asked twice.
+            self._check(key, request, planned, memory, until, rereads=2 if cached else 1)
+
+    def _check(
+        self,
+        key: str,
+        request: Request,
+        planned: PlannedFrame,
+        memory: memoryview,
+        until: float,
+        *,
+        rereads: int,
+    ) -> None:
+        """Check a frame; on a wrong hash read it again from the store, then give the checkpoint up."""
+        place = memory[planned.offset : planned.offset + planned.info.length]
+        offset = request.offset + planned.offset
+        for left in range(rereads, -1, -1):
+            try:
+                check_digest(place, planned.info.digest)
+            except CorruptObject:
+                if not left:
+                    raise InvalidCheckpoint(
+                        f"the frame at {offset} (+{len(place)} bytes) of checkpoint {planned.seq} has a wrong hash, "
+                        "read twice from the store",
+                        where=key,
+                        remedy="an older checkpoint may be whole",
+                    ) from None
+            else:
+                return
+            if self._cache is not None:
+                self._cache.drop(key)
+            self._from_store(key, offset, place, until)
+            with self._lock:
+                self._store_bytes += len(place)
+                self._reread_bytes += len(place)
+
+    def _from_store(self, key: str, offset: int, out: memoryview, until: float) -> None:
+        try:
+            with deadline(max(0.0, until - time.monotonic())):
+                self._store.get_into(key, offset, out)
+        except ObjectNotFound as error:
+            raise InvalidCheckpoint(
+                "an object of the checkpoint does not exist",
+                where=key,
+                remedy="an older checkpoint may be whole",
+            ) from error
+        except FormatError:
+            # Shorter than its index says: read once more, as any bytes that do not match.
+            try:
+                with deadline(max(0.0, until - time.monotonic())):
+                    self._store.get_into(key, offset, out)
+            except FormatError as error:
+                raise InvalidCheckpoint(
+                    f"an object of the checkpoint is too short: {error.what}",
+                    where=key,
+                    remedy="an older checkpoint may be whole",
+                ) from error
+
+    def _too_late(self, request: Request) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"the checkpoint was not read within {self._deadline_s:g} s",
+            where=object_key.run_key(self._run, request.key),
+            remedy="is the store reachable and fast enough?",
+        )
+
+
+def _memory(request: Request, destination: Destination | None, *, wait: bool) -> memoryview | None:
+    if destination is not None:
+        return destination(request, wait=wait)
+    return memoryview(np.empty(request.length, np.uint8).data)
+
+
+def warm_cache(
+    store: Store,
+    run: str,
+    packs: Iterable[Pack],
+    cache: PackCache,
+    *,
+    deadline_s: float = 3600.0,
+    stopped: Callable[[], bool] = lambda: False,
+) -> int:
+    """Bring whole packs into the cache, in order, until it has no room left that is free; the bytes fetched.
+
+    Never evicts what is there and never fails a restore that follows: on any trouble with a pack it stops quietly,
+    and what was not brought is read from the store later.
+    """
+    fetched = 0
+    until = time.monotonic() + deadline_s
+    for pack in packs:
+        key = object_key.run_key(run, pack.key)
+        if key in cache:
+            continue
+        if stopped() or time.monotonic() >= until or cache.used_bytes + pack.bytes > cache.budget_bytes:
+            break
+        try:
+            spool = cache.create(key, capacity_bytes=pack.bytes)
+        except EnvironmentFault:
+            break
+        try:
+            _spool_pack(store, key, pack.bytes, spool, until)
+            cache.seal(spool)
+        except (DeltashardError, OSError):
+            cache.discard(spool)
+            break
+        cache.brought.add(key)
+        cache.unpin(key)
+        fetched += pack.bytes
+    return fetched
+
+
+def _spool_pack(store: Store, key: str, size: int, spool: PackSpool, until: float) -> None:
+    piece = memoryview(np.empty(min(size, MAX_REQUEST_BYTES), np.uint8).data)
+    spool.reserve(size)
+    for at in range(0, size, MAX_REQUEST_BYTES):
+        part = piece[: size - at]
+        with deadline(max(0.0, until - time.monotonic())):
+            store.get_into(key, at, part)
+        spool.write(at, part)

@@ -1,0 +1,414 @@
+"""Frames into arrays: the one implementation of "the newest frame of a row wins", for trainer, CLI and tests alike.
+
+A `FrameApplier` has targets (rectangles of tables, as arrays) and takes frames newest first, in a plan's order. For
+every target it remembers what is already *provided*, per row and per column interval: a frame only fills rows and
+columns that no newer frame has filled, so a newer frame of one column shard never hides the row's other columns. Rows
+are decoded and scattered straight to their place in one pass, whatever the sharding they were saved under.
+
+State that is one value a row cannot be cut by columns. Where a target joins column shards s of widths D_s into D
+columns, its value is m = sum_s (D_s / D) m_s; where a target is part of a shard it is a copy of m. (Row-wise Adagrad's
+m is a mean over the row's columns, which this keeps.) Values that are no floats are taken from the newest frame.
+
+A tombstone provides its rows as zeros: frames older than it must not bring them back. Within one checkpoint a row
+beats its tombstone, which is the plan's order: rows first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from deltashard_checkpoint.codecs import decoder, quantizer
+from deltashard_checkpoint.codecs.encoding import raw_encoding
+from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, InvalidCheckpoint, UserError
+from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.log.chain import difference
+from deltashard_checkpoint.restore.plan import SchemaMismatch, describe
+
+Array = npt.NDArray[np.generic]
+Mask = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.int64]
+DEFAULT_MAX_BLOBS_BYTES = 1 << 37
+
+
+class BlobsTooLarge(EnvironmentFault):
+    """The blobs of a checkpoint together exceed what this process was told, or is able, to hold."""
+
+
+@dataclass(slots=True, kw_only=True)
+class TableTarget:
+    """Where rows of one box of one table go."""
+
+    schema: TableSchema
+    """Of the target's whole table: names the dtypes of the arrays and the kinds of the fields."""
+    box: Box
+    weights: Array
+    """[box rows, box columns] of the schema's dtype (bfloat16 as uint16); rows contiguous, possibly strided apart."""
+    fields: Mapping[str, Array] = field(default_factory=dict)
+    """Row-wise [box rows], point-wise [box rows, box columns]; fields left out are not restored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """Rows of one target that a frame really wrote (in all or some of their columns)."""
+
+    target: TableTarget
+    rows: Rows
+    """Global row ids, ascending."""
+
+
+class FrameApplier:
+    """Applies frames, newest first, to targets; not thread-safe, one applier per thread over disjoint targets is."""
+
+    def __init__(
+        self,
+        targets: Iterable[TableTarget],
+        *,
+        mapping: Mapping[str, str] | None = None,
+        strict: bool = True,
+        max_blobs_bytes: int = DEFAULT_MAX_BLOBS_BYTES,
+    ) -> None:
+        """Take targets; `mapping` gives the stored name of a renamed table by its target's name.
+
+        With `strict` false a stored dtype may differ from the target's (converted) and a field may be absent (left as
+        it is): `notes` says which. Raises `UserError` for arrays that do not fit their box.
+        """
+        self.notes: list[str] = []
+        self._strict = strict
+        self._tables: dict[str, list[_Table]] = {}
+        for target in targets:
+            stored = (mapping or {}).get(target.box.table, target.box.table)
+            self._tables.setdefault(stored, []).append(_Table(target))
+        self._blobs: dict[str, _Blob] = {}
+        self._blob_bytes = 0
+        self._max_blobs_bytes = max_blobs_bytes
+
+    def apply(
+        self, frame: Frame | bytes | bytearray | memoryview, *, verify: bool = False
+    ) -> tuple[Applied, ...]:
+        """Apply one frame (bytes are parsed; hash-checked too with `verify`); what it really wrote, per target.
+
+        Frames of tables that are no target are passed over. Raises `FormatError` for bytes that are no frame and
+        `SchemaMismatch` when the stored table does not fit the target.
+        """
+        if not isinstance(frame, Frame):
+            frame = parse_frame(frame, verify=verify)
+        if frame.info.kind is FrameKind.BLOB:
+            self._apply_blob(frame)
+            return ()
+        tables = self._tables.get(frame.info.table)
+        if not tables:
+            return ()
+        ids: Rows | None = None
+        applied = []
+        for table in tables:
+            if not table.meets(frame):
+                continue
+            if ids is None:
+                ids = frame.row_ids()
+            faults, fatal = self._faults(frame, table.target)
+            if faults:
+                # A field may have appeared after this frame was written: newer frames hold all of its rows then.
+                if not table.needs(frame, ids):
+                    continue
+                if fatal or self._strict:
+                    raise SchemaMismatch(
+                        "; ".join(faults),
+                        where=table.target.schema.fqn,
+                        remedy="only float types are converted"
+                        if fatal
+                        else "strict=False converts types and leaves absent fields alone",
+                    )
+                self.notes += [fault for fault in faults if fault not in self.notes]
+            rows = table.apply(frame, ids)
+            if len(rows):
+                applied.append(Applied(target=table.target, rows=rows))
+        return tuple(applied)
+
+    @property
+    def blobs(self) -> dict[str, memoryview]:
+        """The blobs by name, 64-byte aligned; whole once `finish` has returned."""
+        return {name: blob.view for name, blob in self._blobs.items()}
+
+    def missing(self) -> list[Box]:
+        """What no frame has provided yet, as boxes in the targets' coordinates."""
+        return [box for tables in self._tables.values() for table in tables for box in table.missing()]
+
+    def finish(self, *, initial: Iterable[Box] = (), blobs: Iterable[str] = ()) -> None:
+        """Raise `InvalidCheckpoint` unless all targets (but for `initial` boxes) are provided and all blobs whole.
+
+        `blobs` names those that must be there. A plan promised all of it, so what lacks here was lost by whoever wrote
+        the checkpoint: a restore falls back.
+        """
+        rest = self.missing()
+        for box in initial:
+            rest = [piece for each in rest for piece in difference(each, box)]
+        if rest:
+            raise InvalidCheckpoint(f"no frame provided {describe(rest)}")
+        absent = sorted(set(blobs) - set(self._blobs))
+        torn = sorted(name for name, blob in self._blobs.items() if not blob.whole)
+        if absent or torn:
+            raise InvalidCheckpoint(f"blobs absent: {absent}, incomplete: {torn}")
+
+    @staticmethod
+    def _faults(frame: Frame, target: TableTarget) -> tuple[list[str], bool]:
+        """How the stored schema differs from the target's, and whether no conversion helps."""
+        table = frame.table
+        assert table is not None
+        stored = {spec.name: spec for spec in table.fields}
+        faults: list[str] = []
+        fatal = False
+        if table.columns != target.schema.columns:
+            raise SchemaMismatch(
+                f"{table.columns} columns are stored, the model has {target.schema.columns}",
+                where=target.schema.fqn,
+            )
+        if table.dtype != target.schema.dtype:
+            faults.append(
+                f"{target.schema.fqn}: {table.dtype} is stored, the model has {target.schema.dtype}"
+            )
+        for spec in target.schema.fields if frame.info.kind is FrameKind.ROWS else ():
+            if spec.name not in target.fields:
+                continue
+            found = stored.get(spec.name)
+            if found is None:
+                faults.append(f"{target.schema.fqn}: field {spec.name} is not stored")
+            elif found.kind != spec.kind:
+                faults.append(f"field {spec.name} is stored {found.kind}, the model has it {spec.kind}")
+                fatal = True
+            elif found.dtype != spec.dtype:
+                faults.append(
+                    f"{target.schema.fqn}: field {spec.name} is stored as {found.dtype}, the model has {spec.dtype}"
+                )
+                fatal |= not (
+                    element_type.by_name(found.dtype).floating and element_type.by_name(spec.dtype).floating
+                )
+        return faults, fatal
+
+    def _apply_blob(self, frame: Frame) -> None:
+        info = frame.info
+        blob = self._blobs.get(info.name)
+        if blob is None:
+            self._blob_bytes += info.blob_bytes
+            if self._blob_bytes > self._max_blobs_bytes:
+                raise BlobsTooLarge(
+                    f"blobs of {self._blob_bytes} bytes, limit {self._max_blobs_bytes}",
+                    where=info.name,
+                    remedy="raise max_blobs_bytes if the dense state is really that large",
+                )
+            blob = self._blobs[info.name] = _Blob(info.name, info.blob_bytes)
+        blob.put(info.blob_offset, info.blob_bytes, frame.chunk)
+
+
+class _Blob:
+    """A blob under assembly, in memory whose pages are touched only as chunks arrive."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        try:
+            room = np.empty(size + 64, np.uint8)
+        except MemoryError:
+            raise BlobsTooLarge(f"no memory for a blob of {size} bytes", where=name) from None
+        start = -room.ctypes.data % 64
+        self.view = memoryview(room.data)[start : start + size]
+        self._chunks: dict[int, int] = {}
+
+    def put(self, offset: int, size: int, chunk: memoryview) -> None:
+        if size != self.size:
+            raise CorruptObject(
+                f"chunks disagree on the blob's size: {self.size} and {size}", where=self.name
+            )
+        if offset in self._chunks:
+            raise CorruptObject(f"chunk at {offset} occurs twice", where=self.name)
+        self._chunks[offset] = len(chunk)
+        self.view[offset : offset + len(chunk)] = chunk
+
+    @property
+    def whole(self) -> bool:
+        at = 0
+        for offset, length in sorted(self._chunks.items()):
+            if offset != at:
+                return False
+            at += length
+        return at == self.size
+
+
+class _Table:
+    """One target and what of it is provided."""
+
+    def __init__(self, target: TableTarget) -> None:
+        box = target.box
+        self.target = target
+        self.rows = box.row_stop - box.row_start
+        self.width = box.col_stop - box.col_start
+        if target.weights.shape != (self.rows, self.width):
+            raise UserError(f"weights {list(target.weights.shape)} for box {box}")
+        specs = {spec.name: spec for spec in target.schema.fields}
+        for name, values in target.fields.items():
+            if name not in specs:
+                raise UserError(f"field {name} is not in the schema of {box.table}")
+            shape = (self.rows,) if specs[name].kind == "rowwise" else (self.rows, self.width)
+            if values.shape != shape:
+                raise UserError(f"field {name} {list(values.shape)} for box {box}, {list(shape)} expected")
+        self.specs = [specs[name] for name in target.fields]
+        # Column intervals [start, stop) in the box's coordinates, each with one flag a row; together all columns.
+        self.intervals: list[tuple[int, int, Mask]] = [(0, self.width, np.zeros(self.rows, np.bool_))]
+        self._sums: dict[str, npt.NDArray[np.float64]] = {}
+
+    def meets(self, frame: Frame) -> bool:
+        info, box = frame.info, self.target.box
+        rows = info.row_min < box.row_stop and info.row_max >= box.row_start
+        return rows and info.col_start < box.col_stop and info.col_stop > box.col_start
+
+    def needs(self, frame: Frame, ids: Rows) -> bool:
+        """Whether anything of the frame is not provided yet."""
+        box, info = self.target.box, frame.info
+        at = ids[(ids >= box.row_start) & (ids < box.row_stop)] - box.row_start
+        start, stop = info.col_start - box.col_start, info.col_stop - box.col_start
+        return any(
+            first < stop and last > start and not provided[at].all()
+            for first, last, provided in self.intervals
+        )
+
+    def apply(self, frame: Frame, ids: Rows) -> Rows:
+        """Write what is not provided yet; the global ids of the rows written."""
+        box, info = self.target.box, frame.info
+        positions = ids - box.row_start
+        inside: Mask | None = None
+        if info.row_min < box.row_start or info.row_max >= box.row_stop:
+            inside = (positions >= 0) & (positions < self.rows)
+            if not inside.any():
+                return ids[:0]
+        start = max(info.col_start - box.col_start, 0)
+        stop = min(info.col_stop - box.col_start, self.width)
+        self._split_at(start)
+        self._split_at(stop)
+        at = positions if inside is None else np.where(inside, positions, 0)
+        untouched = np.ones(len(ids), np.bool_)
+        if len(self.intervals) > 1:
+            for _, _, provided in self.intervals:
+                untouched &= ~provided[at]
+        written = np.zeros(len(ids), np.bool_)
+        for first, last, provided in self.intervals:
+            if first < start or last > stop:
+                continue
+            take = ~provided[at]
+            if inside is not None:
+                take &= inside
+            if not take.any():
+                continue
+            whole = bool(take.all())
+            fill = _Fill(
+                rows=positions, take=None if whole else take, first=first, last=last, untouched=untouched
+            )
+            self._write(frame, fill)
+            untouched = untouched & ~take
+            provided[fill.taken_rows] = True
+            written |= take
+        return ids if written.all() else ids[written]
+
+    def missing(self) -> list[Box]:
+        box = self.target.box
+        found = []
+        for first, last, provided in self.intervals:
+            edges = np.flatnonzero(np.diff(np.concatenate(([True], provided, [True])).view(np.int8)))
+            for start, stop in edges.reshape(-1, 2):
+                found.append(
+                    Box(
+                        table=box.table,
+                        row_start=box.row_start + int(start),
+                        row_stop=box.row_start + int(stop),
+                        col_start=box.col_start + first,
+                        col_stop=box.col_start + last,
+                    )
+                )
+        return found
+
+    def _split_at(self, column: int) -> None:
+        for i, (first, last, provided) in enumerate(self.intervals):
+            if first < column < last:
+                self.intervals[i : i + 1] = [(first, column, provided), (column, last, provided.copy())]
+                return
+
+    def _write(self, frame: Frame, fill: _Fill) -> None:
+        target, info = self.target, frame.info
+        weights = target.weights[:, fill.first : fill.last]
+        share = (fill.last - fill.first) / self.width
+        if info.kind is FrameKind.TOMBSTONE:
+            weights[fill.taken_rows] = 0
+            for spec in self.specs:
+                values = target.fields[spec.name]
+                if spec.kind == "pointwise":
+                    values[fill.taken_rows, fill.first : fill.last] = 0
+                else:
+                    zeros = np.zeros(len(fill.rows), values.dtype)
+                    self._rowwise(spec, zeros, spec.dtype, fill, share)
+            return
+        from_column = target.box.col_start + fill.first - info.col_start
+        columns = info.col_stop - info.col_start
+        decoder.decode_scatter(
+            info.encoding, frame.scales, frame.biases, frame.codes, frame.exponent, out=weights, rows=fill.rows,
+            take=fill.take, exceptions=frame.exceptions, dtype=target.schema.dtype, columns=columns,
+            first_column=from_column,
+        )  # fmt: skip
+        stored = {section.spec.name: section for section in frame.fields}
+        for spec in self.specs:
+            section = stored.get(spec.name)
+            if section is None:
+                continue  # noted by the applier
+            if spec.kind == "rowwise":
+                self._rowwise(spec, section.values(info.rows), section.stored_dtype, fill, share)
+                continue
+            out = target.fields[spec.name][:, fill.first : fill.last]
+            if section.stored_dtype in element_type.WEIGHT_DTYPES:
+                decoder.decode_scatter(
+                    raw_encoding(section.stored_dtype), b"", b"", section.data, 0, out=out, rows=fill.rows,
+                    take=fill.take, dtype=spec.dtype, columns=columns, first_column=from_column,
+                )  # fmt: skip
+            else:
+                values = section.values(info.rows)[:, from_column : from_column + out.shape[1]]
+                decoder.scatter(np.ascontiguousarray(values), out=out, rows=fill.rows, take=fill.take)
+
+    def _rowwise(self, spec: FieldSpec, values: Array, dtype: str, fill: _Fill, share: float) -> None:
+        """One value a row [n] of type `dtype`, of a frame that brings `share` of the target's columns."""
+        out = self.target.fields[spec.name]
+        if share == 1.0:
+            decoder.scatter(
+                values, out=out, rows=fill.rows, take=fill.take, values_dtype=dtype, dtype=spec.dtype
+            )
+            return
+        if not element_type.by_name(spec.dtype).floating:
+            fresh = fill.untouched if fill.take is None else fill.untouched & fill.take
+            out[fill.rows[fresh]] = values[fresh]
+            return
+        sums = self._sums.get(spec.name)
+        if sums is None:
+            sums = self._sums[spec.name] = np.zeros(self.rows, np.float64)
+        wide = quantizer.widened(values, dtype).astype(np.float64)
+        at = fill.taken_rows
+        sums[at] += share * (wide if fill.take is None else wide[fill.take])
+        out[at] = quantizer.narrowed(sums[at], spec.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fill:
+    """Which rows of a frame go where: columns [first, last) of the target's box."""
+
+    rows: Rows
+    """Position in the target of each row of the frame; of rows not taken anything."""
+    take: Mask | None
+    """[n]; None: all."""
+    first: int
+    last: int
+    untouched: Mask
+    """[n]: no column of the row was provided before."""
+
+    @property
+    def taken_rows(self) -> Rows:
+        return self.rows if self.take is None else self.rows[self.take]

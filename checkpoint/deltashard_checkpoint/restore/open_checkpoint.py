@@ -1,0 +1,189 @@
+"""One checkpoint, opened to be read: whole tables one by one, some rows of one, the blobs. Nothing is ever written.
+
+Memory is bounded by what is asked for, not by the checkpoint, and progress can be told. Command line and trainer
+library read by this; a restore into a living model goes through the sidecar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.index import Index
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.chain import CheckpointNotFound, chain, parts_of
+from deltashard_checkpoint.log.commit_log import stopped
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.checkpoint_reader import (
+    TableArrays,
+    load_indexes,
+    plan_restore,
+    target_of,
+    whole_tables,
+)
+from deltashard_checkpoint.restore.fetcher import Fetcher
+from deltashard_checkpoint.restore.frame_applier import FrameApplier
+from deltashard_checkpoint.restore.plan import Plan, Want
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.write.attempt import select
+
+Rows = npt.NDArray[np.int64]
+Advance = Callable[[int], None]
+"""Told how many bytes more were read."""
+
+_NEAR_ROWS = 64
+"""Rows apart by no more than this are read as one range."""
+_MOST_RANGES = 64
+"""Every frame is looked at once for each range."""
+
+
+def _quiet(_bytes: int) -> None:
+    pass
+
+
+def choose(state: RunState, which: str) -> Checkpoint:
+    """The live checkpoint that `which` names: latest, seq:N (or N alone), step:N or pin:NAME.
+
+    Raises `CheckpointNotFound`, `LogStopped` when it may stand in the part of the log that cannot be read, and
+    `UserError` for a word that means nothing.
+    """
+    try:
+        found = None if which == "none" else select(state, f"seq:{which}" if which.isdecimal() else which)
+    except CheckpointNotFound:
+        if state.stopped is None:
+            raise
+        raise stopped(state) from None
+    if found is None and state.stopped is not None and which != "none":
+        raise stopped(state)
+    if found is None:
+        raise CheckpointNotFound("nothing has been committed yet", where=f"run {state.run}")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCheckpoint:
+    """A chosen checkpoint with the indexes of its chain."""
+
+    store: Store
+    state: RunState
+    entry: Checkpoint
+    indexes: Mapping[str, Index]
+
+    @classmethod
+    def of(cls, store: Store, state: RunState, entry: Checkpoint) -> OpenCheckpoint:
+        """Open `entry` of the run.
+
+        Raises:
+            InvalidCheckpoint: an index is wrong or gone for sure.
+            StoreUnavailable: the store cannot be asked.
+        """
+        links = chain(state, entry.seq)
+        parts = [*(link.part for link in links), *parts_of(state, entry.seq)]
+        return cls(store=store, state=state, entry=entry, indexes=load_indexes(store, state.run, parts))
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"run {self.state.run}, checkpoint {self.entry.seq} (step {self.entry.step})"
+
+    def plan(self, tables: Collection[TableSchema], *, blobs: bool, fields: bool = True) -> Plan:
+        """What a restore of these whole tables (and all blobs) reads."""
+        return self._plan(whole_tables(tables), blobs=blobs, fields=fields)
+
+    def tables(
+        self,
+        schemas: Collection[TableSchema] | None = None,
+        *,
+        fields: bool = True,
+        advance: Advance = _quiet,
+    ) -> Iterator[TableArrays]:
+        """Whole tables, one after the other."""
+        for schema in self.entry.tables if schemas is None else schemas:
+            (want,) = whole_tables((schema,))
+            target = target_of(schema, want.boxes[0], fields=fields)
+            self._apply(FrameApplier([target]), self._plan((want,), blobs=False, fields=fields), advance)
+            yield TableArrays(schema=schema, weights=target.weights, fields=target.fields)
+
+    def rows(
+        self, schema: TableSchema, ids: npt.ArrayLike, *, fields: bool = True, advance: Advance = _quiet
+    ) -> TableArrays:
+        """Rows `ids` (integers [n], any order, repeats allowed) of one table, in that order.
+
+        Raises:
+            UserError: ids are no integers, or beyond the table.
+        """
+        wanted = np.asarray(ids)
+        wanted = wanted.astype(np.int64) if wanted.size == 0 else wanted
+        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+            raise UserError(
+                f"row ids are integers [n], not {wanted.dtype} {list(wanted.shape)}", where=schema.fqn
+            )
+        if wanted.size and not 0 <= int(wanted.min()) <= int(wanted.max()) < schema.rows:
+            raise UserError(
+                f"rows {int(wanted.min())} to {int(wanted.max())} are asked for",
+                where=schema.fqn,
+                remedy=f"the table has rows 0 to {schema.rows - 1}",
+            )
+        boxes = [
+            Box(table=schema.fqn, row_start=a, row_stop=b, col_start=0, col_stop=schema.columns)
+            for a, b in _ranges(np.unique(wanted).astype(np.int64))
+        ]
+        targets = [target_of(schema, box, fields=fields) for box in boxes]
+        if targets:
+            plan = self._plan((Want(schema=schema, boxes=tuple(boxes)),), blobs=False, fields=fields)
+            self._apply(FrameApplier(targets), plan, advance)
+        held = target_of(
+            schema,
+            Box(table=schema.fqn, row_start=0, row_stop=len(wanted), col_start=0, col_stop=schema.columns),
+            fields=fields,
+        )
+        for target in targets:
+            box = target.box
+            inside = (wanted >= box.row_start) & (wanted < box.row_stop)
+            at = wanted[inside] - box.row_start
+            held.weights[inside] = target.weights[at]
+            for name, values in target.fields.items():
+                held.fields[name][inside] = values[at]
+        return TableArrays(schema=schema, weights=held.weights, fields=held.fields)
+
+    def blobs(self, *, advance: Advance = _quiet) -> Mapping[str, memoryview]:
+        """All blobs, by name."""
+        applier = FrameApplier([])
+        self._apply(applier, self._plan((), blobs=True, fields=True), advance)
+        return applier.blobs
+
+    def _plan(self, wants: Collection[Want], *, blobs: bool, fields: bool) -> Plan:
+        return plan_restore(
+            self.store,
+            self.state,
+            self.entry.seq,
+            wants,
+            blobs=blobs,
+            weights_only=not fields,
+            indexes=self.indexes,
+        )
+
+    def _apply(self, applier: FrameApplier, plan: Plan, advance: Advance) -> None:
+        for fetched in Fetcher(self.store, self.state.run).fetch(plan):
+            applier.apply(fetched.data)
+            advance(len(fetched.data))
+        applier.finish(blobs=plan.blobs)
+
+
+def _ranges(ids: Rows) -> list[tuple[int, int]]:
+    """Few ranges [start, stop) that hold `ids` (ascending, unique), apart at the widest gaps."""
+    if not len(ids):
+        return []
+    gaps = np.diff(ids)
+    splits = np.flatnonzero(gaps > _NEAR_ROWS)
+    if len(splits) >= _MOST_RANGES:
+        splits = np.sort(splits[np.argsort(gaps[splits], kind="stable")[-(_MOST_RANGES - 1) :]])
+    starts: list[Any] = [ids[0], *ids[splits + 1]]
+    stops: list[Any] = [*ids[splits], ids[-1]]
+    return [(int(a), int(b) + 1) for a, b in zip(starts, stops, strict=True)]

@@ -1,0 +1,371 @@
+"""Restore plans: which byte ranges of which packs must be read, in which order, to fill some boxes. Pure.
+
+The log's chain (`chain.chain`) says which parts speak for which boxes, newest first; their indexes say which frames
+they have. A plan takes blobs first, from the newest checkpoint only, then the frames that meet a wanted box, newest
+checkpoint first and rows before tombstones within one; ranges that lie next to each other are put into one request.
+
+A plan that cannot succeed is refused before a byte is fetched, with what is missing: boxes that no baseline reaches,
+a baseline whose frames have fewer rows than its boxes, tables and fields that are not stored, shapes and types that
+differ. `strict=False` lets tables grow, shrink or be new, and fields be absent or of another float type; what then
+keeps its initial values is in `Plan.initial` and `Plan.notes`, never silent. `mapping` follows renamed tables.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
+from deltashard_checkpoint.format import element_type, frame
+from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
+from deltashard_checkpoint.format.index import Index, Place
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.chain import ChainLink, difference, intersection
+from deltashard_checkpoint.log.entry import Part
+
+MAX_REQUEST_BYTES = frame.MAX_FRAME_BYTES
+"""Ranges are joined up to this size: one arena block, one prefetch unit. A store answers few large requests sooner."""
+MAX_GAP_BYTES = 64 << 10
+"""Unneeded bytes between two frames that are cheaper to read than another request."""
+
+
+class IncompletePlan(UserError):
+    """What is stored does not fill what is wanted; `missing` has the boxes, in the target's coordinates."""
+
+    def __init__(
+        self, what: str, *, missing: tuple[Box, ...] = (), where: str = "", remedy: str = ""
+    ) -> None:
+        self.missing = missing
+        super().__init__(what, where=where, remedy=remedy)
+
+
+class SchemaMismatch(UserError):
+    """A stored table and the model's table of that name differ in columns, types or fields."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """One table that is wanted: its schema in the model, and the boxes of it to fill."""
+
+    schema: TableSchema
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedFrame:
+    """One frame to fetch and apply."""
+
+    info: FrameInfo
+    offset: int
+    """Within the request's range."""
+    seq: int
+    """The checkpoint it comes from."""
+    baseline: bool
+    """Whether its part holds all rows; rows of other frames re-seed the since-baseline marks."""
+    table: TableSchema | None
+    """Of the writer; None for blobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One byte range of one pack, with the frames in it, in order."""
+
+    key: str
+    """Of the pack, relative to the run's root."""
+    offset: int
+    length: int
+    frames: tuple[PlannedFrame, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to fetch, in the order in which it must be applied."""
+
+    requests: tuple[Request, ...]
+    chain: tuple[int, ...]
+    """Seqs of the checkpoints that are read, newest first."""
+    bytes: int
+    """Of all frames."""
+    frames: int
+    blobs: tuple[str, ...]
+    """Names of the blobs that will be whole."""
+    initial: tuple[Box, ...] = ()
+    """Boxes that keep their initial values (never empty only with `strict=False`)."""
+    notes: tuple[str, ...] = ()
+    """What `strict=False` let pass, for people."""
+
+    @property
+    def range_bytes(self) -> int:
+        """Bytes that will be read: frames and the gaps between them."""
+        return sum(request.length for request in self.requests)
+
+
+def restore_plan(
+    links: Sequence[ChainLink],
+    indexes: Mapping[str, Index],
+    wants: Iterable[Want],
+    *,
+    seq: int,
+    blob_parts: Iterable[Part] = (),
+    blobs: Collection[str] | None = None,
+    strict: bool = True,
+    mapping: Mapping[str, str] | None = None,
+    weights_only: bool = False,
+) -> Plan:
+    """The plan that fills `wants` from `links` (newest first) whose indexes are in `index`, by index key.
+
+    Args:
+        links: of `chain.chain`, for (at least) the boxes wanted, in *stored* names.
+        indexes: by `part.index_key`, of the links' parts and of `blob_parts`.
+        wants: schemas and boxes of the model. The stored table is `mapping.get(fqn, fqn)`.
+        seq: the checkpoint that is restored.
+        blob_parts: the parts of that checkpoint (`chain.parts_of`) if blobs are wanted; none: no blobs.
+        blobs: names of the blobs wanted, absent ones are refused; None: all there are.
+        strict: refuse every difference between model and checkpoint.
+        mapping: target name -> stored name, for renamed tables.
+        weights_only: fields of the model are not wanted, stored fields are no difference.
+
+    Raises:
+        IncompletePlan: naming table, rows and columns, or blobs, that nothing fills.
+        SchemaMismatch: naming table, field and difference.
+        InvalidCheckpoint: a baseline with fewer rows than its boxes, or a blob with a hole.
+    """
+    notes: list[str] = []
+    initial: list[Box] = []
+    missing: list[Box] = []
+    wanted: list[Box] = []  # stored names
+    stored = _newest_schemas(links, indexes)
+    for want in wants:
+        name = (mapping or {}).get(want.schema.fqn, want.schema.fqn)
+        if name not in stored:
+            initial += want.boxes
+            notes.append(f"{want.schema.fqn}: not in the checkpoint, keeps its initial values")
+            continue
+        table = stored[name]
+        notes += _differences(want.schema, table, weights_only=weights_only, strict=strict)
+        whole = Box(table=name, row_start=0, row_stop=table.rows, col_start=0, col_stop=table.columns)
+        for box in want.boxes:
+            renamed = replace(box, table=name)
+            initial += [replace(piece, table=want.schema.fqn) for piece in difference(renamed, whole)]
+            common = intersection(renamed, whole)
+            if common is not None:
+                wanted.append(common)
+                missing += [replace(piece, table=want.schema.fqn) for piece in _unreached(common, links)]
+    if missing or (initial and strict):
+        absent = tuple(missing or initial)
+        raise IncompletePlan(
+            f"checkpoint {seq} does not hold {describe(absent)}",
+            missing=absent,
+            remedy="restore another checkpoint"
+            if missing
+            else "new or grown tables keep their initial values with strict=False; renamed ones need a mapping",
+        )
+    _check_baselines(links, indexes)
+    held: dict[str, list[FrameInfo]] = {}
+    chunks: list[tuple[Index, Place]] = []
+    for part in blob_parts:
+        index = indexes[part.index_key]
+        mine = [
+            place
+            for place in index.places
+            if place.info.kind is FrameKind.BLOB and (blobs is None or place.info.name in blobs)
+        ]
+        for place in sorted(mine, key=lambda place: (place.pack, place.offset)):
+            held.setdefault(place.info.name, []).append(place.info)
+            chunks.append((index, place))
+    if absent_blobs := sorted(set(blobs or ()) - held.keys()):
+        raise IncompletePlan(f"checkpoint {seq} does not hold the blobs {absent_blobs}")
+    for name, infos in held.items():
+        _check_blob(name, infos)
+    requests = _Requests()
+    # Blobs first: a restore compares them with the program before rows change it. As they lie in the packs, so that
+    # ranges join: each chunk says where in which blob it goes.
+    for index, place in chunks:
+        requests.add(index, place, seq, None, baseline=True)
+    for link, place, table in _ordered(links, indexes, wanted):
+        requests.add(indexes[link.part.index_key], place, link.seq, table, baseline=link.part.covers is None)
+    return Plan(
+        requests=requests.done(),
+        chain=tuple(dict.fromkeys((seq, *(link.seq for link in links)))),
+        bytes=requests.bytes,
+        frames=requests.frames,
+        blobs=tuple(sorted(held)),
+        initial=tuple(initial),
+        notes=tuple(notes),
+    )
+
+
+def describe(boxes: Sequence[Box]) -> str:
+    """Boxes for a message: the first three as table[rows, columns], and how many more."""
+    texts = [f"{b.table}[{b.row_start}:{b.row_stop}, {b.col_start}:{b.col_stop}]" for b in boxes[:3]]
+    return ", ".join(texts) + (f" and {len(boxes) - 3} more" if len(boxes) > 3 else "")
+
+
+class _Requests:
+    """Frames joined into byte ranges as they come."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.frames = 0
+        self._requests: list[Request] = []
+        self._key = ""
+        self._start = self._end = 0
+        self._frames: list[PlannedFrame] = []
+
+    def add(self, index: Index, place: Place, seq: int, table: TableSchema | None, *, baseline: bool) -> None:
+        key, info = index.packs[place.pack].key, place.info
+        self.bytes += info.length
+        self.frames += 1
+        gap = place.offset - self._end
+        too_long = place.offset + info.length - self._start > MAX_REQUEST_BYTES
+        if key != self._key or not 0 <= gap <= MAX_GAP_BYTES or too_long:
+            self._close()
+            self._key, self._start = key, place.offset
+        offset = place.offset - self._start
+        self._frames.append(PlannedFrame(info=info, offset=offset, seq=seq, baseline=baseline, table=table))
+        self._end = place.offset + info.length
+
+    def done(self) -> tuple[Request, ...]:
+        self._close()
+        return tuple(self._requests)
+
+    def _close(self) -> None:
+        if self._frames:
+            length = self._end - self._start
+            self._requests.append(
+                Request(key=self._key, offset=self._start, length=length, frames=tuple(self._frames))
+            )
+            self._frames = []
+
+
+def _newest_schemas(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -> dict[str, TableSchema]:
+    found: dict[str, TableSchema] = {}
+    for link in links:
+        held = {box.table for box in link.boxes}
+        for table in indexes[link.part.index_key].tables:
+            if table.fqn in held:
+                found.setdefault(table.fqn, table)
+    return found
+
+
+def _differences(model: TableSchema, stored: TableSchema, *, weights_only: bool, strict: bool) -> list[str]:
+    """What of the two schemas differs, as notes; raises `SchemaMismatch` where that may not be."""
+    if model.columns != stored.columns:
+        raise SchemaMismatch(
+            f"{stored.columns} columns are stored, the model has {model.columns}", where=model.fqn
+        )
+    found = []
+    if model.rows < stored.rows:
+        found.append(f"{stored.rows} rows are stored, the model has {model.rows}: the others are dropped")
+    if model.rows > stored.rows:
+        found.append(
+            f"{stored.rows} rows are stored, the model has {model.rows}: the new ones keep initial values"
+        )
+    if model.dtype != stored.dtype:
+        found.append(f"weights are stored as {stored.dtype}, the model has {model.dtype}: converted")
+    if not weights_only:
+        ours = {spec.name: spec for spec in model.fields}
+        theirs = {spec.name: spec for spec in stored.fields}
+        found += [
+            f"field {name} is not stored: keeps its initial values" for name in ours.keys() - theirs.keys()
+        ]
+        found += [
+            f"field {name} is stored, the model has none: dropped" for name in theirs.keys() - ours.keys()
+        ]
+        for name in sorted(ours.keys() & theirs.keys()):
+            mine, other = ours[name], theirs[name]
+            if mine.kind != other.kind:
+                raise SchemaMismatch(
+                    f"field {name} is stored {other.kind}, the model has it {mine.kind}", where=model.fqn
+                )
+            if mine.dtype != other.dtype:
+                if not (
+                    element_type.by_name(mine.dtype).floating and element_type.by_name(other.dtype).floating
+                ):
+                    raise SchemaMismatch(
+                        f"field {name} is stored as {other.dtype}, the model has {mine.dtype}",
+                        where=model.fqn,
+                    )
+                found.append(
+                    f"field {name} is stored as {other.dtype}, the model has {mine.dtype}: converted"
+                )
+    if found and strict and model.rows <= stored.rows:
+        raise SchemaMismatch(
+            "; ".join(sorted(found)),
+            where=model.fqn,
+            remedy="strict=False accepts this and says so in its report",
+        )
+    return [f"{model.fqn}: {text}" for text in sorted(found)]
+
+
+def _unreached(box: Box, links: Iterable[ChainLink]) -> list[Box]:
+    """The pieces of a stored box that no baseline of the chain speaks for."""
+    rest = [box]
+    for link in links:
+        if link.part.covers is None:
+            for held in link.boxes:
+                if held.table == box.table:
+                    rest = [piece for each in rest for piece in difference(each, held)]
+    return rest
+
+
+def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -> None:
+    """A part that holds all its rows has at least as many (rows x columns) in frames as in boxes, table by table."""
+    for link in links:
+        if link.part.covers is not None:
+            continue
+        area: Counter[str] = Counter()
+        for box in link.part.boxes:
+            area[box.table] += (box.row_stop - box.row_start) * (box.col_stop - box.col_start)
+        held: Counter[str] = Counter()
+        for place in indexes[link.part.index_key].places:
+            held[place.info.table] += place.info.rows * (place.info.col_stop - place.info.col_start)
+        for table in {box.table for box in link.boxes}:
+            if held[table] < area[table]:
+                raise InvalidCheckpoint(
+                    f"a baseline holds {held[table]} of {area[table]} weights of {table}",
+                    where=link.part.index_key,
+                )
+
+
+def _check_blob(name: str, chunks: list[FrameInfo]) -> None:
+    """Chunks begin at 0 and none occurs twice; their ends are in the frames and are checked as they are assembled."""
+    offsets = sorted(info.blob_offset for info in chunks)
+    if offsets[0] != 0 or len(set(offsets)) != len(offsets) or len({info.blob_bytes for info in chunks}) != 1:
+        raise InvalidCheckpoint("chunks of a blob are missing or occur twice", where=name)
+
+
+def _ordered(
+    links: Iterable[ChainLink], indexes: Mapping[str, Index], wanted: Iterable[Box]
+) -> Iterator[tuple[ChainLink, Place, TableSchema]]:
+    """Frames that meet a wanted box, in the order they must be applied.
+
+    Newest checkpoint first; within one, newest step first (a compaction holds frames of many steps), rows before
+    tombstones, and then as they lie in the pack, so that ranges join.
+    """
+    by_table: dict[str, list[Box]] = {}
+    for box in wanted:
+        by_table.setdefault(box.table, []).append(box)
+    for link in sorted(links, key=lambda link: -link.seq):
+        pieces: dict[str, list[Box]] = {}
+        for held in link.boxes:
+            for box in by_table.get(held.table, ()):
+                if (common := intersection(box, held)) is not None:
+                    pieces.setdefault(held.table, []).append(common)
+        index = indexes[link.part.index_key]
+        tables = {table.fqn: table for table in index.tables}
+        chosen = [
+            place
+            for place in index.places
+            if place.info.kind is not FrameKind.BLOB
+            and any(_meets(place.info, box) for box in pieces.get(place.info.table, ()))
+        ]
+        chosen.sort(key=lambda place: (-place.info.step, place.info.kind, place.pack, place.offset))
+        for place in chosen:
+            yield link, place, tables[place.info.table]
+
+
+def _meets(info: FrameInfo, box: Box) -> bool:
+    rows = info.row_min < box.row_stop and info.row_max >= box.row_start
+    return rows and info.col_start < box.col_stop and info.col_stop > box.col_start

@@ -1,0 +1,214 @@
+"""The one place that retries: every store is used through `RetryingStore`.
+
+What may be mended by waiting (`StoreUnavailable`) is tried again after an exponential back-off with jitter, until the
+call's deadline or its attempts are spent, or the caller gave up (`deadline.until`); then the last error is raised
+again, with what the store said in it. A call's deadline grows with the bytes it moves. Every other error is an answer,
+and is raised at once.
+
+**`put_if_absent` is never tried again.** When its acknowledgement is lost, a second try finds the key taken, by itself;
+whether that means won or lost only the content tells, and only the log knows its own content. A listing that
+breaks off goes on after the last key it gave.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Protocol, TypeVar
+
+from deltashard_checkpoint.stores.abc import Buffer, ObjectInfo, Store, StoreUnavailable
+from deltashard_checkpoint.stores.deadline import abandoned, deadline, remaining_s
+
+Result = TypeVar("Result")
+DELETE_BATCH = 1000
+"""Keys in one delete request: what S3 takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How long and how often."""
+
+    deadline_s: float = 60.0
+    """A call that moves no bytes ends within this, one way or the other."""
+    slowest_bytes_per_s: float = 2.0 * 1024 * 1024
+    """A call that moves n bytes has n / this seconds more."""
+    attempts: int = 30
+    """At most so many tries a call."""
+    first_delay_s: float = 0.1
+    """Back-off before the second try; doubles from try to try ..."""
+    longest_delay_s: float = 5.0
+    """... up to this. Half of each delay is random."""
+
+    def allowance_s(self, size_bytes: int) -> float:
+        """The deadline of a call that moves `size_bytes`."""
+        return self.deadline_s + size_bytes / self.slowest_bytes_per_s
+
+    def delay_s(self, failures: int, uniform: float) -> float:
+        """Back-off after the n-th failure (from 1); `uniform` is a random number of [0, 1)."""
+        delay_s = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(failures - 1, 60))
+        return delay_s * (0.5 + 0.5 * uniform)
+
+
+class StoreObserver(Protocol):
+    """Where metrics and logs hang on: called once per try and once per call, never to raise."""
+
+    def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:
+        """One try of `operation` (put, put_if_absent, get, get_into, head, list, delete, now) took `seconds`."""
+
+    def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
+        """The whole call, tries and waits together; `size_bytes` moved when `error` is None."""
+
+    def hedged(self, outcome: str) -> None:
+        """A read took so long that a second one was asked for, or would have been: one of `hedge.OUTCOMES`."""
+
+
+class SilentObserver:
+    """Observes nothing."""
+
+    def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:
+        """See `StoreObserver.attempted`."""
+
+    def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
+        """See `StoreObserver.finished`."""
+
+    def hedged(self, outcome: str) -> None:
+        """See `StoreObserver.hedged`."""
+
+
+class RetryingStore(Store):
+    """`inner`, with retries by `policy`; `clock`, `sleep` and `uniform` are injected by tests."""
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        policy: RetryPolicy | None = None,
+        observer: StoreObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.policy = policy or RetryPolicy()
+        self.observer: StoreObserver = observer or SilentObserver()
+        self._clock = clock
+        self._sleep = sleep
+        self._uniform = uniform
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Store.put`."""
+        size_bytes = memoryview(data).nbytes
+        self._call("put", key, size_bytes, lambda: self.inner.put(key, data))
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """See `Store.put_if_absent`: one try, under the call's deadline."""
+        size_bytes = memoryview(data).nbytes
+        self._call("put_if_absent", key, size_bytes, lambda: self.inner.put_if_absent(key, data), attempts=1)
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        return self._call("get", key, 0, lambda: self.inner.get(key), sized=len)
+
+    def get_into(self, key: str, offset: int, out: memoryview) -> None:
+        """See `Store.get_into`."""
+        self._call("get_into", key, out.nbytes, lambda: self.inner.get_into(key, offset, out))
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`."""
+        return self._call("head", key, 0, lambda: self.inner.head(key))
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`: the deadline is of each silence, not of the whole listing."""
+        state = Listing(lambda last: self.inner.list(prefix, start_after=last), start_after)
+        while (found := self._call("list", prefix, 0, state.step)) is not None:
+            yield found
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`."""
+        left = iter(keys)
+        while some := tuple(islice(left, DELETE_BATCH)):
+            self._call("delete", some[0], 0, partial(self.inner.delete, some))
+
+    def now_s(self) -> float:
+        """See `Store.now_s`."""
+        return self._call("now", "", 0, self.inner.now_s)
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self.inner.close()
+
+    def _call(
+        self,
+        operation: str,
+        key: str,
+        size_bytes: int,
+        attempt: Callable[[], Result],
+        *,
+        attempts: int | None = None,
+        sized: Callable[[Result], int] | None = None,
+    ) -> Result:
+        limit = attempts or self.policy.attempts
+        begun_s = self._clock()
+        allowance_s = min(self.policy.allowance_s(size_bytes), remaining_s())
+        failures = 0
+        while True:
+            try_begun_s = self._clock()
+            left_s = allowance_s - (try_begun_s - begun_s)
+            try:
+                with deadline(left_s):
+                    result = attempt()
+            except StoreUnavailable as error:
+                now_s = self._clock()
+                self.observer.attempted(operation, now_s - try_begun_s, error)
+                failures += 1
+                delay_s = self.policy.delay_s(failures, self._uniform())
+                spent_s = now_s - begun_s
+                if failures < limit and spent_s + delay_s < allowance_s and not abandoned():
+                    self._sleep(delay_s)
+                    if not abandoned():
+                        continue
+                self.observer.finished(operation, spent_s, size_bytes, error)
+                if limit == 1:
+                    raise
+                raise StoreUnavailable(
+                    f"{operation} failed {failures} times in {spent_s:.1f} s, last: {error.what}",
+                    where=error.where or f"{self.url}/{key}",
+                    remedy=error.remedy or "is the store up and reachable?",
+                ) from error
+            except Exception as error:
+                now_s = self._clock()
+                self.observer.attempted(operation, now_s - try_begun_s, error)
+                self.observer.finished(operation, now_s - begun_s, size_bytes, error)
+                raise
+            now_s = self._clock()
+            self.observer.attempted(operation, now_s - try_begun_s, None)
+            moved_bytes = sized(result) if sized else size_bytes
+            self.observer.finished(operation, now_s - begun_s, moved_bytes, None)
+            return result
+
+
+class Listing:
+    """The objects that `opener(start_after)` lists, one `step` each."""
+
+    def __init__(self, opener: Callable[[str], Iterator[ObjectInfo]], start_after: str) -> None:
+        self._opener = opener
+        self._last = start_after
+        self._keys: Iterator[ObjectInfo] | None = None
+
+    def step(self) -> ObjectInfo | None:
+        """The next object; None at the end. Raises what the listing raises; the step after that goes on behind it."""
+        try:
+            if self._keys is None:
+                self._keys = self._opener(self._last)
+            found = next(self._keys, None)
+        except BaseException:
+            self._keys = None
+            raise
+        if found is not None:
+            self._last = found.key
+        return found

@@ -1,0 +1,137 @@
+"""The HTTP connections of an S3 store: no retries, no redirects, and no wait beyond the caller's deadline.
+
+urllib3's connect time-out also bounds each `send` on a fresh connection (Python bounds a whole `sendall` by it), so a
+body is sent in slices: each gets the time-out anew, and between two the deadline is looked at. The same for what is
+received: `read1` returns what is there, so that a server which trickles cannot keep a call for ever.
+
+MinIO hangs up after it refused an upload, without announcing it, and urllib3 gives a connection back to its pool by
+itself when an answer was read to its end: the next request could meet the reset. So a connection is given up as soon as
+the refusal's head was read; the answer holds its socket open until its own end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import certifi
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
+from urllib3.response import BaseHTTPResponse, HTTPResponse
+
+from deltashard_checkpoint.stores import gate as gates
+from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.stores.deadline import remaining_s
+from deltashard_checkpoint.stores.gate import Gate
+
+SLICE_BYTES = 1024 * 1024
+_SHORTEST_S = 0.01
+_UPLOADS = frozenset({"PUT", "POST"})
+
+
+class _Once(HTTPConnection):
+    """Not used again after a refused upload."""
+
+    _method = ""
+    _gate: Gate | None = None
+
+    def __init__(self, *args: Any, **kw: Any) -> None:
+        super().__init__(*args, **kw)
+        self._gate_lock = threading.Lock()
+
+    def putrequest(self, method: str, url: str, *args: Any, **kw: Any) -> None:
+        self._method = method
+        gate = gates.current()
+        with self._gate_lock:
+            self._gate = gate
+        if gate is not None:
+            gate.carried_by(self)
+        super().putrequest(method, url, *args, **kw)
+
+    def hang_up(self, gate: Gate) -> None:
+        """See `gate.Carrier`."""
+        with self._gate_lock:
+            sock = self.sock if self._gate is gate else None
+            if sock is not None:
+                with suppress(OSError):
+                    # The descriptor itself: a TLS socket's own method would pull its state away from its reader.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def getresponse(self) -> HTTPResponse:  # type: ignore[override]  # as urllib3 itself does
+        response = super().getresponse()
+        if response.status >= 400 and self._method in _UPLOADS and self.sock is not None:
+            # As http.client does for an announced end: the answer reads on from its own handle of the socket.
+            sock, self.sock = self.sock, None
+            sock.close()
+        return response
+
+
+class _OnceSecure(_Once, HTTPSConnection):
+    """The same over TLS."""
+
+
+class _Pool(HTTPConnectionPool):
+    ConnectionCls = _Once
+
+
+class _SecurePool(HTTPSConnectionPool):
+    ConnectionCls = _OnceSecure
+
+
+class Connections(urllib3.PoolManager):
+    """A connection pool that obeys `deadline` and remembers, per thread, when the store says it is."""
+
+    def __init__(self, *, connect_timeout_s: float, silence_timeout_s: float, connections: int) -> None:
+        ca_certs = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
+        super().__init__(maxsize=connections, cert_reqs="CERT_REQUIRED", ca_certs=ca_certs)
+        self.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
+        self._connect_timeout_s = connect_timeout_s
+        self._silence_timeout_s = silence_timeout_s
+        self._seen = threading.local()
+
+    def urlopen(self, method: str, url: str, redirect: bool = True, **kw: Any) -> BaseHTTPResponse:  # type: ignore[override]  # noqa: ARG002 - the base's signature; redirects are never followed
+        """One request, bounded by the time-outs and the deadline."""
+        check_deadline(url.partition("?")[0])
+        left_s = max(_SHORTEST_S, remaining_s())
+        kw["timeout"] = urllib3.Timeout(
+            connect=min(self._connect_timeout_s, left_s), read=min(self._silence_timeout_s, left_s)
+        )
+        kw["retries"] = False
+        response = super().urlopen(method, url, redirect=False, **kw)
+        date = response.headers.get("Date")
+        self._seen.skew_s = None
+        self._seen.date_s = None
+        if date is not None:
+            self._seen.date_s = parsedate_to_datetime(date).timestamp()
+            self._seen.skew_s = time.time() - self._seen.date_s
+        return response
+
+    @property
+    def date_s(self) -> float | None:
+        """The Date of this thread's last answer, seconds since the epoch."""
+        return getattr(self._seen, "date_s", None)
+
+    @property
+    def skew_s(self) -> float | None:
+        """How far this machine's clock was ahead of the store's at this thread's last answer."""
+        return getattr(self._seen, "skew_s", None)
+
+
+def slices(data: memoryview, where: str) -> Iterator[memoryview]:
+    """`data` in views of `SLICE_BYTES`, as long as the deadline lasts."""
+    for start in range(0, len(data), SLICE_BYTES):
+        check_deadline(where)
+        yield data[start : start + SLICE_BYTES]
+
+
+def check_deadline(where: str) -> None:
+    """Raises `StoreUnavailable` when the deadline has passed."""
+    if remaining_s() <= 0:
+        raise StoreUnavailable("the call's deadline passed", where=where)

@@ -1,0 +1,388 @@
+"""A store in a bucket of MinIO, S3 or what speaks like them, through minio-py.
+
+Uploads go around minio-py's `put_object`, which copies and hashes: a request is signed over its headers
+(`UNSIGNED-PAYLOAD`) and the caller's own memory is sent over the same connections, in slices; a CRC-32 header, which
+the server verifies, guards the bytes on the way. **Create-only is the header `If-None-Match: *` on the request
+itself**; given to minio-py as `metadata=` it would become user metadata, and overwrite. Reads stream into the
+caller's buffer; one that breaks off goes on by range where it stopped, pinned to the same ETag.
+
+The payload is not signed, so over plain http an attacker in the path could change it unseen until a
+frame's hash is checked on restore: an endpoint that is neither TLS nor on this machine is warned of, once.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import logging
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from itertools import islice
+from typing import TypeVar
+from urllib.parse import SplitResult, parse_qs, urlsplit, urlunsplit
+
+from minio import Minio
+from minio.deleteobjects import DeleteObject
+from minio.error import S3Error
+from minio.signer import sign_v4_s3
+from minio.time import to_amz_date, utcnow
+from urllib3.exceptions import HTTPError
+from urllib3.response import BaseHTTPResponse
+
+from deltashard_checkpoint.errors import CorruptObject, DeltashardError
+from deltashard_checkpoint.stores.abc import (
+    BucketMissing,
+    Buffer,
+    ObjectInfo,
+    ObjectNotFound,
+    Store,
+    StoreUnavailable,
+    check_size,
+)
+from deltashard_checkpoint.stores.gate import deliver
+from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
+from deltashard_checkpoint.stores.retry import Listing
+from deltashard_checkpoint.stores.s3.connection import SLICE_BYTES, Connections, check_deadline, slices
+from deltashard_checkpoint.stores.s3.credentials import StandardProvider
+from deltashard_checkpoint.stores.s3.error_code import EXPIRED, RequestRefused, refused, translated
+
+Result = TypeVar("Result")
+_log = logging.getLogger("deltashard.stores")
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+_AWS = "https://s3.amazonaws.com"
+_DELETE_BATCH = 1000
+_WRITTEN = frozenset({200, 201, 204})
+
+
+class S3Store(Store):
+    """Objects under `prefix` of `bucket`; thread-safe; not to be used across a fork."""
+
+    def __init__(
+        self,
+        *,
+        bucket: str,
+        prefix: str = "",
+        endpoint: str | None = None,
+        region: str | None = None,
+        connect_timeout_s: float = 5.0,
+        silence_timeout_s: float = 20.0,
+        connections: int = 32,
+    ) -> None:
+        self.url = f"s3://{bucket}/{prefix}".rstrip("/")
+        self._bucket = bucket
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        endpoint = (
+            endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _AWS
+        )
+        region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        parts = urlsplit(endpoint)
+        if (
+            parts.scheme not in {"http", "https"}
+            or not parts.hostname
+            or parts.path.strip("/")
+            or "@" in parts.netloc
+            or not _has_port(parts)
+        ):
+            raise RequestRefused(
+                "the store's endpoint is not an http(s) URL of host and port",
+                where=f"{parts.scheme}://{parts.hostname or ''}",
+                remedy="use http://host:port or https://host",
+            )
+        self._endpoint = f"{parts.scheme}://{parts.netloc}"
+        self._connections = Connections(
+            connect_timeout_s=connect_timeout_s, silence_timeout_s=silence_timeout_s, connections=connections
+        )
+        self._credentials = StandardProvider(http=self._connections, region=region)
+        if region is None and not parts.hostname.endswith("amazonaws.com"):
+            region = "us-east-1"
+        self._client = Minio(
+            parts.netloc,
+            secure=parts.scheme == "https",
+            region=region,
+            http_client=self._connections,
+            credentials=self._credentials,
+        )
+        _warn_if_open(parts.scheme, parts.hostname, self._endpoint)
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See `Store.put`."""
+        self._attempt(key, lambda: self._put(key, memoryview(data).cast("B"), create_only=False))
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """See `Store.put_if_absent`."""
+        self._attempt(key, lambda: self._put(key, memoryview(data).cast("B"), create_only=True))
+
+    def _put(self, key: str, data: memoryview, *, create_only: bool) -> None:
+        url, headers = self._signed_put(key, data)
+        if create_only:
+            headers["If-None-Match"] = "*"
+        body = slices(data, f"{self.url}/{key}") if len(data) else b""
+        response = self._connections.urlopen("PUT", url, body=body, headers=headers, preload_content=False)
+        try:
+            said = response.read(cache_content=True)
+        finally:
+            response.release_conn()
+        if response.status in _WRITTEN:
+            return
+        if b"<Error>" in said:
+            raise S3Error.fromxml(response)
+        raise refused("", response.reason or "", response.status, where=f"{self.url}/{key}")
+
+    def _signed_put(self, key: str, data: memoryview) -> tuple[str, dict[str, str]]:
+        """URL and headers of a PUT whose x-amz-* headers are signed and whose payload is not."""
+        # minio-py's public way to the address and region it would use; the query, a signature itself, is dropped.
+        presigned = urlsplit(self._client.get_presigned_url("PUT", self._bucket, self._name(key)))
+        region = parse_qs(presigned.query)["X-Amz-Credential"][0].split("/")[-3]
+        url = presigned._replace(query="")
+        credentials = self._credentials.retrieve()
+        date = utcnow()
+        signed = {
+            "Host": url.netloc,
+            "x-amz-content-sha256": "UNSIGNED-PAYLOAD",
+            "x-amz-date": to_amz_date(date),
+            "x-amz-checksum-crc32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode(),
+        }
+        if credentials.session_token:
+            signed["X-Amz-Security-Token"] = credentials.session_token
+        headers = sign_v4_s3(
+            method="PUT",
+            url=url,
+            region=region,
+            headers=dict(signed),
+            credentials=credentials,
+            content_sha256="UNSIGNED-PAYLOAD",
+            date=date,
+        )
+        plain = {name: value for name, value in headers.items() if isinstance(value, str)}
+        return urlunsplit(url), plain | {
+            "Content-Length": str(len(data)),
+            "Content-Type": "application/octet-stream",
+        }
+
+    def get(self, key: str) -> bytes:
+        """See `Store.get`."""
+        return self._attempt(key, lambda: self._get(key))
+
+    def _get(self, key: str) -> bytes:
+        response = self._client.get_object(self._bucket, self._name(key))
+        try:
+            size_bytes = int(response.headers.get("Content-Length", "-1"))
+            if size_bytes < 0:
+                raise StoreUnavailable("the store's answer has no length", where=f"{self.url}/{key}")
+            check_size(size_bytes, where=f"{self.url}/{key}")
+            out = bytearray(size_bytes)
+            view = memoryview(out)
+            done = self._receive(response, view)
+        finally:
+            _done_with(response)
+        if done < size_bytes:
+            self._resume(key, 0, view, done, response.headers.get("ETag"))
+        return bytes(out)
+
+    def get_into(self, key: str, offset: int, out: memoryview) -> None:
+        """See `Store.get_into`."""
+        view = out.cast("B")
+        if len(view) == 0:
+            if self.head(key).size_bytes < offset:
+                raise CorruptObject(f"object ends before offset {offset}", where=f"{self.url}/{key}")
+            return
+        self._attempt(key, lambda: self._resume(key, offset, view, 0, None))
+
+    def _resume(self, key: str, offset: int, view: memoryview, done: int, etag: str | None) -> None:
+        """Fill view[done:] by range requests: each goes on where the one before broke off, as long as they advance."""
+        where = f"{self.url}/{key}"
+        while done < len(view):
+            left = len(view) - done
+            headers: dict[str, str | list[str] | tuple[str]] = {"If-Match": etag} if etag else {}
+            try:
+                response = self._client.get_object(
+                    self._bucket, self._name(key), offset=offset + done, length=left, request_headers=headers
+                )
+            except S3Error as error:
+                if error.code == "InvalidRange":
+                    raise CorruptObject(f"object ends before offset {offset + done}", where=where) from error
+                if error.code == "PreconditionFailed":
+                    raise StoreUnavailable("object was replaced while it was read", where=where) from error
+                raise
+            try:
+                ends_at = _range_end(response, offset + done, where)
+                received = self._receive(response, view[done : done + max(0, ends_at - offset - done)])
+            finally:
+                _done_with(response)
+            etag = etag or response.headers.get("ETag")
+            done += received
+            if offset + done >= ends_at and done < len(view):
+                raise CorruptObject(f"object ends {len(view) - done} bytes early", where=where)
+            if received == 0:
+                raise StoreUnavailable("answer truncated, and again without a byte", where=where)
+
+    def _receive(self, response: BaseHTTPResponse, view: memoryview) -> int:
+        """Bytes received into `view`: all, or as many as came before the connection broke."""
+        done = 0
+        while done < len(view):
+            check_deadline(self.url)
+            try:
+                some = response.read1(min(SLICE_BYTES, len(view) - done), decode_content=False)
+            except (HTTPError, OSError):
+                break  # the caller goes on by range
+            if not some:
+                break
+            deliver(view, done, some)
+            done += len(some)
+        return done
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `Store.head`; Last-Modified has whole seconds here."""
+
+        def attempt() -> ObjectInfo:
+            try:
+                found = self._client.stat_object(self._bucket, self._name(key))
+            except S3Error as error:
+                # A HEAD has no body, so a missing bucket looks like a missing object: only asking tells.
+                if error.code == "NoSuchKey" and not self._client.bucket_exists(self._bucket):
+                    raise self._bucket_missing() from error
+                raise
+            return ObjectInfo(
+                key=key, size_bytes=found.size or 0, modified_at_s=_seconds(found.last_modified)
+            )
+
+        return self._attempt(key, attempt)
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        """See `Store.list`: pages of 1000, the next asked for when the last is used up."""
+        check_prefix(prefix)
+        # A page that a renewed token asks for again comes from a listing of its own, after the last key there was.
+        listing = Listing(lambda last: self._pages(prefix, last), start_after)
+        while (found := self._attempt(prefix, listing.step, is_key=False)) is not None:
+            yield found
+
+    def _pages(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
+        for found in self._client.list_objects(
+            self._bucket,
+            prefix=self._prefix + prefix,
+            recursive=True,
+            start_after=self._prefix + start_after if start_after else None,
+        ):
+            yield ObjectInfo(
+                key=(found.object_name or "")[len(self._prefix) :],
+                size_bytes=found.size or 0,
+                modified_at_s=_seconds(found.last_modified),
+            )
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `Store.delete`: a thousand keys a request."""
+        left = iter(keys)
+        while some := [DeleteObject(self._name(key)) for key in islice(left, _DELETE_BATCH)]:
+            self._attempt("", lambda some=some: self._delete(some), is_key=False)  # type: ignore[misc]
+
+    def _delete(self, some: list[DeleteObject]) -> None:  # type: ignore[valid-type]
+        for error in self._client.remove_objects(self._bucket, some):
+            name = (error.name or "")[len(self._prefix) :]
+            failure = refused(error.code or "", error.message or "", 0, where=f"{self.url}/{name}")
+            if not isinstance(failure, ObjectNotFound):
+                raise failure
+
+    def now_s(self) -> float:
+        """See `Store.now_s`: the Date of an answer, in whole seconds."""
+
+        def attempt() -> float:
+            if not self._client.bucket_exists(self._bucket):
+                raise self._bucket_missing()
+            date_s = self._connections.date_s
+            if date_s is None:
+                raise RequestRefused("the store's answers have no Date", where=self.url)
+            return date_s
+
+        return self._attempt("", attempt, is_key=False)
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._connections.clear()
+
+    def _name(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _bucket_missing(self) -> BucketMissing:
+        return BucketMissing(
+            f"NoSuchBucket: bucket {self._bucket!r} does not exist at {self._endpoint}",
+            where=self.url,
+            remedy="create the bucket, or correct the store URL",
+        )
+
+    def _attempt(self, key: str, attempt: Callable[[], Result], *, is_key: bool = True) -> Result:
+        """One attempt with named errors; credentials that the store calls expired are fetched again once."""
+        if is_key:
+            check_key(key)
+        for renewed in (False, True):
+            try:
+                return attempt()
+            except DeltashardError:
+                raise
+            except Exception as error:
+                if isinstance(error, S3Error) and error.code in EXPIRED and not renewed:
+                    self._credentials.forget()
+                    continue
+                raise translated(
+                    error,
+                    where=f"{self.url}/{key} at {self._endpoint}",
+                    skew_s=self._connections.skew_s,
+                    source=self._credentials.source(),
+                ) from error
+        raise AssertionError
+
+
+def _has_port(parts: SplitResult) -> bool:
+    """Whether the port, if one is given, can be one."""
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+
+
+def _range_end(response: BaseHTTPResponse, start: int, where: str) -> int:
+    """Where in the object the answer to a range request from `start` ends."""
+    length = int(response.headers.get("Content-Length", "-1"))
+    said = response.headers.get("Content-Range", "")
+    if (
+        length < 0
+        or (response.status != 206 and start > 0)
+        or (said and not said.startswith(f"bytes {start}-"))
+    ):
+        raise StoreUnavailable("the store (or a proxy before it) ignored the range of a read", where=where)
+    return start + length
+
+
+def _done_with(response: BaseHTTPResponse) -> None:
+    """Give the connection back for the next request, if its answer was read to the end, else close it."""
+    if response.length_remaining == 0:
+        response.drain_conn()
+    else:
+        response.close()
+    response.release_conn()
+
+
+def _seconds(moment: datetime | None) -> float:
+    return (moment or datetime.fromtimestamp(0, UTC)).timestamp()
+
+
+def _warn_if_open(scheme: str, host: str, endpoint: str) -> None:
+    if scheme == "https" or host == "localhost":
+        return
+    try:
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    except ValueError:
+        pass  # a name
+    with _warned_lock:
+        if endpoint in _warned:
+            return
+        _warned.add(endpoint)
+    _log.warning(
+        "the object store is reached over plain http (%s): checkpoints can be read and changed by anyone on the way; "
+        "use https unless the network between is trusted",
+        endpoint,
+    )

@@ -1,0 +1,1 @@
+"""Writing a checkpoint: open an attempt, choose what the cut holds, write parts, commit."""

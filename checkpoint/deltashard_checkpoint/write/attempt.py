@@ -1,0 +1,293 @@
+"""Opening an attempt: from here on this trainer's checkpoints count, and every older trainer's do not.
+
+An attempt is opened by winning the next slot of the log. The entry names the checkpoint that will be loaded, chosen
+at that very slot: if an older trainer (a zombie) commits first, its entry has the slot, the opener sees that
+checkpoint and resumes from it; if the opener wins, the zombie finds a higher attempt and is fenced. One total order,
+no leases, no clocks.
+
+A sidecar whose pod is being terminated with a save still uploading leaves a marker under `closing/`; an opener waits
+for it, bounded, because that save is worth waiting for. A marker nobody removed (killed meanwhile) costs one bound at
+most.
+
+A run with a name of the user's (`run-id`) may be handed from one workload to the next: each enters with its first
+attempt. A workload that another one displaced does not come back by itself (`TakenOver`), nor does a pod that another
+pod displaced: two that live at once end in one, and never in a loop in which each restart of the one fences the other.
+
+What could not be loaded is excluded, loudly, by the caller who tried: `exclude` takes away every checkpoint whose
+chain reads an excluded one, and another attempt is opened that names what was really loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+
+from deltashard_checkpoint.backoff import Patience
+from deltashard_checkpoint.errors import EnvironmentFault, UserError
+from deltashard_checkpoint.format.object_key import validate_new_run
+from deltashard_checkpoint.log.chain import CheckpointNotFound, closure
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, LogStopped, RunLog, stopped
+from deltashard_checkpoint.log.entry import (
+    AttemptOpened,
+    Checkpoint,
+    Entry,
+    Genesis,
+    Sealed,
+    entry_key,
+    voiding_writer,
+)
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.write.commit import FencedError, TakenOver
+
+_MARKER = re.compile(r"closing/(\d{20})/[0-9a-z-]{1,64}", re.ASCII)
+CLOSING_WAIT_S = 60.0
+"""How long an opener waits for a save that a terminating pod still uploads, and how old a marker may be."""
+
+
+class OwnerMismatch(UserError):
+    """The run belongs to another owner."""
+
+
+class NothingRestorable(EnvironmentFault):
+    """Checkpoints were committed, but every one of them is excluded as invalid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """An attempt that is ours."""
+
+    attempt: int
+    """Its number: the seq of its own entry."""
+    resume: Checkpoint | None
+    """What it must load; None: nothing was ever committed, or "none" was asked for, and the first cut is a baseline."""
+    state: RunState
+    """The run right after the entry."""
+    waited_s: float
+    """Seconds spent waiting for saves of terminating pods."""
+    fell_back: bool
+    """Newer checkpoints than `resume` are live but were excluded, or may have stood in slots that cannot be read."""
+    voided: tuple[int, int] | None = None
+    """Slots [first, stop) of the log that could not be read and count for nothing from now on: commits may be lost."""
+    damage: str = ""
+    """With `voided`: what is wrong with the log, for people."""
+
+
+def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) -> Checkpoint | None:
+    """The checkpoint that `which` means: "latest", "none", "seq:N", "step:N" or "pin:NAME". Pure.
+
+    `exclude` takes away every checkpoint whose chain reads an excluded one. None only for "none", or for "latest" when
+    nothing was ever committed.
+    Raises `CheckpointNotFound`, `NothingRestorable`, or `UserError` for an unknown `which`.
+    """
+    where = f"run {state.run}"
+    if which == "none":
+        return None
+    excluded = frozenset(exclude)
+    usable = [c for seq, c in sorted(state.checkpoints.items()) if not closure(state, (seq,)) & excluded]
+    kind, _, value = which.partition(":")
+    if which == "latest":
+        if usable:
+            return usable[-1]
+        if not state.committed:
+            return None
+        raise NothingRestorable(
+            f"{state.committed} checkpoints were committed, none of the {len(state.checkpoints)} live ones is valid",
+            where=where,
+            remedy="`deltashard verify` tells what is broken; restore(fresh=True) starts anew",
+        )
+    if kind == "pin":
+        found = [c for c in usable if value in c.pins]
+    elif kind in {"seq", "step"} and value.isascii() and value.isdigit():
+        found = [c for c in usable if (c.seq if kind == "seq" else c.step) == int(value)]
+    else:
+        raise UserError(
+            f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
+        )
+    if not found:
+        live = ", ".join(f"seq {c.seq} (step {c.step})" for c in usable[-8:]) or "none"
+        raise CheckpointNotFound(f"no live, valid checkpoint {which}", where=where, remedy=f"live: {live}")
+    return found[-1]
+
+
+def open_attempt(
+    log: RunLog,
+    *,
+    owner: str,
+    workload: str = "",
+    pod: str = "",
+    world_size: int = 1,
+    which: str = "latest",
+    exclude: Iterable[int] = (),
+    takeover: bool = False,
+    closing_wait_s: float = CLOSING_WAIT_S,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+    choosing: Callable[[RunState, Checkpoint], None] | None = None,
+) -> Opened:
+    """Open the next attempt of the run, creating the run if it does not exist.
+
+    `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster. `choosing` hears of the checkpoint
+    that will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to
+    read it may begin with that.
+    Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
+    version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run of a name
+    that is taken (`key_rule.RESERVED`).
+    """
+    excluded = tuple(exclude)
+    state, marked = _look(log, closing_wait_s, deadline_s)
+    if state.tip < 0:
+        validate_new_run(log.run)
+        log.append(
+            lambda now, seq, writer: None if now.tip >= 0 else _genesis(now, seq, writer, owner),
+            before="attempt.before_genesis",
+            after="attempt.after_genesis",
+            deadline_s=deadline_s,
+        )
+    waited_s = wait_for_closing(log, bound_s=closing_wait_s) if marked else 0.0
+    chosen: list[tuple[RunState, Checkpoint | None]] = []
+
+    def build(now: RunState, seq: int, writer: str) -> Entry:
+        # IMPORTANT: the resume point is chosen against the state at the slot that is being won. Chosen any earlier, a
+        # commit that got in between would be lost though it was acknowledged.
+        if now.stopped is not None and not now.stopped.voidable:
+            raise stopped(now)
+        if now.stopped is not None and now.stopped.seq == 0:
+            raise LogStopped(
+                f"the first entry of the log cannot be read: {now.stopped.error.what}",
+                where=f"run {now.run}",
+                remedy=f"restore {entry_key(0)} from a copy or a version, or use another run name",
+            )
+        if now.owner != owner and not takeover:
+            raise OwnerMismatch(
+                f"the run belongs to {now.owner!r}, not to {owner!r}",
+                where=f"run {now.run}",
+                remedy="choose another run name, or say takeover",
+            )
+        if not takeover and (displaced := displacement(now, workload, pod)) is not None:
+            raise displaced
+        resume = select(now, which, excluded)
+        if now.damage() is not None and resume is None and which == "latest":
+            # IMPORTANT: only silence would follow: the attempt that leaves the bad slot behind makes the log look as if
+            # nothing had ever been committed, and training would begin anew.
+            raise NothingRestorable(
+                now.damage() or "",
+                where=f"run {now.run}",
+                remedy=f"restore {entry_key(now.stopped.seq if now.stopped else 0)} from a copy or a version; "
+                "fresh=True begins anew",
+            )
+        chosen[:] = [(now, resume)]
+        if resume is not None and choosing is not None:
+            choosing(now, resume)
+        return AttemptOpened(
+            seq=seq,
+            previous="",
+            writer=writer if now.stopped is None else voiding_writer(writer, now.stopped.hash),
+            at_s=0.0,
+            world_size=world_size,
+            resumes_from=None if resume is None else resume.seq,
+            owner=owner,
+            takeover=now.owner != owner,
+            voids=None if now.stopped is None else now.stopped.seq,
+            workload=workload,
+            pod=pod,
+        )
+
+    sealed = log.append(
+        build, before="attempt.before_open", after="attempt.after_open", deadline_s=deadline_s, voiding=True
+    )
+    assert isinstance(sealed, Sealed)
+    before, resume = chosen[0]
+    newest = before.newest()
+    voided = None if before.stopped is None else (before.stopped.seq, sealed.entry.seq)
+    return Opened(
+        attempt=sealed.entry.seq,
+        resume=resume,
+        state=log.state,
+        waited_s=waited_s,
+        fell_back=(bool(excluded) and newest is not None and newest != resume)
+        or (voided is not None and which == "latest"),
+        voided=voided,
+        damage=before.damage() or "",
+    )
+
+
+def displacement(state: RunState, workload: str, pod: str) -> FencedError | None:
+    """The refusal of a workload, or pod, that held this run once and was followed by another one. Pure."""
+    if lost := _followed({n: opened.workload for n, opened in state.attempts.items()}, workload):
+        return TakenOver(*lost, state.run, workload=state.attempts[lost[1]].workload)
+    if lost := _followed({n: opened.pod for n, opened in state.attempts.items()}, pod):
+        return FencedError(*lost, state.run, pod=state.attempts[lost[1]].pod)
+    return None
+
+
+def _followed(names: Mapping[int, str], mine: str) -> tuple[int, int] | None:
+    """(the last attempt of `mine`, the newer one of somebody else), if there are both; attempts of nobody count not."""
+    own = [number for number, name in names.items() if mine and name == mine]
+    newest = max((number for number, name in names.items() if name), default=-1)
+    return (max(own), newest) if own and newest > max(own) else None
+
+
+def _genesis(state: RunState, seq: int, writer: str, owner: str) -> Genesis:
+    return Genesis(seq=seq, previous="", writer=writer, at_s=0.0, run=state.run, owner=owner)
+
+
+# Saves that a terminating pod still uploads
+
+
+def closing_key(attempt: int, name: str) -> str:
+    """Key of a marker, relative to the run's root; `name` tells the attempt's processes apart (rank and token)."""
+    return f"closing/{attempt:020d}/{name}"
+
+
+def marked_attempt(key: str) -> int | None:
+    """The attempt a marker's key (relative to the run's root) speaks of; None for any other key."""
+    match = _MARKER.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def mark_closing(log: RunLog, attempt: int, name: str) -> None:
+    """Say that this process's save is still uploading though its pod is terminating."""
+    log.store.put(log.key(closing_key(attempt, name)), b"")
+
+
+def unmark_closing(log: RunLog, attempt: int, name: str) -> None:
+    """Say that it has ended, committed or not."""
+    log.store.delete([log.key(closing_key(attempt, name))])
+
+
+def _look(log: RunLog, closing_wait_s: float, deadline_s: float) -> tuple[RunState, bool]:
+    """(the log's state, whether a save of a terminating pod may still upload), asked for at once where that may be.
+
+    It does not matter which answer is older: a save that ends in between has the slot that the opener tries for.
+    """
+    if not log.concurrent:
+        state = log.refresh(deadline_s=deadline_s)
+        return state, _closing(log, closing_wait_s)
+    with ThreadPoolExecutor(1, thread_name_prefix="closing") as pool:
+        marked = pool.submit(copy_context().run, _closing, log, closing_wait_s)
+        return log.refresh(deadline_s=deadline_s), marked.result()
+
+
+def wait_for_closing(log: RunLog, *, bound_s: float) -> float:
+    """Wait until no young marker is left, at most `bound_s`; the seconds spent.
+
+    Only a courtesy: nothing but the waiting depends on markers, so a store that does not answer here is passed over.
+    """
+    patience: Patience = log.patience(bound_s)
+    while _closing(log, bound_s):
+        if not patience.pause():
+            break
+    return patience.spent_s
+
+
+def _closing(log: RunLog, bound_s: float) -> bool:
+    """Whether a young marker is there, or may be for all that the store says."""
+    try:
+        marks = list(log.store.list(log.key("closing/")))
+        now_s = log.store.now_s() if marks else 0.0
+    except StoreUnavailable:
+        return True
+    return any(now_s - mark.modified_at_s < bound_s for mark in marks)

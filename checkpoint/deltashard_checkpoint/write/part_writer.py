@@ -1,0 +1,381 @@
+"""Writing one rank's part of a cut (or a compaction): frames in, packs uploaded in parallel, the index last.
+
+`add` places a frame into the pack being filled, a file in the cache directory, and returns; a full pack is uploaded
+from a mapping of that file by one of a few threads while the next one fills. So the heap holds nothing, a slow store
+costs disk and not training time, and what is being uploaded cannot change. Packs that cannot be uploaded pile up in
+the cache until its budget is full of them; then `add` waits for one to get through, under a deadline, and fails.
+
+`finish` waits for the uploads and puts the index, whose name carries its hash. Until then nothing refers to the packs;
+a part that fails leaves garbage under its cut's prefix and nothing else. Frames may be added from several threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.cache.pack_spool import PACK_BYTES, PackSpool
+from deltashard_checkpoint.crash_point import crash_point, is_armed
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, InternalBug
+from deltashard_checkpoint.format import object_key
+from deltashard_checkpoint.format.frame_encoder import EncodedFrame
+from deltashard_checkpoint.format.index import Index, Pack, Place, digest_hex, encode_index
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.entry import Part
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.deadline import deadline, until
+
+DEFAULT_UPLOADS = 4
+
+
+class UploadFailed(EnvironmentFault):
+    """A pack or index could not be put; the cut it belongs to is lost, and the next one covers its rows."""
+
+
+class PartAborted(EnvironmentFault):
+    """The part was given up (`abort`) while this call was waiting or before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartTarget:
+    """Whose part it is, and what it holds."""
+
+    run: str
+    attempt: int
+    cut: int
+    step: int
+    rank: int
+    token: str
+    """Of this process (`key_rule.new_token`); of the compaction, when `compaction`."""
+    tables: tuple[TableSchema, ...]
+    boxes: tuple[Box, ...]
+    covers: int | None
+    compaction: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartStats:
+    """What went into a part."""
+
+    rows: int
+    raw_bytes: int
+    """Of rows and blobs before encoding."""
+    stored_bytes: int
+    """Packs and index."""
+    encodings: tuple[str, ...]
+    frames: int
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A pack between its creation and its upload."""
+
+    number: int
+    key: str
+    spool: PackSpool
+    writers: int = 0
+    full: bool = False
+    places: list[Place] = field(default_factory=list)
+
+
+class PartWriter:
+    """See the module. Exactly one of `finish` and `abort` ends it; leaving the context aborts what is not finished."""
+
+    def __init__(
+        self,
+        store: Store,
+        target: PartTarget,
+        cache: PackCache,
+        *,
+        pack_bytes: int = PACK_BYTES,
+        uploads: int = DEFAULT_UPLOADS,
+        deadline_s: float = 3600.0,
+    ) -> None:
+        """`uploads` packs are on their way at once; `deadline_s` bounds the whole part, from here to the index."""
+        self.target = target
+        self._store = store
+        self._cache = cache
+        self._pack_bytes = min(pack_bytes, cache.budget_bytes)
+        self._deadline_at_s = time.monotonic() + deadline_s
+        self._placing = threading.Lock()  # held while a place is chosen, possibly waiting for room
+        self._state = threading.Lock()  # guards everything below; never held while waiting
+        self._packs: list[_Filling] = []
+        self._filling: _Filling | None = None
+        self._puts: list[Future[None]] = []
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._raw_bytes = 0
+        self._uploaded_bytes = 0
+        self._pool = ThreadPoolExecutor(uploads, thread_name_prefix="upload")
+        self.stats: PartStats | None = None
+
+    @property
+    def uploaded_bytes(self) -> int:
+        """Bytes of packs that are safe in the store."""
+        with self._state:
+            return self._uploaded_bytes
+
+    def add(self, frame: EncodedFrame) -> None:
+        """Append a whole frame; its buffer may be reused when this returns.
+
+        Raises `CacheFull` when there is no room and none came in time, `UploadFailed` when an earlier pack failed, and
+        `PartAborted`.
+        """
+        filling, offset = self._place(frame)
+        try:
+            filling.spool.write(offset, frame.data)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._written(filling)
+
+    def finish(self) -> Part:
+        """Wait for all uploads, put the index, and say what the log entry must know; `stats` is set.
+
+        Raises `UploadFailed` (with the store's error as its cause) or `PartAborted`; the part is aborted then.
+        """
+        try:
+            return self._finish()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _finish(self) -> Part:
+        with self._placing:
+            with self._state:
+                filling, self._filling = self._filling, None
+                ready = self._mark_full(filling)
+            if ready and filling is not None:
+                self._upload(filling)
+        with self._state:
+            self._raise_if_ended()
+            if any(not pack.spool.closed for pack in self._packs):
+                raise InternalBug("finish was called while frames were being added", where=self._where)
+            puts = list(self._puts)
+        try:
+            for put in puts:
+                put.result(max(0.0, self._deadline_at_s - time.monotonic()))
+            part = self._put_index()
+        except (CancelledError, FutureTimeout):
+            with self._state:
+                self._raise_if_ended()
+            raise UploadFailed(
+                "packs were not uploaded in time", where=self._where, remedy="is the store reachable?"
+            ) from None
+        except DeltashardError as error:
+            raise self._upload_failed(self._failure or error) from error
+        with self._state:
+            self._raise_if_ended()
+            self._ended = True
+        self._pool.shutdown(wait=False)
+        return part
+
+    def abort(self) -> None:
+        """Give the part up: no more uploads start, those under way give up, local files go. Idempotent."""
+        with self._state:
+            if self._ended:
+                return
+            self._ended = True
+            packs = list(self._packs)
+            idle = [pack for pack in packs if pack.writers == 0]
+        self._cache.wake()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pack in idle:
+            self._discard(pack)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    @property
+    def _where(self) -> str:
+        t = self.target
+        return f"run {t.run}, attempt {t.attempt}, cut {t.cut}, rank {t.rank}"
+
+    def _raise_if_ended(self) -> None:
+        if self._failure is not None:
+            raise self._upload_failed(self._failure) from self._failure
+        if self._ended:
+            raise PartAborted("the part was given up or is finished already", where=self._where)
+
+    def _upload_failed(self, cause: BaseException) -> UploadFailed:
+        return UploadFailed(
+            f"a pack could not be stored: {cause}", where=self._where, remedy="the next save covers it"
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        with self._state:
+            if self._failure is None and not self._ended:
+                self._failure = error
+        self._cache.wake()
+
+    def _stopped(self) -> bool:
+        return self._ended or self._failure is not None
+
+    def _place(self, frame: EncodedFrame) -> tuple[_Filling, int]:
+        """A place in the pack being filled, or in a new one."""
+        length = frame.info.length
+        if length != len(frame.data) or length > self._pack_bytes:
+            raise InternalBug(
+                f"frame of {length} bytes in a buffer of {len(frame.data)}, packs of {self._pack_bytes}"
+            )
+        with self._placing:
+            filling = self._filling
+            offset = filling.spool.reserve(length) if filling is not None else None
+            if filling is None or offset is None:
+                with self._state:
+                    self._raise_if_ended()
+                    self._filling = None
+                    ready = self._mark_full(filling)
+                if ready and filling is not None:
+                    self._upload(filling)
+                filling = self._new_pack()
+                offset = filling.spool.reserve(length)
+                assert offset is not None
+            with self._state:
+                self._raise_if_ended()
+                filling.writers += 1
+                filling.places.append(Place(pack=filling.number, offset=offset, info=frame.info))
+                self._raw_bytes += frame.raw_bytes
+        return filling, offset
+
+    def _new_pack(self) -> _Filling:
+        t, number = self.target, len(self._packs)
+        if t.compaction:
+            key = object_key.compaction_pack_key(token=t.token, n=number)
+        else:
+            key = object_key.pack_key(attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, n=number)
+        try:
+            spool = self._cache.create(
+                object_key.run_key(t.run, key),
+                capacity_bytes=self._pack_bytes,
+                wait_s=self._deadline_at_s - time.monotonic(),
+                stopped=self._stopped,
+            )
+        except EnvironmentFault:
+            with self._state:
+                self._raise_if_ended()  # the reason why there is no room
+            raise
+        filling = _Filling(number, key, spool)
+        with self._state:
+            self._packs.append(filling)
+            ended = self._ended
+            if not ended:
+                self._filling = filling
+        if ended:
+            self._discard(filling)
+            raise PartAborted("the part was given up", where=self._where)
+        return filling
+
+    def _mark_full(self, filling: _Filling | None) -> bool:
+        """No more frames for this pack; whether it can be uploaded at once. Called with the state lock."""
+        if filling is None:
+            return False
+        filling.full = True
+        return filling.writers == 0
+
+    def _written(self, filling: _Filling) -> None:
+        with self._state:
+            filling.writers -= 1
+            last = filling.writers == 0
+            upload = last and filling.full and not self._stopped()
+            discard = last and self._ended
+        if upload:
+            self._upload(filling)
+        elif discard:
+            self._discard(filling)
+
+    def _upload(self, filling: _Filling) -> None:
+        try:
+            self._cache.seal(filling.spool)
+            with self._state:
+                if self._ended:
+                    return
+                self._puts.append(self._pool.submit(self._put, filling))
+        except BaseException as error:
+            if self._ended:
+                raise PartAborted("the part was given up", where=self._where) from error
+            self._fail(error)
+            raise
+
+    def _put(self, filling: _Filling) -> None:
+        key = object_key.run_key(self.target.run, filling.key)
+        try:
+            if self._stopped():
+                return
+            with (
+                self._cache.mapped(key) as data,
+                deadline(self._deadline_at_s - time.monotonic()),
+                # A part that is over holds no thread, and no mapping of a file that the budget does not count.
+                until(self._stopped),
+            ):
+                crash_point("pack.before_put")
+                during = threading.Thread(target=crash_point, args=("pack.during_put",))
+                if is_armed("pack.during_put"):
+                    during.start()
+                self._store.put(key, data)
+                if during.ident is not None:
+                    during.join()  # a death that is due comes before the part goes on, however late its thread runs
+                crash_point("pack.after_put")
+            with self._state:
+                self._uploaded_bytes += filling.spool.size_bytes
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._cache.unpin(key)
+
+    def _put_index(self) -> Part:
+        t = self.target
+        places = [place for pack in self._packs for place in sorted(pack.places, key=lambda p: p.offset)]
+        index = Index(
+            run=t.run,
+            attempt=t.attempt,
+            cut=t.cut,
+            step=t.step,
+            rank=t.rank,
+            token=t.token,
+            tables=t.tables,
+            packs=tuple(Pack(key=pack.key, bytes=pack.spool.size_bytes) for pack in self._packs),
+            places=tuple(places),
+            boxes=t.boxes,
+            covers=t.covers,
+            raw_bytes=self._raw_bytes,
+        )
+        data = encode_index(index)
+        if t.compaction:
+            key = object_key.compaction_index_key(token=t.token, xxh3=digest_hex(data))
+        else:
+            key = object_key.index_key(
+                attempt=t.attempt, cut=t.cut, rank=t.rank, token=t.token, xxh3=digest_hex(data)
+            )
+        crash_point("index.before_put")
+        with deadline(self._deadline_at_s - time.monotonic()), until(self._stopped):
+            self._store.put(object_key.run_key(t.run, key), data)
+        crash_point("index.after_put")
+        stored_bytes = sum(pack.bytes for pack in index.packs) + len(data)
+        self.stats = PartStats(
+            rows=index.rows,
+            raw_bytes=self._raw_bytes,
+            stored_bytes=stored_bytes,
+            encodings=index.encodings,
+            frames=len(places),
+        )
+        return Part(rank=t.rank, index_key=key, boxes=t.boxes, stored_bytes=stored_bytes, covers=t.covers)
+
+    def _discard(self, pack: _Filling) -> None:
+        """Remove a pack's local file; an upload of it that is under way has its own mapping."""
+        with contextlib.suppress(OSError):
+            self._cache.discard(pack.spool)

@@ -1,0 +1,383 @@
+"""Commands that only read: ls, inspect, plan, verify, diff."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import click
+from deltashard_checkpoint.log.commit_log import LogGap
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
+from rich.text import Text
+
+from deltashard_cli import summary as summaries
+from deltashard_cli import verification
+from deltashard_cli.checkpoint_choice import compaction_indexes, open_checkpoint, read_state, using
+from deltashard_cli.diff import Difference, compare
+from deltashard_cli.option import run_options, which_option
+from deltashard_cli.output import (
+    age,
+    console,
+    facts,
+    number,
+    plural,
+    print_json,
+    progress,
+    show,
+    size,
+    warn,
+    when,
+)
+from deltashard_cli.summary import CheckpointSummary, RunSummary
+from deltashard_cli.target import NoSuchRun, Target, find_run, must_exist, names, open_root, runs_of
+
+_SHOWN_BLOBS = 12
+_LS_COLUMNS = (
+    *(">seq", ">step", "saved", ">attempt", "kind", ">chain", ">rows", ">raw", ">stored", ">ratio", ">stall"),
+    *("encoding", "~pins"),
+)
+
+
+@click.command()
+@run_options
+def ls(url: str, run: str | None, *, as_json: bool) -> None:
+    """List the runs of a store, or the checkpoints of a run."""
+    target = _run_or_none(url, run)
+    if target is None:
+        _list_runs(url, as_json=as_json)
+        return
+    state = read_state(target)
+    if (damage := state.damage()) is not None:
+        warn(damage)
+    moved = compaction_indexes(target.store, state)
+    found = [summaries.summarize_checkpoint(state, entry, moved) for entry in state.checkpoints.values()]
+    summary = summaries.summarize_run(state)
+    if as_json:
+        print_json({"run": summary, "checkpoints": found})
+        return
+    out = console()
+    show(
+        out,
+        f"{summary.run}  ({target.store.url})",
+        _LS_COLUMNS,
+        [_checkpoint_row(one) for one in found],
+        droppable=("raw", "attempt", "stall", "ratio", "encoding", "chain"),
+    )
+    out.print(
+        f"{plural(summary.checkpoints, 'live checkpoint')} of {number(summary.committed)} committed in "
+        f"{plural(summary.attempts, 'attempt')}, {size(summary.live_stored_bytes)} stored",
+        style="dim",
+    )
+
+
+def _run_or_none(url: str, run: str | None) -> Target | None:
+    """The run that URL names itself; None for a root, whose runs are to be listed."""
+    if run is not None:
+        return find_run(url, run)
+    try:
+        target = find_run(url, None)
+    except NoSuchRun:
+        return None
+    # A root with a single run also leads to a run; it is the run itself only when the URL says its name.
+    return target if names(url, target.run) else None
+
+
+def _list_runs(url: str, *, as_json: bool) -> None:
+    store = open_root(url)
+    found = [_summarize(Target(store=store, run=run)) for run in runs_of(store)]
+    if not found:
+        must_exist(store)
+    if as_json:
+        print_json({"runs": found})
+        return
+    out = console()
+    if not found:
+        out.print(f"no runs at {store.url}")
+        return
+    rows = [
+        (
+            one.run,
+            "-" if one.newest_step is None else number(one.newest_step),
+            "-" if one.newest_at_s is None else age(one.newest_at_s),
+            one.checkpoints,
+            one.committed,
+            one.attempts,
+            size(one.live_stored_bytes),
+            Text("damaged", style="red") if one.stopped else "ok",
+        )
+        for one in found
+    ]
+    columns = ["run", ">newest step", "saved", ">live", ">committed", ">attempts", ">stored", "log"]
+    show(out, f"runs at {store.url}", columns, rows, droppable=("attempts", "committed"))
+
+
+def _summarize(target: Target) -> RunSummary:
+    """A run of a root's list; one with a gap in its log is listed too, without what the log would say."""
+    try:
+        state = read_state(target)
+    except LogGap as gap:
+        warn(f"{target.run}: {gap.what}")
+        return replace(summaries.summarize_run(RunState(run=target.run)), stopped=gap.what)
+    if (damage := state.damage()) is not None:
+        warn(f"{target.run}: {damage}")
+    return summaries.summarize_run(state)
+
+
+def _checkpoint_row(one: CheckpointSummary) -> tuple[object, ...]:
+    kind = one.kind if not one.covers else f"{one.kind} on {', '.join(map(str, one.covers))}"
+    return (
+        one.seq,
+        number(one.step),
+        age(one.at_s),
+        f"{one.attempt}.{one.cut}",
+        kind + (", compacted" if one.compacted else ""),
+        len(one.chain) or Text("broken", style="red"),
+        number(one.rows),
+        "-" if one.raw_bytes is None else size(one.raw_bytes),
+        size(one.stored_bytes),
+        f"{one.raw_bytes / one.stored_bytes:.1f}x" if one.raw_bytes is not None and one.stored_bytes else "-",
+        f"{one.stall_s * 1e3:.0f} ms",
+        " ".join(one.encodings) or "-",
+        " ".join(one.pins),
+    )
+
+
+@click.command()
+@run_options
+@which_option
+@click.option("--all", "every_blob", is_flag=True, help="Show all blobs and parts, not only the first.")
+def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json: bool) -> None:
+    """Show one checkpoint: its parts, tables, blobs and the chain it restores from."""
+    target = find_run(url, run)
+    checkpoint = open_checkpoint(target, which)
+    found = summaries.inspect(checkpoint.state, checkpoint.entry, checkpoint.indexes)
+    if as_json:
+        print_json(found)
+        return
+    one, out = found.summary, console()
+    out.print(Text(f"{found.run}  checkpoint {one.seq}", style="bold"))
+    chain = " <- ".join(str(seq) for seq in one.chain)
+    out.print(
+        facts(
+            [
+                ("step", number(one.step)),
+                ("saved", f"{when(one.at_s)} ({age(one.at_s)})"),
+                ("attempt, cut", f"{one.attempt}, {one.cut} ({plural(one.ranks, 'rank')})"),
+                ("kind", one.kind),
+                *([("compacted", when(found.compacted_at_s))] if found.compacted_at_s is not None else []),
+                ("restores from", chain or Text("a broken chain", style="red")),
+                ("restore reads", f"at most {size(one.restore_bytes)}"),
+                ("rows", number(one.rows)),
+                ("raw", "-" if one.raw_bytes is None else size(one.raw_bytes)),
+                ("stored", f"{size(one.stored_bytes)} in {' '.join(one.encodings) or 'no rows'}"),
+                ("stall", f"{one.stall_s * 1e3:.1f} ms"),
+                *([("pins", " ".join(one.pins))] if one.pins else []),
+                *([("directive", one.directive)] if one.directive else []),
+                *((f"meta {key}", value) for key, value in sorted(found.metadata.items())),
+                *((f"writer {key}", value) for key, value in sorted(found.fingerprint.items())),
+            ]
+        )
+    )
+    out.print()
+    shown = found.parts if every_blob else found.parts[:_SHOWN_BLOBS]
+    parts = [
+        (
+            p.rank,
+            "all rows" if p.covers is None else f"since {p.covers}",
+            p.packs,
+            number(p.frames),
+            number(p.rows),
+            size(p.stored_bytes),
+            p.index_key,
+        )
+        for p in shown
+    ]
+    columns = [">rank", "covers", ">packs", ">frames", ">rows", ">stored", "~index"]
+    show(out, "parts", columns, parts, caption=_more(len(found.parts) - len(shown)), droppable=("index",))
+    out.print()
+    tables = [
+        (
+            t.table,
+            f"{number(t.rows)} x {t.columns}",
+            t.dtype,
+            number(t.held_rows),
+            f"{100 * t.held_rows / max(1, t.rows):.1f}%",
+            number(t.frames),
+            size(t.stored_bytes),
+            " ".join(t.encodings) or "-",
+            ", ".join(field.partition(":")[0] for field in t.fields) or "-",
+        )
+        for t in found.tables
+    ]
+    columns = [
+        "table",
+        ">shape",
+        "dtype",
+        ">rows held",
+        ">share",
+        ">frames",
+        ">stored",
+        "encoding",
+        "~fields",
+    ]
+    title = "tables (what this checkpoint's own parts hold)"
+    show(out, title, columns, tables, droppable=("frames", "dtype", "rows held", "fields"))
+    blobs = sorted(found.blobs.items(), key=lambda item: (-item[1], item[0]))
+    listed = blobs if every_blob else blobs[:_SHOWN_BLOBS]
+    out.print()
+    title = f"blobs ({number(len(blobs))}, {size(sum(found.blobs.values()))}; largest first)"
+    rows = [(name, size(count)) for name, count in listed]
+    show(out, title, ["blob", ">bytes"], rows, caption=_more(len(blobs) - len(listed)))
+
+
+def _more(count: int) -> str:
+    return f"and {number(count)} more: --all" if count > 0 else ""
+
+
+@click.command()
+@run_options
+@which_option
+@click.option("--table", "tables", multiple=True, metavar="FQN", help="Only these tables, and no blobs.")
+@click.option("--weights-only", is_flag=True, help="Without optimizer state.")
+def plan(
+    url: str, run: str | None, which: str, tables: tuple[str, ...], *, weights_only: bool, as_json: bool
+) -> None:
+    """Show what a restore would read, and from which checkpoints."""
+    target = find_run(url, run)
+    checkpoint = open_checkpoint(target, which)
+    known = {schema.fqn: schema for schema in checkpoint.entry.tables}
+    if absent := sorted(set(tables) - known.keys()):
+        raise click.UsageError(
+            f"no table {absent[0]!r} in checkpoint {checkpoint.entry.seq}; it has {sorted(known)}"
+        )
+    wanted = [known[fqn] for fqn in tables] if tables else list(known.values())
+    made = checkpoint.plan(wanted, blobs=not tables, fields=not weights_only)
+    found = summaries.summarize_plan(checkpoint.state, checkpoint.entry, made)
+    if as_json:
+        print_json(found)
+        return
+    out = console()
+    title = f"restoring {found.run} checkpoint {found.seq} (step {number(found.step)}), in this order"
+    columns = [">seq", ">step", ">requests", ">frames", ">rows", ">bytes"]
+    rows = [
+        (
+            line.seq,
+            number(line.step),
+            number(line.requests),
+            number(line.frames),
+            number(line.rows),
+            size(line.bytes),
+        )
+        for line in found.lines
+    ]
+    show(out, title, columns, rows)
+    out.print(
+        f"{plural(found.requests, 'request')} to {plural(found.packs, 'pack')}, {plural(found.frames, 'frame')}, "
+        f"{size(found.range_bytes)} to read, {plural(found.blobs, 'blob')}",
+        style="dim",
+    )
+
+
+@click.command()
+@run_options
+@click.option(
+    "--deep", is_flag=True, help="Read and hash every frame, and restore every checkpoint into memory."
+)
+@click.option(
+    "--checkpoint", "-c", "which", metavar="WHICH", help="Only this one: latest, seq:N, step:N, pin:NAME."
+)
+def verify(url: str, run: str | None, which: str | None, *, deep: bool, as_json: bool) -> None:
+    """Check that everything live is there and whole. Exit code 1 when it is not."""
+    found = verification.verify(find_run(url, run), which=which, deep=deep)
+    if as_json:
+        print_json({"ok": found.ok, **{name: getattr(found, name) for name in found.__slots__}})
+    else:
+        out = console()
+        if found.problems:
+            rows = [
+                (problem.object, problem.what, ", ".join(map(str, problem.checkpoints)) or "-")
+                for problem in found.problems
+            ]
+            show(out, f"problems in {found.run}", ["~object", "~what", "~needed by"], rows)
+            out.print()
+        checked = (
+            f"{plural(found.entries, 'log entry', 'log entries')}, "
+            f"{plural(len(found.checkpoints), 'live checkpoint')}, {plural(found.indexes, 'index', 'indexes')}, "
+            f"{plural(found.packs, 'pack')} ({size(found.bytes)})"
+        )
+        if deep:
+            checked += f", {plural(found.frames, 'frame')} hashed, {len(found.restored)} checkpoints restored"
+        verdict = Text("ok", style="bold green")
+        if found.problems:
+            verdict = Text(plural(len(found.problems), "problem"), style="bold red")
+        out.print(Text.assemble(verdict, f": {checked}"))
+        if not deep and found.ok:
+            out.print("contents were not read: --deep does", style="dim")
+        if found.garbage_prefixes:
+            out.print(
+                f"{plural(found.garbage_prefixes, 'dead save')} to clear away: `deltashard gc`", style="dim"
+            )
+    if not found.ok:
+        sys.stdout.flush()
+        click.get_current_context().exit(1)
+
+
+@click.command()
+@click.argument("url")
+@click.argument("a")
+@click.argument("b")
+@click.option("--run", metavar="NAME", help="The run, when URL is a store that holds several.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs.")
+def diff(url: str, a: str, b: str, run: str | None, *, as_json: bool) -> None:
+    """Compare checkpoints A and B (seq:N or N, step:N, pin:NAME, latest). Exit code 1 when they differ."""
+    target = find_run(url, run)
+
+    def compared(left: OpenCheckpoint) -> Difference:
+        right = open_checkpoint(target, b, state=left.state)
+        total = sum(one.plan(one.entry.tables, blobs=True).bytes for one in (left, right))
+        with progress("comparing", total) as advance:
+            return compare(left, right, advance=advance)
+
+    found = using(target, a, compared)
+    if as_json:
+        print_json({"equal": found.equal, **{name: getattr(found, name) for name in found.__slots__}})
+    else:
+        out = console()
+        title = (
+            f"{found.run}: checkpoint {found.seq_a} (step {number(found.step_a)}) and "
+            f"{found.seq_b} (step {number(found.step_b)})"
+        )
+        rows = [
+            (
+                one.table,
+                one.field or "weight",
+                number(one.rows),
+                "-" if one.rows_differing is None else number(one.rows_differing),
+                "-" if one.rows_differing is None else f"{100 * one.rows_differing / max(1, one.rows):.2f}%",
+                "-" if one.largest is None else f"{one.largest:.4g}",
+                one.note,
+            )
+            for one in found.tables
+        ]
+        columns = ["table", "values", ">rows", ">differ", ">share", ">largest", "~note"]
+        show(out, title, columns, rows)
+        if found.blobs:
+            out.print()
+            blob_rows = [
+                (
+                    one.name,
+                    "-" if one.bytes_a is None else size(one.bytes_a),
+                    "-" if one.bytes_b is None else size(one.bytes_b),
+                    "-" if one.largest is None else f"{one.largest:.4g}",
+                    one.note,
+                )
+                for one in found.blobs
+            ]
+            names = ["blob", f">in {found.seq_a}", f">in {found.seq_b}", ">largest", "~note"]
+            show(out, "blobs that differ", names, blob_rows)
+        equal = "not one bit differs" if found.equal else f"{plural(found.blobs_equal, 'blob')} equal"
+        out.print(equal, style="dim")
+    if not found.equal:
+        sys.stdout.flush()
+        click.get_current_context().exit(1)

@@ -1,0 +1,197 @@
+"""Commands for a run whose log is damaged: scan (what lies in the store) and repair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import click
+from deltashard_checkpoint.errors import DeltashardError, FormatError
+from deltashard_checkpoint.format.index import Index, decode_index, parse_index
+from deltashard_checkpoint.format.object_key import is_index_key, run_key
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import prefix_of
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance.repair import repair as repair_log
+from deltashard_checkpoint.maintenance.repair import salvage
+from deltashard_checkpoint.stores.abc import Store, StoreUnavailable
+from rich.text import Text
+
+from deltashard_cli.option import run_options
+from deltashard_cli.output import console, number, plural, print_json, show, size
+from deltashard_cli.target import POLICY, Target, named_run, scanned_run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What lies under one prefix of `data/`: the parts of one cut, or a compaction."""
+
+    prefix: str
+    attempt: int | None
+    """None: a compaction."""
+    cut: int | None
+    step: int | None
+    """None: no index could be read."""
+    seq: int | None
+    """Of the live checkpoint that reads it; None: no log, or nothing live does."""
+    covers: tuple[int, ...]
+    """Log entries whose checkpoints hold the other rows; empty: it holds all its rows."""
+    parts: int
+    """Indexes that can be read: one for each rank."""
+    tables: tuple[str, ...]
+    rows: int
+    bytes: int
+    whole: bool
+    """Every index can be read, and its packs are there with their sizes. Their contents were not read."""
+    problems: tuple[str, ...]
+
+
+@click.command()
+@run_options
+def scan(url: str, run: str | None, *, as_json: bool) -> None:
+    """List the saves whose data lies in the store, by their indexes, even if there is no log. Writes nothing.
+
+    Exit code 1 when one of them is not whole.
+    """
+    target = scanned_run(url, run)
+    state, log = _live(target)
+    found = list(saves(target.store, target.run, state))
+    if as_json:
+        print_json({"run": target.run, "log": log, "saves": found})
+    else:
+        out = console()
+        rows = [
+            (
+                "compaction" if one.attempt is None else f"{one.attempt}.{one.cut}",
+                "-" if one.step is None else number(one.step),
+                "-" if one.seq is None else one.seq,
+                "full" if not one.covers else f"delta on {', '.join(map(str, one.covers))}",
+                one.parts,
+                number(one.rows),
+                size(one.bytes),
+                Text("whole", style="green") if one.whole else Text("; ".join(one.problems), style="red"),
+            )
+            for one in found
+        ]
+        columns = ["attempt.cut", ">step", ">seq", "kind", ">parts", ">rows", ">bytes", "~state"]
+        show(out, f"saves in {target.run} ({target.store.url})", columns, rows)
+        whole = sum(one.whole for one in found)
+        out.print(f"{plural(whole, 'whole save')} of {len(found)}; log: {log}", style="dim")
+    if not all(one.whole for one in found):
+        click.get_current_context().exit(1)
+
+
+def _live(target: Target) -> tuple[RunState | None, str]:
+    """(the log's state as far as it can be followed, what to say of the log)."""
+    try:
+        state = RunLog(target.store, target.run).refresh(deadline_s=POLICY.deadline_s)
+    except StoreUnavailable:
+        raise
+    except DeltashardError as error:
+        return None, error.what
+    if state.tip < 0:
+        return None, "there is none"
+    return state, state.damage() or "healthy"
+
+
+def saves(store: Store, run: str, state: RunState | None) -> Iterator[Found]:
+    """Every save under the run's `data/`, in key order."""
+    sizes: dict[str, dict[str, int]] = {}
+    for info in store.list(run_key(run, "data/")):
+        key = info.key[len(run) + 1 :]
+        try:
+            sizes.setdefault(prefix_of(key), {})[key] = info.size_bytes
+        except FormatError:
+            continue
+    live = {
+        part.prefix: seq
+        for seq, entry in (state.checkpoints if state else {}).items()
+        for part in (
+            *entry.parts,
+            *(state.compactions[seq].parts if state and seq in state.compactions else ()),
+        )
+    }
+    for prefix, objects in sorted(sizes.items()):
+        yield _save(store, run, prefix, objects, live.get(prefix))
+
+
+def _save(store: Store, run: str, prefix: str, objects: Mapping[str, int], seq: int | None) -> Found:
+    indexes: list[Index] = []
+    problems = []
+    for key in filter(is_index_key, sorted(objects)):
+        try:
+            data = store.get(run_key(run, key))
+            index = decode_index(data, key=key, run=parse_index(data, where=key).run)
+        except FormatError as error:
+            problems.append(f"{key}: {error.what}")
+            continue
+        indexes.append(index)
+        for pack in index.packs:
+            if pack.key not in objects:
+                problems.append(f"{pack.key} does not exist")
+            elif objects[pack.key] != pack.bytes:
+                problems.append(f"{pack.key} has {objects[pack.key]} bytes of {pack.bytes}")
+    if not indexes and not problems:
+        problems.append("no index: the save never ended")
+    words = prefix.split("/")
+    cut = None if words[1].startswith("compact-") else (int(words[1]), int(words[2]))
+    return Found(
+        prefix=prefix,
+        attempt=None if cut is None else cut[0],
+        cut=None if cut is None else cut[1],
+        step=indexes[0].step if indexes else None,
+        seq=seq,
+        covers=tuple(sorted({index.covers for index in indexes if index.covers is not None})),
+        parts=len(indexes),
+        tables=tuple(sorted({table.fqn for index in indexes for table in index.tables})),
+        rows=sum(index.rows for index in indexes),
+        bytes=sum(objects.values()),
+        whole=not problems,
+        problems=tuple(problems),
+    )
+
+
+@click.command()
+@run_options
+@click.option("--dry-run", is_flag=True, help="Change nothing; say what would be kept.")
+@click.option(
+    "--even-newer",
+    is_flag=True,
+    help="Pass over whole entries that this version does not know, too: only if no newer version wrote them.",
+)
+def repair(url: str, run: str | None, *, dry_run: bool, even_newer: bool, as_json: bool) -> None:
+    """Let a run whose log is damaged go on with every checkpoint that can be kept. End its trainers first.
+
+    Writes one entry and one folded state; changes and deletes nothing. A healthy log is left alone (exit code 2).
+    """
+    target = named_run(url, run)
+    log = RunLog(target.store, target.run)
+    found = salvage(log, even_newer=even_newer, deadline_s=POLICY.deadline_s)
+    seq = None if dry_run else repair_log(log, found)
+    kept = sorted(found.state.checkpoints)
+    if as_json:
+        print_json(
+            {
+                "run": target.run,
+                "damage": found.damage,
+                "kept": kept,
+                "lost": found.lost,
+                "dropped": found.dropped,
+                "entry": seq,
+            }
+        )
+        return
+    out = console()
+    newest = found.state.newest()
+    out.print(found.damage, style="dim")
+    would = "would be " if dry_run else ""
+    steps = "none" if newest is None else f"the newest is {newest.seq} (step {number(newest.step)})"
+    out.print(f"{plural(len(kept), 'checkpoint')} {would}kept: {steps}")
+    if found.lost:
+        out.print(f"log entries {would}given up: {', '.join(map(str, found.lost))}")
+    if found.dropped:
+        out.print(
+            f"checkpoints {would}dropped, for their objects are gone: {', '.join(map(str, found.dropped))}"
+        )
+    if seq is not None:
+        out.print(f"written as log entry {seq}; `deltashard verify` looks at what is kept", style="dim")

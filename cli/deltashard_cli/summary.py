@@ -1,0 +1,273 @@
+"""What is told of runs and checkpoints: from the log's state (and indexes) to plain records. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deltashard_checkpoint.format.frame import FrameKind
+from deltashard_checkpoint.format.index import Index
+from deltashard_checkpoint.log.chain import ChainIncomplete, chain, parts_of
+from deltashard_checkpoint.log.entry import Checkpoint, Part
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A run in one line."""
+
+    run: str
+    owner: str
+    tip: int
+    """Last slot of the log."""
+    attempts: int
+    checkpoints: int
+    """Live ones."""
+    committed: int
+    """Ever."""
+    newest_seq: int | None
+    newest_step: int | None
+    newest_at_s: float | None
+    live_stored_bytes: int
+    stopped: str | None
+    """Why the log cannot be followed to its end; None in a healthy run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSummary:
+    """A checkpoint in one line."""
+
+    seq: int
+    step: int
+    at_s: float
+    attempt: int
+    cut: int
+    kind: str
+    """full, delta, or mixed."""
+    covers: tuple[int, ...]
+    """The checkpoints its parts build on."""
+    chain: tuple[int, ...]
+    """The checkpoints a restore reads, newest first; empty when the chain is broken."""
+    compacted: bool
+    """It restores from its compaction's parts; `kind`, `covers`, rows and bytes are those of these."""
+    ranks: int
+    rows: int
+    raw_bytes: int | None
+    """None for a compaction whose index was not read: its log entry does not say."""
+    stored_bytes: int
+    restore_bytes: int
+    """Stored bytes of all parts its chain reads."""
+    stall_s: float
+    encodings: tuple[str, ...]
+    pins: tuple[str, ...]
+    directive: str
+
+
+def summarize_run(state: RunState) -> RunSummary:
+    """The run in one line."""
+    newest = state.newest()
+    parts = {part.index_key: part for seq in state.checkpoints for part in parts_of(state, seq)}
+    return RunSummary(
+        run=state.run,
+        owner=state.owner,
+        tip=state.tip,
+        attempts=len(state.attempts),
+        checkpoints=len(state.checkpoints),
+        committed=state.committed,
+        newest_seq=None if newest is None else newest.seq,
+        newest_step=None if newest is None else newest.step,
+        newest_at_s=None if newest is None else newest.at_s,
+        live_stored_bytes=sum(part.stored_bytes for part in parts.values()),
+        stopped=None if state.stopped is None else f"entry {state.stopped.seq}: {state.stopped.error.what}",
+    )
+
+
+def summarize_checkpoint(
+    state: RunState, entry: Checkpoint, indexes: Mapping[str, Index] | None = None
+) -> CheckpointSummary:
+    """One live checkpoint in one line; `indexes`, by index key, say of a compaction what its log entry does not."""
+    parts = parts_of(state, entry.seq)
+    covers = tuple(sorted({part.covers for part in parts if part.covers is not None}, reverse=True))
+    compaction = state.compactions.get(entry.seq)
+    moved = [] if compaction is None else [(indexes or {}).get(part.index_key) for part in parts]
+    known = [index for index in moved if index is not None]
+    try:
+        links = chain(state, entry.seq)
+    except ChainIncomplete:
+        links = ()
+    read: dict[str, Part] = {link.part.index_key: link.part for link in links}
+    return CheckpointSummary(
+        seq=entry.seq,
+        step=entry.step,
+        at_s=entry.at_s,
+        attempt=entry.attempt,
+        cut=entry.cut,
+        kind="full" if not covers else "delta" if all(p.covers is not None for p in parts) else "mixed",
+        covers=covers,
+        chain=tuple(sorted({link.seq for link in links}, reverse=True)),
+        compacted=compaction is not None,
+        ranks=len(entry.parts),
+        rows=entry.rows if compaction is None else compaction.rows,
+        raw_bytes=entry.raw_bytes
+        if compaction is None
+        else sum(index.raw_bytes for index in known)
+        if len(known) == len(moved)
+        else None,
+        stored_bytes=entry.stored_bytes if compaction is None else compaction.stored_bytes,
+        restore_bytes=sum(part.stored_bytes for part in read.values()),
+        stall_s=entry.stall_s,
+        encodings=tuple(sorted({*entry.encodings, *(name for index in known for name in index.encodings)})),
+        pins=entry.pins,
+        directive=entry.directive,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSummary:
+    """What a checkpoint's own parts hold of one table."""
+
+    table: str
+    rows: int
+    """Of the whole table."""
+    columns: int
+    dtype: str
+    fields: tuple[str, ...]
+    held_rows: int
+    frames: int
+    stored_bytes: int
+    encodings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSummary:
+    """One part."""
+
+    rank: int
+    covers: int | None
+    index_key: str
+    boxes: int
+    packs: int
+    frames: int
+    rows: int
+    raw_bytes: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """A checkpoint, opened."""
+
+    run: str
+    summary: CheckpointSummary
+    compacted_at_s: float | None
+    """When a compaction took the place of its own parts."""
+    fingerprint: Mapping[str, str]
+    metadata: Mapping[str, str]
+    parts: tuple[PartSummary, ...]
+    tables: tuple[TableSummary, ...]
+    blobs: Mapping[str, int]
+    """Bytes by name."""
+
+
+def inspect(state: RunState, entry: Checkpoint, indexes: Mapping[str, Index]) -> Inspection:
+    """`entry` with what the indexes of its own parts (its compaction's, if it has one) say."""
+    parts = parts_of(state, entry.seq)
+    own = [indexes[part.index_key] for part in parts]
+    tables = []
+    for schema in entry.tables:
+        places = [p.info for index in own for p in index.places if p.info.table == schema.fqn]
+        tables.append(
+            TableSummary(
+                table=schema.fqn,
+                rows=schema.rows,
+                columns=schema.columns,
+                dtype=schema.dtype,
+                fields=tuple(f"{spec.name}: {spec.kind} {spec.dtype}" for spec in schema.fields),
+                held_rows=sum(info.rows for info in places if info.kind is FrameKind.ROWS),
+                frames=len(places),
+                stored_bytes=sum(info.length for info in places),
+                encodings=tuple(sorted({info.encoding for info in places if info.encoding})),
+            )
+        )
+    return Inspection(
+        run=state.run,
+        summary=summarize_checkpoint(state, entry, indexes),
+        compacted_at_s=state.compactions[entry.seq].at_s if entry.seq in state.compactions else None,
+        fingerprint=entry.fingerprint,
+        metadata=entry.metadata,
+        parts=tuple(
+            PartSummary(
+                rank=part.rank,
+                covers=part.covers,
+                index_key=part.index_key,
+                boxes=len(part.boxes),
+                packs=len(index.packs),
+                frames=len(index.places),
+                rows=index.rows,
+                raw_bytes=index.raw_bytes,
+                stored_bytes=part.stored_bytes,
+            )
+            for part, index in zip(parts, own, strict=True)
+        ),
+        tables=tuple(tables),
+        blobs=dict(sorted((name, count) for index in own for name, count in index.blobs.items())),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanLine:
+    """What a restore reads from one checkpoint."""
+
+    seq: int
+    step: int
+    requests: int
+    frames: int
+    rows: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSummary:
+    """What a restore would do."""
+
+    run: str
+    seq: int
+    step: int
+    lines: tuple[PlanLine, ...]
+    requests: int
+    frames: int
+    bytes: int
+    range_bytes: int
+    """With the gaps between frames that are cheaper to read than to skip."""
+    packs: int
+    blobs: int
+
+
+def summarize_plan(state: RunState, entry: Checkpoint, plan: Plan) -> PlanSummary:
+    """A restore plan, by the checkpoint that bytes come from."""
+    lines = []
+    for seq in plan.chain:
+        frames = [f for request in plan.requests for f in request.frames if f.seq == seq]
+        lines.append(
+            PlanLine(
+                seq=seq,
+                step=state.checkpoints[seq].step,
+                requests=sum(any(f.seq == seq for f in request.frames) for request in plan.requests),
+                frames=len(frames),
+                rows=sum(f.info.rows for f in frames),
+                bytes=sum(f.info.length for f in frames),
+            )
+        )
+    return PlanSummary(
+        run=state.run,
+        seq=entry.seq,
+        step=entry.step,
+        lines=tuple(lines),
+        requests=len(plan.requests),
+        frames=plan.frames,
+        bytes=plan.bytes,
+        range_bytes=plan.range_bytes,
+        packs=len({request.key for request in plan.requests}),
+        blobs=len(plan.blobs),
+    )

@@ -1,0 +1,173 @@
+"""What a URL on the command line means: a store's root, or a run in it.
+
+`URL --run NAME`, `URL/NAME`, and a root with a single run all lead to a run. A run is recognised by its first log
+entry, which also knows the run's own (perhaps long) name. A plain path is a file store.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.format.canonical_json import load
+from deltashard_checkpoint.format.object_key import run_key, validate_run
+from deltashard_checkpoint.log.entry import entry_key, seq_of
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
+from deltashard_checkpoint.stores.retry import RetryPolicy
+from deltashard_checkpoint.stores.url import open_store
+
+_INSIDE_RUN = re.compile(r"/(?:cache|closing|data|log|probe)/")
+POLICY = RetryPolicy(deadline_s=15.0)
+"""A person waits: whoever wants a store that is down for longer calls again."""
+
+
+class NoSuchRun(UserError):
+    """The store holds no run of that name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A run on an open store."""
+
+    store: Store
+    run: str
+
+
+def open_root(url: str) -> Store:
+    """The store at `url`, which must exist; a path needs no scheme."""
+    if "://" not in url:
+        url = os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 - stays a string
+    return open_store(url, policy=POLICY, create=False)
+
+
+def find_run(url: str, run: str | None) -> Target:
+    """The run that `url` (and `--run`) mean.
+
+    Raises:
+        NoSuchRun: there is none, or the root has several and none was chosen; the message lists them.
+    """
+    store = open_root(url)
+    if run is not None:
+        if _is_run(store, validate_run(run)):
+            return Target(store=store, run=run)
+        raise NoSuchRun(f"no run {run!r}", where=store.url, remedy=_known(store))
+    if not _has_log(store, ""):
+        return _only_run(store)
+    base, question, query = url.partition("?")
+    base = base.rstrip("/")
+    said = [name for name in _said_names(store) if f"{base}/".endswith(f"/{name}/")]
+    name = said[0] if said else base.rpartition("/")[2]
+    store.close()
+    return Target(store=open_root(base[: -len(name)].rstrip("/") + question + query), run=name)
+
+
+def _said_names(store: Store) -> Iterator[str]:
+    """The run's own name, by its first entry, or by a folded state where that is lost; none where none can be read."""
+    for key in (entry_key(0), *(info.key for info in store.list("log/fold-"))):
+        with suppress(ObjectNotFound, FormatError):
+            name = load(store.get(key), key).get("run")
+            if isinstance(name, str):
+                yield name
+
+
+def must_exist(store: Store) -> None:
+    """Raises `NoSuchRun` for a prefix of a bucket under which there is nothing, as a missing directory is refused."""
+    if (
+        urlsplit(store.url).path.strip("/")
+        and store.url.startswith("s3:")
+        and next(store.list(""), None) is None
+    ):
+        raise NoSuchRun(
+            "nothing is stored here",
+            where=store.url,
+            remedy="check the bucket, the prefix and the run's name",
+        )
+
+
+def names(url: str, run: str) -> bool:
+    """Whether `url` says the run's name, and not only the store's that it lies in."""
+    said = url.partition("?")[0].rstrip("/")
+    return f"{said}/".endswith(f"/{run}/") or said == run
+
+
+def named_run(url: str, run: str | None) -> Target:
+    """The run that `url` itself or `--run` names: never the only one of a store, for a command that is not taken back.
+
+    Raises `NoSuchRun`.
+    """
+    target = find_run(url, run)
+    if run is None and not names(url, target.run):
+        raise NoSuchRun(
+            "this is a store and not a run",
+            where=target.store.url,
+            remedy=f"say --run {target.run}, if you mean it",
+        )
+    return target
+
+
+def scanned_run(url: str, run: str | None) -> Target:
+    """Like `find_run`, also for what is left of a run without any log: `url` is then taken for the run's own."""
+    try:
+        return find_run(url, run)
+    except NoSuchRun:
+        base, question, query = url.partition("?")
+        base = base.rstrip("/")
+        name = run or base.rpartition("/")[2]
+        root = base if run else base[: -len(name)].rstrip("/")
+        store = open_root(root + question + query)
+        if next(store.list(run_key(validate_run(name), "data/")), None) is None:
+            raise
+        return Target(store=store, run=name)
+
+
+def runs_of(store: Store) -> Iterator[str]:
+    """Names of the runs on a store, in order; one listing request or two for each."""
+    after = ""
+    while (found := next(store.list("", start_after=after), None)) is not None:
+        after = found.key
+        for match in _INSIDE_RUN.finditer(found.key):
+            run = found.key[: match.start()]
+            if _is_run(store, run):
+                yield run
+                after = f"{run}/~"  # sorts after every key of the run
+                break
+
+
+def _only_run(store: Store) -> Target:
+    runs = []
+    for run in runs_of(store):
+        runs.append(run)
+        if len(runs) > 1:
+            break
+    if len(runs) == 1:
+        return Target(store=store, run=runs[0])
+    what = "which run? The store holds several" if runs else "no run here"
+    raise NoSuchRun(what, where=store.url, remedy=_known(store) if runs else "check the store URL")
+
+
+def _is_run(store: Store, run: str) -> bool:
+    try:
+        store.head(run_key(run, entry_key(0)))
+    except ObjectNotFound:
+        # A log without its first entry is a damaged run, not none: its reader names the gap.
+        return _has_log(store, f"{run}/")
+    return True
+
+
+def _has_log(store: Store, root: str) -> bool:
+    return any(seq_of(found.key[len(root) :]) is not None for found in store.list(f"{root}log/"))
+
+
+def _known(store: Store) -> str:
+    runs = []
+    for run in runs_of(store):
+        runs.append(run)
+        if len(runs) == 20:
+            runs.append("...")
+            break
+    return f"use --run with one of: {', '.join(runs)}" if runs else "the store holds no run at all"

@@ -1,0 +1,371 @@
+"""`deltashard verify`: is what the log promises there, and does it restore?
+
+Always: every log entry is read, its hash chain and the rules between entries are checked, and every folded state by its
+content; every index of every live checkpoint is read and checked against its name, its log entry and itself; every pack
+is there and has its size; every checkpoint has a complete plan. Deep: every frame is read, re-hashed and parsed,
+and every live checkpoint is restored, table by table, into memory.
+
+A problem names the object, what is wrong, and the checkpoints that need it. A store that cannot be reached is no
+problem of the run: that raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from deltashard_checkpoint.errors import DeltashardError, FormatError
+from deltashard_checkpoint.format import typed_tree
+from deltashard_checkpoint.format.frame import check_digest, check_info, parse_frame
+from deltashard_checkpoint.format.index import Index, Place
+from deltashard_checkpoint.format.object_key import run_key
+from deltashard_checkpoint.log.chain import chain, closure, parts_of
+from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.entry import Checkpoint, Part, Repaired, Sealed, entry_key, named_fold
+from deltashard_checkpoint.log.folded_state import fold_key
+from deltashard_checkpoint.log.listing import Listing
+from deltashard_checkpoint.log.replay import fold, void_slots
+from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
+from deltashard_checkpoint.maintenance.garbage_collection import debris
+from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
+from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
+
+from deltashard_cli.output import Advance, progress
+from deltashard_cli.target import POLICY, Target
+
+_READ_BYTES = 8 << 20
+_READERS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that is not as the log says."""
+
+    object: str
+    """Key, relative to the run's root."""
+    what: str
+    checkpoints: tuple[int, ...]
+    """Live checkpoints that need the object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What was checked, and what was found."""
+
+    run: str
+    deep: bool
+    entries: int
+    checkpoints: tuple[int, ...]
+    indexes: int
+    packs: int
+    frames: int
+    bytes: int
+    restored: tuple[int, ...]
+    """Checkpoints that were restored whole, into memory (deep)."""
+    garbage_prefixes: int
+    """Prefixes that nothing needs and no retire entry names yet: `gc` takes care of them."""
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """No problem was found."""
+        return not self.problems
+
+
+def verify(target: Target, *, which: str | None = None, deep: bool = False) -> Verification:
+    """Check a run, or only checkpoint `which` and what it needs. Raises `StoreUnavailable` and other store errors."""
+    log = RunLog(target.store, target.run)
+    problems: list[Problem] = []
+    try:
+        state = read_log(log, problems)
+    except LogGap as gap:
+        problems.append(Problem(object="log/", what=gap.what, checkpoints=()))
+        return Verification(
+            run=target.run, deep=deep, entries=0, checkpoints=(), indexes=0, packs=0, frames=0, bytes=0, restored=(),
+            garbage_prefixes=0, problems=tuple(problems),
+        )  # fmt: skip
+    live = frozenset(state.checkpoints)
+    if which is not None:
+        live = closure(state, (choose(state, which).seq,))
+    needed_by = _needs(state, live)
+    indexes = _read_indexes(target, needed_by, problems)
+    sizes = {
+        info.key[len(target.run) + 1 :]: info.size_bytes for info in target.store.list(f"{target.run}/data/")
+    }
+    packs = _check_packs(indexes, needed_by, sizes, problems)
+    broken = {seq for problem in problems for seq in problem.checkpoints}
+    whole = [state.checkpoints[seq] for seq in sorted(live - broken)]
+    opened = [
+        OpenCheckpoint(store=target.store, state=state, entry=entry, indexes=indexes) for entry in whole
+    ]
+    planned = [checkpoint for checkpoint in opened if _check_plan(checkpoint, problems)]
+    frames = sum(len(index.places) for index in indexes.values())
+    restored: list[int] = []
+    if deep:
+        hashed = _check_frames(target, indexes, needed_by, packs, problems)
+        frames = hashed
+        broken = {seq for problem in problems for seq in problem.checkpoints}
+        restored = _check_restores([c for c in planned if c.entry.seq not in broken], problems)
+    return Verification(
+        run=target.run,
+        deep=deep,
+        entries=state.tip + 1,
+        checkpoints=tuple(sorted(live)),
+        indexes=len(indexes),
+        packs=len(packs),
+        frames=frames,
+        bytes=sum(packs.values()),
+        restored=tuple(restored),
+        garbage_prefixes=0 if state.stopped else len(debris(log, state, read_only=True)),
+        problems=tuple(problems),
+    )
+
+
+def read_log(log: RunLog, problems: list[Problem]) -> RunState:
+    """The state, folded from every entry of the log, and what is wrong with them.
+
+    What is bad or missing behind a folded state that the log vouches for is a problem too, and the state is that one's.
+    Raises `LogGap` and store errors.
+    """
+    quick = log.refresh(deadline_s=POLICY.deadline_s)
+    seen = log.listed()
+    there = [seq for seq in seen.seqs if seq <= quick.tip]
+    with ThreadPoolExecutor(_READERS) as pool:
+        slots = list(pool.map(log.read_slot, there))
+    entries = [slot.entry for slot in slots if isinstance(slot, Sealed)]
+    known = void_slots(slots) | {
+        seq for entry in entries if isinstance(entry, Repaired) for seq in entry.lost
+    }
+    behind = [
+        *((seq, "the entry is missing") for seq in sorted(set(range(quick.tip + 1)) - set(there))),
+        *((slot.seq, slot.error.what) for slot in slots if isinstance(slot, Unreadable)),
+    ]
+    if quick.stopped is not None:
+        problems.append(
+            Problem(
+                object=entry_key(quick.stopped.seq),
+                what=f"{quick.stopped.error.what}; what follows it in the log cannot be followed",
+                checkpoints=(),
+            )
+        )
+        known |= set(range(quick.stopped.seq, quick.tip + 1))
+    for seq, what in behind:
+        if seq not in known:
+            said = f"{what}; readers begin with a folded state of what follows it"
+            problems.append(Problem(object=entry_key(seq), what=said, checkpoints=()))
+    if len(there) <= quick.tip:
+        return quick
+    _check_folds(log, seen, slots, problems)
+    state = fold(RunState(run=log.run), slots)
+    if state.stopped is not None:
+        return quick
+    if quick != state and not any(problem.object.startswith("log/fold-") for problem in problems):
+        what = "what a folded state leads to is not what the log says"
+        problems.append(Problem(object="log/", what=what, checkpoints=()))
+    return state
+
+
+def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: list[Problem]) -> None:
+    """The folded states that entries name: are they the fold of the entries before them?"""
+    named = {
+        name for slot in slots if isinstance(slot, Sealed) and (name := named_fold(slot.entry)) is not None
+    }
+    for name in sorted(named & set(seen.folds)):
+        truth = fold(RunState(run=log.run), slots[: name.seq + 1])
+        try:
+            said = log.load_fold(name)
+        except FormatError as error:
+            problems.append(Problem(object=fold_key(name), what=error.what, checkpoints=()))
+            continue
+        except StoreUnavailable:
+            if name in log.listed().folds:
+                raise
+            continue  # the run goes on: newer ones have taken its place
+        if truth.stopped is None and said != truth:
+            what = "the folded state is not that of the entries before it"
+            problems.append(Problem(object=fold_key(name), what=what, checkpoints=()))
+
+
+def _needs(state: RunState, live: Iterable[int]) -> dict[str, tuple[Part, tuple[int, ...]]]:
+    """Every part that live checkpoints read, by index key, with the checkpoints that need it."""
+    found: dict[str, tuple[Part, tuple[int, ...]]] = {}
+    for seq in sorted(live):
+        parts = {part.index_key: part for at in closure(state, (seq,)) for part in parts_of(state, at)}
+        read = {link.part.index_key for link in chain(state, seq)} | {
+            p.index_key for p in parts_of(state, seq)
+        }
+        for key in sorted(read):
+            before = found[key][1] if key in found else ()
+            found[key] = (parts[key], (*before, seq))
+    return found
+
+
+def _read_indexes(
+    target: Target, needed_by: Mapping[str, tuple[Part, tuple[int, ...]]], problems: list[Problem]
+) -> dict[str, Index]:
+    """The indexes that can be read and are what their log entries say."""
+
+    def read(key: str) -> Index | FormatError:
+        try:
+            return load_indexes(target.store, target.run, (needed_by[key][0],), workers=1)[key]
+        except FormatError as error:
+            return error
+
+    indexes = {}
+    with ThreadPoolExecutor(_READERS) as pool:
+        for key, found in zip(needed_by, pool.map(read, needed_by), strict=True):
+            part, seqs = needed_by[key]
+            if isinstance(found, FormatError):
+                problems.append(Problem(object=key, what=found.what, checkpoints=seqs))
+                continue
+            indexes[key] = found
+            if found.covers != part.covers or set(found.boxes) != set(part.boxes):
+                what = "the index and its log entry differ in what the part covers"
+                problems.append(Problem(object=key, what=what, checkpoints=seqs))
+    return indexes
+
+
+def _check_packs(
+    indexes: Mapping[str, Index],
+    needed_by: Mapping[str, tuple[Part, tuple[int, ...]]],
+    sizes: Mapping[str, int],
+    problems: list[Problem],
+) -> dict[str, int]:
+    """Sizes of the packs that are there, by key."""
+    there: dict[str, int] = {}
+    for key, index in indexes.items():
+        for pack in index.packs:
+            found = sizes.get(pack.key)
+            if found is None:
+                problems.append(
+                    Problem(object=pack.key, what="the pack does not exist", checkpoints=needed_by[key][1])
+                )
+            elif found != pack.bytes:
+                what = f"the pack has {found} bytes, its index says {pack.bytes}"
+                problems.append(Problem(object=pack.key, what=what, checkpoints=needed_by[key][1]))
+            else:
+                there[pack.key] = found
+    return there
+
+
+def _check_plan(checkpoint: OpenCheckpoint, problems: list[Problem]) -> bool:
+    try:
+        checkpoint.plan(checkpoint.entry.tables, blobs=True)
+    except (FormatError, IncompletePlan, SchemaMismatch) as error:
+        problems.append(_not_restorable(checkpoint.entry, error))
+        return False
+    return True
+
+
+def _check_frames(
+    target: Target,
+    indexes: Mapping[str, Index],
+    needed_by: Mapping[str, tuple[Part, tuple[int, ...]]],
+    packs: Mapping[str, int],
+    problems: list[Problem],
+) -> int:
+    """Read, hash and parse every frame once; how many were whole."""
+    jobs = [
+        (pack.key, [place for place in index.places if place.pack == number], needed_by[key][1])
+        for key, index in indexes.items()
+        for number, pack in enumerate(index.packs)
+        if pack.key in packs
+    ]
+    whole = 0
+    total = sum(place.info.length for _, places, _ in jobs for place in places)
+    with progress("hashing frames", total) as advance, ThreadPoolExecutor(_READERS) as pool:
+
+        def check(job: tuple[str, list[Place], tuple[int, ...]]) -> tuple[int, list[Problem]]:
+            key, places, seqs = job
+            return _check_pack(target.store, run_key(target.run, key), key, places, seqs, advance)
+
+        for count, found in pool.map(check, jobs):
+            whole += count
+            problems.extend(found)
+    return whole
+
+
+def _check_pack(
+    store: Store, key: str, name: str, places: Sequence[Place], seqs: tuple[int, ...], advance: Advance
+) -> tuple[int, list[Problem]]:
+    problems = []
+    whole = 0
+    for batch in _batches(places):
+        start = batch[0].offset
+        buffer = memoryview(bytearray(batch[-1].offset + batch[-1].info.length - start))
+        try:
+            store.get_into(key, start, buffer)
+        except (FormatError, ObjectNotFound) as error:
+            problems.append(Problem(object=name, what=error.what, checkpoints=seqs))
+            return whole, problems
+        for place in batch:
+            view = buffer[place.offset - start :][: place.info.length]
+            fault = _wrong(view, place)
+            if fault is not None:  # once more from the store: the wrong bit may have been ours
+                store.get_into(key, place.offset, view)
+                fault = _wrong(view, place)
+            if fault is None:
+                whole += 1
+            else:
+                subject = place.info.table or f"blob {place.info.name}"
+                what = f"frame at {place.offset} (+{place.info.length}) of {subject}: {fault.what}"
+                problems.append(Problem(object=name, what=what, checkpoints=seqs))
+            advance(place.info.length)
+    return whole, problems
+
+
+def _wrong(view: memoryview, place: Place) -> FormatError | None:
+    try:
+        check_digest(view, place.info.digest)
+        frame = parse_frame(view, verify=False)
+        check_info(frame, place.info)
+        if frame.table is not None:
+            frame.row_ids()
+    except FormatError as error:
+        return error
+    return None
+
+
+def _batches(places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Neighbouring frames, up to `_READ_BYTES` together."""
+    batch: list[Place] = []
+    for place in sorted(places, key=lambda place: place.offset):
+        if batch and place.offset + place.info.length - batch[0].offset > _READ_BYTES:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: list[Problem]) -> list[int]:
+    """Restore each into memory, one table at a time; the seqs of those that are whole."""
+    total = sum(checkpoint.plan(checkpoint.entry.tables, blobs=True).bytes for checkpoint in checkpoints)
+    restored = []
+    with progress("restoring checkpoints", total) as advance:
+        for checkpoint in checkpoints:
+            try:
+                for _table in checkpoint.tables(advance=advance):
+                    pass
+                for name, blob in checkpoint.blobs(advance=advance).items():
+                    _check_tree(name, blob)
+            except (FormatError, IncompletePlan, SchemaMismatch) as error:
+                problems.append(_not_restorable(checkpoint.entry, error))
+            else:
+                restored.append(checkpoint.entry.seq)
+    return restored
+
+
+def _check_tree(name: str, blob: memoryview) -> None:
+    try:
+        typed_tree.decode(blob)
+    except FormatError as error:
+        raise type(error)(f"blob {name}: {error.what}") from error
+
+
+def _not_restorable(entry: Checkpoint, error: DeltashardError) -> Problem:
+    what = f"checkpoint {entry.seq} does not restore: {error.what}"
+    return Problem(object=error.where or entry_key(entry.seq), what=what, checkpoints=(entry.seq,))

@@ -1,0 +1,224 @@
+"""`inject`: a pod template and a policy in, the template with its sidecar out. Pure, and the whole of what is changed.
+
+What it adds: one native sidecar, first among the init containers (behind a mesh's proxy, its way to the network); its
+volumes; one mount and one variable for the training container; the managed-by label, the marker and the policy's name;
+one supplemental group where there is none; pull secrets of the policy. What it changes: a grace period of 30 s (the
+API's default) when the policy wants more. All else is the user's and stays as written, so that an unchanged manifest
+can be applied again to an immutable template.
+
+A template with the marker is returned as it is, whatever it holds and whichever version put it there: schedulers edit
+templates, and versions mix. So `inject(inject(x)) == inject(x)`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from deltashard_operator import VERSION
+from deltashard_operator.admission import sidecar_container, sidecar_resource, sidecar_volume
+from deltashard_operator.admission.sidecar_container import Place
+from deltashard_operator.kube.cluster_name import (
+    INJECTED,
+    MANAGED_BY,
+    MANAGED_BY_VALUE,
+    POLICY,
+    SHM_PATH,
+    SHM_VOLUME,
+    SIDECAR,
+    SOCKET_PATH,
+    SOCKET_VARIABLE,
+    USER_ID,
+    is_mesh_proxy,
+)
+from deltashard_operator.kube.run_identity import IdentityRecipe
+from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.policy.workload_policy import Policy
+
+DEFAULT_GRACE_S = 30
+"""What the API gives a pod that does not say; nobody can tell it from a 30 that was written."""
+
+Document = dict[str, Any]
+
+
+def is_injected(template: Mapping[str, Any]) -> bool:
+    """Whether the template carries the marker."""
+    return INJECTED in ((template.get("metadata") or {}).get("annotations") or {})
+
+
+def has_sidecar(template: Mapping[str, Any]) -> bool:
+    """Whether any container of the template has the sidecar's name."""
+    spec = template.get("spec") or {}
+    return any(
+        each.get("name") == SIDECAR
+        for key in ("initContainers", "containers")
+        for each in spec.get(key) or []
+    )
+
+
+def inject(
+    template: Mapping[str, Any], policy: Policy, recipe: IdentityRecipe, *, keep_grace: bool = False
+) -> Document:
+    """The pod template (`metadata`, `spec`) with the sidecar in it; the argument is not touched.
+
+    Args:
+        template: of a Job, or a pod itself.
+        policy: resolved for this workload.
+        recipe: how its pods learn who they are.
+        keep_grace: the grace period is known to be the user's word even if it is 30.
+
+    Raises:
+        Refusal: the template cannot be injected as it is written.
+    """
+    if is_injected(template):
+        if not has_sidecar(template):
+            raise Refusal(
+                "MarkerWithoutSidecar",
+                f"it says the template was injected, but there is no container {SIDECAR}",
+                where=INJECTED,
+                remedy="remove the annotation",
+            )
+        return copy.deepcopy(dict(template))
+    if has_sidecar(template):
+        raise Refusal(
+            "ContainerNameTaken",
+            "a container has this name, and the template was not injected by deltashard",
+            where=f"container {SIDECAR}",
+            remedy="rename your container",
+        )
+    result = copy.deepcopy(dict(template))
+    spec = result.get("spec") or {}
+    _check_supported(spec)
+    trainer = _trainer(spec, policy.container)
+    added = sidecar_volume.of_pod(spec, policy)
+    grace_s = _grace_s(spec, policy, keep=keep_grace)
+    host_network = bool(spec.get("hostNetwork"))
+    place = Place(
+        recipe=recipe,
+        volumes=added,
+        resources=sidecar_resource.of_sidecar(spec, policy, cache_volume_bytes=added.node_disk_bytes),
+        group=group_of(spec),
+        metrics_port=metrics_port(spec, policy),
+        declares_port=not host_network,
+        grace_s=grace_s,
+    )
+    _join(trainer)
+    inits = list(spec.get("initContainers") or [])
+    inits.insert(_position(inits), sidecar_container.sidecar(policy, place))
+    spec["initContainers"] = inits
+    spec["volumes"] = [*(spec.get("volumes") or []), *copy.deepcopy(added.added)]
+    if grace_s != spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S):
+        spec["terminationGracePeriodSeconds"] = grace_s
+    _share_group(spec)
+    _add_pull_secrets(spec, policy)
+    result["metadata"] = labelled(result.get("metadata") or {})
+    notes = result["metadata"].get("annotations") or {}
+    result["metadata"]["annotations"] = {POLICY: policy.name, **notes, INJECTED: VERSION}
+    return result
+
+
+def labelled(metadata: Mapping[str, Any]) -> Document:
+    """Object metadata with the managed-by label, by which the controller finds its workloads."""
+    return {**metadata, "labels": {**(metadata.get("labels") or {}), MANAGED_BY: MANAGED_BY_VALUE}}
+
+
+def _check_supported(spec: Mapping[str, Any]) -> None:
+    if (spec.get("os") or {}).get("name") == "windows":
+        raise Refusal("Unsupported", "the sidecar runs on Linux only", where="spec.os.name")
+    if not spec.get("containers"):
+        raise Refusal("BadTemplate", "the pod template has no containers", where="spec.containers")
+    for key in ("containers", "initContainers", "volumes"):
+        if not all(each.get("name") for each in spec.get(key) or []):
+            raise Refusal("BadTemplate", "one of them has no name", where=f"spec.{key}")
+
+
+def _trainer(spec: Mapping[str, Any], name: str | None) -> Document:
+    found: list[Document] = spec["containers"]
+    if name is None:
+        return next((each for each in found if not is_mesh_proxy(each.get("name"))), found[0])
+    for each in found:
+        if each.get("name") == name:
+            return each
+    raise Refusal(
+        "BadAnnotation",
+        f"the pod has no container {name!r}",
+        where="deltashard.io/container",
+        remedy=f"it takes one of {', '.join(str(each.get('name')) for each in found)}",
+    )
+
+
+def group_of(spec: Mapping[str, Any]) -> int:
+    """The group that shares the arena: the pod's first supplemental group, else its fsGroup, else ours."""
+    context = spec.get("securityContext") or {}
+    groups = context.get("supplementalGroups")
+    if groups:
+        return int(groups[0])
+    return int(context.get("fsGroup", USER_ID))
+
+
+def _share_group(spec: Document) -> None:
+    context = spec.get("securityContext") or {}
+    if not context.get("supplementalGroups") and "fsGroup" not in context:
+        spec["securityContext"] = {**context, "supplementalGroups": [USER_ID]}
+
+
+def _grace_s(spec: Mapping[str, Any], policy: Policy, *, keep: bool) -> int:
+    stated = spec.get("terminationGracePeriodSeconds", DEFAULT_GRACE_S)
+    if stated == DEFAULT_GRACE_S and not keep:
+        return max(DEFAULT_GRACE_S, policy.grace_s)
+    return int(stated)
+
+
+def metrics_port(spec: Mapping[str, Any], policy: Policy) -> int:
+    """Port of the sidecar's metrics in this pod; 0 (off) where another container declares it."""
+    port = policy.host_network_metrics_port if spec.get("hostNetwork") else policy.metrics_port
+    declared = {
+        each.get("containerPort")
+        for key in ("containers", "initContainers")
+        for container in spec.get(key) or []
+        for each in container.get("ports") or []
+    }
+    return 0 if port in declared else port
+
+
+def _join(trainer: Document) -> None:
+    """Give the training container the shared volume and the socket's path."""
+    mounts = trainer.get("volumeMounts") or []
+    for each in mounts:
+        if str(each.get("mountPath", "")).rstrip("/") == SHM_PATH:
+            if each.get("name") != SHM_VOLUME or each.get("readOnly") or each.get("subPath"):
+                raise Refusal(
+                    "MountTaken",
+                    f"volume {each.get('name')!r} is mounted at {SHM_PATH}",
+                    where=f"container {trainer.get('name')}",
+                    remedy=f"mount it elsewhere; {SHM_PATH} is where the sidecar and the trainer meet",
+                )
+            break
+    else:
+        trainer["volumeMounts"] = [*mounts, {"name": SHM_VOLUME, "mountPath": SHM_PATH}]
+    variables = trainer.get("env") or []
+    for each in variables:
+        if each.get("name") == SOCKET_VARIABLE:
+            if each.get("value") != SOCKET_PATH:
+                raise Refusal(
+                    "VariableTaken",
+                    f"{SOCKET_VARIABLE} is set to another value than {SOCKET_PATH}",
+                    where=f"container {trainer.get('name')}",
+                    remedy="remove it",
+                )
+            return
+    trainer["env"] = [*variables, {"name": SOCKET_VARIABLE, "value": SOCKET_PATH}]
+
+
+def _position(inits: list[Document]) -> int:
+    """First, but behind the last of the meshes' own native sidecars."""
+    return max((n for n, each in enumerate(inits, 1) if is_mesh_proxy(each.get("name"))), default=0)
+
+
+def _add_pull_secrets(spec: Document, policy: Policy) -> None:
+    present = spec.get("imagePullSecrets") or []
+    names = {each.get("name") for each in present}
+    missing = [{"name": name} for name in policy.image_pull_secrets if name not in names]
+    if missing:
+        spec["imagePullSecrets"] = [*present, *missing]

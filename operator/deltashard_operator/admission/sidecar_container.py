@@ -1,0 +1,150 @@
+"""The sidecar container: a native sidecar (an init container with restartPolicy Always), fit for PSA *restricted*.
+
+Probe and hook are commands over the unix socket, the same in every pod: a pod on the host's network may not take a
+port for them. The startup probe asks only whether the arena is mapped and the socket served, and its patience grows
+with the arena; the store, the controller and a restore plan are `Attach`'s to wait for. The hook means "stopping",
+never "evicted": the kubelet runs it at normal completion too. It returns at once, and without a trainer does nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_operator.admission.sidecar_resource import Resources
+from deltashard_operator.admission.sidecar_volume import Volumes
+from deltashard_operator.kube import run_identity
+from deltashard_operator.kube.cluster_name import (
+    CACHE_PATH,
+    METRICS_PORT_NAME,
+    SHM_PATH,
+    SIDECAR,
+    SOCKET_PATH,
+    SOCKET_VARIABLE,
+    STORE_PATH,
+    TOKEN_PATH,
+)
+from deltashard_operator.kube.run_identity import IdentityRecipe
+from deltashard_operator.policy import annotation as notes
+from deltashard_operator.policy.workload_policy import Policy
+
+COMMAND = "deltashard-sidecar"
+PROBE_PERIOD_S = 2
+PROBE_TIMEOUT_S = 10
+START_S = 120
+"""Patience of the startup probe with the smallest arena; Python starts slowly on a busy node."""
+START_S_PER_GIB = 4
+"""And for each GiB of arena that has to be touched."""
+LEAVE_S = 5
+"""Of the grace period, kept back for exits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What the sidecar must know of the pod it is put into."""
+
+    recipe: IdentityRecipe
+    volumes: Volumes
+    resources: Resources
+    group: int
+    """Group shared by the sidecar and the training container: owner group of arena and socket."""
+    metrics_port: int
+    """0: off."""
+    declares_port: bool
+    """False on the host's network, where a declared port is a claim on the node's."""
+    grace_s: int
+
+
+def sidecar(policy: Policy, place: Place) -> dict[str, Any]:
+    """The container document."""
+    container: dict[str, Any] = {
+        "name": SIDECAR,
+        "image": policy.image,
+        "imagePullPolicy": policy.image_pull_policy,
+        "restartPolicy": "Always",
+        "command": [COMMAND],
+        "args": ["serve"],
+        "env": environment(policy, place),
+        "resources": place.resources.document(),
+        "securityContext": _security(policy.run_as_user, place.group),
+        "startupProbe": {
+            "exec": {"command": [COMMAND, "health"]},
+            "periodSeconds": PROBE_PERIOD_S,
+            "timeoutSeconds": PROBE_TIMEOUT_S,
+            "failureThreshold": _patience(policy.arena_bytes),
+        },
+        "lifecycle": {"preStop": {"exec": {"command": _hook(place.grace_s)}}},
+        "volumeMounts": [dict(mount) for mount in place.volumes.mounts],
+    }
+    if place.metrics_port and place.declares_port:
+        port = {"name": METRICS_PORT_NAME, "containerPort": place.metrics_port, "protocol": "TCP"}
+        container["ports"] = [port]
+    return container
+
+
+def _patience(arena_bytes: int) -> int:
+    return -(-(START_S + START_S_PER_GIB * -(-arena_bytes // (1 << 30))) // PROBE_PERIOD_S)
+
+
+def saving_s(grace_s: int) -> int:
+    """Of a grace period, the seconds a save may take."""
+    return max(1, grace_s - LEAVE_S)
+
+
+def _hook(grace_s: int) -> list[str]:
+    return [COMMAND, "notify", "--reason", "stopping", "--deadline-s", str(saving_s(grace_s))]
+
+
+def _security(run_as_user: int | None, group: int) -> dict[str, Any]:
+    context: dict[str, Any] = {} if run_as_user is None else {"runAsUser": run_as_user}
+    return context | {
+        "runAsGroup": group,
+        "runAsNonRoot": True,
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
+    """The sidecar's environment: who it is, then its settings (each is a field of the sidecar's `Settings`)."""
+    settings: dict[str, str] = {
+        "DELTASHARD_URL": policy.url,
+        "DELTASHARD_DIR": SHM_PATH,
+        SOCKET_VARIABLE: SOCKET_PATH,
+        "DELTASHARD_CACHE_DIR": CACHE_PATH + "/packs",
+        "DELTASHARD_ARENA_BYTES": str(policy.arena_bytes),
+        "DELTASHARD_CACHE_BYTES": str(place.volumes.cache_bytes),
+        "DELTASHARD_EVERY_S": notes.seconds(policy.every_s),
+        "DELTASHARD_EVERY_STEPS": str(policy.every_steps),
+        "DELTASHARD_ENCODING": policy.encoding,
+        "DELTASHARD_DIFFERENTIAL": policy.differential,
+        "DELTASHARD_KEEP_LAST": str(policy.keep_last),
+        "DELTASHARD_TERM_DEADLINE_S": str(saving_s(place.grace_s)),
+        "DELTASHARD_METRICS_PORT": str(place.metrics_port or -1),
+        "DELTASHARD_METRICS_HOST": "0.0.0.0",  # noqa: S104 - the pod's own network
+        "DELTASHARD_POLICY": policy.name,
+        # The root file system is read-only.
+        "HOME": CACHE_PATH,
+        "TMPDIR": CACHE_PATH,
+        "NUMBA_CACHE_DIR": CACHE_PATH + "/numba",
+    }
+    if policy.secret_name:
+        settings["AWS_SHARED_CREDENTIALS_FILE"] = STORE_PATH + "/credentials"
+    if policy.web_identity is not None:
+        settings["AWS_WEB_IDENTITY_TOKEN_FILE"] = TOKEN_PATH + "/store"
+        if policy.web_identity.role_arn:
+            settings["AWS_ROLE_ARN"] = policy.web_identity.role_arn
+        if policy.web_identity.sts_endpoint:
+            settings["AWS_ENDPOINT_URL_STS"] = policy.web_identity.sts_endpoint
+    if policy.fleet:
+        settings |= {
+            "DELTASHARD_FLEET": policy.fleet,
+            "DELTASHARD_FLEET_TOKEN_FILE": TOKEN_PATH + "/fleet",
+            "DELTASHARD_FLEET_CA": policy.fleet_ca,
+        }
+    return [
+        *run_identity.environment(place.recipe, policy.run_id),
+        *({"name": name, "value": value} for name, value in settings.items() if value),
+    ]

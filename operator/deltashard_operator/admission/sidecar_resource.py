@@ -1,0 +1,163 @@
+"""What the sidecar asks for, so that the pod stays what it was: its QoS class, its quota, its LimitRange.
+
+The sidecar states every request and limit itself (a LimitRange's defaults would otherwise size it). Its memory limit
+is the arena plus overhead, since it touches the whole arena at start. In a Guaranteed pod requests are the limits.
+
+It states an `ephemeral-storage` *limit* only where every other container has one, or the policy states it: the kubelet
+evicts a pod that uses more than the sum of its limits, whoever wrote them, and a sum with only ours in it would hold
+the user's containers to our cache. Where a LimitRange has a default for storage, the policy has to state one.
+
+Pod-level resources (`spec.resources`) bound the sum. Too small for the sidecar beside what the containers request is
+refused, with the sum; nothing of the user's is ever changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from deltashard_operator.kube import quantity
+from deltashard_operator.kube.cluster_name import SIDECAR
+from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.policy.workload_policy import Policy
+
+STORAGE = "ephemeral-storage"
+STORAGE_SLACK_BYTES = 1 << 30
+"""Room for the sidecar's log beside its cache, where it has a storage limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Requests and limits of the sidecar."""
+
+    cpu_request_millis: int
+    cpu_limit_millis: int
+    memory_request_bytes: int
+    memory_limit_bytes: int
+    storage_request_bytes: int
+    """0: the cache lies on a volume that is not counted."""
+    storage_limit_bytes: int
+    """0: none is stated."""
+
+    def document(self) -> dict[str, dict[str, str]]:
+        """The container's `sidecar_resource`."""
+        requests = {
+            "cpu": quantity.format_millis(self.cpu_request_millis),
+            "memory": quantity.format_bytes(self.memory_request_bytes),
+        }
+        limits = {
+            "cpu": quantity.format_millis(self.cpu_limit_millis),
+            "memory": quantity.format_bytes(self.memory_limit_bytes),
+        }
+        if self.storage_request_bytes:
+            requests[STORAGE] = quantity.format_bytes(self.storage_request_bytes)
+        if self.storage_limit_bytes:
+            limits[STORAGE] = quantity.format_bytes(self.storage_limit_bytes)
+        return {"requests": requests, "limits": limits}
+
+
+def of_sidecar(spec: Mapping[str, Any], policy: Policy, *, cache_volume_bytes: int) -> Resources:
+    """The sidecar's resources in a pod with this spec; raises `Refusal` (PodResourcesTooSmall, BadTemplate).
+
+    `cache_volume_bytes` is what the cache may take of the node's disk, 0 when it does not lie there.
+    """
+    try:
+        return _of_sidecar(spec, policy, cache_volume_bytes)
+    except ValueError as error:
+        raise Refusal("BadTemplate", str(error), where="resources of the pod template") from None
+
+
+def _of_sidecar(spec: Mapping[str, Any], policy: Policy, cache_bytes: int) -> Resources:
+    containers = [*(spec.get("containers") or []), *(spec.get("initContainers") or [])]
+    limited = all(STORAGE in _part(each, "limits") for each in containers)
+    cpu_limit, memory_request = policy.cpu_limit_millis, policy.arena_bytes + policy.memory_request_bytes
+    memory_limit = policy.arena_bytes + policy.memory_limit_bytes
+    if all(_guaranteed(each) for each in containers):
+        cpu_limit, memory_request = policy.cpu_request_millis, memory_limit
+    pod_limit = _part(spec, "limits").get("cpu")
+    if pod_limit is not None:  # a container's limit may not exceed the pod's
+        cpu_limit = max(policy.cpu_request_millis, min(cpu_limit, quantity.millis_of(pod_limit)))
+    ours = Resources(
+        cpu_request_millis=policy.cpu_request_millis,
+        cpu_limit_millis=cpu_limit,
+        memory_request_bytes=memory_request,
+        memory_limit_bytes=memory_limit,
+        storage_request_bytes=cache_bytes,
+        storage_limit_bytes=_storage_limit(policy, cache_bytes, limited=limited),
+    )
+    _check_pod_level(spec, ours)
+    return ours
+
+
+def _storage_limit(policy: Policy, cache_bytes: int, *, limited: bool) -> int:
+    if policy.storage_limit_bytes:
+        return max(policy.storage_limit_bytes, cache_bytes)
+    return cache_bytes + STORAGE_SLACK_BYTES if cache_bytes and limited else 0
+
+
+def _part(container: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    return (container.get("resources") or {}).get(part) or {}
+
+
+def _guaranteed(container: Mapping[str, Any]) -> bool:
+    """Whether this container alone would leave the pod Guaranteed: limits, and requests that equal them."""
+    limits, requests = _part(container, "limits"), _part(container, "requests")
+    return all(
+        name in limits
+        and quantity.parse(limits[name]) > 0
+        and quantity.parse(requests.get(name, limits[name])) == quantity.parse(limits[name])
+        for name in ("cpu", "memory")
+    )
+
+
+def requested(spec: Mapping[str, Any], name: str) -> Fraction:
+    """What the pod's containers request of a resource: at start or at work, whichever is more."""
+    beside, peak = Fraction(0), Fraction(0)
+    for each in spec.get("initContainers") or []:
+        asks = _request(each, name)
+        if each.get("restartPolicy") == "Always":
+            beside += asks
+            peak = max(peak, beside)
+        else:
+            peak = max(peak, beside + asks)
+    return max(peak, beside + _sum(_request(each, name) for each in spec.get("containers") or []))
+
+
+def _request(container: Mapping[str, Any], name: str) -> Fraction:
+    return quantity.parse(_part(container, "requests").get(name, _part(container, "limits").get(name, "0")))
+
+
+def _sum(values: Iterable[Fraction]) -> Fraction:
+    return sum(values, Fraction(0))
+
+
+def _check_pod_level(spec: Mapping[str, Any], ours: Resources) -> None:
+    requests, limits = _part(spec, "requests"), _part(spec, "limits")
+    asks = {
+        ("requests", "cpu"): Fraction(ours.cpu_request_millis, 1000),
+        ("requests", "memory"): Fraction(ours.memory_request_bytes),
+        ("limits", "cpu"): Fraction(ours.cpu_request_millis, 1000),
+        ("limits", "memory"): Fraction(ours.memory_limit_bytes),
+    }
+    for (part, name), ask in asks.items():
+        stated = (requests if part == "requests" else limits).get(name)
+        if stated is None:
+            continue
+        theirs = requested(spec, name)
+        if theirs + ask > quantity.parse(stated):
+            text = _shown(name)
+            raise Refusal(
+                "PodResourcesTooSmall",
+                f"it is {stated}, and {text(theirs)} that the containers request and {text(ask)} "
+                f"for {SIDECAR} make {text(theirs + ask)}",
+                where=f"spec.resources.{part}.{name}",
+                remedy=f"raise it to at least {text(theirs + ask)}",
+            )
+
+
+def _shown(name: str) -> Callable[[Fraction], str]:
+    if name == "cpu":
+        return lambda n: quantity.format_millis(-int(-n * 1000 // 1))
+    return lambda n: quantity.format_bytes(-int(-n // 1))

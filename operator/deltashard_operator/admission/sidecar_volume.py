@@ -1,0 +1,148 @@
+"""The sidecar's volumes and mounts. A volume that the user declares under one of our names takes the place of ours.
+
+`deltashard-shm` is memory: arena and socket, shared with the training container and nobody else. `deltashard-cache`
+is disk: spooled packs and the local copy of checkpoints, the sidecar's alone, as are the store's credentials
+(`deltashard-store`, an optional Secret: its absence must not keep a pod from starting) and tokens
+(`deltashard-token`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_operator.kube import quantity
+from deltashard_operator.kube.cluster_name import (
+    CACHE_PATH,
+    CACHE_VOLUME,
+    FLEET_AUDIENCE,
+    SHM_PATH,
+    SHM_VOLUME,
+    STORE_PATH,
+    STORE_VOLUME,
+    TOKEN_PATH,
+    TOKEN_VOLUME,
+)
+from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.policy.workload_policy import Policy
+
+SHM_SLACK_BYTES = 16 << 20
+"""Memory volume beyond the arena: the file's header, the socket, locks."""
+TOKEN_LIFETIME_S = 3600
+_CACHE_SHARE = (9, 10)
+"""Of the cache volume that the sidecar fills: going over a volume's size evicts the pod."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volumes:
+    """What is added to the pod, and what it means for the sidecar."""
+
+    added: tuple[dict[str, Any], ...]
+    mounts: tuple[dict[str, Any], ...]
+    """The sidecar's."""
+    cache_bytes: int
+    """Budget of the sidecar's cache."""
+    node_disk_bytes: int
+    """What the cache may take of the node's own disk; 0 when it lies elsewhere."""
+
+
+def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
+    """Volumes for a pod with this spec; raises `Refusal` (VolumeUnfit) for a declared volume that cannot serve."""
+    declared = {each["name"]: each for each in spec.get("volumes") or []}
+    need = policy.arena_bytes + SHM_SLACK_BYTES
+    added: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = [
+        {"name": SHM_VOLUME, "mountPath": SHM_PATH},
+        {"name": CACHE_VOLUME, "mountPath": CACHE_PATH},
+    ]
+    if SHM_VOLUME in declared:
+        _check_memory(declared[SHM_VOLUME], need)
+    else:
+        added.append(_empty_dir(SHM_VOLUME, need, medium="Memory"))
+    volume_bytes, on_node = policy.cache_bytes, True
+    if CACHE_VOLUME in declared:
+        volume_bytes, on_node = _check_disk(declared[CACHE_VOLUME], policy.cache_bytes)
+    else:
+        added.append(_empty_dir(CACHE_VOLUME, volume_bytes))
+    if policy.secret_name:
+        if STORE_VOLUME not in declared:
+            secret: dict[str, Any] = {"secretName": policy.secret_name, "optional": True}
+            added.append({"name": STORE_VOLUME, "secret": secret})
+        mounts.append({"name": STORE_VOLUME, "mountPath": STORE_PATH, "readOnly": True})
+    tokens = _tokens(policy)
+    if tokens:
+        if TOKEN_VOLUME in declared:
+            raise Refusal(
+                "VolumeUnfit",
+                "the name is taken",
+                where=f"volume {TOKEN_VOLUME}",
+                remedy="rename your volume",
+            )
+        added.append({"name": TOKEN_VOLUME, "projected": {"sources": tokens}})
+        mounts.append({"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True})
+    numerator, denominator = _CACHE_SHARE
+    return Volumes(
+        added=tuple(added),
+        mounts=tuple(mounts),
+        cache_bytes=volume_bytes * numerator // denominator,
+        node_disk_bytes=volume_bytes if on_node else 0,
+    )
+
+
+def _empty_dir(name: str, size_bytes: int, *, medium: str = "") -> dict[str, Any]:
+    source = {"sizeLimit": quantity.format_bytes(size_bytes)}
+    return {"name": name, "emptyDir": {"medium": medium, **source} if medium else source}
+
+
+def _tokens(policy: Policy) -> list[dict[str, Any]]:
+    wanted = [(FLEET_AUDIENCE, "fleet")] if policy.fleet else []
+    if policy.web_identity is not None:
+        wanted.append((policy.web_identity.audience, "store"))
+    return [
+        {"serviceAccountToken": {"audience": audience, "expirationSeconds": TOKEN_LIFETIME_S, "path": path}}
+        for audience, path in wanted
+    ]
+
+
+def _size_limit(volume: Mapping[str, Any]) -> int | None:
+    limit = volume["emptyDir"].get("sizeLimit")
+    try:
+        return None if limit is None else quantity.bytes_of(limit)
+    except ValueError as error:
+        raise Refusal("BadTemplate", str(error), where=f"volume {volume['name']}") from None
+
+
+def _check_memory(volume: Mapping[str, Any], need: int) -> None:
+    source = volume.get("emptyDir")
+    if source is None or source.get("medium") != "Memory":
+        raise Refusal(
+            "VolumeUnfit",
+            "it is no emptyDir in memory",
+            where=f"volume {SHM_VOLUME}",
+            remedy="declare it with emptyDir.medium Memory, or not at all",
+        )
+    limit = _size_limit(volume)
+    if limit is not None and limit < need:
+        raise Refusal(
+            "VolumeUnfit",
+            f"its sizeLimit is {source['sizeLimit']}, too small for the arena",
+            where=f"volume {SHM_VOLUME}",
+            remedy=f"give it at least {quantity.format_bytes(need)}, or lower deltashard.io/arena-size",
+        )
+
+
+def _check_disk(volume: Mapping[str, Any], default_bytes: int) -> tuple[int, bool]:
+    """(bytes the cache may take, whether of the node's disk)."""
+    source = volume.get("emptyDir")
+    if source is None:
+        return default_bytes, False
+    if source.get("medium") not in (None, ""):
+        raise Refusal(
+            "VolumeUnfit",
+            "it lies in memory, the cache needs a disk",
+            where=f"volume {CACHE_VOLUME}",
+            remedy="declare it without emptyDir.medium, or not at all",
+        )
+    limit = _size_limit(volume)
+    return (default_bytes, True) if limit is None else (limit, True)

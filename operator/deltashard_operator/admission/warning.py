@@ -1,0 +1,77 @@
+"""Admission warnings: the workload is admitted, and its author should know something. At most 200 characters each."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from deltashard_operator.admission import injection, workload_kind
+from deltashard_operator.kube.cluster_name import SIDECAR
+from deltashard_operator.policy.workload_policy import Policy
+
+
+def of_workload(
+    kind: str, document: Mapping[str, Any], template: Mapping[str, Any], policy: Policy, *, keep_grace: bool
+) -> tuple[str, ...]:
+    """What to warn the author of an injected workload about; `template` is as it was written."""
+    spec = template.get("spec") or {}
+    warnings = []
+    grace_s = spec.get("terminationGracePeriodSeconds", injection.DEFAULT_GRACE_S)
+    kept = grace_s != injection.DEFAULT_GRACE_S or keep_grace
+    if kept and grace_s < policy.grace_s:
+        warnings.append(
+            f"deltashard: terminationGracePeriodSeconds is {grace_s} s and policy {policy.name} asks for "
+            f"{policy.grace_s} s; a save at eviction may not end in time"
+        )
+    if not spec.get("hostNetwork") and policy.metrics_port and not injection.metrics_port(spec, policy):
+        warnings.append(
+            f"deltashard: a container declares port {policy.metrics_port}, so {SIDECAR} serves no metrics"
+        )
+    if spec.get("hostNetwork") and _needs_names(spec, policy):
+        warnings.append(
+            "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
+            "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
+        )
+    unknown = workload_kind.unknown_owner(kind, document)
+    if unknown:
+        warnings.append(
+            f"deltashard: {unknown} is not supported: if it makes its pods anew they may not go on with their run, "
+            "and several of its pods would fence one another; use run-id, and one pod"
+        )
+    if kind == "Job":
+        job = document.get("spec") or {}
+        if job.get("podReplacementPolicy") == "Failed" or job.get("podFailurePolicy"):
+            warnings.append(
+                "deltashard: with podFailurePolicy or podReplacementPolicy Failed, a pod on a lost node is not "
+                "replaced until its Node object is deleted or tainted out-of-service"
+            )
+        if (job.get("parallelism") or 1) > 1 and job.get("completionMode") != "Indexed":
+            warnings.append(
+                "deltashard: pods of a Job without completionMode Indexed cannot be told apart: unless they are ranks "
+                "of one training, one of them trains and fences the others"
+            )
+    return tuple(warnings)
+
+
+def _needs_names(spec: Mapping[str, Any], policy: Policy) -> bool:
+    """Whether something is to be reached by a name of the cluster's that the node's resolver does not know."""
+    if spec.get("dnsPolicy", "ClusterFirst") not in {"ClusterFirst", "Default"}:
+        return False
+    endpoint = parse_qs(urlsplit(policy.url).query).get("endpoint", [""])[0]
+    hosts = (policy.fleet.rpartition(":")[0], urlsplit(endpoint).hostname or "")
+    return any(host and not _is_address(host) and _is_cluster_name(host) for host in hosts)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _is_cluster_name(host: str) -> bool:
+    """`service`, `service.namespace` and `service.namespace.svc...`; others are left to the node."""
+    return host.count(".") < 2 or ".svc" in host

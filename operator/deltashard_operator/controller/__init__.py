@@ -1,0 +1,1 @@
+"""The controller: watches and reports in, CheckpointRuns, Events and directives out."""

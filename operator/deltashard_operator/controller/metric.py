@@ -1,0 +1,189 @@
+"""Prometheus metrics of the controller: its own work, and one set of gauges for each run that is not finished.
+
+What is said of runs is read from them at the scrape, so a finished run's series end with it and nothing is kept twice.
+They carry the workload's name and no UID: one that is created again under its name goes on with the series. Of two
+workloads of one name (a Job and a pod, say) that train at one time, the second is called like its CheckpointRun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from deltashard_operator.controller import event
+from deltashard_operator.kube import call
+from deltashard_operator.run import condition
+from deltashard_operator.run.phase import Phase
+from deltashard_operator.run.watched_run import Run
+
+LABELS = ("namespace", "run")
+HANDLERS = ("jobs", "pods", "nodes", "policies", "runs")
+
+
+class Runs(Protocol):
+    """Who has the runs."""
+
+    def runs(self) -> Iterator[Run]:
+        """Every one."""
+
+    def unwritten(self) -> int:
+        """How many are not written."""
+
+
+class ControllerMetrics:
+    """Every metric of the controller; labels of its own work are closed sets."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = r = CollectorRegistry() if registry is None else registry
+        self.calls = Counter(
+            "deltashard_controller_api_calls", "Answers of the API", ("verb", "outcome"), registry=r
+        )
+        self.leading = Gauge(
+            "deltashard_controller_leading",
+            "1 when it may write, 0 when another controller leads",
+            registry=r,
+        )
+        self.writes = Counter(
+            "deltashard_controller_status_writes", "Statuses written, by outcome", ("outcome",), registry=r
+        )
+        self.write_seconds = Histogram(
+            "deltashard_controller_status_write_seconds", "Time to write one", registry=r
+        )
+        self.queue = Gauge(
+            "deltashard_controller_queue", "Runs of which something is not written", registry=r
+        )
+        self.events = Counter(
+            "deltashard_controller_events", "Kubernetes Events, by outcome", ("outcome",), registry=r
+        )
+        self.events_waiting = Gauge("deltashard_controller_events_waiting", "Events to be told", registry=r)
+        self.handled = Counter(
+            "deltashard_controller_watch_events", "Events of watches, by resource", ("resource",), registry=r
+        )
+        self.handler_errors = Counter(
+            "deltashard_controller_watch_event_errors",
+            "Events of watches that could not be understood",
+            ("resource",),
+            registry=r,
+        )
+        self.watch_restarts = Counter(
+            "deltashard_controller_watch_restarts",
+            "Times a watch began, by resource",
+            ("resource",),
+            registry=r,
+        )
+        self.kopf_restarts = Counter(
+            "deltashard_controller_watcher_failures", "Times all watches failed and began anew", registry=r
+        )
+        self.watch_age = Gauge(
+            "deltashard_controller_watch_age_seconds",
+            "Since the least fresh watch brought anything",
+            registry=r,
+        )
+        self.loop_lag = Gauge(
+            "deltashard_controller_loop_lag_seconds",
+            "How late the loop was, at worst of a minute",
+            registry=r,
+        )
+        self.sweeps = Counter("deltashard_controller_sweeps", "Looks for what went unseen", registry=r)
+        self.removed = Counter("deltashard_controller_runs_removed", "CheckpointRuns removed", registry=r)
+        self.directives = Counter("deltashard_controller_directives", "Directives given", registry=r)
+        self.judge_errors = Counter(
+            "deltashard_controller_judge_errors",
+            "Runs that could not be read or judged: a fault of ours",
+            registry=r,
+        )
+        self.undecided = Counter(
+            "deltashard_controller_undecided", "Policies that could not be read for a run", registry=r
+        )
+        for verb in call.VERBS:
+            for outcome in call.OUTCOMES:
+                self.calls.labels(verb, outcome)
+        for outcome in ("written", "lost", "failed"):
+            self.writes.labels(outcome)
+        for outcome in event.OUTCOMES:
+            self.events.labels(outcome)
+        for resource in HANDLERS:
+            self.handled.labels(resource)
+            self.handler_errors.labels(resource)
+            self.watch_restarts.labels(resource)
+
+    def follow(self, runs: Runs) -> None:
+        """Say what there is to say of these runs at every scrape."""
+        self.queue.set_function(runs.unwritten)
+        self.registry.register(_OfRuns(runs))
+
+
+class _OfRuns(Collector):
+    def __init__(self, runs: Runs) -> None:
+        self._runs = runs
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        by_phase = dict.fromkeys(Phase, 0)
+        live: dict[tuple[str, str], Run] = {}
+        for run in self._runs.runs():
+            by_phase[run.phase] += 1
+            if not run.finished:
+                mine = run.workload.namespace, run.workload.name
+                live[mine if mine not in live else (run.workload.namespace, run.name)] = run
+        gauges = {
+            name: GaugeMetricFamily(f"deltashard_run_{name}", text, labels=LABELS)
+            for name, text in (
+                ("last_commit_timestamp_seconds", "When the newest checkpoint was committed, Unix time"),
+                ("last_committed_step", "Training step of the newest checkpoint"),
+                ("step", "Training step reached"),
+                ("interval_seconds", "Between checkpoints; 0: off"),
+                ("stored_bytes", "Size in the store"),
+                (
+                    "training_since_timestamp_seconds",
+                    "Since when steps are made, Unix time; absent when none are",
+                ),
+            )
+        }
+        counters = {
+            name: CounterMetricFamily(f"deltashard_run_{name}", text, labels=LABELS)
+            for name, text in (
+                ("failures", "Interruptions of training that nobody wanted"),
+                ("restores", "Restores"),
+                ("lost_steps", "Steps trained again after restores"),
+                ("saves_failed", "Saves that failed"),
+            )
+        }
+        phase = GaugeMetricFamily(
+            "deltashard_run_phase", "1 for the phase it is in", labels=(*LABELS, "phase")
+        )
+        trouble = GaugeMetricFamily(
+            "deltashard_run_condition", "1 for each trouble it has", labels=(*LABELS, "condition")
+        )
+        total = GaugeMetricFamily("deltashard_runs", "Runs, by phase", labels=("phase",))
+        for each, n in by_phase.items():
+            total.add_metric((each.value,), n)
+        for labels, run in live.items():
+            progress = run.progress
+            if progress.last_commit_at_s:
+                gauges["last_commit_timestamp_seconds"].add_metric(labels, progress.last_commit_at_s)
+                gauges["last_committed_step"].add_metric(labels, progress.last_step)
+            gauges["step"].add_metric(labels, progress.step)
+            gauges["interval_seconds"].add_metric(labels, progress.policy.every_s)
+            gauges["stored_bytes"].add_metric(labels, progress.stored_bytes)
+            if run.trains_since_s:
+                gauges["training_since_timestamp_seconds"].add_metric(labels, run.trains_since_s)
+            counters["failures"].add_metric(labels, run.failures)
+            counters["restores"].add_metric(labels, run.restores)
+            counters["lost_steps"].add_metric(labels, run.lost_steps)
+            counters["saves_failed"].add_metric(labels, run.saves_failed)
+            phase.add_metric((*labels, run.phase.value), 1)
+            for found in run.conditions:
+                if found.type != condition.READY and found.status == "True":
+                    trouble.add_metric((*labels, found.type), 1)
+        yield from gauges.values()
+        yield from counters.values()
+        yield phase
+        yield trouble
+        yield total

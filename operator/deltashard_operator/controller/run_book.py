@@ -1,0 +1,146 @@
+"""All runs and what is known of them: the books that watches, sidecars, judgements and writes keep together.
+
+An `Entry` is a run with what is known of its CheckpointRun. Whoever changes a run does it by `set`, which marks it, so
+that conclusions are drawn again. Everything is on one asyncio loop and nothing waits.
+
+A run id is held by the workload whose CheckpointRun was made first, as long as it is not Finished.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from deltashard_operator.controller.status import Pace, Served
+from deltashard_operator.fleet import sidecar_report
+from deltashard_operator.fleet.sidecar_report import Directive, RunKey
+from deltashard_operator.run import observed_object
+from deltashard_operator.run.observed_object import NodeView, Wish
+from deltashard_operator.run.watched_run import Notice, Run, Taken
+
+MAX_NOTICES = 64
+"""Waiting for a run's CheckpointRun to be made."""
+
+
+class Director(Protocol):
+    """Who carries directives to sidecars: the fleet service."""
+
+    def direct(self, run_key: RunKey, directive: Directive) -> None:
+        """From now on this is the run's directive."""
+
+    def forget(self, run_key: RunKey) -> None:
+        """The run is over."""
+
+    def save_now(self, run_key: RunKey, reason: str, urgent: bool, deadline_s: float) -> int:
+        """Ask for a save; returns how many are told."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A run and what is known of its CheckpointRun."""
+
+    run: Run
+    pace: Pace
+    served: Served | None = None
+    written: Mapping[str, Any] = field(default_factory=dict)
+    durable: Mapping[str, Taken] = field(default_factory=dict)
+    """Incidents that are in the written status, by pod UID."""
+    reloaded_s: float = 0.0
+    """When the status it came from was written; 0: it came from none."""
+    born: str = ""
+    """Creation time of the CheckpointRun, or of the first sight: older ones hold a run id."""
+    number: int = 0
+    """Of the order of first sight, for those born in the same second."""
+    notices: deque[Notice] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
+    busy: bool = False
+    again_s: float = 0.0
+    """Not to be looked at before, unless something happens."""
+    decided: tuple[int, Wish, sidecar_report.PolicyInForce | None] | None = None
+
+
+class Entries:
+    """The books."""
+
+    def __init__(self, *, status_interval_s: float, wall: Callable[[], float]) -> None:
+        self._status_interval_s = status_interval_s
+        self._wall = wall
+        self.fleet: Director | None = None
+        self.by_key: dict[RunKey, Entry] = {}
+        self._by_id: dict[tuple[str, str], set[RunKey]] = {}
+        self.pods: dict[str, tuple[RunKey, float]] = {}
+        """Pod UID -> its run, and when it was last seen to change."""
+        self.jobs: dict[str, tuple[RunKey, float]] = {}
+        self.nodes: dict[str, NodeView] = {}
+        self.specs: dict[tuple[str, str], Mapping[str, Any]] = {}
+        """Of CheckpointPolicies, by namespace and name."""
+        self.serial = 0
+        """Counts changes of policies."""
+        self.marked: dict[RunKey, None] = {}
+        """In the order they were marked, so that none waits for ever."""
+        self._entered = 0
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.by_key.values())
+
+    def mark(self, key: RunKey) -> None:
+        """Have the run judged."""
+        self.marked[key] = None
+
+    def enter(self, run: Run) -> Entry:
+        """A run that is new."""
+        entry = Entry(
+            run=run,
+            pace=Pace(interval_s=self._status_interval_s),
+            born=observed_object.timestamp(self._wall()),
+            number=self._entered,
+        )
+        self._entered += 1
+        self.by_key[run.key] = entry
+        self._by_id.setdefault((run.workload.namespace, run.run_id), set()).add(run.key)
+        return entry
+
+    def drop(self, key: RunKey) -> None:
+        """Let go of a run."""
+        entry = self.by_key.pop(key, None)
+        if entry is None:
+            return
+        self.marked.pop(key, None)
+        run_id = (key[0], entry.run.run_id)
+        self._by_id[run_id].discard(key)
+        if not self._by_id[run_id]:
+            del self._by_id[run_id]
+        for uid in entry.run.pods:
+            self.pods.pop(uid, None)
+        for uid in entry.run.jobs:
+            self.jobs.pop(uid, None)
+        if self.fleet is not None:
+            self.fleet.forget(key)
+
+    def set(self, entry: Entry, run: Run) -> None:
+        """The run is this now; marked when that is a change."""
+        if run is entry.run:
+            return
+        if run.run_id != entry.run.run_id:  # pods were seen before their Job
+            before = self._by_id.get((run.workload.namespace, entry.run.run_id), set())
+            before.discard(run.key)
+            self._by_id.setdefault((run.workload.namespace, run.run_id), set()).add(run.key)
+        entry.run = run
+        entry.again_s = 0.0
+        self.mark(run.key)
+
+    def lost(self, entry: Entry) -> None:
+        """Its CheckpointRun is gone: make it anew."""
+        entry.served, entry.written, entry.durable = None, {}, {}
+        if self.by_key.get(entry.run.key) is entry:  # not let go while the write that found out was under way
+            self.mark(entry.run.key)
+
+    def holder(self, entry: Entry) -> Entry:
+        """Who holds the run id: the oldest that is not finished."""
+        keys = self._by_id.get((entry.run.workload.namespace, entry.run.run_id), ())
+        live = [self.by_key[key] for key in keys if not self.by_key[key].run.finished]
+        return min(live, key=lambda each: (each.born, each.number), default=entry)

@@ -1,0 +1,102 @@
+"""Prometheus metrics of the controller's fleet service and certificate issuer: labels are closed sets.
+
+Both take the registry they shall be in; without one they make their own.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from deltashard_operator.fleet import token_review
+from deltashard_operator.fleet.sidecar_stream import ENDS, REFUSALS
+
+CERTIFICATES = ("webhook", "fleet", "fleet_authority")
+AUTHORITY_CAUSES = ("missing", "forbidden", "conflict", "unavailable", "other")
+
+
+class FleetMetrics:
+    """Every metric of the service; labels are closed sets."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = r = CollectorRegistry() if registry is None else registry
+        self.streams = Gauge("deltashard_fleet_streams", "Sidecars that are connected", registry=r)
+        self.serving = Gauge("deltashard_fleet_serving", "1 when the port is open", registry=r)
+        self.accepted = Counter("deltashard_fleet_streams_accepted", "Streams welcomed", registry=r)
+        self.refused = Counter(
+            "deltashard_fleet_streams_refused", "Streams refused, by cause", ("cause",), registry=r
+        )
+        self.ended = Counter(
+            "deltashard_fleet_streams_ended", "Welcomed streams that ended, by cause", ("cause",), registry=r
+        )
+        self.heartbeats = Counter("deltashard_fleet_heartbeats", "Heartbeats taken", registry=r)
+        self.incidents = Counter(
+            "deltashard_fleet_incidents", "Incidents in heartbeats, repeats included", registry=r
+        )
+        self.reviews = Counter(
+            "deltashard_fleet_token_reviews",
+            "Answers about tokens, by outcome and by where they came from",
+            ("outcome", "source"),
+            registry=r,
+        )
+        self.directives = Counter("deltashard_fleet_directives_sent", "Directives sent", registry=r)
+        self.saves = Counter("deltashard_fleet_saves_requested", "Save requests sent", registry=r)
+        self.dropped = Counter(
+            "deltashard_fleet_messages_dropped",
+            "Save requests dropped, because the stream had too many waiting",
+            registry=r,
+        )
+        self.not_after = Gauge(
+            "deltashard_fleet_certificate_not_after_timestamp_seconds",
+            "End of the serving certificate's validity, Unix time",
+            registry=r,
+        )
+        self.loads = Counter(
+            "deltashard_fleet_certificate_loads", "Certificates loaded, by outcome", ("outcome",), registry=r
+        )
+        for cause in REFUSALS:
+            self.refused.labels(cause)
+        for cause in ENDS:
+            self.ended.labels(cause)
+        for outcome in token_review.OUTCOMES:
+            for source in token_review.SOURCES:
+                self.reviews.labels(outcome, source)
+        for outcome in ("loaded", "failed"):
+            self.loads.labels(outcome)
+
+    def reviewed(self, outcome: str, source: str) -> None:
+        """For `Reviewer(count=...)`."""
+        self.reviews.labels(outcome, source).inc()
+
+
+class AuthorityMetrics:
+    """Every metric of the issuer."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = r = CollectorRegistry() if registry is None else registry
+        self.not_after = Gauge(
+            "deltashard_authority_not_after_timestamp_seconds",
+            "End of the validity of what is stored, Unix time",
+            ("certificate",),
+            registry=r,
+        )
+        self.issued = Counter(
+            "deltashard_authority_issued", "Certificates issued", ("certificate",), registry=r
+        )
+        self.published = Counter(
+            "deltashard_authority_bundles_published", "Bundles written", ("bundle",), registry=r
+        )
+        self.failures = Counter(
+            "deltashard_authority_failures", "Looks that failed, by cause", ("cause",), registry=r
+        )
+        self.checked = Gauge(
+            "deltashard_authority_checked_timestamp_seconds",
+            "When all was last found in order or on its way, Unix time",
+            ("bundle",),
+            registry=r,
+        )
+        for certificate in CERTIFICATES:
+            self.issued.labels(certificate)
+        for bundle in ("webhook", "fleet"):
+            self.published.labels(bundle)
+        for cause in AUTHORITY_CAUSES:
+            self.failures.labels(cause)

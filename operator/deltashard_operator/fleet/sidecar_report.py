@@ -1,0 +1,370 @@
+"""What sidecars report and what is answered, as plain values, and the seam to who keeps them.
+
+A message from the wire becomes a value by `hello_of` and `heartbeat_of`, and nothing else reads protobuf. They trust
+nobody: identities that cannot be are a `BadReport`; texts are clipped and hold no control characters, numbers are
+finite, not negative and fit the API's int64 (what is not becomes 0, which means "not known" all over the contract);
+lists are bounded; a phase or kind that a newer sidecar made up is UNKNOWN. So whatever arrives can be logged, counted
+and written to a status.
+
+`Fleet` (see `service`) calls a `Ledger`, which the controller is, on the asyncio loop: its methods must not block. What
+Fleet proves is namespace, pod and pod UID, by the pod's token; that this pod is of the workload that Hello names is
+for the ledger to check against what the API says of the pod.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from deltashard_checkpoint.errors import UserError
+from deltashard_proto.v1 import fleet_pb2 as wire
+from deltashard_proto.v1 import trainer_pb2 as trainer_wire
+
+RunKey = tuple[str, str]
+"""(namespace, workload UID): the pods that train together, and what one directive is for."""
+
+MAX_COUNT = (1 << 63) - 1
+"""Integers of the Kubernetes API are signed."""
+MAX_NAME = 253
+MAX_WORD = 64
+MAX_TEXT = 1024
+MAX_RANKS = 256
+"""Attached to one sidecar; a node has far fewer accelerators."""
+MAX_INCIDENTS = 64
+"""In one heartbeat; the sidecar keeps as many."""
+
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
+_UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._:]*\Z")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+class BadReport(UserError):
+    """A message breaks the contract in a way that leaves it no meaning."""
+
+
+class Unknown(UserError):
+    """Nobody knows this pod, perhaps not yet: it may come again."""
+
+
+class Refused(UserError):
+    """This pod may not report; coming again changes nothing."""
+
+
+class Phase(enum.StrEnum):
+    """What a sidecar is at."""
+
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+    RESTORING = "restoring"
+    TRAINING = "training"
+    SAVING = "saving"
+    CLOSED = "closed"
+    STOPPING = "stopping"
+
+
+class IncidentKind(enum.StrEnum):
+    """What happened that people should hear of."""
+
+    UNKNOWN = "unknown"
+    RESTORED = "restored"
+    SAVE_FAILED = "save_failed"
+    FENCED = "fenced"
+    TRACKING_FAULT = "tracking_fault"
+    FELL_BACK = "fell_back"
+    CREDENTIALS_MISSING = "credentials_missing"
+    STORE_UNAVAILABLE = "store_unavailable"
+    TRAINER_LOST = "trainer_lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """What a sidecar's process says of itself once."""
+
+    namespace: str
+    pod: str
+    pod_uid: str
+    process: str
+    """Names this process of the sidecar: changes when the container restarts."""
+    workload_uid: str
+    workload_kind: str = ""
+    workload_name: str = ""
+    run: str = ""
+    """{namespace}/{run id} of the workload; `Heartbeat.run` is the one of the pod."""
+    index: str = ""
+    replica: str = ""
+    policy: str = ""
+    url: str = ""
+    node: str = ""
+    version: str = ""
+    protocol_min: int = 1
+    protocol_max: int = 1
+    started_at_s: float = 0.0
+
+    @property
+    def run_key(self) -> RunKey:
+        """The workload it says it is of."""
+        return self.namespace, self.workload_uid
+
+    @property
+    def stream_key(self) -> tuple[str, str]:
+        """(pod UID, process): one stream each."""
+        return self.pod_uid, self.process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """One trainer process."""
+
+    rank: int
+    world_size: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """One entry of the commit log."""
+
+    seq: int
+    attempt: int
+    step: int
+    cut: int = 0
+    baseline: bool = False
+    durable_s: float = 0.0
+    """From the save's begin to its log entry."""
+    stored_bytes: int = 0
+    raw_bytes: int = 0
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyInForce:
+    """How a run saves. In a directive, "" keeps what the pod was started with, and so do timers that are both 0."""
+
+    every_s: float = 0.0
+    every_steps: int = 0
+    encoding: str = ""
+    differential: str = ""
+    state_encoding: str = ""
+
+    @property
+    def timed(self) -> bool:
+        """Whether anything but a person or the pod's end makes it save."""
+        return bool(self.every_s or self.every_steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """Something people should hear of; ids rise by one within a process of the sidecar."""
+
+    id: int
+    kind: IncidentKind
+    at_s: float = 0.0
+    cause: str = ""
+    message: str = ""
+    step: int = 0
+    lost_steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """The state of one sidecar now."""
+
+    run: str = ""
+    """{namespace}/{run id} of this pod; empty: not known yet."""
+    phase: Phase = Phase.UNKNOWN
+    ranks: tuple[Rank, ...] = ()
+    attempt: int = 0
+    last_commit: Commit | None = None
+    last_commit_at_s: float = 0.0
+    policy: PolicyInForce = PolicyInForce()
+    stored_bytes: int = 0
+    checkpoints: int = 0
+    restores: int = 0
+    saves_failed: int = 0
+    saves_failed_in_a_row: int = 0
+    store_ok: bool = True
+    credentials_ok: bool = True
+    directive: int = 0
+    """Generation of the newest directive in force; 0: none."""
+    incidents: tuple[Incident, ...] = ()
+    """Not acknowledged yet, ids rising."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Directive:
+    """What a run shall do from now on; replaces the one before. Generations start at 1 and rise."""
+
+    generation: int
+    policy: PolicyInForce
+
+    def message(self) -> wire.Directive:
+        """For the wire."""
+        policy = self.policy
+        return wire.Directive(
+            generation=self.generation,
+            timers=policy.timed,
+            policy=trainer_wire.Policy(
+                every_s=policy.every_s,
+                every_steps=policy.every_steps,
+                encoding=policy.encoding,
+                differential=policy.differential,
+                state_encoding=policy.state_encoding,
+            ),
+        )
+
+
+class Ledger(Protocol):
+    """Who keeps what sidecars say. Called on the asyncio loop; must not block."""
+
+    def connected(self, hello: Hello) -> None:
+        """A sidecar came. Its pod is proven, its workload is not.
+
+        Raises:
+            Unknown: the pod is not known, perhaps not yet; it is told to come again.
+            Refused: it may not report (the pod is not of that workload).
+        """
+
+    def reported(self, hello: Hello, heartbeat: Heartbeat) -> int:
+        """A heartbeat of one that is connected; returns the highest incident id that is in good hands (0: none)."""
+
+    def disconnected(self, hello: Hello) -> None:
+        """It went; exactly once after each `connected` that did not raise."""
+
+
+def hello_of(message: wire.Hello) -> Hello:
+    """A value of what came.
+
+    Raises:
+        BadReport: a name or UID cannot be one, or the protocol's range is empty.
+    """
+    if not 1 <= message.protocol_min <= message.protocol_max:
+        raise BadReport(
+            f"protocol range {message.protocol_min}..{message.protocol_max} is empty", where="Hello"
+        )
+    return Hello(
+        namespace=_identity(message.namespace, _NAME, "namespace"),
+        pod=_identity(message.pod, _NAME, "pod"),
+        pod_uid=_identity(message.pod_uid, _UID, "pod_uid"),
+        process=_identity(message.process, _UID, "process"),
+        workload_uid=_identity(message.workload_uid, _UID, "workload_uid"),
+        workload_kind=_text(message.workload_kind, MAX_WORD),
+        workload_name=_text(message.workload_name, MAX_NAME),
+        run=_text(message.run, 2 * MAX_NAME),
+        index=_text(message.index, MAX_WORD),
+        replica=_text(message.replica, MAX_WORD),
+        policy=_text(message.policy, MAX_NAME),
+        url=_text(message.url, MAX_TEXT),
+        node=_text(message.node, MAX_NAME),
+        version=_text(message.version, MAX_WORD),
+        protocol_min=message.protocol_min,
+        protocol_max=message.protocol_max,
+        started_at_s=_number(message.started_at_s),
+    )
+
+
+def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
+    """A value of what came; there is nothing in it that could be refused."""
+    return Heartbeat(
+        run=_text(message.run, 2 * MAX_NAME),
+        phase=_phase(message.phase),
+        ranks=tuple(
+            Rank(rank=each.rank, world_size=each.world_size, step=_count(each.step))
+            for each in message.ranks[:MAX_RANKS]
+        ),
+        attempt=_count(message.attempt),
+        last_commit=_commit(message.last_commit) if message.HasField("last_commit") else None,
+        last_commit_at_s=_number(message.last_commit_at_s),
+        policy=_policy(message.policy),
+        stored_bytes=_count(message.stored_bytes),
+        checkpoints=_count(message.checkpoints),
+        restores=_count(message.restores),
+        saves_failed=_count(message.saves_failed),
+        saves_failed_in_a_row=_count(message.saves_failed_in_a_row),
+        store_ok=message.store_ok,
+        credentials_ok=message.credentials_ok,
+        directive=_count(message.directive),
+        incidents=_incidents(message.incidents),
+    )
+
+
+def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
+    # The lowest ids of too many: what is acknowledged must have been seen, and the others come again.
+    by_id = {_count(each.id): each for each in messages}
+    return tuple(_incident(number, by_id[number]) for number in sorted(by_id)[:MAX_INCIDENTS])
+
+
+def _incident(number: int, message: wire.Incident) -> Incident:
+    return Incident(
+        id=number,
+        kind=_kind(message.kind),
+        at_s=_number(message.at_s),
+        cause=_text(message.cause, MAX_WORD),
+        message=_text(message.message, MAX_TEXT),
+        step=_count(message.step),
+        lost_steps=_count(message.lost_steps),
+        seconds=_number(message.seconds),
+    )
+
+
+def _commit(message: trainer_wire.Commit) -> Commit:
+    return Commit(
+        seq=_count(message.seq),
+        attempt=_count(message.attempt),
+        cut=_count(message.cut),
+        step=_count(message.step),
+        baseline=message.baseline,
+        durable_s=_number(message.durable_s),
+        stored_bytes=_count(message.stored_bytes),
+        raw_bytes=_count(message.raw_bytes),
+        rows=_count(message.rows),
+    )
+
+
+def _policy(message: trainer_wire.Policy) -> PolicyInForce:
+    return PolicyInForce(
+        every_s=_number(message.every_s),
+        every_steps=_count(message.every_steps),
+        encoding=_text(message.encoding, MAX_WORD),
+        differential=_text(message.differential, MAX_WORD),
+        state_encoding=_text(message.state_encoding, MAX_WORD),
+    )
+
+
+def _phase(number: int) -> Phase:
+    return _PHASES.get(number, Phase.UNKNOWN)
+
+
+def _kind(number: int) -> IncidentKind:
+    return _KINDS.get(number, IncidentKind.UNKNOWN)
+
+
+_PHASES = {wire.Phase.Value(f"PHASE_{each.name}"): each for each in Phase if each is not Phase.UNKNOWN}
+_KINDS = {
+    wire.IncidentKind.Value(f"INCIDENT_KIND_{each.name}"): each
+    for each in IncidentKind
+    if each is not IncidentKind.UNKNOWN
+}
+
+
+def _identity(value: str, pattern: re.Pattern[str], field: str) -> str:
+    if len(value) > MAX_NAME or not pattern.match(value):
+        raise BadReport(f"{field} is no name: {_text(value, MAX_WORD)!r}", where="Hello")
+    return value
+
+
+def _text(value: str, limit: int) -> str:
+    clean = _CONTROL.sub(" ", value[: limit + 1])
+    return clean if len(clean) <= limit else clean[: limit - 1] + "…"
+
+
+def _number(value: float) -> float:
+    return value if math.isfinite(value) and value >= 0 else 0.0
+
+
+def _count(value: int) -> int:
+    return value if value <= MAX_COUNT else 0

@@ -1,0 +1,1 @@
+"""The Kubernetes rim: names, quantities, owners, calls, leases."""

@@ -1,0 +1,178 @@
+"""A Lease: of two controllers that live at one time (one on a node that was cut off), one writes.
+
+As client-go does it. The holder writes its name and a time into the Lease every `RENEW_S`; others look whether it
+changes, and take it when it did not for so long (`DURATION_S`) by their own clock, so that no two clocks are ever
+compared. Every write is of the version that was read, so of two that write at once one is refused. A holder that cannot
+write calls itself none `MARGIN_S` before anybody may take it. At its end it lets go, and the next one need not wait.
+
+Who finds another's name in the Lease that it held knows that what it counted is old: `LeaseLost`, and the process ends
+for a fresh one. An API that is away is no such reason: nothing can be written then, and the Lease is still there later.
+Where there is no Lease to be had (the chart makes it, and gives the right to it) the controller goes on without until
+there is: that is as before there were Leases, and it is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import structlog
+from deltashard_checkpoint.errors import EnvironmentFault
+
+from deltashard_operator.kube.call import Answer, ApiUnavailable, Caller
+
+NAME = "deltashard-controller"
+DURATION_S = 15.0
+RENEW_S = 3.0
+MARGIN_S = 5.0
+CALL_S = 5.0
+"""For one read or write; one that takes longer counts as failed."""
+RELEASE_S = 3.0
+Document = dict[str, Any]
+_log = structlog.get_logger("deltashard.lease")
+
+
+class LeaseLost(EnvironmentFault):
+    """Another controller has the Lease that this one had."""
+
+
+class Lease:
+    """The controller's Lease. Use it on one asyncio loop."""
+
+    def __init__(
+        self,
+        call: Caller,
+        *,
+        namespace: str,
+        identity: str,
+        duration_s: float = DURATION_S,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Any] = asyncio.sleep,
+    ) -> None:
+        self._call = call
+        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._identity = identity
+        self._duration_s = duration_s
+        self._monotonic = monotonic
+        self._sleep = sleep
+        self._seen: tuple[str, float] = ("", 0.0)
+        """Version of the Lease, and since when it is seen (monotonic seconds)."""
+        self._until_s = 0.0
+        self._absent = False
+        self._had = False
+        """Whether it ever led."""
+
+    @property
+    def held(self) -> bool:
+        """Whether this controller may write now."""
+        return self._absent or self._monotonic() < self._until_s
+
+    async def acquire(self) -> None:
+        """Wait until it is ours (or there is none)."""
+        said = False
+        while not await self._try():
+            if not said:
+                _log.info("lease.waiting", lease=NAME)
+            said = True
+            await self._sleep(RENEW_S)
+        _log.info(
+            "lease.acquired" if not self._absent else "lease.absent", lease=NAME, identity=self._identity
+        )
+
+    async def keep(self) -> None:
+        """Renew it for ever; raises `LeaseLost`."""
+        while True:
+            await self._sleep(RENEW_S)
+            await self._try()
+
+    async def release(self) -> None:
+        """Let go of it, if it is ours, within a moment; whoever comes next need not wait."""
+        if not self._had:
+            return
+        with contextlib.suppress(ApiUnavailable, TimeoutError):
+            async with asyncio.timeout(RELEASE_S):
+                found = await self._call("GET", f"{self._path}/{NAME}", tries=1)
+                if found.ok and _holder(found.document) == self._identity:
+                    await self._put(found.document, holder="")
+        self._until_s = 0.0
+
+    async def _try(self) -> bool:
+        """Take or renew it; whether it is ours now. Raises `LeaseLost`."""
+        begun_s = self._monotonic()
+        try:
+            async with asyncio.timeout(CALL_S):
+                ours = await self._taken()
+        except (ApiUnavailable, TimeoutError) as error:
+            _log.warning("lease.unavailable", error=f"{type(error).__name__}: {error}"[:300])
+            return self.held
+        if ours:
+            self._had = True
+            self._until_s = begun_s + self._duration_s - MARGIN_S
+        return ours
+
+    async def _taken(self) -> bool:
+        found = await self._call("GET", f"{self._path}/{NAME}", tries=1)
+        if found.status == 404:
+            body = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": {"name": NAME}}
+            found = await self._call("POST", self._path, body, tries=1)
+            if found.status == 409:
+                return False
+        if not found.ok:
+            if self._seen[0]:  # there is one: this answer does not say otherwise
+                return False
+            if not self._absent:
+                _log.warning("lease.unusable", lease=NAME, error=found.sentence)
+            self._absent = self._had = True
+            return True
+        self._absent = False
+        lease, now_s = found.document, self._monotonic()
+        version, holder = str(lease["metadata"].get("resourceVersion", "")), _holder(lease)
+        if version != self._seen[0]:
+            self._seen = version, now_s
+        if holder not in {"", self._identity}:
+            if self._had:
+                raise LeaseLost(
+                    f"{holder} leads now", where=f"Lease {NAME}", remedy="a fresh process waits for its turn"
+                )
+            if now_s < self._seen[1] + self._duration_s:
+                return False
+        return (await self._put(lease, holder=self._identity)).ok
+
+    async def _put(self, lease: Mapping[str, Any], *, holder: str) -> Answer:
+        before = lease.get("spec") or {}
+        now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec = {
+            "leaseDurationSeconds": int(self._duration_s),
+            "renewTime": now,
+            "acquireTime": now if _holder(lease) != holder else before.get("acquireTime", now),
+            "leaseTransitions": int(before.get("leaseTransitions") or 0) + (_holder(lease) != holder),
+            **({"holderIdentity": holder} if holder else {}),
+        }
+        # The version that was read goes with it: who wrote in between has it.
+        return await self._call("PUT", f"{self._path}/{NAME}", {**lease, "spec": spec}, tries=1)
+
+
+def _holder(lease: Mapping[str, Any]) -> str:
+    return str((lease.get("spec") or {}).get("holderIdentity") or "")
+
+
+class LeaderOnly:
+    """A `Caller` that changes nothing while another controller leads."""
+
+    def __init__(self, call: Caller, leads: Callable[[], bool]) -> None:
+        self._call = call
+        self._leads = leads
+
+    async def __call__(self, method: str, path: str, *args: Any, **more: Any) -> Answer:
+        """See `Caller`; raises `ApiUnavailable` for a write of one that does not lead."""
+        if method != "GET" and not self._leads():
+            raise ApiUnavailable("this controller does not lead (any more)", where=path)
+        return await self._call(method, path, *args, **more)
+
+    async def every(self, path: str, **more: Any) -> list[Document]:
+        """See `Caller`."""
+        return await self._call.every(path, **more)

@@ -1,0 +1,166 @@
+"""The identity recipe: how a pod will know which run it belongs to, written before its UID exists.
+
+At Job CREATE neither the Job's UID nor (with generateName) its name is known, and one template serves every pod to
+come. So injection writes a recipe: environment variables that the kubelet fills at pod start, by the downward API from
+labels the Job and JobSet controllers put on their pods, or literally from the controller's ownerReference where only
+that tells. The kubelet also puts them together, by `$(NAME)`: no code reads a label at run time.
+
+    DELTASHARD_WORKLOAD_KIND / _NAME / _UID   the workload, one for all pods and restarts of it
+    DELTASHARD_INDEX                          completion index or StatefulSet ordinal; empty where there is none
+    DELTASHARD_REPLICA                        which Job of a JobSet (its global index); empty elsewhere
+    DELTASHARD_RUN_ID                         `{name}-{uid}`, or the user's `run-id`
+    DELTASHARD_RUN                            `{namespace}/{run id}`: where in the store; namespaces never meet
+    DELTASHARD_OWNER                          who owns that run in its log: the same for every restart
+
+A Job created again under an old name has another UID, so it is another run; with `run-id` it goes on with
+the older one. A JobSet re-creates its Jobs when it restarts, so its own UID counts, not theirs: by the labels it puts
+on them, or, where it is too old to put its UID there, by the Job's ownerReference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_operator.kube import owner_reference
+from deltashard_operator.kube.cluster_name import (
+    JOB_INDEX_ANNOTATION,
+    JOB_NAME_LABEL,
+    JOB_UID_LABEL,
+    JOBSET_NAME_LABEL,
+    JOBSET_REPLICA_LABEL,
+    JOBSET_UID_LABEL,
+    POD_INDEX_LABEL,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One value: literal text, or a field of the pod the kubelet will read."""
+
+    text: str = ""
+    field_path: str = ""
+
+    def variable(self, name: str) -> dict[str, Any]:
+        """The environment entry that carries it."""
+        if self.field_path:
+            return {
+                "name": name,
+                "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": self.field_path}},
+            }
+        return {"name": name, "value": self.text} if self.text else {"name": name}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdentityRecipe:
+    """Where a pod's workload identity comes from."""
+
+    kind: str
+    name: Source
+    uid: Source
+    index: Source
+    replica: Source = Source()
+    """Which Job of a JobSet."""
+
+
+def _label(key: str) -> Source:
+    return Source(field_path=f"metadata.labels['{key}']")
+
+
+_JOB_INDEX = Source(field_path=f"metadata.annotations['{JOB_INDEX_ANNOTATION}']")
+JOBSET = IdentityRecipe(
+    kind="JobSet",
+    name=_label(JOBSET_NAME_LABEL),
+    uid=_label(JOBSET_UID_LABEL),
+    index=_JOB_INDEX,
+    replica=_label(JOBSET_REPLICA_LABEL),
+)
+JOB = IdentityRecipe(kind="Job", name=_label(JOB_NAME_LABEL), uid=_label(JOB_UID_LABEL), index=_JOB_INDEX)
+POD = IdentityRecipe(
+    kind="Pod",
+    name=Source(field_path="metadata.name"),
+    uid=Source(field_path="metadata.uid"),
+    index=Source(),
+)
+
+
+def of_job(template: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> IdentityRecipe:
+    """The recipe for the pods of a Job with this pod template; `job`: the Job itself, which knows its owner."""
+    labels = (template.get("metadata") or {}).get("labels") or {}
+    if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
+        return JOBSET
+    owner = owner_reference.is_controlled_by(job or {}, owner_reference.JOBSET)
+    if owner is None:
+        return JOB
+    replica = _label(JOBSET_REPLICA_LABEL)
+    if not labels.get(JOBSET_REPLICA_LABEL):
+        replica = Source(text=replica_of(job or {}))
+    return IdentityRecipe(
+        kind="JobSet",
+        name=Source(text=owner.name),
+        uid=Source(text=owner.uid),
+        index=_JOB_INDEX,
+        replica=replica,
+    )
+
+
+def replica_of(job: Mapping[str, Any]) -> str:
+    """Which Job of its JobSet a Job is: its global index, else its name without the JobSet's; empty elsewhere."""
+    owner = owner_reference.is_controlled_by(job, owner_reference.JOBSET)
+    if owner is None:
+        return ""
+    metadata = job["metadata"]
+    number = (metadata.get("labels") or {}).get(JOBSET_REPLICA_LABEL)
+    return str(number or metadata.get("name", "").removeprefix(f"{owner.name}-"))
+
+
+def of_pod(pod: Mapping[str, Any]) -> IdentityRecipe:
+    """The recipe for a pod at its own CREATE: what a Job puts on its pods, else its controller, else itself."""
+    owner = owner_reference.controller_of(pod)
+    if owner is None:
+        return POD
+    if owner.group_kind == owner_reference.JOB:
+        return of_job(pod)
+    return IdentityRecipe(
+        kind=owner.kind,
+        name=Source(text=owner.name),
+        uid=Source(text=owner.uid),
+        index=_label(POD_INDEX_LABEL) if owner.group_kind == owner_reference.STATEFUL_SET else Source(),
+    )
+
+
+def workload_uid(kind: str, document: Mapping[str, Any]) -> str:
+    """The UID of the workload that a Job or pod at its CREATE is of; empty where it is the workload itself."""
+    owner = owner_reference.controller_of(document)
+    if kind == "Pod" and (owner is None or owner.group_kind != owner_reference.JOB):
+        return owner.uid if owner is not None else ""
+    labels = (document.get("metadata") or {}).get("labels") or {}
+    if kind == "Job":
+        template = ((document.get("spec") or {}).get("template") or {}).get("metadata") or {}
+        labels = {**(template.get("labels") or {}), **labels}
+    if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
+        return str(labels[JOBSET_UID_LABEL])
+    if kind == "Job":
+        jobset = owner_reference.is_controlled_by(document, owner_reference.JOBSET)
+        return jobset.uid if jobset is not None else ""
+    return owner.uid if owner is not None else ""
+
+
+def environment(recipe: IdentityRecipe, run_id: str | None) -> list[dict[str, Any]]:
+    """The environment entries of a recipe, each after those it refers to."""
+    run = run_id or "$(DELTASHARD_WORKLOAD_NAME)-$(DELTASHARD_WORKLOAD_UID)"
+    return [
+        Source(field_path="metadata.name").variable("POD_NAME"),
+        Source(field_path="metadata.namespace").variable("POD_NAMESPACE"),
+        Source(field_path="metadata.uid").variable("POD_UID"),
+        Source(field_path="spec.nodeName").variable("NODE_NAME"),
+        Source(text=recipe.kind).variable("DELTASHARD_WORKLOAD_KIND"),
+        recipe.name.variable("DELTASHARD_WORKLOAD_NAME"),
+        recipe.uid.variable("DELTASHARD_WORKLOAD_UID"),
+        recipe.index.variable("DELTASHARD_INDEX"),
+        recipe.replica.variable("DELTASHARD_REPLICA"),
+        Source(text=run).variable("DELTASHARD_RUN_ID"),
+        Source(text="$(POD_NAMESPACE)/$(DELTASHARD_RUN_ID)").variable("DELTASHARD_RUN"),
+        Source(text="$(DELTASHARD_RUN)").variable("DELTASHARD_OWNER"),
+    ]

@@ -1,0 +1,135 @@
+"""What a user may say in `deltashard.io/*` annotations: read, checked, refused with a sentence that names the key.
+
+Annotations stand on a Job's own metadata, on its pod template, or on both; both may say the same thing and never
+different things. An unknown key of ours is refused: a misspelled `interval` must not silently train without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deltashard_operator.kube import quantity
+from deltashard_operator.kube.cluster_name import (
+    ARENA_SIZE,
+    BITS,
+    CONTAINER,
+    INJECTED,
+    INTERVAL,
+    POLICY,
+    PREFIX,
+    RUN_ID,
+)
+from deltashard_operator.policy.refusal import Refusal
+
+MIN_ARENA_BYTES = 64 << 20
+MAX_ARENA_BYTES = 1 << 40
+MAX_INTERVAL_S = 7 * 86400.0
+ENCODINGS = {"2": "q2", "3": "q3", "4": "q4", "8": "q8", "16": "bf16", "32": "fp32"}
+"""Bits of a stored weight -> the encoding that has them."""
+
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)(s|m|h)?", re.ASCII)
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, None: 1.0}
+
+TAKES = {
+    POLICY: "the name of a CheckpointPolicy in the workload's namespace, or 'default'",
+    CONTAINER: "the name of the container that trains; without it, the first one",
+    RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
+    ARENA_SIZE: "a quantity from 64Mi to 1Ti, such as 512Mi",
+    INTERVAL: "seconds or a duration up to 168h, such as 90s, 5m or 1h; 0 turns the timer off",
+    BITS: f"one of {', '.join(ENCODINGS)}",
+}
+"""Key -> what it takes, as every refusal says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotations:
+    """The user's annotations, checked; None where a key is absent."""
+
+    policy: str
+    container: str | None = None
+    run_id: str | None = None
+    arena_bytes: int | None = None
+    every_s: float | None = None
+    encoding: str | None = None
+
+
+def opted_in(*maps: Mapping[str, str] | None) -> bool:
+    """Whether any of these annotation maps holds the policy key."""
+    return any(POLICY in (each or {}) for each in maps)
+
+
+def read(*maps: Mapping[str, str] | None) -> Annotations:
+    """The annotations in these maps taken together; raises `Refusal` (BadAnnotation)."""
+    found: dict[str, str] = {}
+    for each in maps:
+        for key, value in (each or {}).items():
+            if not key.startswith(PREFIX) or key == INJECTED:
+                continue
+            if key not in TAKES:
+                raise Refusal(
+                    "BadAnnotation",
+                    "there is no such annotation",
+                    where=key,
+                    remedy=f"known are {', '.join(TAKES)}",
+                )
+            if found.setdefault(key, value) != value:
+                raise Refusal(
+                    "BadAnnotation",
+                    f"the workload says {found[key]!r} and its pod template says {value!r}",
+                    where=key,
+                    remedy="say it once",
+                )
+    if POLICY not in found:
+        raise Refusal("BadAnnotation", "it is missing", where=POLICY, remedy=f"it takes {TAKES[POLICY]}")
+    arena, interval, bits = found.get(ARENA_SIZE), found.get(INTERVAL), found.get(BITS)
+    if bits is not None and bits not in ENCODINGS:
+        raise _wrong(BITS, bits)
+    return Annotations(
+        policy=_matching(_SUBDOMAIN, POLICY, found[POLICY]),
+        container=_matching(_LABEL, CONTAINER, found[CONTAINER]) if CONTAINER in found else None,
+        run_id=_matching(_LABEL, RUN_ID, found[RUN_ID]) if RUN_ID in found else None,
+        arena_bytes=None if arena is None else _arena_bytes(arena),
+        every_s=None if interval is None else _interval_s(interval),
+        encoding=None if bits is None else ENCODINGS[bits],
+    )
+
+
+def _wrong(key: str, value: str) -> Refusal:
+    return Refusal(
+        "BadAnnotation", f"{value[:80]!r} is not possible", where=key, remedy=f"it takes {TAKES[key]}"
+    )
+
+
+def _matching(pattern: re.Pattern[str], key: str, value: str) -> str:
+    if pattern.fullmatch(value) is None:
+        raise _wrong(key, value)
+    return value
+
+
+def _arena_bytes(text: str) -> int:
+    try:
+        n = quantity.bytes_of(text)
+    except ValueError:
+        raise _wrong(ARENA_SIZE, text) from None
+    if not MIN_ARENA_BYTES <= n <= MAX_ARENA_BYTES:
+        raise _wrong(ARENA_SIZE, text)
+    return n
+
+
+def seconds(value: float) -> str:
+    """An interval as a variable has it: with all its milliseconds, and no more digits than it needs."""
+    return f"{value:.10g}"
+
+
+def _interval_s(text: str) -> float:
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise _wrong(INTERVAL, text)
+    seconds = float(match[1]) * _UNITS_S[match[2]]
+    if seconds > MAX_INTERVAL_S:
+        raise _wrong(INTERVAL, text)
+    return seconds

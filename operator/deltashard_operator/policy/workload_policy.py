@@ -1,0 +1,279 @@
+"""The policy of one workload: a CheckpointPolicy over the chart's defaults, and the user's annotations over both.
+
+`spec` documents are what the API serves for a `checkpointpolicies.deltashard.io` object, or the chart's default policy
+of the same shape. A policy that names a store takes nothing of the default's store: one's bucket with another's
+credentials helps nobody. The custom resource's schema refuses most nonsense before it is stored; here every value that
+is used is checked once more, because a default policy comes from a file and a schema can be older than this code.
+Fields that only the controller reads are not looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+from urllib.parse import quote, urlsplit
+
+from deltashard_operator.kube import quantity
+from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
+from deltashard_operator.policy.annotation import MAX_ARENA_BYTES, MIN_ARENA_BYTES, Annotations
+from deltashard_operator.policy.refusal import Refusal
+
+DEFAULT = "default"
+"""Policy name that means the chart's default policy where the namespace has none of that name."""
+ENCODINGS = ("fp32", "fp16", "bf16", "q8", "q4", "q3", "q2")
+DIFFERENTIALS = ("full", "one-shot", "consecutive", "intermittent")
+PULL_POLICIES = ("Always", "IfNotPresent", "Never")
+CACHE_ARENAS = 16
+MAX_CACHE_BYTES = 10 << 30
+"""Where no `cacheSize` is stated, the cache is so many arenas large, and at most so large: it is requested from the
+node's disk, and a node that holds a small arena need not have 10 GiB to spare."""
+BLOCK_BYTES = 8 << 20
+"""Arenas are whole blocks of the sidecar's default block size."""
+_BITS = {2: "q2", 3: "q3", 4: "q4", 8: "q8", 16: "bf16", 32: "fp32"}
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
+_STORE_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/=-]*)?", re.ASCII)
+_ENDPOINT = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+/?", re.ASCII)
+_REGION = re.compile(r"[A-Za-z0-9-]{1,64}", re.ASCII)
+_ARN = re.compile(r"[A-Za-z0-9:/+=,.@_-]{1,512}", re.ASCII)
+_ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}", re.ASCII)
+_MAX_INT = 1 << 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebIdentity:
+    """Store credentials by a projected service account token instead of a Secret."""
+
+    audience: str
+    role_arn: str
+    sts_endpoint: str
+    """Endpoint of the token service; empty: AWS's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Everything injection needs to know, resolved and checked."""
+
+    name: str
+    url: str
+    """Store with endpoint and region, as the sidecar takes it; never with credentials."""
+    secret_name: str | None = None
+    """Secret with the store's credentials, in the workload's namespace; may be absent when the pod starts."""
+    web_identity: WebIdentity | None = None
+    every_s: float = 300.0
+    every_steps: int = 0
+    encoding: str = "q8"
+    differential: str = "intermittent"
+    arena_bytes: int = 256 << 20
+    cache_bytes: int = 0
+    """Disk for the sidecar's cache; never 0 once resolved."""
+    keep_last: int = 3
+    grace_s: int = 120
+    """Grace period a pod needs to save before it goes; given to pods that have the default 30."""
+    image: str
+    image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    cpu_request_millis: int = 500
+    cpu_limit_millis: int = 2000
+    memory_request_bytes: int = 512 << 20
+    """Besides the arena, which is added."""
+    memory_limit_bytes: int = 1 << 30
+    """Besides the arena, which is added."""
+    storage_limit_bytes: int = 0
+    """The sidecar's ephemeral-storage limit; 0: stated only where every container of the pod has one."""
+    run_as_user: int | None = USER_ID
+    """None leaves the choice to the cluster (OpenShift)."""
+    metrics_port: int = METRICS_PORT
+    """0: off."""
+    host_network_metrics_port: int = 0
+    """The same for pods on the host's network, where two pods of a node must not take one port; 0: off."""
+    fleet: str = ""
+    """host:port of the controller's heartbeat service; empty: none."""
+    fleet_ca: str = ""
+    """PEM of the authority that vouches for it."""
+    container: str | None = None
+    run_id: str | None = None
+
+
+def not_found(name: str, *, default: bool) -> Refusal:
+    """The refusal of a workload whose policy does not exist; `default`: the chart has a default policy."""
+    return Refusal(
+        "PolicyNotFound",
+        f"there is no CheckpointPolicy {name!r} in the workload's namespace",
+        where="deltashard.io/policy",
+        remedy="create it, or correct the name" + (f", or use {DEFAULT!r}" if default else ""),
+    )
+
+
+def merged(spec: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`spec` over `chart_defaults`: field by field for `sidecar` and `fleet`, whole for everything else."""
+    result = {**defaults, **spec}
+    if {"bits", "encoding"} & set(spec):  # two ways to say one thing: the policy's, not one of each
+        result = {k: v for k, v in result.items() if k in spec or k not in {"bits", "encoding"}}
+    for key in ("sidecar", "fleet"):
+        if isinstance(spec.get(key), Mapping) and isinstance(defaults.get(key), Mapping):
+            result[key] = {**defaults[key], **spec[key]}
+    return result
+
+
+def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Policy:
+    """The policy `name` with this (merged) spec, and the user's annotations over it; raises `Refusal` (BadPolicy)."""
+    policy = read(name, spec)
+    if annotations.arena_bytes is not None:
+        policy = replace(policy, arena_bytes=whole_blocks(annotations.arena_bytes))
+    if annotations.every_s is not None:
+        policy = replace(policy, every_s=annotations.every_s)
+    if annotations.encoding is not None:
+        policy = replace(policy, encoding=annotations.encoding)
+    return replace(
+        policy,
+        cache_bytes=policy.cache_bytes or min(CACHE_ARENAS * policy.arena_bytes, MAX_CACHE_BYTES),
+        container=annotations.container,
+        run_id=annotations.run_id,
+    )
+
+
+def read(name: str, spec: Mapping[str, Any]) -> Policy:
+    """A policy from its (merged) spec; raises `Refusal` (BadPolicy) with a sentence that names the field."""
+    top = _Fields(name, "spec", spec)
+    store = top.fields("store")
+    identity = store.fields("webIdentity")
+    sidecar = top.fields("sidecar")
+    resources = sidecar.fields("resources")
+    requests, limits = resources.fields("requests"), resources.fields("limits")
+    fleet = top.fields("fleet")
+    bits = top.integer("bits", 8, low=2, high=32)
+    if bits not in _BITS:
+        top.fail("bits", f"one of {', '.join(map(str, _BITS))}")
+    cpu_request = requests.millis("cpu", 500)
+    memory_request = requests.bytes("memory", 512 << 20)
+    every_s = top.integer("intervalSeconds", 300, high=7 * 86400)
+    every_steps = top.integer("everySteps", 0)
+    if not every_s and not every_steps:
+        top.fail("intervalSeconds", "seconds above 0, or 0 beside everySteps above 0")
+    return Policy(
+        name=name,
+        url=_url(store),
+        secret_name=store.text("secretName", "", _NAME) or None,
+        web_identity=_web_identity(identity) if identity.present else None,
+        every_s=float(every_s),
+        every_steps=every_steps,
+        encoding=top.choice("encoding", _BITS[bits], ENCODINGS),
+        differential=top.choice("differential", "intermittent", DIFFERENTIALS),
+        arena_bytes=whole_blocks(
+            top.bytes("arenaSize", 256 << 20, low=MIN_ARENA_BYTES, high=MAX_ARENA_BYTES)
+        ),
+        cache_bytes=top.bytes("cacheSize", 64 << 20, low=64 << 20) if "cacheSize" in spec else 0,
+        keep_last=top.integer("keepLast", 3, low=1),
+        grace_s=top.integer("gracePeriodSeconds", 120, low=5, high=86400),
+        image=sidecar.text("image", "") or sidecar.fail("image", "the sidecar's image"),
+        image_pull_policy=sidecar.choice("imagePullPolicy", "IfNotPresent", PULL_POLICIES),
+        image_pull_secrets=sidecar.names("imagePullSecrets"),
+        cpu_request_millis=cpu_request,
+        cpu_limit_millis=max(cpu_request, limits.millis("cpu", 2000)),
+        memory_request_bytes=memory_request,
+        memory_limit_bytes=max(memory_request, limits.bytes("memory", 1 << 30)),
+        storage_limit_bytes=limits.bytes("ephemeral-storage", 0, low=0),
+        run_as_user=sidecar.nullable_integer("runAsUser", USER_ID),
+        metrics_port=sidecar.integer("metricsPort", METRICS_PORT, high=65535),
+        host_network_metrics_port=sidecar.integer("hostNetworkMetricsPort", 0, high=65535),
+        fleet=fleet.text("address", "", _ADDRESS),
+        fleet_ca=fleet.text("ca", ""),
+    )
+
+
+def whole_blocks(n: int) -> int:
+    """An arena's size in bytes, rounded up to whole blocks."""
+    return -(-n // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _url(store: _Fields) -> str:
+    url = store.text("url", "")
+    if _STORE_URL.fullmatch(url) is None or ".." in urlsplit(url).path:
+        store.fail("url", "s3://bucket/prefix, without credentials or options")
+    endpoint, region = store.text("endpoint", "", _ENDPOINT), store.text("region", "", _REGION)
+    options = [
+        f"{key}={quote(value, safe=':/')}"
+        for key, value in (("endpoint", endpoint), ("region", region))
+        if value
+    ]
+    return url + ("?" + "&".join(options) if options else "")
+
+
+def _web_identity(fields: _Fields) -> WebIdentity:
+    return WebIdentity(
+        audience=fields.text("audience", "sts.amazonaws.com", _ARN),
+        role_arn=fields.text("roleArn", "", _ARN),
+        sts_endpoint=fields.text("stsEndpoint", "", _ENDPOINT),
+    )
+
+
+class _Fields:
+    """One object of a spec: typed access, and refusals that name the field's whole path."""
+
+    def __init__(self, policy: str, path: str, value: Any) -> None:
+        self.policy = policy
+        self.path = path
+        self.present = value is not None
+        if value is not None and not isinstance(value, Mapping):
+            raise Refusal("BadPolicy", f"{path} is no object", where=f"CheckpointPolicy {policy}")
+        self._value: Mapping[str, Any] = value or {}
+
+    def fail(self, key: str, takes: str) -> NoReturn:
+        value = self._value.get(key)
+        said = "is missing" if value is None else f"is {str(value)[:80]!r}"
+        raise Refusal(
+            "BadPolicy",
+            f"{self.path}.{key} {said}",
+            where=f"CheckpointPolicy {self.policy}",
+            remedy=f"it takes {takes}",
+        )
+
+    def fields(self, key: str) -> _Fields:
+        return _Fields(self.policy, f"{self.path}.{key}", self._value.get(key))
+
+    def text(self, key: str, default: str, pattern: re.Pattern[str] | None = None) -> str:
+        value = self._value.get(key, default)
+        if not isinstance(value, str) or (value and pattern and not pattern.fullmatch(value)):
+            self.fail(key, f"a string that matches {pattern.pattern}" if pattern else "a string")
+        return value
+
+    def choice(self, key: str, default: str, choices: tuple[str, ...]) -> str:
+        value = self.text(key, default)
+        return value if value in choices else self.fail(key, f"one of {', '.join(choices)}")
+
+    def integer(self, key: str, default: int, *, low: int = 0, high: int = _MAX_INT) -> int:
+        value = self._value.get(key, default)
+        if type(value) is not int or not low <= value <= high:
+            self.fail(key, f"an integer from {low} to {high}")
+        return value
+
+    def nullable_integer(self, key: str, default: int) -> int | None:
+        return None if key in self._value and self._value[key] is None else self.integer(key, default, low=1)
+
+    def names(self, key: str) -> tuple[str, ...]:
+        value = self._value.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(v, str) and _NAME.fullmatch(v) for v in value):
+            self.fail(key, "a list of names")
+        return tuple(value)
+
+    def bytes(self, key: str, default: int, *, low: int = 1, high: int = 1 << 60) -> int:
+        try:
+            value = quantity.bytes_of(self._value.get(key, default))
+        except (TypeError, ValueError):
+            value = -1
+        if not low <= value <= high:
+            self.fail(key, f"a quantity from {quantity.format_bytes(low)} to {quantity.format_bytes(high)}")
+        return value
+
+    def millis(self, key: str, default: int) -> int:
+        if key not in self._value:
+            return default
+        try:
+            value = quantity.millis_of(self._value[key])
+        except (TypeError, ValueError):
+            value = 0
+        return (
+            value if 0 < value <= _MAX_INT else self.fail(key, "a quantity of processors, such as 500m or 2")
+        )

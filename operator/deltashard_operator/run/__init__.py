@@ -1,0 +1,1 @@
+"""One run as the controller knows it: facts in, conclusions out. Pure."""

@@ -1,0 +1,310 @@
+"""What the controller sees of users' objects: jobs, pods and nodes of the API, read into small values. Pure.
+
+Only what a run's phase, its losses and its identity depend on is kept; a pod of 20 KiB becomes a few hundred bytes.
+Whose an object is, its controller's ownerReference says: a Job's pod is of that Job, or of the JobSet that owns the
+Job (which only the Job tells; `watch` puts the two together); one without a controller stands for itself. Labels
+do not count, since a tenant may write what he likes there. A key is (namespace, workload UID), so a workload that is
+created again under an old name is another one.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deltashard_operator.kube import owner_reference, run_identity
+from deltashard_operator.kube.cluster_name import (
+    BITS,
+    INTERVAL,
+    JOB_INDEX_ANNOTATION,
+    POD_INDEX_LABEL,
+    POLICY,
+    PREFIX,
+    RUN_ID,
+    SIDECAR,
+    is_mesh_proxy,
+)
+from deltashard_operator.kube.owner_reference import Owner
+
+Document = Mapping[str, Any]
+DEFAULT_POLICY = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What training belongs to: one for all its pods and restarts."""
+
+    namespace: str
+    kind: str
+    name: str
+    uid: str
+    api_version: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """(namespace, UID)."""
+        return self.namespace, self.uid
+
+    @property
+    def group_kind(self) -> owner_reference.GroupKind:
+        """(API group, kind)."""
+        return owner_reference.group_kind(self.api_version, self.kind)
+
+    @property
+    def native(self) -> str:
+        """Job or Pod for Kubernetes' own, which are watched themselves; empty for any other, whatever it is called."""
+        known = owner_reference.JOB, owner_reference.POD
+        if not self.api_version:  # a CheckpointRun that does not say
+            return self.kind if self.kind in {kind for _, kind in known} else ""
+        return self.kind if self.group_kind in known else ""
+
+    @property
+    def called(self) -> str:
+        """For people: kind, with its group where that is not Kubernetes' own, and name."""
+        group, _ = self.group_kind
+        return f"{self.kind}{f'.{group}' if '.' in group else ''} {self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What annotations say of the run."""
+
+    policy: str = DEFAULT_POLICY
+    run_id: str = ""
+    """Empty: the run is named after the workload."""
+    overrides: tuple[tuple[str, str], ...] = ()
+    """Annotations that come before the policy's word."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """A Job."""
+
+    uid: str
+    name: str
+    workload: Workload
+    wish: Wish
+    suspended: bool = False
+    outcome: str = ""
+    """Completed or Failed, once it ended."""
+    ended_at_s: float = 0.0
+    replica: str = ""
+    """Which Job of a JobSet."""
+    replaces_lost: bool = True
+    """False: podReplacementPolicy is Failed, so a pod that cannot finish its deletion is not replaced."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a training container ended, last."""
+
+    container: str
+    reason: str
+    exit_code: int
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodView:
+    """A pod."""
+
+    uid: str
+    name: str
+    workload: Workload
+    wish: Wish
+    job_uid: str = ""
+    node: str = ""
+    index: str = ""
+    phase: str = "Pending"
+    reason: str = ""
+    """`status.reason`, such as Evicted or NodeShutdown."""
+    disruption: str = ""
+    """Reason of the condition DisruptionTarget."""
+    disruption_message: str = ""
+    started: bool = False
+    """Whether a training container ever ran."""
+    terminating_at_s: float = 0.0
+    """End of its grace period once it is being deleted; 0: it is not."""
+    restarts: int = 0
+    """Of its training containers."""
+    ending: Ending | None = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may still train."""
+        return self.phase not in {"Succeeded", "Failed"} and not self.terminating_at_s
+
+    @property
+    def shown_phase(self) -> str:
+        """For people."""
+        return "Terminating" if self.terminating_at_s and self.phase == "Running" else self.phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    """A node."""
+
+    name: str
+    ready: bool
+    cordoned: bool = False
+    """Marked unschedulable, which is how a drain begins."""
+
+
+def seconds_of(text: object) -> float:
+    """Unix time of the API's timestamp; 0 for none."""
+    if not isinstance(text, str) or not text:
+        return 0.0
+    try:
+        return dt.datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def timestamp(at_s: float) -> str:
+    """The API's form of a time, in whole seconds."""
+    return dt.datetime.fromtimestamp(int(at_s), dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def wish_of(*maps: Mapping[str, str] | None) -> Wish:
+    """What these annotation maps say; the first to say a thing counts. Admission has checked them."""
+    found: dict[str, str] = {}
+    for each in maps:
+        for key, value in (each or {}).items():
+            if key.startswith(PREFIX):
+                found.setdefault(key, value)
+    return Wish(
+        policy=found.get(POLICY) or DEFAULT_POLICY,
+        run_id=found.get(RUN_ID, ""),
+        overrides=tuple((key, found[key]) for key in (INTERVAL, BITS) if key in found),
+    )
+
+
+def job_of(document: Document) -> JobView:
+    """A Job; one that a JobSet made is of the JobSet's run."""
+    metadata, spec = document["metadata"], document.get("spec") or {}
+    template = (spec.get("template") or {}).get("metadata") or {}
+    outcome, ended_at_s = "", 0.0
+    for each in (document.get("status") or {}).get("conditions") or ():
+        if each.get("status") == "True" and each.get("type") in {"Complete", "Failed"}:
+            outcome = "Completed" if each["type"] == "Complete" else "Failed"
+            ended_at_s = seconds_of(each.get("lastTransitionTime"))
+    jobset = owner_reference.is_controlled_by(document, owner_reference.JOBSET)
+    workload = Workload(
+        namespace=metadata["namespace"],
+        kind="Job",
+        name=metadata["name"],
+        uid=metadata["uid"],
+        api_version="batch/v1",
+    )
+    if jobset is not None:
+        workload = _owned(metadata["namespace"], jobset)
+    return JobView(
+        uid=metadata["uid"],
+        name=metadata["name"],
+        workload=workload,
+        wish=wish_of(metadata.get("annotations"), template.get("annotations")),
+        suspended=bool(spec.get("suspend")),
+        outcome=outcome,
+        ended_at_s=ended_at_s,
+        replica=run_identity.replica_of(document),
+        replaces_lost=spec.get("podReplacementPolicy", "TerminatingOrFailed") != "Failed",
+    )
+
+
+def _owned(namespace: str, owner: Owner) -> Workload:
+    return Workload(
+        namespace=namespace, kind=owner.kind, name=owner.name, uid=owner.uid, api_version=owner.api_version
+    )
+
+
+def workload_of(pod: Document) -> Workload:
+    """Who controls a pod, or the pod itself. A Job may be a JobSet's in turn."""
+    metadata = pod["metadata"]
+    owner = owner_reference.controller_of(pod)
+    if owner is not None:
+        return _owned(metadata["namespace"], owner)
+    return Workload(
+        namespace=metadata["namespace"],
+        kind="Pod",
+        name=metadata["name"],
+        uid=metadata["uid"],
+        api_version="v1",
+    )
+
+
+def pod_of(document: Document) -> PodView:
+    """A pod."""
+    metadata, spec = document["metadata"], document.get("spec") or {}
+    status = document.get("status") or {}
+    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    disruption: Document = next(
+        (
+            each
+            for each in status.get("conditions") or ()
+            if each.get("type") == "DisruptionTarget" and each.get("status") == "True"
+        ),
+        {},
+    )
+    containers = [
+        each
+        for each in status.get("containerStatuses") or ()
+        if each.get("name") != SIDECAR and not is_mesh_proxy(each.get("name"))
+    ]
+    index = notes.get(JOB_INDEX_ANNOTATION) or labels.get(POD_INDEX_LABEL) or ""
+    workload = workload_of(document)
+    return PodView(
+        uid=metadata["uid"],
+        name=metadata["name"],
+        workload=workload,
+        wish=wish_of(notes),
+        job_uid=workload.uid if workload.native == "Job" else "",
+        node=spec.get("nodeName") or "",
+        index=index,
+        phase=status.get("phase") or "Pending",
+        reason=status.get("reason") or "",
+        disruption=disruption.get("reason") or "",
+        disruption_message=disruption.get("message") or "",
+        started=status.get("phase") in {"Running", "Succeeded"} or any(map(_ran, containers)),
+        terminating_at_s=seconds_of(metadata.get("deletionTimestamp")),
+        restarts=sum(int(each.get("restartCount") or 0) for each in containers),
+        ending=_ending_of(containers),
+    )
+
+
+def of_job_pod(pod: PodView, job: JobView) -> PodView:
+    """A pod of a Job, as the Job's: of the JobSet that owns the Job, where one does."""
+    index = "-".join(filter(None, (job.replica, pod.index)))
+    return replace(pod, workload=job.workload, index=index)
+
+
+def _ran(container: Document) -> bool:
+    state = container.get("state") or {}
+    return bool(state.get("running") or state.get("terminated") or container.get("restartCount"))
+
+
+def _ending_of(containers: list[Document]) -> Ending | None:
+    """The newest end of a training container; of those that ended at once, one that failed."""
+    found: list[Ending] = []
+    for each in containers:
+        for key in ("state", "lastState"):
+            ended = (each.get(key) or {}).get("terminated")
+            if ended:
+                found.append(
+                    Ending(
+                        container=each.get("name") or "",
+                        reason=ended.get("reason") or "Error",
+                        exit_code=int(ended.get("exitCode") or 0),
+                        at_s=seconds_of(ended.get("finishedAt")),
+                    )
+                )
+    return max(found, key=lambda each: (each.at_s, each.exit_code != 0), default=None)
+
+
+def node_of(document: Document) -> NodeView:
+    """A node."""
+    conditions = (document.get("status") or {}).get("conditions") or ()
+    ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
+    cordoned = bool((document.get("spec") or {}).get("unschedulable"))
+    return NodeView(name=document["metadata"]["name"], ready=ready, cordoned=cordoned)

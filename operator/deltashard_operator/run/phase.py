@@ -1,0 +1,80 @@
+"""A run's phase: one word for what it is at, from a table read top down. Pure.
+
+The first row whose test holds is the phase. Reports are those of sidecars that are connected; a run whose sidecars
+cannot be heard (the controller started anew, the network is cut) keeps its phase as long as its pods are alive, because
+training needs no controller.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deltashard_operator.fleet import sidecar_report
+
+
+class Phase(enum.StrEnum):
+    """What `kubectl get checkpointruns` shows."""
+
+    PENDING = "Pending"
+    RESTORING = "Restoring"
+    TRAINING = "Training"
+    SAVING = "Saving"
+    RECOVERING = "Recovering"
+    DEGRADED = "Degraded"
+    FINISHED = "Finished"
+
+
+TRAINS = frozenset({Phase.TRAINING, Phase.SAVING, Phase.DEGRADED})
+"""Phases in which steps are made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """What a phase is read from."""
+
+    finished: bool = False
+    suspended: bool = False
+    started: bool = False
+    """Whether training ever began."""
+    alive: bool = False
+    """Whether a pod that can train exists."""
+    heard: frozenset[sidecar_report.Phase] = frozenset()
+    """Phases of the connected sidecars."""
+    unsafe: bool = False
+    """A condition says that checkpoints are not made or not safe."""
+    before: Phase = Phase.PENDING
+
+
+_BEGUN = frozenset({sidecar_report.Phase.TRAINING, sidecar_report.Phase.SAVING, sidecar_report.Phase.CLOSED})
+_ABSENT = frozenset({sidecar_report.Phase.WAITING, sidecar_report.Phase.STOPPING})
+
+TABLE: tuple[tuple[str, Callable[[Signs], bool], Callable[[Signs], Phase]], ...] = (
+    ("the workload ended", lambda s: s.finished, lambda _: Phase.FINISHED),
+    (
+        "no pod is alive",
+        lambda s: not s.alive,
+        lambda s: Phase.RECOVERING if s.started and not s.suspended else Phase.PENDING,
+    ),
+    (
+        "no sidecar is heard",
+        lambda s: not s.heard & (_BEGUN | _ABSENT | {sidecar_report.Phase.RESTORING}),
+        lambda s: Phase.RECOVERING if s.before is Phase.FINISHED else s.before,
+    ),
+    ("a trainer restores", lambda s: sidecar_report.Phase.RESTORING in s.heard, lambda _: Phase.RESTORING),
+    (
+        "a trainer is missing",
+        lambda s: bool(s.heard & _ABSENT),
+        lambda s: Phase.RECOVERING if s.started else Phase.PENDING,
+    ),
+    ("checkpoints are not safe", lambda s: s.unsafe, lambda _: Phase.DEGRADED),
+    ("a checkpoint is being saved", lambda s: sidecar_report.Phase.SAVING in s.heard, lambda _: Phase.SAVING),
+    ("all train", lambda _: True, lambda _: Phase.TRAINING),
+)
+"""(when, test, phase); the docs show it."""
+
+
+def phase_of(signs: Signs) -> Phase:
+    """The phase these signs mean."""
+    return next(phase(signs) for _, test, phase in TABLE if test(signs))

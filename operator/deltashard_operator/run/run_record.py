@@ -1,0 +1,334 @@
+"""A run as the API keeps it: the CheckpointRun's spec and status, written from a `Run` and read back. Pure.
+
+The status is for people and for the controller itself, which starts with nothing else: what is counted (failures,
+restores, lost steps, which pods and incidents are in the counts, the newest directive) comes back from it. A pod that
+is not listed and ended before the status was written is counted already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from deltashard_operator.fleet.sidecar_report import PolicyInForce
+from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
+from deltashard_operator.run import failure, phase
+from deltashard_operator.run.condition import Condition
+from deltashard_operator.run.failure import Cause, Loss, Tally
+from deltashard_operator.run.observed_object import PodView, Wish, Workload, seconds_of, timestamp
+from deltashard_operator.run.watched_run import Progress, Run, Taken
+
+GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "CheckpointRun"
+MAX_PODS = 256
+"""Listed in a status."""
+BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "q8": 8, "q4": 4, "q3": 3, "q2": 2}
+MATERIAL = frozenset(
+    {
+        "phase",
+        "conditions",
+        "attempt",
+        "restores",
+        "lostSteps",
+        "savesFailed",
+        "failures",
+        "losses",
+        "pods",
+        "directiveGeneration",
+        "finishedAt",
+        "intervalSeconds",
+        "intervalMilliseconds",
+        "encoding",
+        "startedAt",
+    }
+)
+"""Fields whose change is worth a write of its own, soon."""
+COMMIT = frozenset({"lastCommitSeq", "lastCommittedStep", "lastCommitTime"})
+Document = dict[str, Any]
+
+
+def run_label(run_id: str) -> str:
+    """A label's value for a run id: itself, or a part and a hash where it is too long for one."""
+    if len(run_id) <= 63:
+        return run_id
+    return f"{run_id[:42].rstrip('-.')}-{hashlib.sha256(run_id.encode()).hexdigest()[:20]}"
+
+
+def document(run: Run) -> Document:
+    """The CheckpointRun to create."""
+    workload = run.workload
+    reference = {"kind": workload.kind, "name": workload.name, "uid": workload.uid}
+    if workload.api_version:
+        reference["apiVersion"] = workload.api_version
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {
+            "name": run.name,
+            "namespace": workload.namespace,
+            "labels": {RUN_ID: run_label(run.run_id), WORKLOAD_UID: workload.uid},
+        },
+        "spec": {"runId": run.run_id, "policy": run.wish.policy, "workload": reference},
+    }
+
+
+def status(run: Run, now_s: float) -> Document:
+    """The whole status; a field without a value is left out."""
+    progress, tallies = run.progress, run.tallies
+    policy = run.directed or progress.policy
+    timers = policy if policy.timed else progress.policy
+    guess = failure.estimate(tallies, run.trained_s, now_s)
+    begun = bool(run.started_at_s)
+    found: Document = {
+        "observedGeneration": 1,  # a spec never changes
+        "observedTime": timestamp(now_s),
+        "phase": run.phase.value,
+        "phaseSince": _time(run.phase_since_s),
+        "trainingSince": _time(run.trains_since_s),
+        "step": progress.step or None,
+        "lastCommittedStep": progress.last_step if progress.last_commit_at_s else None,
+        "lastCommitTime": _time(progress.last_commit_at_s),
+        "lastCommitSeq": progress.last_seq or None,
+        "attempt": progress.attempt or None,
+        "intervalSeconds": math.ceil(timers.every_s) if progress.policy.encoding else None,
+        "intervalMilliseconds": _milliseconds(timers.every_s) if progress.policy.encoding else None,
+        "everySteps": timers.every_steps or None,
+        "encoding": policy.encoding or None,
+        "bits": BITS.get(policy.encoding),
+        "differential": policy.differential or None,
+        "directiveGeneration": run.generation or None,
+        "storedBytes": progress.stored_bytes or None,
+        "stored": human_bytes(progress.stored_bytes) if progress.stored_bytes else None,
+        "checkpoints": progress.checkpoints or None,
+        "restores": run.restores,
+        "lostSteps": run.lost_steps,
+        "savesFailed": run.saves_failed,
+        "failures": run.failures,
+        "settledFailures": sum(each.settled + each.bursts for each in tallies.values()),
+        "settledAttempt": tallies[""].attempt if "" in tallies else 0,
+        "settledAttempts": _settled_attempts(run) or None,
+        "mtbfSeconds": int(guess.mtbf_s) if begun else None,
+        "expectedRestores": f"{guess.expected_restores:.2f}" if begun else None,
+        "trainedSeconds": int(run.trained_s),
+        "startedAt": _time(run.started_at_s),
+        "finishedAt": _time(run.finished_at_s) if run.finished else None,
+        "finishedReason": run.finished or None,
+        "losses": [_loss(each) for each in failure.newest(tallies)] or None,
+        "pods": _pods(run) or None,
+        "conditions": [_condition(each) for each in run.conditions] or None,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Document:
+    """The merge patch of a status; empty when nothing but the time of writing changed."""
+    changed: Document = {key: value for key, value in after.items() if before.get(key) != value}
+    changed.update((key, None) for key in before if key not in after)
+    return changed if set(changed) - {"observedTime"} else {}
+
+
+def run_of(found: Mapping[str, Any]) -> Run:
+    """The run of a CheckpointRun as the API serves it."""
+    spec, said = found["spec"], found.get("status") or {}
+    reference = spec["workload"]
+    workload = Workload(
+        namespace=found["metadata"]["namespace"],
+        kind=reference["kind"],
+        name=reference["name"],
+        uid=reference["uid"],
+        api_version=reference.get("apiVersion", ""),
+    )
+    own = f"{workload.name}-{workload.uid}"
+    run = Run(
+        workload=workload,
+        wish=Wish(policy=spec["policy"], run_id="" if spec["runId"] == own else spec["runId"]),
+    )
+    if not said:
+        return run
+    losses = tuple(map(_loss_of, said.get("losses") or ()))
+    numbered = {each["index"]: int(each["attempt"]) for each in said.get("settledAttempts") or ()}
+    pods = said.get("pods") or ()
+    in_force = PolicyInForce(
+        every_s=said.get("intervalMilliseconds", 0) / 1000 or float(said.get("intervalSeconds", 0)),
+        every_steps=int(said.get("everySteps", 0)),
+        encoding=said.get("encoding", ""),
+        differential=said.get("differential", ""),
+    )
+    generation = int(said.get("directiveGeneration", 0))
+    kept = {  # sentences of troubles that no heartbeat repeats
+        each["type"]: each.get("message") or each["reason"]
+        for each in said.get("conditions") or ()
+        if each["status"] == "True"
+    }
+    return replace(
+        run,
+        restarts={each["uid"]: int(each.get("restarts", 0)) for each in pods if each.get("uid")},
+        lost=frozenset(each["uid"] for each in pods if each.get("lost") and each.get("uid")),
+        taken={
+            each["uid"]: Taken(process=each["process"], incident=int(each.get("incident", 0)))
+            for each in pods
+            if each.get("uid") and each.get("process")
+        },
+        tallies=_tallies(said, losses, numbered),
+        progress=Progress(
+            step=int(said.get("step", 0)),
+            last_step=int(said.get("lastCommittedStep", 0)),
+            last_commit_at_s=seconds_of(said.get("lastCommitTime")),
+            last_seq=int(said.get("lastCommitSeq", 0)),
+            attempts=numbered or ({"": int(said["attempt"])} if said.get("attempt") else {}),
+            stored_bytes=int(said.get("storedBytes", 0)),
+            checkpoints=int(said.get("checkpoints", 0)),
+            policy=in_force,
+        ),
+        restores=int(said.get("restores", 0)),
+        lost_steps=int(said.get("lostSteps", 0)),
+        saves_failed=int(said.get("savesFailed", 0)),
+        phase=phase.Phase(said.get("phase", "Pending")),
+        phase_since_s=seconds_of(said.get("phaseSince")),
+        trains_since_s=seconds_of(said.get("trainingSince")),
+        started_at_s=seconds_of(said.get("startedAt")),
+        trained_s=float(said.get("trainedSeconds", 0)),
+        seen_s=seconds_of(said.get("observedTime")),
+        judged_s=seconds_of(said.get("observedTime")),
+        conditions=tuple(map(_condition_of, said.get("conditions") or ())),
+        finished=said.get("finishedReason", ""),
+        finished_at_s=seconds_of(said.get("finishedAt")),
+        generation=generation,
+        directed=in_force if generation else None,
+        fenced=kept.get("Fenced", ""),
+        tracking=kept.get("TrackingFault", ""),
+        fell_back=kept.get("FellBack", ""),
+        taken_by=kept.get("RunIdTaken", ""),
+    )
+
+
+def _settled_attempts(run: Run) -> list[Document]:
+    """Of pods that are runs of their own: those that a controller that starts anew could not take for the first."""
+    told = [
+        {"index": part, "attempt": each.attempt}
+        for part, each in sorted(run.tallies.items())
+        if part and each.attempt and (each.attempt > 1 or each.losses)
+    ]
+    return told[:MAX_PODS]
+
+
+def _tallies(said: Document, losses: tuple[Loss, ...], numbered: Mapping[str, int]) -> dict[str, Tally]:
+    """The tallies of a status; what was counted of pods that are runs of their own is kept as one sum."""
+    attempt, settled = int(said.get("settledAttempt", 0)), int(said.get("settledFailures", 0))
+    found = {
+        part: Tally(attempt=numbered.get(part, 0), losses=tuple(each for each in losses if each.run == part))
+        for part in {*numbered, *(each.run for each in losses)}
+    }
+    one = found.get("", Tally())
+    found[""] = replace(
+        one, settled=settled if attempt else 0, bursts=0 if attempt else settled, attempt=attempt
+    )
+    return found
+
+
+def human_bytes(n: int) -> str:
+    """A size for people: three digits and a binary unit."""
+    value, unit = float(n), "B"
+    for unit in ("B", "Ki", "Mi", "Gi", "Ti", "Pi"):
+        if value < 1000 or unit == "Pi":
+            break
+        value /= 1024
+    return f"{value:.0f}{unit}" if unit == "B" or value >= 100 else f"{value:.3g}{unit}"
+
+
+def _time(at_s: float) -> str | None:
+    return timestamp(at_s) if at_s else None
+
+
+def _milliseconds(every_s: float) -> int | None:
+    """An interval that is not of whole seconds; None for one that is. The policy's words are no finer than this."""
+    return None if every_s.is_integer() else max(round(every_s * 1000), 1)
+
+
+def _clipped(entries: Mapping[str, Any]) -> Document:
+    return {key: value for key, value in entries.items() if value not in ("", None, 0, [], False)}
+
+
+def _loss(loss: Loss) -> Document:
+    return {
+        "time": timestamp(loss.at_s),
+        "cause": loss.cause.value,
+        **_clipped(
+            {
+                "message": loss.message[:1024],
+                "pod": loss.pod,
+                "podUID": loss.pod_uid,
+                "node": loss.node,
+                "index": loss.run,
+                "asked": loss.asked,
+                "attempt": loss.attempt,
+                "interruptions": loss.interruptions if loss.interruptions > 1 else None,
+            }
+        ),
+    }
+
+
+def _loss_of(found: Mapping[str, Any]) -> Loss:
+    cause = found["cause"]
+    return Loss(
+        at_s=seconds_of(found["time"]),
+        cause=Cause(cause) if cause in set(Cause) else Cause.FAILED,
+        message=found.get("message", ""),
+        pod=found.get("pod", ""),
+        pod_uid=found.get("podUID", ""),
+        node=found.get("node", ""),
+        run=found.get("index", ""),
+        attempt=int(found.get("attempt", 0)),
+        interruptions=int(found.get("interruptions", 1)),
+    )
+
+
+def _pods(run: Run) -> list[Document]:
+    ordered = sorted(run.pods.values(), key=lambda each: (not each.alive, each.index, each.name))
+    return [_pod(run, each) for each in ordered[:MAX_PODS]]
+
+
+def _pod(run: Run, pod: PodView) -> Document:
+    report, taken = run.reports.get(pod.uid), run.taken.get(pod.uid)
+    ranks = report.heartbeat.ranks if report is not None and report.heartbeat is not None else ()
+    return {
+        "name": pod.name,
+        "uid": pod.uid,
+        **_clipped(
+            {
+                "node": pod.node,
+                "index": pod.index,
+                "phase": pod.shown_phase,
+                "ranks": sorted({each.rank for each in ranks})[:1024],
+                "reporting": report is not None and report.connected,
+                "lost": pod.uid in run.lost,
+                "restarts": run.restarts.get(pod.uid, 0),
+                "process": taken.process if taken is not None else None,
+                "incident": taken.incident if taken is not None else None,
+            }
+        ),
+    }
+
+
+def _condition(condition: Condition) -> Document:
+    return {
+        "type": condition.type,
+        "status": condition.status,
+        "reason": condition.reason,
+        "message": condition.message,
+        "lastTransitionTime": timestamp(condition.since_s),
+    }
+
+
+def _condition_of(found: Mapping[str, Any]) -> Condition:
+    return Condition(
+        type=found["type"],
+        status=found["status"],
+        reason=found["reason"],
+        message=found.get("message", ""),
+        since_s=seconds_of(found["lastTransitionTime"]),
+    )

@@ -1,0 +1,1 @@
+"""Certificates: made, judged, renewed, read."""

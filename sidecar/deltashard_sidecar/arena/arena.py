@@ -1,0 +1,229 @@
+"""The shell around the arena: the mapped file, the block ledger under one lock, writer locks, control lines.
+
+The sidecar is the only process that creates or grows the file. A restarted sidecar re-opens the same file (its pages
+are charged to the pod already) with a new epoch, which voids every block an older epoch granted. Whether a trainer may
+still be writing is asked of the kernel: a live trainer holds a POSIX record lock on its control line, and a lock dies
+with its process, whatever killed it.
+
+Writers of other threads learn of freed blocks through `on_free` callbacks, called outside the lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from deltashard_checkpoint.errors import EnvironmentFault
+from deltashard_proto.arena_layout import (
+    HEARTBEAT_NS,
+    LINES,
+    NEVER,
+    SAVE_AT_STEP,
+    STEP,
+    STEP_TIME_NS,
+    URGENT,
+    Arena,
+)
+
+from deltashard_sidecar.arena.block import Ledger, NotGranted, Use
+
+_FLOCK = struct.Struct("hhqqi4x")
+"""struct flock of 64-bit Linux: type, whence, start, length, pid."""
+
+
+class ArenaUnavailable(EnvironmentFault):
+    """The arena file cannot be made: the memory volume is full or not writable."""
+
+
+class ArenaKeeper:
+    """The arena of this pod and who may touch which block of it. Thread-safe."""
+
+    def __init__(self, path: Path, *, blocks: int, block_bytes: int) -> None:
+        self.epoch = time.time_ns()
+        try:
+            self.arena = Arena.create(path, blocks=blocks, block_bytes=block_bytes, epoch=self.epoch)
+        except OSError as error:
+            raise ArenaUnavailable(
+                f"cannot allocate an arena of {blocks} blocks of {block_bytes} bytes: {error.strerror}",
+                where=str(path),
+                remedy="free memory in the volume, or set a smaller arena_bytes",
+            ) from error
+        shape = self.arena.shape
+        self.block_bytes = block_bytes
+        self._lock = threading.RLock()
+        self._freed = threading.Condition(self._lock)
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self.ledger = Ledger(total=shape.blocks, block_bytes=block_bytes)
+        for rank in range(LINES):
+            line = self.arena.line(rank)
+            line[SAVE_AT_STEP], line[URGENT] = NEVER, 0
+            if self.writer_pid(rank) is not None:
+                self.ledger.embargo.add(rank)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the file."""
+        return self.arena.shape.total_bytes
+
+    # Writer locks.
+
+    def writer_pid(self, rank: int) -> int | None:
+        """The process that holds the rank's writer lock (0 when it lives in another pid namespace), or None."""
+        start, length = self.arena.line_lock_range(rank)
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(self.arena.fd, fcntl.F_GETLK, asked))
+        return None if kind == fcntl.F_UNLCK else int(pid)
+
+    def sweep(self) -> None:
+        """Free what quarantine and embargo held for writers that are gone."""
+        with self._lock:
+            suspects = self.ledger.embargo | self.ledger.quarantined_ranks()
+            gone = {rank for rank in suspects if self.writer_pid(rank) is None}
+            for rank in gone:
+                self._settle(rank)
+        if gone:
+            self._announce()
+
+    def attached(self, rank: int) -> bool:
+        """The rank's (new) process attached, its older copies have stopped; False when the arena is too small."""
+        with self._lock:
+            if not self.ledger.admit(rank):
+                return False
+            self._settle(rank)
+        self._announce()
+        return True
+
+    def copies_stopped(self, rank: int) -> None:
+        """The trainer of `rank` began anew: nothing of its earlier saves is still being written."""
+        with self._lock:
+            self.ledger.settle(rank)
+        self._announce()
+
+    def _settle(self, rank: int) -> None:
+        self.ledger.embargo.discard(rank)
+        self.ledger.settle(rank)
+
+    def dismiss(self, rank: int) -> None:
+        """No trainer of `rank` is attached any more."""
+        with self._lock:
+            self.ledger.dismiss(rank)
+        line = self.arena.line(rank)
+        line[SAVE_AT_STEP], line[URGENT] = NEVER, 0
+        self._announce()
+
+    # Blocks.
+
+    def grant(self, rank: int) -> list[int]:
+        """Blocks `rank` may write from now on."""
+        with self._lock:
+            return self.ledger.grant(rank)
+
+    def received(self, rank: int, index: int, offset: int, length: int, *, closes: int | None) -> memoryview:
+        """A batch of `rank` lies at (block, offset); `closes` is the block it wrote before. Returns its bytes."""
+        with self._lock:
+            self.ledger.check_granted(rank, index)
+            if offset % 64 or offset < 0 or length < 0 or offset + length > self.block_bytes:
+                raise NotGranted(f"[{offset}, {offset + length}) lies outside block {index}", where="arena")
+            self.ledger.received(index)
+            freed = closes is not None and self.ledger.closed(closes)
+        if freed:
+            self._announce()
+        return self.arena.block(index)[offset : offset + length]
+
+    def encoded(self, index: int) -> None:
+        """One batch of the block is encoded."""
+        with self._lock:
+            freed = self.ledger.encoded(index)
+        if freed:
+            self._announce()
+
+    def surrender(self, rank: int) -> None:
+        """The trainer said that it stopped: its blocks go back as soon as their batches are encoded."""
+        with self._lock:
+            self.ledger.surrender(rank)
+        self._announce()
+
+    def read_all(self, rank: int) -> None:
+        """The trainer said that it reads no more."""
+        with self._lock:
+            self.ledger.read_all(rank)
+        self._announce()
+
+    def quarantine(self, rank: int, use: Use) -> int:
+        """The save (GRANTED) or restore (SERVING) stream of `rank` broke: returns how many blocks were set aside."""
+        with self._lock:
+            moved = len(self.ledger.quarantine(rank, use))
+        self.sweep()
+        return moved
+
+    def take_serving(self, rank: int, *, give_up: Callable[[], bool], wait_s: float = 0.5) -> int | None:
+        """Wait for a block to put frames for `rank` into; None once `give_up()`."""
+        with self._freed:
+            while not give_up():
+                index = self.ledger.take_serving(rank)
+                if index is not None:
+                    return index
+                self._freed.wait(wait_s)
+        return None
+
+    def served(self, rank: int, index: int) -> None:
+        """The trainer has applied a serving block."""
+        with self._lock:
+            self.ledger.served(rank, index)
+        self._announce()
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by use."""
+        with self._lock:
+            return self.ledger.counts()
+
+    # Who waits for blocks.
+
+    def on_free(self, rank: int, callback: Callable[[], None] | None) -> None:
+        """Call `callback` whenever blocks became free, until it is replaced or set to None."""
+        with self._lock:
+            if callback is None:
+                self._callbacks.pop(rank, None)
+            else:
+                self._callbacks[rank] = callback
+
+    def _announce(self) -> None:
+        with self._freed:
+            self._freed.notify_all()
+            callbacks = list(self._callbacks.values())
+        for callback in callbacks:
+            callback()
+
+    # Control lines.
+
+    def step_of(self, rank: int) -> int:
+        """The last step the trainer of `rank` finished."""
+        return int(self.arena.line(rank)[STEP])
+
+    def step_time_s(self, rank: int) -> float:
+        """The trainer's own measure of one step."""
+        return float(self.arena.line(rank)[STEP_TIME_NS]) / 1e9
+
+    def direct(self, rank: int, *, save_at_step: int, urgent: bool) -> None:
+        """Tell the trainer at which step to cut."""
+        line = self.arena.line(rank)
+        line[URGENT] = int(urgent)
+        line[SAVE_AT_STEP] = save_at_step
+        line[HEARTBEAT_NS] = time.monotonic_ns()
+
+    def retire(self) -> None:
+        """This sidecar ends: the blocks' memory goes back, unless a trainer lives that may still write them.
+
+        The file and its control lines stay: the next one learns from them how far the trainer had come.
+        """
+        if all(self.writer_pid(rank) is None for rank in range(LINES)):
+            self.arena.release_blocks()
+
+    def close(self) -> None:
+        """Unmap."""
+        self.arena.close()

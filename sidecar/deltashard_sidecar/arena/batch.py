@@ -1,0 +1,121 @@
+"""What a trainer's descriptor says about the bytes in a block, checked against the table it names. Pure.
+
+A descriptor crosses a process boundary: every number in it is bounded here before any of it becomes an address. A bad
+one fails its save (`BadBatch`), nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_proto.arena_layout import MAX_FRAME_BYTES, sections
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+Array = npt.NDArray[np.generic]
+
+
+class BadBatch(UserError):
+    """A batch descriptor does not fit its block, its table or its blob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Rows of one table shard: where each section lies within the batch, and what its numbers are."""
+
+    table: int
+    """Position among the session's tables."""
+    schema: TableSchema
+    rows: int
+    row_start: int | None
+    """First row of a contiguous batch; None: ids are listed."""
+    col_start: int
+    col_stop: int
+    offsets: tuple[int, ...]
+    """Of ids, weights and each field, within the batch."""
+    length: int
+    """Bytes of the whole batch."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of this batch."""
+        return self.col_stop - self.col_start
+
+    def ids(self, data: memoryview) -> npt.NDArray[np.int64] | range:
+        """Global row numbers: int64 [rows], or a range."""
+        if self.row_start is not None:
+            return range(self.row_start, self.row_start + self.rows)
+        return np.frombuffer(data, np.int64, self.rows, self.offsets[0])
+
+    def weights(self, data: memoryview) -> Array:
+        """The weights [rows, columns] in their carrier type; a view of the block."""
+        carrier = element_type.by_name(self.schema.dtype).carrier
+        flat = np.frombuffer(data, carrier, self.rows * self.columns, self.offsets[1])
+        return flat.reshape(self.rows, self.columns)
+
+    def field(self, position: int, data: memoryview) -> Array:
+        """One field: [rows] when row-wise, [rows, columns] when point-wise; a view of the block."""
+        spec = self.schema.fields[position]
+        carrier = element_type.by_name(spec.dtype).carrier
+        count = self.rows * (self.columns if spec.kind == "pointwise" else 1)
+        flat = np.frombuffer(data, carrier, count, self.offsets[2 + position])
+        return flat.reshape(self.rows, self.columns) if spec.kind == "pointwise" else flat
+
+
+def rows_of(descriptor: pb.RowBatch, tables: Sequence[TableSchema], block_bytes: int) -> Rows:
+    """The layout of a row batch; raises `BadBatch`."""
+    d = descriptor
+    if d.table >= len(tables):
+        raise BadBatch(f"table {d.table} of {len(tables)}", where="row batch")
+    schema = tables[d.table]
+    where = f"row batch of {schema.fqn}"
+    if not d.col_start < d.col_stop <= schema.columns:
+        raise BadBatch(f"columns [{d.col_start}, {d.col_stop}) of {schema.columns}", where=where)
+    # Every row takes at least a byte, so this bounds the products below.
+    if not 0 < d.rows <= min(schema.rows, block_bytes):
+        raise BadBatch(f"{d.rows} rows of a table of {schema.rows}", where=where)
+    if d.contiguous and d.row_start + d.rows > schema.rows:
+        raise BadBatch(f"rows from {d.row_start}, {d.rows} of them, of {schema.rows}", where=where)
+    columns = d.col_stop - d.col_start
+    widths = [element_type.by_name(schema.dtype).itemsize_bytes * columns]
+    widths += [
+        element_type.by_name(f.dtype).itemsize_bytes * (columns if f.kind == "pointwise" else 1)
+        for f in schema.fields
+    ]
+    offsets, length = sections(d.rows, contiguous=d.contiguous, row_bytes=widths)
+    if d.offset % 64 or d.offset + length > block_bytes:
+        raise BadBatch(
+            f"[{d.offset}, {d.offset + length}) lies outside a block of {block_bytes}", where=where
+        )
+    return Rows(
+        table=d.table,
+        schema=schema,
+        rows=d.rows,
+        row_start=d.row_start if d.contiguous else None,
+        col_start=d.col_start,
+        col_stop=d.col_stop,
+        offsets=tuple(offsets),
+        length=length,
+    )
+
+
+def check_blob(chunk: pb.BlobChunk, block_bytes: int) -> None:
+    """Raise `BadBatch` unless the chunk fits its block and its blob."""
+    where = f"blob {chunk.name[:100]!r}"
+    if not chunk.name or len(chunk.name) > 1024:
+        raise BadBatch("a blob's name has 1 to 1024 characters", where=where)
+    if (
+        chunk.length > MAX_FRAME_BYTES - 4096
+        or chunk.offset % 64
+        or chunk.offset + chunk.length > block_bytes
+    ):
+        raise BadBatch(f"[{chunk.offset}, {chunk.offset + chunk.length}) lies outside a block", where=where)
+    if chunk.blob_offset + chunk.length > chunk.blob_bytes or (chunk.length == 0 and chunk.blob_bytes > 0):
+        raise BadBatch(
+            f"{chunk.length} bytes at {chunk.blob_offset} of a blob of {chunk.blob_bytes}", where=where
+        )

@@ -1,0 +1,1 @@
+"""The way to the controller: heartbeats out, directives in."""

@@ -1,0 +1,115 @@
+"""What happened in this sidecar, counted and kept for the controller; `standing` makes the heartbeat of it.
+
+The pipeline calls the short methods below; none waits, none asks the store.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.telemetry.incident import Incidents
+
+if TYPE_CHECKING:
+    from deltashard_sidecar.save.save import Save
+    from deltashard_sidecar.session.session import Session
+
+FENCED = ("fenced", "taken_over")
+"""Causes of a save's failure that end the trainer's run."""
+
+
+class Reports:
+    """Counters and incidents of one sidecar. Thread-safe."""
+
+    def __init__(self, incidents: Incidents) -> None:
+        self.incidents = incidents
+        self.restores = 0
+        self.saves_failed = 0
+        self.failed_in_a_row = 0
+        self.closed_in_order = False
+        self._lock = threading.Lock()
+
+    def attached(self) -> None:
+        """A trainer came."""
+        self.closed_in_order = False
+
+    def left(self, session: Session, *, step: int, idle: bool) -> None:
+        """A trainer detached at `step`; `idle`: no save of it is in flight."""
+        self.closed_in_order = idle and session.attempt is not None and session.durable_step == step
+
+    def lost(self, session: Session, *, step: int) -> None:
+        """A trainer is gone without a word."""
+        if session.attempt is None:
+            return
+        self.incidents.add(
+            fleet.INCIDENT_KIND_TRAINER_LOST,
+            cause="lost",
+            message=f"the trainer of rank {session.rank} went away at step {step} without detaching",
+            step=step,
+        )
+
+    def opened(self, session: Session, reply: pb.OpenReply) -> None:
+        """An attempt was opened."""
+        if reply.fell_back:
+            why = reply.log_damage or "newer checkpoints are not whole"
+            self.incidents.add(
+                fleet.INCIDENT_KIND_FELL_BACK,
+                cause="damaged_log" if reply.log_damage else "invalid",
+                message=f"attempt {reply.attempt} goes back to step {reply.step}, past newer checkpoints: {why}",
+                step=reply.step,
+            )
+        lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else 0
+        session.lost_steps = max(0, lost)
+
+    def restored(self, session: Session, *, step: int, source: str) -> None:
+        """A trainer has every row of what it resumes from."""
+        if session.restored:
+            return
+        session.restored = True
+        with self._lock:
+            self.restores += 1
+        if session.rank == 0:  # one restore of a run, however many ranks
+            seconds = time.monotonic() - session.opened_s
+            self.incidents.add(
+                fleet.INCIDENT_KIND_RESTORED,
+                cause=source,
+                message=f"attempt {session.attempt} goes on from step {step}, {session.lost_steps} steps were lost; "
+                f"read from the {source} in {seconds:.1f} s",
+                step=step,
+                lost_steps=session.lost_steps,
+                seconds=seconds,
+            )
+
+    def tracking_fault(self, tables: int, *, step: int) -> None:
+        """The trainer's audit found rows that changed without a mark."""
+        self.incidents.add(
+            fleet.INCIDENT_KIND_TRACKING_FAULT,
+            cause="audit",
+            message=f"rows of {tables} table(s) changed without a mark: the save of step {step} holds every row, and "
+            "such tables are tracked by hashes from now on",
+            step=step,
+        )
+
+    def fenced(self, cause: str, message: str, *, step: int) -> None:
+        """Another process trains this run now."""
+        self.incidents.add(fleet.INCIDENT_KIND_FENCED, cause=cause, message=message, step=step)
+
+    def ended(self, save: Save) -> None:
+        """A save committed or failed."""
+        with self._lock:
+            if save.commit is not None:
+                self.failed_in_a_row = 0
+                return
+            self.saves_failed += 1
+            self.failed_in_a_row += 1
+        cause, message = save.failure
+        if cause in FENCED:
+            self.fenced(cause, message, step=save.cut.step)
+        else:
+            self.incidents.add(
+                fleet.INCIDENT_KIND_SAVE_FAILED, cause=cause, message=message, step=save.cut.step
+            )

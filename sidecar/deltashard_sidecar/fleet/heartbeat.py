@@ -1,0 +1,145 @@
+"""What a sidecar tells the controller, and when; and when it comes back after the stream ended. Pure.
+
+A heartbeat is worth sending at once when anything but steps and sizes changed, though not more often than once a
+second, and in any case every `heartbeat_s`. After a stream ended the next one begins after a random part of a pause
+that doubles from failure to failure: a controller that restarts meets its sidecars spread over seconds, and one that
+is away costs a connection a minute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import grpc
+from deltashard_proto.v1 import fleet_pb2 as fleet
+
+from deltashard_sidecar.settings import Settings
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+SHORTEST_S = 1.0
+"""Between two heartbeats."""
+LONGEST_S = 300.0
+"""Between two heartbeats, whatever the controller asks for."""
+DEFAULT_S = 15.0
+"""Between two heartbeats, when the controller does not say."""
+
+_CODES = {
+    grpc.StatusCode.UNAUTHENTICATED: "unauthenticated",
+    grpc.StatusCode.PERMISSION_DENIED: "denied",
+    grpc.StatusCode.NOT_FOUND: "unknown_pod",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "no_room",
+    grpc.StatusCode.ABORTED: "replaced",
+    grpc.StatusCode.UNAVAILABLE: "unreachable",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "unreachable",
+    grpc.StatusCode.CANCELLED: "unreachable",
+    grpc.StatusCode.UNIMPLEMENTED: "protocol",
+    grpc.StatusCode.FAILED_PRECONDITION: "protocol",
+    grpc.StatusCode.INVALID_ARGUMENT: "protocol",
+}
+_UNTRUSTED = ("tsi_protocol_failure", "certificate", "verification")
+"""A handshake that merely broke (the controller restarts) says none of these."""
+LASTING = frozenset({"verification", "unauthenticated", "denied", "protocol", "token"})
+"""Coming again soon will hardly help; someone must mend it."""
+
+
+def refusal(code: grpc.StatusCode, details: str) -> str:
+    """Why a stream was not taken in, one of `metric.FLEET_CAUSES`."""
+    if code == grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in _UNTRUSTED):
+        return "verification"
+    return _CODES.get(code, "other")
+
+
+def hello(settings: Settings, *, version: str, process: str, started_at_s: float) -> fleet.Hello:
+    """What nothing can change while this process runs."""
+    return fleet.Hello(
+        protocol_min=PROTOCOL_MIN,
+        protocol_max=PROTOCOL_MAX,
+        version=version,
+        namespace=settings.pod_namespace,
+        pod=settings.pod_name,
+        pod_uid=settings.pod_uid,
+        node=settings.node_name,
+        workload_kind=settings.workload_kind,
+        workload_name=settings.workload_name,
+        workload_uid=settings.workload_uid,
+        run=settings.run,
+        index=settings.index,
+        replica=settings.replica,
+        policy=settings.policy,
+        url=settings.url,
+        process=process,
+        started_at_s=started_at_s,
+    )
+
+
+def phase(
+    *, stopping: bool, attached: int, opened: bool, restoring: bool, saving: bool, closed: bool
+) -> fleet.Phase:
+    """What the pod is at; `attached` trainers, `opened`: their attempts are, `closed`: the last one left in order."""
+    if closed and not attached:
+        return fleet.PHASE_CLOSED
+    if stopping:
+        return fleet.PHASE_STOPPING
+    if not attached:
+        return fleet.PHASE_WAITING
+    if not opened or restoring:
+        return fleet.PHASE_RESTORING
+    return fleet.PHASE_SAVING if saving else fleet.PHASE_TRAINING
+
+
+def news(beat: fleet.Heartbeat) -> bytes:
+    """What of a heartbeat is worth sending at once when it differs from the last one's."""
+    told = fleet.Heartbeat()
+    told.CopyFrom(beat)
+    for rank in told.ranks:
+        rank.step = 0
+    told.stored_bytes = told.checkpoints = 0
+    if told.HasField("last_commit"):
+        told.last_commit.durable_s = 0.0
+    return told.SerializeToString(deterministic=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """When the next heartbeat goes out."""
+
+    heartbeat_s: float = DEFAULT_S
+    sent_s: float | None = None
+    sent: bytes = b""
+
+    def asked(self, heartbeat_s: float) -> Pace:
+        """The controller said how often it wants to hear."""
+        return replace(self, heartbeat_s=min(max(heartbeat_s or DEFAULT_S, SHORTEST_S), LONGEST_S))
+
+    def due(self, beat: fleet.Heartbeat, now_s: float) -> bool:
+        """Whether `beat` goes out now."""
+        if self.sent_s is None:
+            return True
+        since_s = now_s - self.sent_s
+        return since_s >= self.heartbeat_s or (since_s >= SHORTEST_S and news(beat) != self.sent)
+
+    def after(self, beat: fleet.Heartbeat, now_s: float) -> Pace:
+        """`beat` went out."""
+        return replace(self, sent_s=now_s, sent=news(beat))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackOff:
+    """Pauses between streams."""
+
+    first_s: float = 4.0
+    longest_s: float = 60.0
+    failures: int = 0
+    """Streams in a row that were not taken in."""
+
+    def after(self, *, welcomed: bool, lasting: bool = False) -> BackOff:
+        """A stream ended: after it was taken in, or not; `lasting`: for a reason that will not pass by itself."""
+        if welcomed:
+            return replace(self, failures=0)
+        return replace(self, failures=max(self.failures + 1, 4 if lasting else 0))
+
+    def pause_s(self, uniform: float) -> float:
+        """The next pause; `uniform` is a random number of [0, 1)."""
+        longest_s = min(self.longest_s, self.first_s * 2.0 ** min(self.failures, 30))
+        return longest_s * (0.05 + 0.95 * uniform)

@@ -1,0 +1,183 @@
+"""gRPC over a unix socket: messages in, plain method calls on the `Sidecar`, errors to status codes. Nothing else.
+
+A failed call carries `{error class}: {what} [where] -- {remedy}` as its details. Codes: FAILED_PRECONDITION, NOT_FOUND,
+ALREADY_EXISTS and PERMISSION_DENIED are the caller's to mend; ABORTED is fenced; UNAVAILABLE may be tried again;
+DATA_LOSS is a log or run that cannot be read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import grpc
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UserError
+from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.stores.abc import AccessDenied
+from deltashard_checkpoint.write.attempt import NothingRestorable
+from deltashard_checkpoint.write.commit import FencedError
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_proto.v1 import trainer_pb2_grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from deltashard_sidecar.session.session import UnknownSession
+from deltashard_sidecar.sidecar import RankTaken, Refused, Sidecar
+
+SERVICE = "deltashard.v1.Trainer"
+MAX_MESSAGE_BYTES = 64 << 20
+"""Schemas and boxes of a large model; tensor bytes never travel here."""
+CALLS = 256
+"""Calls at once: every trainer holds a Watch and a Save, and may restore."""
+
+CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (FencedError, grpc.StatusCode.ABORTED),
+    (UnknownSession, grpc.StatusCode.NOT_FOUND),
+    (CheckpointNotFound, grpc.StatusCode.NOT_FOUND),
+    (RankTaken, grpc.StatusCode.ALREADY_EXISTS),
+    (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (UserError, grpc.StatusCode.FAILED_PRECONDITION),
+    (NothingRestorable, grpc.StatusCode.DATA_LOSS),
+    (FormatError, grpc.StatusCode.DATA_LOSS),
+    (EnvironmentFault, grpc.StatusCode.UNAVAILABLE),
+)
+
+Reply = TypeVar("Reply")
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """The status code that an error travels as."""
+    return next((code for kind, code in CODES if isinstance(error, kind)), grpc.StatusCode.INTERNAL)
+
+
+class TrainerService(trainer_pb2_grpc.TrainerServicer):
+    """The contract, call by call."""
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self._sidecar = sidecar
+
+    def _unary(self, name: str, context: grpc.ServicerContext, call: Callable[[], Reply]) -> Reply:
+        try:
+            return call()
+        except DeltashardError as error:
+            self._fail(name, context, error)
+
+    def _fail(self, name: str, context: grpc.ServicerContext, error: DeltashardError) -> NoReturn:
+        self._sidecar.explain(f"{name}.refused", error)
+        context.abort(code_of(error), f"{type(error).__name__}: {error}")
+        raise AssertionError  # abort has raised
+
+    def Attach(self, request: pb.AttachRequest, context: grpc.ServicerContext) -> pb.AttachReply:  # noqa: N802 - gRPC
+        """See trainer.proto."""
+        return self._unary("attach", context, lambda: self._sidecar.attach(request))
+
+    def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenReply:  # noqa: N802 - gRPC
+        """See trainer.proto."""
+        return self._unary("open", context, lambda: self._sidecar.open(request))
+
+    def Detach(self, request: pb.DetachRequest, context: grpc.ServicerContext) -> pb.DetachReply:  # noqa: N802 - gRPC
+        """See trainer.proto."""
+        return self._unary("detach", context, lambda: self._sidecar.detach(request))
+
+    def Notify(self, request: pb.NotifyRequest, context: grpc.ServicerContext) -> pb.NotifyReply:  # noqa: ARG002, N802 - gRPC
+        """See trainer.proto."""
+        return pb.NotifyReply(trainers=self._sidecar.notify(request.reason, request.deadline_s))
+
+    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:  # noqa: N802 - gRPC
+        """See trainer.proto."""
+        try:
+            session = self._sidecar.sessions.get(request.session)
+            context.add_callback(session.notices.poke)
+            yield from self._sidecar.watch(request.session, context.is_active)
+        except DeltashardError as error:
+            self._fail("watch", context, error)
+
+    def Save(  # noqa: N802 - gRPC
+        self, requests: Iterator[pb.SaveRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.SaveReply]:
+        """See trainer.proto."""
+        first = next(requests, None)
+        kind = None if first is None else first.WhichOneof("kind")
+        if first is None or kind not in ("ready", "begin"):
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a save starts with ready or begin")
+            return
+        session_id = first.ready.session if kind == "ready" else first.begin.session
+        try:
+            self._sidecar.hold_stream(session_id, context.cancel)
+            try:
+                begin = _begin(first, requests)
+                if begin is None:
+                    return
+                save = self._sidecar.begin(begin)
+                save.start()
+                name = f"save-{save.cut.attempt}-{save.cut.cut}"
+                threading.Thread(target=save.read, args=(requests,), name=name, daemon=True).start()
+                yield from save.replies()
+            finally:
+                self._sidecar.drop_stream(session_id, context.cancel)
+        except Refused as refused:
+            yield refused.reply
+        except DeltashardError as error:
+            self._fail("save", context, error)
+
+    def Restore(  # noqa: N802 - gRPC
+        self, requests: Iterator[pb.RestoreRequest], context: grpc.ServicerContext
+    ) -> Iterator[pb.RestoreReply]:
+        """See trainer.proto."""
+        first = next(requests, None)
+        if first is None or first.WhichOneof("kind") != "want":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a restore starts with want")
+            return
+        want = first.want
+        try:
+            session = self._sidecar.hold_stream(want.session, context.cancel)
+        except DeltashardError as error:
+            self._fail("restore", context, error)
+        try:
+            yield from self._sidecar.restore(session, want, requests, context.is_active)
+        finally:
+            self._sidecar.drop_stream(want.session, context.cancel)
+
+
+def _begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> pb.SaveRequest.Begin | None:
+    """The begin of a stream, which may stay open for long before it; None when there will be none."""
+    request: pb.SaveRequest | None = first
+    try:
+        while request is not None and request.WhichOneof("kind") == "ready":
+            request = next(requests, None)
+    except Exception:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
+        return None
+    return request.begin if request is not None and request.WhichOneof("kind") == "begin" else None
+
+
+class Server:
+    """The gRPC server on its socket, with health."""
+
+    def __init__(self, sidecar: Sidecar, path: Path) -> None:
+        options = (
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        )
+        self._server = grpc.server(ThreadPoolExecutor(CALLS, thread_name_prefix="call"), options=options)
+        trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
+            TrainerService(sidecar), self._server
+        )
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_insecure_port(f"unix:{path}")
+
+    def start(self) -> None:
+        """Serve."""
+        self._server.start()
+        for name in ("", SERVICE):
+            self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    def stopping(self) -> None:
+        """Say that no new trainer should come."""
+        self._health.enter_graceful_shutdown()
+
+    def stop(self, grace_s: float) -> None:
+        """End every call and close the socket."""
+        self._server.stop(grace_s).wait()

@@ -1,0 +1,57 @@
+"""Telling other pods that this one, though it goes, still has a save on its way: the markers under `closing/`.
+
+A replacement pod may start while this one uploads its urgent cut; its Open waits for the marker to go (bounded, see
+`attempt.wait_for_closing`) and resumes from that cut. So the marker is put when the pod is told to stop, before the
+trainer has even cut, and goes when the urgent save has ended, whichever way, or the trainer is gone.
+
+Best effort, on a thread of its own: a store that is slow delays nobody here, and a marker that nobody removed is
+passed over once it is old.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deltashard_sidecar.run.run import Run
+
+END_DEADLINE_S = 4.0
+
+
+class Closings:
+    """The markers of this process. Thread-safe."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+        self._marked: set[int] = set()
+        self._work = ThreadPoolExecutor(1, thread_name_prefix="closing")
+
+    def begin(self, attempts: Iterable[int]) -> None:
+        """Saves of these attempts will end, and are worth waiting for."""
+        with self._lock:
+            new = set(attempts) - self._marked
+            self._marked |= new
+        for attempt in new:
+            self._work.submit(self._run.closing, attempt, begun=True)
+
+    def end(self, attempt: int | None) -> None:
+        """Nothing of this attempt is worth waiting for any more."""
+        with self._lock:
+            if attempt not in self._marked:
+                return
+            self._marked.discard(attempt)
+        self._work.submit(self._run.closing, attempt, begun=False)
+
+    def end_all(self) -> None:
+        """The process ends: waits a moment for what the store is still to hear."""
+        with self._lock:
+            left, self._marked = self._marked, set()
+        last = [self._work.submit(self._run.closing, attempt, begun=False) for attempt in left]
+        # What was asked for before goes first: one thread, one queue.
+        last.append(self._work.submit(lambda: None))
+        wait(last, END_DEADLINE_S)
+        self._work.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,181 @@
+"""What a sidecar does unasked, on one thread of its own: sweep, prefetch at start, then retention, gc and compaction.
+
+A round begins after a commit of rank 0, not more often than `housekeeping_s`: compact a chain that grew too long, name
+in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and run
+again; a step that fails is counted and logged, and the next round tries anew. Nothing waits for a round.
+
+At start and in every round pack caches that other, ended runs left beside this one's make room (`cachedirs`), where a
+budget for all of them is set.
+
+The prefetch brings the packs of the newest checkpoint into the local cache while the trainer still imports its
+libraries; it stops for good when a restore begins, which then finds what is there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from deltashard_checkpoint.cache.cache_dir import sweep
+from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.maintenance.compaction import compact, worthwhile
+from deltashard_checkpoint.maintenance.garbage_collection import collect, debris
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
+from deltashard_checkpoint.maintenance.row_mover import mover
+
+from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+
+if TYPE_CHECKING:
+    from deltashard_sidecar.run.run import Run
+
+ROUND_DEADLINE_S = 300.0
+LEARN_DEADLINE_S = 30.0
+FIRST_PAUSE_S = 1.0
+LAST_PAUSE_S = 30.0
+"""Between looks for a store that does not answer at start."""
+
+
+class Housekeeping:
+    """The thread and its orders."""
+
+    def __init__(self, run: Run, *, log: Logger) -> None:
+        self._run = run
+        self._log = log
+        self._wake = threading.Condition()
+        self._named = False
+        self._due: RunLog | None = None
+        self._stopped = False
+        self._prefetching = True
+        self._thread = threading.Thread(target=self._work, name="housekeeping", daemon=True)
+        self.rounds = 0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def named(self) -> None:
+        """It is known which run this is."""
+        with self._wake:
+            self._named = True
+            self._wake.notify_all()
+
+    def committed(self, log: RunLog) -> None:
+        """A checkpoint was committed through `log`: a round is due."""
+        with self._wake:
+            self._due = log
+            self._wake.notify_all()
+
+    def stop_prefetch(self) -> None:
+        """A restore begins: the store and the cache are its own."""
+        with self._wake:
+            self._prefetching = False
+            self._wake.notify_all()
+
+    def stop(self) -> None:
+        """No more rounds; one that runs is left alone (it may be killed at any instant)."""
+        with self._wake:
+            self._stopped = True
+            self._prefetching = False
+            self._wake.notify_all()
+
+    def _work(self) -> None:
+        self._sweep()
+        newest = self._learn()
+        if newest is not None and self._run.settings.prefetch:
+            self._step("prefetch", lambda: self._prefetch(newest.seq))
+        last_s = -float("inf")
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._due is not None or self._stopped)
+                pause_s = last_s + self._run.settings.housekeeping_s - time.monotonic()
+                if pause_s > 0 and not self._stopped:
+                    self._wake.wait_for(lambda: self._stopped, pause_s)
+                if self._stopped:
+                    return
+                log, self._due = self._due, None
+            last_s = time.monotonic()
+            if log is not None and self._run.settings.housekeeping_s >= 0:
+                self.round(log.fork())
+
+    def _learn(self) -> Checkpoint | None:
+        """The newest checkpoint, once the run is known and its store answers; until a trainer opens its attempt.
+
+        Credentials that are not there yet, or a store that is down, are found here first, before anybody needs them.
+        """
+        with self._wake:
+            self._wake.wait_for(lambda: self._named or self._stopped)
+        pause_s = FIRST_PAUSE_S
+        while not self._stopped and self._prefetching:
+            state = self._run.learn(deadline_s=LEARN_DEADLINE_S)
+            if state is not None:
+                return state.newest()
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopped or not self._prefetching, pause_s)
+            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+        return None
+
+    def round(self, log: RunLog) -> None:
+        """One round on its own handle of the log."""
+        settings = self._run.settings
+        if settings.compact_after:
+            self._step("compact", lambda: self._compact(log))
+        retention = Retention(keep_last=settings.keep_last, every_steps=settings.keep_every_steps or None)
+
+        def retire() -> str | None:
+            state = log.refresh(deadline_s=ROUND_DEADLINE_S)
+            entry = append_retirement(log, retention, debris=debris(log, state), deadline_s=ROUND_DEADLINE_S)
+            return (
+                None
+                if entry is None
+                else f"{len(entry.checkpoints)} checkpoints, {len(entry.prefixes)} prefixes"
+            )
+
+        def gc() -> str | None:
+            done = collect(log, grace_s=settings.gc_grace_s, deadline_s=ROUND_DEADLINE_S)
+            return f"{done.objects} objects, {done.bytes} bytes" if done.objects else None
+
+        self._step("retire", retire)
+        self._step("gc", gc)
+        self._sweep()
+        self.rounds += 1
+
+    def _sweep(self) -> None:
+        budget_bytes = self._run.settings.cache_total_bytes
+
+        def work() -> str | None:
+            swept = sweep(self._run.cache.directory, budget_bytes=budget_bytes)
+            return f"caches of {swept.runs} runs, {swept.bytes} bytes" if swept.runs else None
+
+        if budget_bytes:
+            self._step("sweep", work)
+
+    def _compact(self, log: RunLog) -> str | None:
+        state = log.refresh(deadline_s=ROUND_DEADLINE_S)
+        newest = state.newest()
+        if newest is None or not worthwhile(state, newest.seq, longest=self._run.settings.compact_after):
+            return None
+        entry = compact(log, newest.seq, mover(self._run.cache), deadline_s=ROUND_DEADLINE_S)
+        return None if entry is None else f"checkpoint {entry.replaces}, {entry.stored_bytes} bytes"
+
+    def _prefetch(self, seq: int) -> str | None:
+        fetched = self._run.prefetch(seq, lambda: self._prefetching)
+        return f"{fetched} bytes" if fetched else None
+
+    def _step(self, task: str, work: Callable[[], str | None]) -> None:
+        counter = self._run.metrics.housekeeping
+        try:
+            done = work()
+        except DeltashardError as error:
+            counter.labels(task, "failed").inc()
+            self._log.warning(f"{task}.failed", **explain(error))
+        except Exception as error:  # noqa: BLE001 - housekeeping never harms the sidecar
+            counter.labels(task, "failed").inc()
+            self._log.error(f"{task}.unexpected", exc_info=error)
+        else:
+            counter.labels(task, "nothing" if done is None else "done").inc()
+            if done is not None:
+                self._log.info(f"{task}.done", what=done)

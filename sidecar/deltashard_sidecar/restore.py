@@ -1,0 +1,299 @@
+"""Serving a restore: plan, fetch, and hand frames to the trainer through arena blocks, byte for byte, newest first.
+
+    chain of the log -> indexes -> plan (pure) -> Fetcher: cache first, ranges coalesced, every frame hash-checked
+                                                     -> straight into a block -> `filled` -> trainer applies -> `freed`
+
+Which request (a byte range of whole frames) lies in which block is fixed by the plan (`pack_blocks`, pure): in order, a
+block is closed when the next request does not fit. The last frame of each block says so, and the trainer sends the
+block back after applying it. Two blocks are always there for a restore, and a request never spans two, so a trainer
+that frees what it applied can never wait for a sidecar that waits for it.
+
+Only proof makes a checkpoint *invalid* (a hash wrong twice in the store, a confirmed 404); all else is *unavailable*,
+after retries under the restore's deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UnsupportedVersion
+from deltashard_checkpoint.format.frame import FrameKind
+from deltashard_checkpoint.format.index import box_message, box_of, frame_message, table_message
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.chain import ChainIncomplete, CheckpointNotFound
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.checkpoint_reader import plan_restore, went_on
+from deltashard_checkpoint.restore.fetcher import Fetcher
+from deltashard_checkpoint.restore.plan import IncompletePlan, Plan, Request, SchemaMismatch, Want
+from deltashard_proto.arena_layout import ALIGN
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.arena.arena import ArenaKeeper
+from deltashard_sidecar.arena.block import Use
+from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+
+if TYPE_CHECKING:
+    from deltashard_sidecar.run.run import Run
+
+PREFETCH_BYTES = 32 << 20
+FETCH_THREADS = 4
+
+
+class RestoreStopped(EnvironmentFault):
+    """The trainer went away, or said nothing for too long, while frames waited for blocks."""
+
+
+def pack_blocks(lengths: Sequence[int], block_bytes: int) -> list[tuple[int, int, bool]]:
+    """For each request in order: (block number within this restore, offset, whether it is the last there). Pure.
+
+    Offsets are aligned; a request is never split.
+    """
+    places: list[tuple[int, int, bool]] = []
+    block, at = 0, 0
+    for length in lengths:
+        if at and at + length > block_bytes:
+            number, offset, _ = places[-1]
+            places[-1] = (number, offset, True)
+            block, at = block + 1, 0
+        places.append((block, at, False))
+        at += -(-length // ALIGN) * ALIGN
+    if places:
+        number, offset, _ = places[-1]
+        places[-1] = (number, offset, True)
+    return places
+
+
+def baseline_under(plan: Plan) -> int:
+    """Seq since which the rows of all non-baseline frames are every row that changed; 0 when no rows are restored.
+
+    Parts may rest on different baselines: rows changed since an older one are all rows changed since the newest.
+    """
+    rows = (frame for request in plan.requests for frame in request.frames if frame.table is not None)
+    return max((frame.seq for frame in rows if frame.baseline), default=0)
+
+
+def cause_of(error: BaseException) -> str:
+    """Invalid (fall back), unavailable (try again), not_found, mismatch, or error."""
+    kinds: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
+        (CheckpointNotFound, "not_found"),
+        ((IncompletePlan, SchemaMismatch), "mismatch"),
+        (UnsupportedVersion, "error"),
+        ((FormatError, ChainIncomplete), "invalid"),
+        (EnvironmentFault, "unavailable"),
+    )
+    return next((cause for kind, cause in kinds if isinstance(error, kind)), "error")
+
+
+class Restore:
+    """One Restore call."""
+
+    def __init__(
+        self, *, run: Run, session: Session, want: pb.RestoreRequest.Want, keeper: ArenaKeeper, log: Logger
+    ) -> None:
+        self._run = run
+        self._session = session
+        self._want = want
+        self._keeper = keeper
+        self._log = log.bind(seq=want.seq, rank=session.rank)
+        self._blocks: dict[int, int] = {}
+        self._places: list[tuple[int, int, bool]] = []
+        self._next = 0
+        self._position: dict[int, int] = {}
+        self._over = threading.Event()
+        self._clean = False
+        self._heard_s = time.monotonic()
+        self._other: tuple[RunLog, RunState] | None = None
+        """Another run that is read, and what its log said when this was planned: it may go on meanwhile."""
+        self.step = 0
+        self.source = ""
+        """Where most bytes came from, cache or store, once everything was handed over."""
+
+    def plan(self) -> tuple[RunState, Plan]:
+        """(state of the source run, plan); raises what planning raises."""
+        want, settings = self._want, self._run.settings
+        if want.from_run and want.from_run != self._run.name:
+            log = RunLog(self._run.store, want.from_run)
+        else:
+            log = self._run.log_of(self._session)
+        state = log.state
+        if want.seq not in state.checkpoints:
+            state = log.refresh(deadline_s=settings.restore_deadline_s)
+        if log.run != self._run.name:
+            self._other = log, state
+        wanted: dict[str, list[Box]] = {}
+        for message in want.boxes:
+            wanted.setdefault(message.table, []).append(box_of(message))
+        schemas = {table.fqn: table for table in self._session.tables}
+        ahead, self._session.ahead = self._session.ahead, None
+        plan = plan_restore(
+            self._run.store,
+            state,
+            want.seq,
+            [Want(schema=_schema(schemas, fqn), boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
+            blobs=want.blobs,
+            strict=not want.lenient,
+            mapping=dict(want.mapping),
+            weights_only=want.weights_only,
+            indexes=None if ahead is None else ahead.take(),
+            deadline_s=settings.restore_deadline_s,
+        )
+        return state, plan
+
+    def serve(
+        self, requests: Iterator[pb.RestoreRequest], alive: Callable[[], bool]
+    ) -> Iterator[pb.RestoreReply]:
+        """The replies of the whole call; never raises for a failed restore, but says so."""
+        began_s = time.monotonic()
+        metrics = self._run.metrics
+        threading.Thread(target=self._read, args=(requests,), name="restore", daemon=True).start()
+        try:
+            state, plan = self.plan()
+            chained = pb.RestoreReply.Plan(
+                step=state.checkpoints[self._want.seq].step,
+                stored_bytes=plan.bytes,
+                frames=plan.frames,
+                chain=plan.chain,
+                initial=[box_message(box) for box in plan.initial],
+                notes=plan.notes,
+            )
+            crash_point("restore.planned")
+            yield pb.RestoreReply(plan=chained)
+            fetcher = self._fetcher(state.run)
+            yield from self._frames(fetcher, plan, alive)
+            stats, seconds = fetcher.stats, time.monotonic() - began_s
+            done = pb.RestoreReply.Done(
+                cache_bytes=stats.cache_bytes,
+                store_bytes=stats.store_bytes,
+                seconds=seconds,
+                baseline_seq=baseline_under(plan),
+            )
+            source = "cache" if stats.cache_bytes >= stats.store_bytes else "store"
+            metrics.restores.labels("done").inc()
+            metrics.restore_seconds.labels(source).observe(seconds)
+            metrics.restore_bytes.labels("cache").inc(stats.cache_bytes)
+            metrics.restore_bytes.labels("store").inc(stats.store_bytes)
+            self._log.info("restore.served", frames=plan.frames, source=source, seconds=round(seconds, 3))
+            self.step, self.source = chained.step, source
+            yield pb.RestoreReply(done=done)
+        except DeltashardError as error:
+            cause = cause_of(error)
+            if (cause == "not_found" and self._other is not None) or (cause == "invalid" and self._moved()):
+                cause = "moved"
+            metrics.restores.labels(cause).inc()
+            self._log.warning("restore.failed", cause=cause, **explain(error))
+            yield pb.RestoreReply(failed=pb.RestoreReply.Failed(cause=cause, message=str(error)))
+        except Exception as error:  # noqa: BLE001 - ours, and the trainer must hear of it
+            metrics.restores.labels("error").inc()
+            self._log.error("restore.unexpected", exc_info=error)
+            yield pb.RestoreReply(failed=pb.RestoreReply.Failed(cause="error", message=repr(error)))
+        finally:
+            self._wait_for_reader(alive)
+
+    def _moved(self) -> bool:
+        """Whether the other run went on while it was read: what lacks may merely have been retired."""
+        if self._other is None:
+            return False
+        log, state = self._other
+        try:
+            return went_on(log, state, deadline_s=self._run.settings.restore_deadline_s)
+        except DeltashardError as error:
+            self._log.info("restore.unsure", **explain(error))
+            return False
+
+    def _fetcher(self, run: str) -> Fetcher:
+        return Fetcher(
+            self._run.store,
+            run,
+            cache=self._run.cache,
+            prefetch_bytes=PREFETCH_BYTES,
+            workers=FETCH_THREADS,
+            deadline_s=self._run.settings.restore_deadline_s,
+        )
+
+    def _frames(self, fetcher: Fetcher, plan: Plan, alive: Callable[[], bool]) -> Iterator[pb.RestoreReply]:
+        metrics = self._run.metrics
+        self._places = pack_blocks([request.length for request in plan.requests], self._keeper.block_bytes)
+        self._alive = alive
+        fetched = fetcher.fetch(plan, self._destination)
+        sent = 0
+        try:
+            for frame in fetched:
+                number, offset, closes = self._places[sent]
+                sent += frame.last
+                info, planned = frame.planned.info, frame.planned
+                filled = pb.RestoreReply.Filled(
+                    block=self._blocks[number],
+                    offset=offset + planned.offset,
+                    frame=frame_message(info),
+                    seq=planned.seq,
+                    baseline=planned.baseline,
+                    table=None if planned.table is None else table_message(planned.table),
+                    after_blobs=planned.table is not None,
+                    last=closes and frame.last,
+                )
+                yield pb.RestoreReply(filled=filled)
+                crash_point("restore.first_filled")
+                encoding = info.encoding or ("blob" if info.kind is FrameKind.BLOB else "tombstone")
+                metrics.rows.labels("out", encoding).inc(info.rows)
+                metrics.frame_bytes.labels("out", encoding).inc(info.length)
+        finally:
+            fetched.close()  # type: ignore[attr-defined]  # a generator: waits for reads into our blocks
+
+    def _destination(self, request: Request, *, wait: bool) -> memoryview | None:
+        if self._over.is_set():
+            raise RestoreStopped("the trainer wants no more of it", where="restore")
+        number, offset, _ = self._places[self._next]
+        if number not in self._blocks:
+            gives_up = self._gives_up if wait else _at_once()
+            block = self._keeper.take_serving(self._session.local_rank, give_up=gives_up)
+            if block is None:
+                if wait:
+                    raise RestoreStopped("no block came free: the trainer stopped reading", where="restore")
+                return None
+            self._blocks[number] = block
+        self._next += 1
+        return self._keeper.arena.block(self._blocks[number])[offset : offset + request.length]
+
+    def _gives_up(self) -> bool:
+        idle_s = time.monotonic() - self._heard_s
+        return self._over.is_set() or not self._alive() or idle_s > self._run.settings.stream_idle_s
+
+    def _read(self, requests: Iterator[pb.RestoreRequest]) -> None:
+        try:
+            for request in requests:
+                self._heard_s = time.monotonic()
+                for block in request.freed.blocks:
+                    self._keeper.served(self._session.local_rank, block)
+            self._clean = True
+        except Exception as error:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
+            self._log.debug("restore.stream_broke", **explain(error))
+        finally:
+            self._over.set()
+
+    def _wait_for_reader(self, alive: Callable[[], bool]) -> None:
+        """Blocks come back by the trainer's word: `freed`, or the end of its half of the stream."""
+        until = time.monotonic() + self._run.settings.stream_idle_s
+        while alive() and not self._over.wait(0.2) and time.monotonic() < until:
+            pass
+        if self._over.is_set() and self._clean:
+            self._keeper.read_all(self._session.local_rank)
+        else:
+            self._keeper.quarantine(self._session.local_rank, Use.SERVING)
+
+
+def _at_once() -> Callable[[], bool]:
+    """A `give_up` that allows one look."""
+    looks = iter((False,))
+    return lambda: next(looks, True)
+
+
+def _schema(schemas: dict[str, TableSchema], fqn: str) -> TableSchema:
+    if fqn not in schemas:
+        raise IncompletePlan(f"table {fqn} was not named at Attach", where="restore")
+    return schemas[fqn]

@@ -1,0 +1,1 @@
+"""The run as this sidecar sees it: store, log, attempts, health."""

@@ -1,0 +1,341 @@
+"""The run as this sidecar sees it: store, log, cache, attempts, and what of them trainers are told.
+
+Nothing here is needed to start: the store is first asked when a trainer opens an attempt (or by the background look at
+the log that makes Attach's reply and the prefetch better informed). Decisions at a cut are made from what is known
+already; the commit judges again, at its slot. Which run it is may be known only at Attach (`identity`).
+
+Every session commits through a handle of its own on the log, so that a commit which waits for a store that is down
+never keeps another trainer from opening its attempt.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.format.index import table_message
+from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.log.chain import chain, in_lineage, parts_of
+from deltashard_checkpoint.log.commit_log import RunLog, stopped
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
+from deltashard_checkpoint.restore.fetcher import warm_cache
+from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
+from deltashard_checkpoint.stores.deadline import deadline
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.write import differential
+from deltashard_checkpoint.write.attempt import (
+    CLOSING_WAIT_S,
+    mark_closing,
+    open_attempt,
+    select,
+    unmark_closing,
+)
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.fleet.directive import Policy
+from deltashard_sidecar.run.identity import Identity, identity
+from deltashard_sidecar.run.range_search import Searches
+from deltashard_sidecar.run.read_ahead import IndexesAhead
+from deltashard_sidecar.run.store_health import StoreHealth
+from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.settings import Settings
+from deltashard_sidecar.telemetry.incident import Incidents
+from deltashard_sidecar.telemetry.metric import Metrics
+from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+
+REATTACH_DEADLINE_S = 5.0
+"""A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
+CLOSING_DEADLINE_S = 3.0
+OPEN_AGAIN_S = 0.5
+"""Between looks of an Open that waits for credentials or a bucket."""
+
+
+def commit_message(entry: Checkpoint, *, durable_s: float = 0.0) -> pb.Commit:
+    """What trainers are told of a checkpoint."""
+    return pb.Commit(
+        seq=entry.seq,
+        attempt=entry.attempt,
+        cut=entry.cut,
+        step=entry.step,
+        baseline=entry.baseline,
+        durable_s=durable_s,
+        stored_bytes=entry.stored_bytes,
+        raw_bytes=entry.raw_bytes,
+        rows=entry.rows,
+    )
+
+
+class Run:
+    """The run of this sidecar. Thread-safe."""
+
+    def __init__(self, settings: Settings, *, metrics: Metrics, log: Logger) -> None:
+        self.settings = settings
+        self.incidents = Incidents(metrics, awaited=bool(settings.fleet))
+        self.health = StoreHealth(self.incidents, metrics=metrics, log=log)
+        self.store: Store = open_store(settings.url, observer=self.health)
+        self.cache = PackCache(Path(settings.cache_dir), budget_bytes=settings.cache_bytes)
+        self.identity = Identity(run=settings.run, owner=settings.owner)
+        self.named = threading.Event()
+        """Set once `identity` is what this pod trains; before that nothing of any run is looked at."""
+        self.log = RunLog(self.store, settings.run)
+        self.token = new_token()
+        self.metrics = metrics
+        self.searches = Searches(settings.search)
+        self._logger = log
+        self._lock = threading.Lock()
+        self._logs: dict[str, RunLog] = {}
+        self._seen: RunState | None = None
+        if (known := identity(settings, None)) is not None:
+            self._name(known)
+
+    def _name(self, known: Identity) -> None:
+        self.identity, self._seen = known, None
+        self.log = RunLog(self.store, known.run)
+        self.named.set()
+
+    def identify(self, world_size: int, *, free: bool) -> bool:
+        """A trainer attached that says how many ranks train: now it is known which run this pod's is.
+
+        False when it would be another run and this one is in use (not `free`). Saves of an earlier trainer keep the
+        handle, and so the run, that they began with.
+        """
+        known = identity(self.settings, world_size)
+        assert known is not None
+        with self._lock:
+            if self.named.is_set() and known == self.identity:
+                return True
+            if self.named.is_set() and not free:
+                return False
+            self._name(known)
+        self._logger.info("run.named", name=known.run, world_size=world_size)
+        return True
+
+    @property
+    def name(self) -> str:
+        """Where in the store this pod's checkpoints are."""
+        return self.identity.run
+
+    def close(self) -> None:
+        """Release the cache directory and the store's connections."""
+        self.cache.close()
+        self.store.close()
+
+    # What is known.
+
+    def learn(self, *, deadline_s: float) -> RunState | None:
+        """The log at its tip, after the store was tried as an Open would; None when it does not answer in time."""
+        state: RunState | None = None
+        try:
+            state = self.log.refresh(deadline_s=deadline_s)
+            self.log.probe(deadline_s=deadline_s)
+        except DeltashardError as error:
+            self._logger.warning("log.unseen" if state is None else "store.unproven", **explain(error))
+        return state
+
+    def state(self) -> RunState:
+        """The newest that any handle has seen. No store is asked."""
+        with self._lock:
+            seen = [self.log.state, *(log.state for log in self._logs.values() if log.run == self.name)]
+            if self._seen is not None:
+                seen.append(self._seen)
+            self._seen = max(seen, key=lambda state: state.tip)
+            return self._seen
+
+    def has_checkpoint(self) -> bool:
+        """Whether any is known; False also while the store has not answered yet."""
+        return bool(self.log.state.checkpoints)
+
+    def log_of(self, session: Session) -> RunLog:
+        """The session's own handle on the log."""
+        with self._lock:
+            return self._logs.get(session.id, self.log)
+
+    def forget_others(self, used: Callable[[], set[str]]) -> None:
+        """Let the handles of sessions go that nobody uses any more; `used` gives the ids of those in use.
+
+        What is held is looked at first: a session is attached before it gets a handle, so one that is held already and
+        yet not in use is over.
+        """
+        with self._lock:
+            held = set(self._logs)
+        over = held - used() if held else held
+        if over:
+            self.state()  # remembers what they have seen
+        with self._lock:
+            for session_id in over:
+                self._logs.pop(session_id, None)
+
+    def newest_attempt(self, session: Session) -> int:
+        """The attempt that fences all others, as last seen."""
+        return self.log_of(session).state.attempt or 0
+
+    def last_commit(self, state: RunState, attempt: int) -> pb.Commit | None:
+        """The newest commit of an attempt."""
+        opened = state.attempts.get(attempt)
+        seq = None if opened is None else opened.last_seq
+        entry = None if seq is None else state.checkpoints.get(seq)
+        return None if entry is None else commit_message(entry)
+
+    # Attempts.
+
+    def resume(self, session: Session) -> pb.Commit | None:
+        """A trainer attached that trains under an attempt already: its last commit, as far as the store answers."""
+        assert session.attempt is not None
+        log = self.log.fork()
+        try:
+            log.refresh(deadline_s=REATTACH_DEADLINE_S)
+        except DeltashardError as error:
+            self._logger.warning("log.unseen", **explain(error))
+        with self._lock:
+            self._logs[session.id] = log
+        return self.last_commit(log.state, session.attempt)
+
+    def open(self, request: pb.OpenRequest, session: Session, *, step_seen: int) -> pb.OpenReply:
+        """Open an attempt for `session`; raises what `open_attempt` raises, and what reading `from_run` does.
+
+        In a pod, what a person must mend elsewhere (a Secret, a bucket, a quota) is waited for, by the same deadline:
+        the store's health tells people meanwhile, and a container that restarts instead would only lose its pod's
+        back-off to it.
+        """
+        until_s = time.monotonic() + self.settings.open_deadline_s
+        waits = False
+        while True:
+            try:
+                left_s = max(0.0, until_s - time.monotonic())
+                return self._open(request, session, step_seen=step_seen, deadline_s=left_s)
+            except (AccessDenied, BucketMissing, StoreFull) as error:
+                if not self.settings.workload_uid or session.closed or time.monotonic() >= until_s:
+                    raise
+                if not waits:
+                    waits = True
+                    self._logger.warning("open.waits", **explain(error))
+                time.sleep(OPEN_AGAIN_S)
+
+    def _open(
+        self, request: pb.OpenRequest, session: Session, *, step_seen: int, deadline_s: float
+    ) -> pb.OpenReply:
+        which = request.which or "latest"
+        source: Checkpoint | None = None
+        damage, lost = "", False
+        log = self.log.fork()
+        if request.from_run:
+            other = RunLog(self.store, request.from_run)
+            read = other.refresh(deadline_s=deadline_s)
+            if read.damage() is not None and not read.checkpoints:
+                raise stopped(read)
+            source = select(read, which, request.exclude_seqs)
+            damage = read.damage() or ""
+            lost = damage != "" and which == "latest"
+            which = "none"
+        opened = open_attempt(
+            log,
+            owner=self.identity.owner,
+            workload=self.settings.workload_uid,
+            pod=self.settings.pod_uid,
+            world_size=session.world_size,
+            which=which,
+            exclude=() if request.from_run else request.exclude_seqs,
+            takeover=request.takeover,
+            closing_wait_s=min(CLOSING_WAIT_S, deadline_s),
+            deadline_s=deadline_s,
+            choosing=lambda state, checkpoint: self._read_ahead(session, state, checkpoint.seq),
+        )
+        with self._lock:
+            self._logs[session.id] = log
+        damage = "; ".join(filter(None, (damage, opened.damage)))
+        if damage:
+            self.metrics.log_damaged.inc()
+            self._logger.error("log.damaged", what=damage, voided=opened.voided)
+        resume = source if source is not None else opened.resume
+        reply = pb.OpenReply(
+            attempt=opened.attempt,
+            waited_s=opened.waited_s,
+            fell_back=opened.fell_back or lost,
+            log_damage=damage,
+        )
+        if opened.voided is not None:
+            reply.voided_first, reply.voided_stop = opened.voided
+        if resume is not None:
+            self.metrics.resumed(step=resume.step, at_s=resume.at_s)
+            reply.resume_seq = resume.seq
+            reply.step = resume.step
+            reply.cut = resume.cut
+            reply.resume_attempt = resume.attempt
+            reply.fingerprint.update(resume.fingerprint)
+            reply.tables.extend(table_message(table) for table in resume.tables)
+            if step_seen > 0:
+                reply.last_step_seen = step_seen
+        return reply
+
+    def _read_ahead(self, session: Session, state: RunState, seq: int) -> None:
+        """Begin to read the indexes that a restore of this checkpoint will ask for."""
+        try:
+            parts = (
+                *(link.part for link in chain(state, seq, session.boxes, strict=False)),
+                *parts_of(state, seq),
+            )
+        except DeltashardError:
+            return  # the restore will say what is wrong
+        session.ahead = IndexesAhead(self.store, state.run, parts)
+
+    def closing(self, attempt: int, *, begun: bool) -> None:
+        """Best effort: tell openers elsewhere that a save of this attempt still uploads, or that it ended."""
+        try:
+            with deadline(CLOSING_DEADLINE_S):
+                (mark_closing if begun else unmark_closing)(self.log, attempt, self.token)
+        except DeltashardError as error:
+            self._logger.warning("closing.unmarked", **explain(error))
+
+    # Cuts.
+
+    def decide(self, session: Session, begin: pb.SaveRequest.Begin, policy: Policy) -> tuple[int | None, str]:
+        """(seq the cut must cover since, None for all rows; what to write of it into the log). No store is asked."""
+        assert session.attempt is not None
+        state = self.log_of(session).state
+        history = differential.history(state, session.attempt)
+        decision = differential.decide(policy.differential, history, force_full=begin.full)
+        commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
+        base = begin.since_baseline_seq if begin.HasField("since_baseline_seq") else None
+        covers: int | None = None
+        # IMPORTANT: a cut may only lean on what the trainer vouches for *and* the log shows as live in this attempt's
+        # lineage. Anything else is a whole baseline: more bytes, never a lost row.
+        if decision != "full" and base is not None and in_lineage(state, session.attempt, base):
+            covers = base
+        if decision == "since_commit" and commit is not None and in_lineage(state, session.attempt, commit):
+            covers = commit
+        held = "baseline" if covers is None else f"since {covers}"
+        return covers, (
+            f"{begin.reason or 'user'}; {policy.differential}: {held}; {policy.encoding}, "
+            f"state {policy.state_encoding}"
+        )
+
+    def cache_bytes(self) -> int:
+        """Bytes in the cache directory."""
+        return self.cache.used_bytes
+
+    # Prefetch.
+
+    def prefetch(self, seq: int, wanted: Callable[[], bool]) -> int:
+        """Bring the packs of a checkpoint's chain into the local cache, newest first; returns the bytes fetched.
+
+        Whole packs, as they were written: a later read checks every frame's hash. Stops when `wanted()` is false, or
+        when the cache has no room that costs nothing.
+        """
+        state = self.log.state
+        parts = [link.part for link in chain(state, seq)]
+        indexes = load_indexes(self.store, state.run, parts, deadline_s=self.settings.restore_deadline_s)
+        packs = [pack for index in indexes.values() for pack in index.packs]
+        return warm_cache(
+            self.store,
+            state.run,
+            packs,
+            self.cache,
+            deadline_s=self.settings.restore_deadline_s,
+            stopped=lambda: not wanted(),
+        )

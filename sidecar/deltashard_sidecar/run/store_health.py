@@ -1,0 +1,146 @@
+"""Whether the store answers, from the calls that are made on it anyway: no probe of its own.
+
+Every try of every call comes by here (`stores.retries.StoreObserver`). An answer that is about an object (there, not
+there, taken) means the store is well. A refusal that waiting will not mend by itself (bucket missing, quota full, keys
+denied, a clock that is off) counts at once; an unreachable store counts once several tries in a row failed over some
+seconds, since single ones are retried and forgotten. Each cause is one incident, with the refusal's own sentence.
+
+How it stands is kept for each kind of call (write, read, list, delete), because rights and quotas are given for each: a
+trouble of that sort ends with the next success of its own kind, whatever other calls bring. What is wrong with the
+whole store ends with any success, and what keeps requests from it (no keys, no connection) with any answer.
+
+The pipeline's threads call this: the way of a healthy store takes no lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
+    BucketMissing,
+    ClockSkew,
+    CredentialsMissing,
+    ObjectExists,
+    ObjectNotFound,
+    StoreFull,
+    StoreUnavailable,
+)
+from deltashard_proto.v1 import fleet_pb2 as fleet
+
+from deltashard_sidecar.telemetry.incident import Incidents
+from deltashard_sidecar.telemetry.metric import Metrics
+from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+
+UNAVAILABLE_AFTER_S = 3.0
+UNAVAILABLE_TRIES = 3
+KINDS = {"put": "write", "put_if_absent": "write", "get": "read", "get_into": "read", "head": "read"}
+"""Operation -> the kind of call it is; others are a kind by themselves."""
+OF_ONE_KIND = frozenset({"denied", "full", "refused"})
+"""Causes that say nothing about other kinds of calls."""
+UNANSWERED = frozenset({"missing", "unavailable"})
+"""Causes for which no request reached the store."""
+
+_ANSWERS = (ObjectNotFound, ObjectExists)
+_CAUSES: tuple[tuple[type[Exception], str], ...] = (
+    (CredentialsMissing, "missing"),
+    (AccessDenied, "denied"),
+    (BucketMissing, "bucket_missing"),
+    (StoreFull, "full"),
+    (ClockSkew, "clock"),
+    (StoreUnavailable, "unavailable"),
+    (UserError, "refused"),
+)
+
+
+def cause_of(error: Exception | None) -> str:
+    """Why the store did not serve; empty when the fault, if any, is not the store's. Pure."""
+    return next((cause for kind, cause in _CAUSES if isinstance(error, kind)), "")
+
+
+class StoreHealth:
+    """The observer of one store. Thread-safe."""
+
+    def __init__(
+        self,
+        incidents: Incidents,
+        *,
+        metrics: Metrics,
+        log: Logger,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._incidents = incidents
+        self._metrics = metrics
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._causes: dict[str, str] = {}
+        """Why the newest call of a kind was not served, where it was not. Replaced, never changed in place."""
+        self._failures = 0
+        self._failing_since_s = 0.0
+
+    @property
+    def store_ok(self) -> bool:
+        """Whether the store serves every kind of call, as far as that is its own business."""
+        return set(self._causes.values()) <= {"missing"}
+
+    @property
+    def credentials_ok(self) -> bool:
+        """Whether there are credentials at all."""
+        return "missing" not in self._causes.values()
+
+    def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:  # noqa: ARG002 - protocol
+        """See `StoreObserver.attempted`."""
+        cause, kind = cause_of(error), KINDS.get(operation, operation)
+        if not cause:
+            if (self._causes or self._failures) and (error is None or isinstance(error, _ANSWERS)):
+                self._recovered(kind)
+            return
+        assert error is not None
+        if cause == "unavailable":  # every other error is an answer
+            self._metrics.retries.inc()
+        with self._lock:
+            now_s = self._clock()
+            if self._failures == 0:
+                self._failing_since_s = now_s
+            self._failures += 1
+            lasting = (
+                self._failures >= UNAVAILABLE_TRIES and now_s - self._failing_since_s >= UNAVAILABLE_AFTER_S
+            )
+            if cause == "unavailable" and not lasting:
+                return
+            others = {
+                key: each
+                for key, each in self._causes.items()
+                if key != kind and (cause in UNANSWERED or each not in UNANSWERED)
+            }
+            told = cause in self._causes.values()
+            self._causes = {**others, kind: cause}
+            if told:
+                return
+        missing = cause == "missing"
+        self._log.error("credentials.missing" if missing else "store.failing", cause=cause, **explain(error))
+        self._incidents.add(
+            fleet.INCIDENT_KIND_CREDENTIALS_MISSING if missing else fleet.INCIDENT_KIND_STORE_UNAVAILABLE,
+            cause=cause,
+            message=str(error),
+        )
+
+    def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
+        """See `StoreObserver.finished`."""
+
+    def hedged(self, outcome: str) -> None:
+        """See `StoreObserver.hedged`."""
+        self._metrics.hedges.labels(outcome).inc()
+
+    def _recovered(self, kind: str) -> None:
+        with self._lock:
+            self._failures = 0
+            was = self._causes
+            self._causes = {key: each for key, each in was.items() if key != kind and each in OF_ONE_KIND}
+            over = set(was.values()) - set(self._causes.values())
+        for each in sorted(over):
+            self._log.info("store.recovered", after=each)

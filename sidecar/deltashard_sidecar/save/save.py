@@ -1,0 +1,418 @@
+"""One save: from the trainer's `begin` to the log entry, or to a named failure. Threads and streams; rules in tables.
+
+    stream thread    reads the trainer's messages: batches into the encode pool, then seal or abort
+    reply thread     (gRPC's own) sends what `outbox` holds: begun, blocks, staged or failed
+    encode pool      batch -> frame -> spooled pack; each batch encoded may free its block, which is granted anew;
+                     it begins when the trainer has stopped copying, or will soon need blocks again
+    finisher thread  after the seal: waits for the last batch, uploads, commits, tells the trainer
+
+After the seal the trainer is not needed any more. Whatever fails, fails this save only: blocks go back, what was
+spooled is dropped, one notice and one count per cause; the trainer's marks stay and the next save covers them.
+
+How a stream ends decides about its blocks: a seal or an abort is the trainer's word that its copies have stopped;
+anything else (the stream broke, or the sidecar itself failed the save) sends them to quarantine, until the rank's
+writer lock is free, the rank attaches again, or its next save begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.arena.arena import ArenaKeeper
+from deltashard_sidecar.arena.batch import BadBatch, Rows, check_blob, rows_of
+from deltashard_sidecar.arena.block import NotGranted, Use
+from deltashard_sidecar.save.lifecycle import Event, Lifecycle, State
+from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.telemetry.metric import Metrics
+from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+
+HELD_SHARE = 7 / 8
+"""Of the granted blocks: while fewer are used, nothing is encoded before the seal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """What was decided about a save at its begin."""
+
+    attempt: int
+    cut: int
+    step: int
+    reason: str
+    urgent: bool
+    covers: int | None
+    """Seq since which every changed row is sent; None: all rows."""
+    encoding: str
+    stall_budget_s: float
+    directive: str
+    """For the log entry: what made this cut what it is."""
+    state_encoding: str = "fp32"
+    follows: str | None = None
+    """The controller's directive in force, as it is recorded with the commit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sealed:
+    """What the trainer said at the seal."""
+
+    rows: int
+    raw_bytes: int
+    stall_s: float
+    metadata: dict[str, str]
+    pins: tuple[str, ...]
+    full: bool
+
+
+class Sink(Protocol):
+    """Where a save's batches go: encoded, spooled, and in the end committed. See `save.sink`."""
+
+    def rows(self, batch: Rows, data: memoryview) -> None:
+        """Encode and spool one batch; called from the pool."""
+
+    def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
+        """Spool one chunk of a blob; called from the pool."""
+
+    def commit(self, sealed: Sealed, *, deadline_s: float) -> pb.Commit:
+        """Upload what is left, put the index, create the log entry; blocks."""
+
+    def abandon(self) -> None:
+        """Stop whatever goes on and drop what was spooled; may be called at any time, from any thread."""
+
+
+class Cancelled(EnvironmentFault):
+    """The sidecar gave a save up: its deadline passed, or it stops."""
+
+
+CAUSES: tuple[tuple[str, str], ...] = (
+    ("TakenOver", "taken_over"),
+    ("FencedError", "fenced"),
+    ("Abandoned", "abandoned"),
+    ("LogGap", "log_lost"),
+    ("StoreUnavailable", "unavailable"),
+    ("CacheFull", "unavailable"),
+    ("UploadFailed", "unavailable"),
+    ("PartsMissing", "deadline"),
+    ("Cancelled", "deadline"),
+    ("BadBatch", "invalid"),
+    ("NotGranted", "invalid"),
+)
+
+
+def cause_of(error: BaseException) -> str:
+    """The short, closed-set name of why a save failed."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    for name, cause in CAUSES:
+        if name in names:
+            return cause
+    return "error"
+
+
+class Save:
+    """One save of one session. Public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        cut: Cut,
+        sink: Sink,
+        keeper: ArenaKeeper,
+        submit: Callable[[Callable[[], None]], object],
+        metrics: Metrics,
+        log: Logger,
+        deadline_s: float,
+        ended: Callable[[Save], None],
+    ) -> None:
+        self.session = session
+        self.cut = cut
+        self.life = Lifecycle().on(Event.BEGIN)
+        self.begun_s = time.monotonic()
+        self.heard_s = self.begun_s
+        self.commit: pb.Commit | None = None
+        self.failure: tuple[str, str] = ("", "")
+        self.stream_over = threading.Event()
+        self.over = threading.Event()
+        self._sink = sink
+        self._keeper = keeper
+        self._submit = submit
+        self._metrics = metrics
+        self._log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=session.rank)
+        self._deadline_s = deadline_s
+        self._ended = ended
+        self._outbox: queue.SimpleQueue[pb.SaveReply | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._drained = threading.Condition(self._lock)
+        self._pending = 0
+        self._stopped_copying = False
+        self._sealed = False
+        self._open_block: int | None = None
+        self._held: list[Callable[[], None]] | None = []
+        """Batches received and not given to the pool yet; None: they are given as they come."""
+        self._blocks_granted = 0
+        self._blocks_used = 0
+
+    # The stream.
+
+    def start(self) -> None:
+        """Grant the first blocks; to be called before `read` and `replies`."""
+        self._keeper.on_free(self.session.local_rank, self._grant)
+        self._grant()
+
+    def replies(self) -> Iterator[pb.SaveReply]:
+        """What to send the trainer; ends when the stream is over."""
+        begun = pb.SaveReply.Begun(
+            covers=self.cut.covers,
+            encoding=self.cut.encoding,
+            stall_budget_s=self.cut.stall_budget_s,
+            state_encoding=self.cut.state_encoding,
+        )
+        yield pb.SaveReply(begun=begun)
+        while (reply := self._outbox.get()) is not None:
+            yield reply
+
+    def read(self, requests: Iterator[pb.SaveRequest]) -> None:
+        """Take the trainer's messages until the stream ends, well or badly; never raises."""
+        try:
+            for request in requests:
+                self.heard_s = time.monotonic()
+                self._take(request)
+        except Exception as error:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
+            self._log.debug("save.stream_broke", **explain(error))
+        finally:
+            self._stream_ended()
+
+    def _take(self, request: pb.SaveRequest) -> None:
+        kind = request.WhichOneof("kind")
+        with self._lock:
+            if self.life.state is not State.STAGING:
+                # Failed already: of the rest only the trainer's word matters.
+                self._stopped_copying |= kind == "abort"
+                return
+        try:
+            if kind == "rows":
+                d = request.rows
+                batch = rows_of(d, self.session.tables, self._keeper.block_bytes)
+                data = self._received(d.block, d.offset, batch.length)
+                self._encode(d.block, lambda: self._sink.rows(batch, data))
+            elif kind == "blob":
+                chunk = request.blob
+                check_blob(chunk, self._keeper.block_bytes)
+                data = self._received(chunk.block, chunk.offset, chunk.length)
+                self._encode(chunk.block, lambda: self._sink.blob(chunk, data))
+            elif kind == "seal":
+                self._seal(request.seal)
+            elif kind == "abort":
+                self._abort(request.abort.cause)
+            elif kind == "several":
+                self._take_several(request.several)
+            else:
+                self.fail(BadBatch(f"unexpected message {kind!r} in a save", where="save stream"))
+        except (BadBatch, NotGranted) as error:
+            self.fail(error)
+
+    def _take_several(self, several: pb.SaveRequest.Several) -> None:
+        for request in several.requests:
+            if (kind := request.WhichOneof("kind")) not in ("rows", "blob", "seal"):
+                raise BadBatch(f"{kind!r} among several descriptors", where="save stream")
+            self._take(request)
+
+    def _received(self, block: int, offset: int, length: int) -> memoryview:
+        # Only the stream thread comes here. No lock of ours is held: freeing a block grants it to other saves.
+        closes = self._open_block if self._open_block != block else None
+        data = self._keeper.received(self.session.local_rank, block, offset, length, closes=closes)
+        with self._lock:
+            self._pending += 1
+            self._blocks_used += self._open_block != block
+        self._open_block = block
+        self._metrics.queue.inc()
+        crash_point("stage.batch_received")
+        return data
+
+    def _encode(self, block: int, work: Callable[[], None]) -> None:
+        """Have one batch encoded: now, or, while the trainer has blocks left, after its copy.
+
+        Training stands still for the copy, and encoding takes memory bandwidth and, on shared cores, time from it.
+        """
+        encode = functools.partial(self._encode_now, block, work)
+        with self._lock:
+            if self._held is not None and self._blocks_used < self._blocks_granted * HELD_SHARE:
+                self._held.append(encode)
+                return
+        self._encode_held()
+        self._submit(encode)
+
+    def _encode_held(self) -> None:
+        for encode in self._no_longer_held():
+            with contextlib.suppress(RuntimeError):  # queued, though no thread more can be started
+                self._submit(encode)
+
+    def _no_longer_held(self) -> list[Callable[[], None]]:
+        with self._lock:
+            held, self._held = self._held, None
+        return held or []
+
+    def _encode_now(self, block: int, work: Callable[[], None]) -> None:
+        """One batch, on a thread of the pool; whatever happens to it, its block is given back."""
+        try:
+            if not self.life.ended:
+                started_s = time.thread_time()
+                crash_point("encode.first")
+                work()
+                self._metrics.encode.inc(time.thread_time() - started_s)
+        except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
+            self.fail(error)
+        finally:
+            self._keeper.encoded(block)
+            self._metrics.queue.dec()
+            with self._drained:
+                self._pending -= 1
+                self._drained.notify_all()
+
+    def _grant(self) -> None:
+        with self._lock:
+            if self.life.state is not State.STAGING:
+                return
+            granted = self._keeper.grant(self.session.local_rank)
+            self._blocks_granted += len(granted)
+            if granted:
+                self._outbox.put(pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted)))
+        if granted:
+            crash_point("stage.granted")
+
+    def _seal(self, seal: pb.SaveRequest.Seal) -> None:
+        sealed = Sealed(
+            rows=seal.rows,
+            raw_bytes=seal.raw_bytes,
+            stall_s=seal.stall_s,
+            metadata=dict(seal.metadata),
+            pins=tuple(sorted({*seal.pins, *([seal.pin] if seal.HasField("pin") else [])})),
+            full=seal.full,
+        )
+        with self._lock:
+            self.life = self.life.on(Event.SEAL)
+            self._sealed = True
+        self._stop_granting()
+        self._metrics.stall.observe(sealed.stall_s)
+        self._metrics.in_flight.inc()
+        self.session.stall_aborts = 0
+        self._log.info(
+            "save.staged", stall_s=round(sealed.stall_s, 4), rows=sealed.rows, raw_bytes=sealed.raw_bytes
+        )
+        crash_point("stage.sealed")
+        name = f"finish-{self.cut.attempt}-{self.cut.cut}"
+        threading.Thread(target=self._finish, args=(sealed,), name=name, daemon=True).start()
+        # IMPORTANT: from this reply on the trainer changes its tensors. Every batch it sent lies in a block of ours.
+        self._outbox.put(pb.SaveReply(staged=pb.SaveReply.Staged(cut=self.cut.cut)))
+        self._outbox.put(None)
+        self._encode_held()
+
+    def _stop_granting(self) -> None:
+        """The trainer writes no more: its open and unused blocks are ours again."""
+        self._keeper.on_free(self.session.local_rank, None)
+        self._keeper.surrender(self.session.local_rank)
+
+    def _abort(self, cause: str) -> None:
+        self._stopped_copying = True
+        known = cause if cause == "stall_budget" else "aborted"
+        self.session.stall_aborts = self.session.stall_aborts + 1 if cause == "stall_budget" else 0
+        self._end(Event.ABORT, known, cause or "the trainer aborted the save")
+
+    def _stream_ended(self) -> None:
+        with self._lock:
+            staging = self.life.state is State.STAGING
+        if staging:
+            self._end(Event.BREAK, "broken", "the stream ended before the seal")
+        self._keeper.on_free(self.session.local_rank, None)
+        if not self._sealed:
+            if self._stopped_copying:
+                self._keeper.surrender(self.session.local_rank)
+            else:
+                count = self._keeper.quarantine(self.session.local_rank, Use.GRANTED)
+                if count:
+                    self._log.warning("save.quarantined", blocks=count)
+        self.stream_over.set()
+        self._outbox.put(None)
+
+    # The end.
+
+    def _finish(self, sealed: Sealed) -> None:
+        deadline_s = self.begun_s + self._deadline_s
+        try:
+            with self._drained:
+                done = self._drained.wait_for(
+                    lambda: self._pending == 0 or self.life.ended, deadline_s - time.monotonic()
+                )
+                if self.life.ended:
+                    return
+                if done:
+                    self.life = self.life.on(Event.ENCODED)
+            if not done:
+                self.fail(Cancelled(f"{self._pending} batches are not encoded yet", where="save deadline"))
+                return
+            commit = self._sink.commit(sealed, deadline_s=max(0.0, deadline_s - time.monotonic()))
+            commit.durable_s = time.monotonic() - self.begun_s
+            with self._lock:
+                if self.life.ended:
+                    self._log.warning("save.committed_late", seq=commit.seq)  # given up, yet it is in the log
+                else:
+                    self.life = self.life.on(Event.COMMIT)
+                    self._metrics.in_flight.dec()
+            self.commit = commit
+            self._tell()
+        except Exception as error:  # noqa: BLE001 - every failure of a save is that save's alone
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """This save ends here, for this reason; no-op when it has ended."""
+        if not isinstance(error, DeltashardError):
+            self._log.error("save.unexpected", exc_info=error)
+        self._end(Event.FAIL, cause_of(error), str(error))
+
+    def cancel(self, cause: str, message: str) -> None:
+        """The sidecar gives this save up; no-op when it has ended."""
+        self._end(Event.FAIL, cause, message)
+
+    def _end(self, event: Event, cause: str, message: str) -> None:
+        with self._lock:
+            if self.life.ended:
+                return
+            was = self.life.state
+            self.life = self.life.on(event, cause)
+            self.failure = (cause, message)
+            self._drained.notify_all()
+        self._log.warning("save.failed", cause=cause, message=message, state=was.value)
+        self._metrics.failed(cause)
+        if was is State.STAGING:
+            failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
+            self._outbox.put(pb.SaveReply(failed=failed))
+            self._outbox.put(None)
+        else:
+            self._metrics.in_flight.dec()
+        for encode in self._no_longer_held():
+            encode()  # of a save that has ended it only gives the block back: nothing to queue for behind other saves
+        self._sink.abandon()
+        self._tell()
+
+    def _tell(self) -> None:
+        """It is over, whatever telling that meets: the rank's next save waits for this."""
+        try:
+            self._ended(self)
+        except Exception as error:  # noqa: BLE001 - what nobody foresaw costs the news, never the saves to come
+            self._log.error("save.untold", exc_info=error)
+        finally:
+            self.over.set()
+
+    @property
+    def staging(self) -> bool:
+        """Whether the trainer still holds it."""
+        return self.life.state is State.STAGING

@@ -1,0 +1,146 @@
+"""Where the batches of one save go: encoded into frames, spooled into packs, uploaded, committed.
+
+Each encoding thread has one buffer and reuses it: a frame's bytes are in a pack file when `add` returns, so the memory
+of encoding is one frame (8 MiB and a little) a thread, whatever the size of the cut.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
+from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_proto.arena_layout import MAX_FRAME_BYTES
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.arena.batch import BadBatch, Rows
+from deltashard_sidecar.fleet.directive import KEY
+from deltashard_sidecar.save.save import Cut, Sealed
+from deltashard_sidecar.session.session import Session
+
+if TYPE_CHECKING:
+    from deltashard_sidecar.run.run import Run
+
+_buffers = threading.local()
+
+
+def _buffer(size: int) -> memoryview:
+    """This thread's encode buffer, at least `size` bytes."""
+    held: bytearray | None = getattr(_buffers, "held", None)
+    if held is None or len(held) < size:
+        held = bytearray(size)
+        if size <= MAX_FRAME_BYTES + (1 << 20):  # a rare larger bound is not worth keeping
+            _buffers.held = held
+    return memoryview(held)
+
+
+class PartSink:
+    """The real `save.Sink`."""
+
+    def __init__(self, run: Run, session: Session, cut: Cut) -> None:
+        settings = run.settings
+        self._run = run
+        self._session = session
+        self._cut = cut
+        self._log = run.log_of(session)
+        if cut.covers is None:
+            run.searches.begin_baseline()
+        self._writer = PartWriter(
+            run.store,
+            PartTarget(
+                run=self._log.run,
+                attempt=cut.attempt,
+                cut=cut.cut,
+                step=cut.step,
+                rank=session.rank,
+                token=run.token,
+                tables=session.tables,
+                boxes=session.boxes,
+                covers=cut.covers,
+            ),
+            run.cache,
+            pack_bytes=settings.pack_bytes,
+            uploads=settings.upload_concurrency,
+            deadline_s=settings.save_deadline_s,
+        )
+
+    def rows(self, batch: Rows, data: memoryview) -> None:
+        """See `save.Sink`."""
+        frame = encode_rows(
+            table=batch.schema,
+            ids=batch.ids(data),
+            weights=batch.weights(data),
+            fields={spec.name: batch.field(i, data) for i, spec in enumerate(batch.schema.fields)},
+            encoding=self._cut.encoding,
+            step=self._cut.step,
+            col_start=batch.col_start,
+            col_stop=batch.col_stop,
+            state_encoding=self._cut.state_encoding,
+            search=self._run.searches.of(batch, data, self._cut.encoding),
+            out=_buffer(frame_bound(batch.schema, batch.columns, batch.rows)),
+        )
+        self._writer.add(frame)
+        metrics, encoding = self._run.metrics, frame.info.encoding
+        metrics.rows.labels("in", encoding).inc(batch.rows)
+        metrics.raw_bytes.labels(encoding).inc(frame.raw_bytes)
+        metrics.frame_bytes.labels("in", encoding).inc(frame.info.length)
+
+    def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
+        """See `save.Sink`."""
+        frame = encode_blob(
+            name=chunk.name,
+            offset=chunk.blob_offset,
+            blob_bytes=chunk.blob_bytes,
+            chunk=data,
+            step=self._cut.step,
+            out=_buffer(MAX_FRAME_BYTES),
+        )
+        self._writer.add(frame)
+        self._run.metrics.raw_bytes.labels("blob").inc(frame.raw_bytes)
+        self._run.metrics.frame_bytes.labels("in", "blob").inc(frame.info.length)
+
+    def commit(self, sealed: Sealed, *, deadline_s: float) -> pb.Commit:
+        """See `save.Sink`."""
+        from deltashard_sidecar.run.run import commit_message
+
+        if sealed.full:
+            self._writer.target = replace(self._writer.target, covers=None)
+        part = self._writer.finish()
+        stats = self._writer.stats
+        assert stats is not None
+        if stats.rows != sealed.rows:
+            raise BadBatch(f"{sealed.rows} rows were sealed, {stats.rows} arrived", where="seal")
+        committed = commit_part(
+            self._log,
+            attempt=self._cut.attempt,
+            cut=self._cut.cut,
+            step=self._cut.step,
+            world_size=self._session.world_size,
+            token=self._run.token,
+            report=PartReport(
+                part=part,
+                tables=self._session.tables,
+                encodings=stats.encodings,
+                rows=stats.rows,
+                raw_bytes=stats.raw_bytes,
+                stall_s=sealed.stall_s,
+                directive=self._cut.directive,
+                fingerprint=self._session.fingerprint,
+                metadata=self._metadata(sealed),
+                pins=sealed.pins,
+            ),
+            deadline_s=deadline_s,
+        )
+        return commit_message(committed.entry)
+
+    def _metadata(self, sealed: Sealed) -> dict[str, str]:
+        """The user's, and the directive that this cut followed, for a pod that starts without a controller."""
+        mine = {} if self._cut.follows is None else {KEY: self._cut.follows}
+        return {name: text for name, text in sealed.metadata.items() if name != KEY} | mine
+
+    def abandon(self) -> None:
+        """See `save.Sink`."""
+        self._writer.abort()

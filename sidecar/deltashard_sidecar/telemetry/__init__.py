@@ -1,0 +1,1 @@
+"""What people see: log lines, metrics, incidents."""

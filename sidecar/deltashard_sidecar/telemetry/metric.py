@@ -1,0 +1,204 @@
+"""Prometheus metrics of one sidecar: names and units by convention, prefix `deltashard_`, one registry per process.
+
+No label grows without bound: encodings, block uses, causes, sources and directions are closed sets; causes that are not
+in `CAUSES` count as `other`. Ages are computed at scrape time from the last commit, so a hung sidecar's last scrape
+still tells the truth about when it was.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from wsgiref.simple_server import WSGIServer
+
+from deltashard_checkpoint.stores.hedge import OUTCOMES
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+CAUSES = frozenset(
+    [
+        "aborted",
+        "stall_budget",
+        "broken",
+        "busy",
+        "fenced",
+        "taken_over",
+        "stopping",
+        "superseded",
+        "deadline",
+        "invalid",
+        "unavailable",
+        "abandoned",
+        "corrupt",
+        "log_lost",
+        "error",
+    ]
+)
+FLEET_CAUSES = frozenset(
+    [
+        "token",
+        "verification",
+        "unreachable",
+        "unauthenticated",
+        "denied",
+        "unknown_pod",
+        "no_room",
+        "replaced",
+        "protocol",
+        "other",
+    ]
+)
+"""Why the controller's heartbeat service did not take this sidecar in."""
+STALL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
+
+
+class Metrics:
+    """Every metric of the sidecar, by attribute."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._last_commit_s = 0.0
+        r = self.registry
+        self.age = Gauge(
+            "deltashard_checkpoint_age_seconds",
+            "Time since the newest commit, one resumed from included; 0 before",
+            registry=r,
+        )
+        self.age.set_function(lambda: time.time() - self._last_commit_s if self._last_commit_s else 0.0)
+        self.last_commit = Gauge(
+            "deltashard_last_commit_timestamp_seconds",
+            "Unix time of the newest commit",
+            registry=r,
+        )
+        self.last_step = Gauge(
+            "deltashard_last_committed_step", "Training step of the newest commit", registry=r
+        )
+        self.stall = Histogram(
+            "deltashard_save_stall_seconds", "Time a cut held the trainer", buckets=STALL_BUCKETS, registry=r
+        )
+        self.durable = Histogram(
+            "deltashard_save_durable_seconds",
+            "From begin to the log entry",
+            buckets=SECONDS_BUCKETS,
+            registry=r,
+        )
+        self.commits = Counter("deltashard_commits", "Checkpoints committed", ("kind",), registry=r)
+        self.failures = Counter(
+            "deltashard_save_failures", "Saves that failed, by cause", ("cause",), registry=r
+        )
+        self.skipped = Counter(
+            "deltashard_saves_skipped", "Due saves skipped under a running one", registry=r
+        )
+        self.rows = Counter(
+            "deltashard_rows",
+            "Rows encoded (in) and handed to a trainer (out)",
+            ("direction", "encoding"),
+            registry=r,
+        )
+        self.raw_bytes = Counter(
+            "deltashard_raw_bytes", "Bytes of batches before encoding", ("encoding",), registry=r
+        )
+        self.frame_bytes = Counter(
+            "deltashard_frame_bytes",
+            "Bytes of frames written (in) and handed to a trainer (out)",
+            ("direction", "encoding"),
+            registry=r,
+        )
+        self.encode = Counter("deltashard_encode_cpu_seconds", "Processor time spent encoding", registry=r)
+        self.blocks = Gauge("deltashard_arena_blocks", "Blocks of the arena by use", ("use",), registry=r)
+        self.queue = Gauge(
+            "deltashard_encode_queue_batches", "Batches handed over and not yet encoded", registry=r
+        )
+        self.in_flight = Gauge("deltashard_saves_in_flight", "Saves staged and not yet ended", registry=r)
+        self.spooled = Gauge("deltashard_cache_bytes", "Bytes in the cache directory", registry=r)
+        self.restores = Counter(
+            "deltashard_restores", "Restores served, by outcome", ("outcome",), registry=r
+        )
+        self.restore_seconds = Histogram(
+            "deltashard_restore_seconds",
+            "Seconds a restore took, by where most of its bytes came from",
+            ("source",),
+            buckets=SECONDS_BUCKETS,
+            registry=r,
+        )
+        self.restore_bytes = Counter(
+            "deltashard_restore_bytes", "Bytes restored, by source", ("source",), registry=r
+        )
+        self.retries = Counter(
+            "deltashard_store_retries", "Attempts on the store that failed and may be retried", registry=r
+        )
+        self.hedges = Counter(
+            "deltashard_store_hedged_reads",
+            "Reads that took so long that they were asked for a second time, by what came of that",
+            ("outcome",),
+            registry=r,
+        )
+        self.trainers = Gauge("deltashard_trainers_attached", "Trainers attached", registry=r)
+        self.attempts = Counter(
+            "deltashard_attempts_opened", "Attempts opened by trainers of this process", registry=r
+        )
+        self.log_damaged = Counter(
+            "deltashard_log_damaged",
+            "Attempts opened on a commit log that could not be followed to its end: commits may be lost",
+            registry=r,
+        )
+        self.housekeeping = Counter(
+            "deltashard_housekeeping",
+            "Rounds of retention, gc and compaction",
+            ("task", "outcome"),
+            registry=r,
+        )
+        self.fleet_connected = Gauge(
+            "deltashard_fleet_connected", "Whether the controller hears this sidecar", registry=r
+        )
+        self.fleet_reconnects = Counter(
+            "deltashard_fleet_reconnects", "Streams to the controller begun after the first", registry=r
+        )
+        self.fleet_refusals = Counter(
+            "deltashard_fleet_refusals",
+            "Streams to the controller that were not taken in, by cause",
+            ("cause",),
+            registry=r,
+        )
+        self.directives = Counter(
+            "deltashard_directives_applied", "Directives of the controller that came into force", registry=r
+        )
+        self.incidents_dropped = Counter(
+            "deltashard_incidents_dropped",
+            "Incidents that went before the controller had taken them",
+            registry=r,
+        )
+        for outcome in OUTCOMES:
+            self.hedges.labels(outcome)
+        for cause in sorted(FLEET_CAUSES):
+            self.fleet_refusals.labels(cause)
+        for cause in sorted(CAUSES | {"other"}):
+            self.failures.labels(cause)
+
+    def watch_blocks(self, counts: Callable[[], dict[str, int]], uses: Iterable[str]) -> None:
+        """Read the arena's blocks by use at scrape time."""
+        for use in uses:
+            self.blocks.labels(use).set_function(lambda use=use: counts()[use])  # type: ignore[misc]
+
+    def failed(self, cause: str) -> None:
+        """Count one failed save."""
+        self.failures.labels(cause if cause in CAUSES else "other").inc()
+
+    def resumed(self, *, step: int, at_s: float) -> None:
+        """A trainer goes on from a checkpoint committed at `at_s` (Unix seconds, by its writer's clock)."""
+        self._last_commit_s = at_s
+        self.last_commit.set(at_s)
+        self.last_step.set(step)
+
+    def committed(self, *, step: int, baseline: bool, durable_s: float) -> None:
+        """Count one commit."""
+        self._last_commit_s = time.time()
+        self.last_commit.set(self._last_commit_s)
+        self.last_step.set(step)
+        self.durable.observe(durable_s)
+        self.commits.labels("baseline" if baseline else "delta").inc()
+
+    def serve(self, host: str, port: int) -> tuple[WSGIServer, int]:
+        """Serve `/metrics`; returns the server and the port it got (port 0 picks one)."""
+        server, _thread = start_http_server(port, addr=host, registry=self.registry)
+        return server, int(server.server_port)

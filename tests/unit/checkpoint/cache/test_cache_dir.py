@@ -1,0 +1,171 @@
+"""Caches of many runs on one machine: together they keep to a budget, and nobody's cache goes while it is in use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.cache import cache_dir
+from deltashard_checkpoint.cache.cache_dir import own, sweep
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.cache.pack_spool import CacheUnusable
+
+from tests.unit.checkpoint.format.samples import open_descriptors
+
+PACK = 640
+
+
+def a_run(directory: Path, packs: int, used_s: float) -> None:
+    """The cache of a run that ended, last used then."""
+    with PackCache(directory, budget_bytes=1 << 20) as cache:
+        for n in range(packs):
+            spool = cache.create(str(n), capacity_bytes=PACK)
+            spool.reserve(PACK)
+            spool.write(0, memoryview(b"x" * PACK))
+            cache.seal(spool)
+            cache.unpin(str(n))
+    for path in directory.iterdir():
+        os.utime(path, (used_s, used_s))
+
+
+def left(parent: Path) -> list[str]:
+    return sorted(path.name for path in parent.iterdir())
+
+
+def test_least_recently_used_runs_go_first_until_all_keep_to_the_budget(tmp_path: Path) -> None:
+    for name, packs, used_s in (("b", 2, 200.0), ("a", 2, 300.0), ("c", 2, 100.0), ("mine", 1, 50.0)):
+        a_run(tmp_path / name, packs, used_s)
+    assert sweep(tmp_path / "mine", budget_bytes=7 * PACK).runs == 0
+    swept = sweep(tmp_path / "mine", budget_bytes=7 * PACK - 1)
+    assert (swept.runs, swept.bytes) == (1, 2 * PACK)
+    assert left(tmp_path) == ["a", "b", "mine"]
+    assert sweep(tmp_path / "mine", budget_bytes=0).runs == 2
+    assert left(tmp_path) == ["mine"], "one's own is never swept"
+
+
+def test_using_a_cache_makes_its_run_recent(tmp_path: Path) -> None:
+    """If only by opening it: a run whose restores read the store's copy is not over."""
+    a_run(tmp_path / "old", 1, 100.0)
+    a_run(tmp_path / "new", 1, 200.0)
+    PackCache(tmp_path / "old", budget_bytes=1 << 20).close()
+    sweep(tmp_path / "mine", budget_bytes=PACK)
+    assert left(tmp_path) == ["old"]
+
+
+def test_what_a_live_sidecar_owns_is_counted_and_left_alone(tmp_path: Path) -> None:
+    """Held by another process, or by another cache of this one; nor does looking at it take its lock away."""
+    for name, used_s in (("other", 1.0), ("here", 2.0), ("over", 3.0)):
+        a_run(tmp_path / name, 1, used_s)
+    code = (
+        "import sys; from pathlib import Path; from deltashard_checkpoint.cache.cache_dir import own;"
+        "own(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
+    )
+    with (
+        PackCache(tmp_path / "here", budget_bytes=1 << 20) as here,
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path / "other")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as holder,
+    ):
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"owned\n"
+        assert sweep(tmp_path / "mine", budget_bytes=2 * PACK).runs == 1
+        assert sweep(tmp_path / "mine", budget_bytes=0).runs == 0
+        assert left(tmp_path) == ["here", "other"]
+        assert "0" in here
+        with pytest.raises(CacheUnusable, match="another running process"):
+            own(tmp_path / "other", wait_s=0.0)
+        holder.communicate(timeout=60)
+    assert sweep(tmp_path / "mine", budget_bytes=0).runs == 2
+
+
+def test_what_is_no_pack_cache_is_not_touched(tmp_path: Path) -> None:
+    a_run(tmp_path / "cache", 1, 1.0)
+    (tmp_path / "cache" / "notes.txt").write_text("mine")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "big.pack").write_bytes(b"x" * 4096)
+    a_run(tmp_path / "elsewhere" / "run", 1, 1.0)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "run")
+    assert sweep(tmp_path / "mine", budget_bytes=0).runs == 0
+    assert left(tmp_path) == ["cache", "elsewhere", "link", "plain"]
+
+
+def test_one_that_was_killed_while_sweeping_leaves_what_the_next_one_sweeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path / "old", 3, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", lambda path: (_ for _ in ()).throw(OSError("killed here")))
+        patch.setattr(Path, "unlink", lambda path, **options: (_ for _ in ()).throw(OSError("killed here")))
+        assert sweep(tmp_path / "mine", budget_bytes=0).runs == 0
+    assert len(left(tmp_path)) == 1
+    assert sweep(tmp_path / "mine", budget_bytes=0).runs == 1
+    assert left(tmp_path) == []
+
+
+def test_owners_and_sweepers_at_once_never_share_a_directory(tmp_path: Path) -> None:
+    """Owners come and go while another process sweeps without mercy: what an owner writes under its lock stays."""
+    code = (
+        "import sys; from pathlib import Path; from deltashard_checkpoint.cache.cache_dir import sweep\n"
+        "print('begun', flush=True)\n"
+        "while True: sweep(Path(sys.argv[1]) / 'mine', budget_bytes=0)"
+    )
+    before = open_descriptors()
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as sweeper:
+        try:
+            assert sweeper.stdout is not None
+            assert sweeper.stdout.readline() == b"begun\n"
+            for n in range(200):
+                fd = own(tmp_path / "run", wait_s=60.0)
+                pack = tmp_path / "run" / f"{n}.pack"
+                pack.write_bytes(b"x")
+                assert pack.read_bytes() == b"x"
+                cache_dir.disown(tmp_path / "run", fd)
+        finally:
+            sweeper.kill()
+    assert open_descriptors() <= before
+
+
+def test_a_directory_that_is_swept_while_it_is_made_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when it was to be made, and is gone a moment later."""
+    made: list[bool] = []
+    make = os.mkdir
+
+    def late(path: Path, mode: int = 0o777) -> None:
+        made.append(True)
+        if len(made) == 1:
+            raise FileExistsError(errno.EEXIST, "it is there", str(path))
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    cache_dir.disown(tmp_path / "run", own(tmp_path / "run", wait_s=60.0))
+    assert len(made) == 2
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(CacheUnusable, match="cannot be written"):
+        own(tmp_path / "file", wait_s=60.0)
+
+
+def test_an_owner_waits_for_one_that_is_about_to_let_go(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from deltashard_checkpoint.cache.cache_dir import own;"
+        "own(Path(sys.argv[1])); print('owned', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"owned\n"
+        owned: list[int] = []
+        waiter = threading.Thread(target=lambda: owned.append(own(tmp_path, wait_s=60.0)))
+        waiter.start()
+        holder.communicate(timeout=60)
+        waiter.join(60)
+    cache_dir.disown(tmp_path, owned[0])

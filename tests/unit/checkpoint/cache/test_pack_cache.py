@@ -1,0 +1,142 @@
+"""The pack cache: budget, pins, restarts, one owner, a full disk, and no descriptor that stays open."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.cache.pack_spool import CacheFull, CacheUnusable
+
+from tests.unit.checkpoint.format.samples import open_descriptors
+
+
+def _put(cache: PackCache, key: str, data: bytes, *, unpin: bool = True) -> None:
+    spool = cache.create(key, capacity_bytes=len(data))
+    assert spool.reserve(len(data)) == 0
+    spool.write(0, memoryview(data))
+    cache.seal(spool)
+    if unpin:
+        cache.unpin(key)
+
+
+def _get(cache: PackCache, key: str, n: int, offset: int = 0) -> bytes | None:
+    out = bytearray(n)
+    return bytes(out) if cache.read_into(key, offset, memoryview(out)) else None
+
+
+def test_the_least_recently_used_pack_is_evicted_first(tmp_path: Path) -> None:
+    """Reading renews; the budget holds."""
+    with PackCache(tmp_path, budget_bytes=3 * 640) as cache:
+        for name in "abc":
+            _put(cache, name, name.encode() * 640)
+        assert _get(cache, "a", 3, 5) == b"aaa"
+        _put(cache, "d", b"d" * 640)
+        assert [name for name in "abcd" if name in cache] == ["a", "c", "d"]
+        assert cache.used_bytes == 3 * 640
+        assert _get(cache, "b", 1) is None
+        assert _get(cache, "a", 10, 635) is None, "reads beyond the end are not served"
+
+
+def test_pinned_packs_stay_and_a_full_budget_waits_for_a_pin_to_end(tmp_path: Path) -> None:
+    """What is not uploaded yet is never evicted; `create` waits, then gets the room, or says why not."""
+    with PackCache(tmp_path, budget_bytes=1280) as cache:
+        _put(cache, "a", b"a" * 640, unpin=False)
+        _put(cache, "b", b"b" * 640, unpin=False)
+        with pytest.raises(CacheFull, match="not uploaded yet"):
+            cache.create("c", capacity_bytes=640, wait_s=0)
+        got = threading.Event()
+        threading.Thread(target=lambda: (cache.create("c", capacity_bytes=640, wait_s=30), got.set())).start()
+        assert not got.is_set()
+        cache.unpin("a")
+        assert got.wait(30)
+        assert "a" not in cache
+        assert cache.pinned_bytes == 1280
+        with pytest.raises(CacheFull):
+            cache.create("huge", capacity_bytes=1281, wait_s=30)
+        with pytest.raises(CacheFull):
+            cache.create("d", capacity_bytes=640, wait_s=30, stopped=lambda: True)
+
+
+def test_packs_survive_a_restart_and_debris_does_not(tmp_path: Path) -> None:
+    """Order of use too; a half-filled spool of a dead owner is removed; a smaller budget evicts at start."""
+    with PackCache(tmp_path, budget_bytes=1 << 20) as cache:
+        for i, name in enumerate("abc"):
+            _put(cache, name, name.encode() * 640)
+            os.utime(cache._path(name), (i, i))
+        assert _get(cache, "a", 1) == b"a"
+        cache.create("half", capacity_bytes=100)
+    with PackCache(tmp_path, budget_bytes=1280) as cache:
+        assert [name for name in ("a", "b", "c", "half") if name in cache] == ["a", "c"]
+        assert _get(cache, "c", 640) == b"c" * 640
+    assert not list(tmp_path.glob("*.spool"))
+
+
+def test_one_owner_at_a_time(tmp_path: Path) -> None:
+    """Within a process and between processes; the lock goes with its owner."""
+    with PackCache(tmp_path, budget_bytes=1000):
+        with pytest.raises(CacheUnusable, match="another running process"):
+            PackCache(tmp_path, budget_bytes=1000)
+        code = f"""
+from pathlib import Path
+from deltashard_checkpoint.cache.pack_cache import PackCache
+PackCache(Path({str(tmp_path)!r}), budget_bytes=1000)
+"""
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "another running process" in other.stderr
+    PackCache(tmp_path, budget_bytes=1000).close()
+
+
+def test_a_full_disk_evicts_and_then_says_so(tmp_path: Path) -> None:
+    """The real thing: a process whose files may not exceed 64 KiB writes a pack of 128 KiB."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.cache.pack_spool import CacheFull
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+cache = PackCache(Path({str(tmp_path)!r}), budget_bytes=1 << 20)
+for name in ("old", "older"):
+    spool = cache.create(name, capacity_bytes=640)
+    spool.reserve(640); spool.write(0, memoryview(bytes(640))); cache.seal(spool); cache.unpin(name)
+spool = cache.create("new", capacity_bytes=131072)
+spool.reserve(131072)
+try:
+    spool.write(0, memoryview(bytes(131072)))
+except CacheFull as error:
+    print(error, "old" in cache, "older" in cache)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "no room on the cache disk" in out
+    assert "more space" in out
+    assert out.strip().endswith("False False"), "unpinned packs make room first"
+
+
+def test_descriptors_stay_constant_over_a_thousand_packs(tmp_path: Path) -> None:
+    """Another system ran out of them."""
+    with PackCache(tmp_path, budget_bytes=20 * 64) as cache:
+        before = open_descriptors()
+        for i in range(1000):
+            _put(cache, f"pack-{i}", bytes(64))
+            _get(cache, f"pack-{i}", 64)
+            with cache.mapped(f"pack-{i}") as view:
+                assert len(view) == 64
+        assert open_descriptors() <= before  # fewer, if something of an earlier test ended meanwhile
+        assert len(list(tmp_path.glob("*.pack"))) == 20
+
+
+def test_a_dropped_pack_is_gone(tmp_path: Path) -> None:
+    """Wrong bytes are not served twice, even of a pinned pack; its file may come again under its name."""
+    with PackCache(tmp_path, budget_bytes=1 << 20) as cache:
+        _put(cache, "a", b"bad" * 64, unpin=False)
+        cache.drop("a")
+        assert _get(cache, "a", 1) is None
+        assert cache.used_bytes == 0
+        cache.unpin("a")
+        _put(cache, "a", b"good" * 64)
+        assert _get(cache, "a", 4) == b"good"

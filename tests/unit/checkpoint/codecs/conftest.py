@@ -1,0 +1,57 @@
+"""Both sets of kernels serve every test that asks for `kernel_set`; the slow yardsticks come from bench/."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from deltashard_checkpoint.codecs import kernel_choice, numba_kernel
+
+REFERENCE = Path(__file__).parents[4] / "bench" / "codecs_reference.py"
+
+
+@pytest.fixture(scope="session")
+def native() -> ModuleType:
+    """The native kernels; their absence is only excused where there is no C compiler."""
+    try:
+        from deltashard_checkpoint.codecs import native_kernel
+    except ImportError as e:
+        if any(shutil.which(c) for c in ("cc", "gcc", "clang")):
+            pytest.fail(f"a C compiler is here, but no native kernels: {e}")
+        pytest.skip("no C compiler: numba serves")
+    return native_kernel
+
+
+@pytest.fixture(params=["numba", "native"])
+def kernel_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Makes numba's or the native kernels serve the test."""
+    chosen = numba_kernel if request.param == "numba" else request.getfixturevalue("native")
+    monkeypatch.setattr(kernel_choice, "active", lambda: chosen)
+    return chosen
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["default", "avx2", "avx512"])
+def level(request: pytest.FixtureRequest, native: ModuleType) -> Iterator[ModuleType]:
+    """The native kernels at one instruction set; skipped above what this machine has."""
+    if native.choose_level(request.param) != request.param:
+        native.choose_level()
+        pytest.skip(f"this machine has no {native.LEVELS[request.param]}")
+    yield native
+    native.choose_level()
+
+
+@pytest.fixture(scope="session")
+def reference() -> ModuleType:
+    """bench/codecs_reference.py."""
+    spec = importlib.util.spec_from_file_location("codecs_reference", REFERENCE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

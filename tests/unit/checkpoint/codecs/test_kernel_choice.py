@@ -1,0 +1,189 @@
+"""Native kernels equal numba's bit for bit, at every instruction set; the choice between them; what gets imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.codecs import kernel_choice
+from deltashard_checkpoint.codecs import numba_kernel as reference
+from deltashard_checkpoint.codecs.quantizer import STARTS
+from deltashard_checkpoint.errors import UserError
+
+from tests.unit.checkpoint.codecs.support import odd_rows
+
+COLUMNS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 63, 64, 65, 100, 128, 200)
+NONE = np.empty(0, np.bool_)
+
+
+def _rows(columns: int, seed: int = 0) -> np.ndarray:
+    extra = np.random.default_rng(seed).standard_t(3, (19, columns)).astype(np.float32)
+    return np.concatenate([odd_rows(columns, seed), extra])  # 83 rows: five whole blocks of lanes and a rest
+
+
+def _encoded(k, x, bits, mode, unit):
+    n, d = x.shape
+    lo, hi = np.empty(n, np.float32), np.empty(n, np.float32)
+    if mode != "plain":
+        k.row_ranges(x, lo, hi)
+    with np.errstate(all="ignore"):
+        if mode == "greedy":
+            k.greedy(x, bits, 25, 15, lo, hi)
+        elif mode.startswith("refit"):
+            k.refit(x, bits, STARTS[bits][: int(mode[-1])], 3, lo, hi)
+    word = np.float32 if bits == 8 else np.uint16
+    scales, biases = np.zeros(n, word), np.zeros(n, word)
+    codes = np.full((n, -(-d * bits // 8)), 0xAA, np.uint8)
+    special = k.encode(x, bits, unit, mode != "plain", lo, hi, scales, biases, codes)
+    return lo, hi, scales, biases, codes, special
+
+
+@pytest.mark.parametrize("mode", ["plain", "greedy", "refit1", "refit4"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_encoding_is_equal_bit_for_bit(level, bits, mode):
+    for columns in COLUMNS:
+        for unit in (1.0,) if bits == 8 else (1.0, 2.0**9, 2.0**-40):
+            x = _rows(columns)
+            *ours, special = _encoded(level, x, bits, mode, unit)
+            *theirs, expected = _encoded(reference, x, bits, mode, unit)
+            assert special == expected, (columns, unit)
+            for name, a, b in zip(("lo", "hi", "scales", "biases", "codes"), ours, theirs, strict=True):
+                assert a.tobytes() == b.tobytes(), (name, columns, unit)
+
+
+@pytest.mark.parametrize(("dtype", "store"), [("float32", 0), ("float64", 0), ("uint16", 1), ("uint16", 2)])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_decoding_is_equal_bit_for_bit(level, bits, dtype, store):
+    rng = np.random.default_rng(bits)
+    for columns in COLUMNS:
+        x = _rows(columns)[40:]
+        n = len(x)
+        _, _, scales, biases, codes, _ = _encoded(reference, x, bits, "plain", 1.0)
+        if bits < 8:
+            scales[2], biases[2] = 0x7D12, 0x3F80  # a constant row
+        rows = rng.permutation(2 * n)[:n].astype(np.int64)
+        for first in (f for f in (0, 1, 4) if f < columns):
+            for take in (NONE, rng.random(n) < 0.6):
+                targets = [np.zeros((2 * n, columns - first + 2), dtype) for _ in range(2)]
+                for k, out in zip((level, reference), targets, strict=True):
+                    k.decode(codes, scales, biases, bits, 2.0**-3, first, out[:, 1:-1], store, rows, take)
+                assert targets[0].tobytes() == targets[1].tobytes(), (columns, first)
+
+
+def test_large_aligned_scatters_are_equal_too(level):
+    """Above a MiB into 64-byte aligned rows the native scatter writes around the caches."""
+    rng = np.random.default_rng(0)
+    n, d = 6000, 64
+    codes = rng.integers(0, 256, (n, 32), dtype=np.uint8)
+    scales, biases = rng.random((2, n)).astype(np.float16).view(np.uint16)
+    rows = rng.permutation(n).astype(np.int64)
+    space = np.zeros(n * d + 16, np.float32)
+    start = -(space.ctypes.data // 4) % 16
+    out = space[start : start + n * d].reshape(n, d)
+    expected = np.zeros((n, d), np.float32)
+    level.decode(codes, scales, biases, 4, 1.0, 0, out, 0, rows, NONE)
+    reference.decode(codes, scales, biases, 4, 1.0, 0, expected, 0, rows, NONE)
+    assert (out == expected).all()
+    values = rng.integers(0, 256, (n, 4 * d), dtype=np.uint8)
+    level.copy_scatter(values, out.view(np.uint8), rows, NONE)
+    assert (out.view(np.uint8)[rows] == values).all()
+
+
+def test_hashes_are_equal_bit_for_bit(level):
+    for words in (1, 3, 7, 8, 9, 64, 65):
+        rng = np.random.default_rng(words)
+        x = rng.integers(0, 2**32, (50, words), dtype=np.uint32)
+        weights = rng.integers(0, 2**64, words, dtype=np.uint64)
+        some = rng.integers(0, 50, 70)
+        outs = [np.full(50, 7, np.uint64) for _ in range(2)]
+        more = [np.full(70, 7, np.uint64) for _ in range(2)]
+        for k, out, chosen in zip((level, reference), outs, more, strict=True):
+            k.hash_rows(x, weights, out)
+            k.hash_some_rows(x, weights, some, chosen)
+        assert (outs[0] == outs[1]).all()
+        assert (more[0] == more[1]).all()
+
+
+def test_gathers_and_flags_are_equal_at_every_instruction_set(level):
+    """Small and large gathers, and one pass over flags of an odd number of rows."""
+    rng = np.random.default_rng(3)
+    for n, width in ((70, 4), (70, 100), (6001, 256)):
+        values = rng.integers(0, 256, (n, width), dtype=np.uint8)
+        rows = rng.permutation(n).astype(np.int64)
+        outs = [np.zeros((n, width), np.uint8) for _ in range(2)]
+        for k, out in zip((level, reference), outs, strict=True):
+            k.gather(values, rows, out)
+        assert (outs[0] == outs[1]).all()
+    flags = [rng.integers(0, 16, 1001, dtype=np.uint8)] * 2
+    flags[1] = flags[0].copy()
+    found = [np.empty(1001, np.int64) for _ in range(2)]
+    for k, mine, rows in zip((level, reference), flags, found, strict=True):
+        k.move_flags(mine, 5, True)
+        count = k.find_flags(mine, 3, rows)
+        assert count == k.count_flags(mine, 3)
+        rows[count:] = -1
+    assert (flags[0] == flags[1]).all()
+    assert (found[0] == found[1]).all()
+
+
+def test_float16_conversions_are_numpys():
+    """Every float16 is read exactly; every float32 pattern of a spread of them is rounded as numpy does."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    finite = halves[np.isfinite(halves.view(np.float16))]
+    values = np.array([reference.half_value(h) for h in finite], np.float32)
+    assert values.tobytes() == finite.view(np.float16).astype(np.float32).tobytes()
+    x = np.random.default_rng(0).integers(0, 2**32, 20000, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([x[np.isfinite(x)], values, (values[:-1] + values[1:]) / 2])
+    with np.errstate(over="ignore"):
+        expected = x.astype(np.float16).view(np.uint16)
+    assert np.array_equal([reference.half_bits(v) for v in x], expected)
+
+
+def _python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.strip()
+
+
+USE = """
+import sys, numpy as np
+from deltashard_checkpoint.codecs import kernels, quantizers, decoders, rowids, rowhashes, tuning
+b = [np.empty(64, np.uint8) for _ in range(3)]
+quantizers.encode_rows("q4", np.ones((2, 8), np.float32), *b)
+rowids.decode_ids(*rowids.encode_ids(np.array([1, 5, 900])), 3, (0, 1000))
+rowhashes.row_hashes([np.ones((2, 8), np.float32)], 1)
+print(kernels.active().__name__.rpartition(".")[2], "numba" in sys.modules)
+"""
+
+
+def test_native_kernels_never_import_numba(native):
+    assert _python(USE) == "native_kernels False"
+    assert _python(USE, DELTASHARD_KERNELS="native-default") == "native_kernels False"
+
+
+def test_the_variable_forces_numba():
+    assert _python(USE, DELTASHARD_KERNELS="numba") == "numba_kernels True"
+
+
+def test_an_unknown_choice_is_refused(monkeypatch):
+    monkeypatch.setenv(kernel_choice.VARIABLE, "cuda")
+    with pytest.raises(UserError, match="cuda"):
+        kernel_choice.active.__wrapped__()
+
+
+def test_forced_native_kernels_that_are_missing_are_an_error(monkeypatch):
+    monkeypatch.setenv(kernel_choice.VARIABLE, "native")
+    monkeypatch.setitem(sys.modules, "deltashard_checkpoint.codecs.native_kernel", None)
+    monkeypatch.delattr("deltashard_checkpoint.codecs.native_kernel", raising=False)
+    with pytest.raises(UserError, match="not built"):
+        kernel_choice.active.__wrapped__()
+    monkeypatch.setenv(kernel_choice.VARIABLE, "")
+    assert kernel_choice.active.__wrapped__() is reference

@@ -1,0 +1,140 @@
+"""Range searches: the published order of quantizers, the numeric oracles, and greedy as it was published."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.codecs.encoding import EncodingError
+from deltashard_checkpoint.codecs.quantizer import DEFAULT_SEARCH, PLAIN, Search
+from deltashard_checkpoint.codecs.tuning import (
+    GREEDIES,
+    REFITS,
+    mean_error,
+    sample_positions,
+    search_passes,
+    tune,
+)
+
+GREEDY_25 = Search(kind="greedy", bins=25, ratio=0.6)
+GREEDY_45 = Search(kind="greedy", bins=45, ratio=0.2)
+GREEDY_200 = Search(kind="greedy", bins=200, ratio=0.16)
+
+# distribution, bits: mean L2 of symmetric, asymmetric, k-means (15 iterations); greedy against asymmetric.
+ORACLES = {
+    ("gaussian", 2): (0.2214, 0.1783, 0.1273, 0.720, 0.780, 0.810),
+    ("gaussian", 3): (0.0948, 0.0763, 0.0632, 0.867, 0.861, 0.862),
+    ("gaussian", 4): (0.0443, 0.0356, 0.0290, 0.936, 0.920, 0.910),
+    ("student", 2): (0.389, 0.242, 0.142, 0.676, 0.733, 0.759),
+    ("student", 4): (0.0642, 0.0487, 0.0386, 0.939, 0.924, 0.918),
+}
+
+
+@pytest.mark.parametrize(("kind", "bits"), ORACLES)
+def test_errors_meet_the_oracles(kernel_set, reference, kind, bits):
+    """4000 rows of 64; float16 scales cost within a hundredth. Student rows have no fourth moment: ratios only."""
+    x = reference.rows_like(kind, 4000, 64, seed=11)
+    _, asymmetric, _, *ratios = ORACLES[kind, bits]
+    plain = mean_error(f"q{bits}", x, PLAIN)
+    assert plain == pytest.approx(asymmetric, rel=0.02 if kind == "gaussian" else 0.08)
+    for search, ratio in zip((GREEDY_25, GREEDY_45, GREEDY_200), ratios, strict=True):
+        assert mean_error(f"q{bits}", x, search) / plain == pytest.approx(ratio, rel=0.02)
+
+
+@pytest.mark.parametrize(("kind", "bits"), ORACLES)
+def test_k_means_beats_adaptive_beats_asymmetric_beats_symmetric(reference, kind, bits):
+    x = reference.rows_like(kind, 600, 64, seed=5)
+    symmetric, asymmetric, k_means, *_ = ORACLES[kind, bits]
+    found = [
+        reference.mean_l2(x, f(x, bits))
+        for f in (reference.symmetric, reference.asymmetric, reference.k_means)
+    ]
+    adaptive = mean_error(f"q{bits}", x, DEFAULT_SEARCH[f"q{bits}"])
+    assert found[2] < adaptive < found[1] < found[0]
+    assert found == pytest.approx([symmetric, asymmetric, k_means], rel=0.04 if kind == "gaussian" else 0.15)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "student"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_default_search_is_as_good_as_the_best_greedy(reference, bits, kind):
+    """At 2 and 3 bits greedy(25, .6), at 4 greedy(200, .16): in a sixth of the passes, or a tenth."""
+    x = reference.rows_like(kind, 4000, 64, seed=2)
+    default = DEFAULT_SEARCH[f"q{bits}"]
+    greedy = GREEDY_25 if bits < 4 else GREEDY_200
+    assert mean_error(f"q{bits}", x, default) <= mean_error(f"q{bits}", x, greedy) * 1.002
+    assert search_passes(default) * 4 <= search_passes(greedy)
+
+
+def test_a_refit_helps_bytes_too(reference):
+    x = reference.rows_like("gaussian", 2000, 64)
+    assert mean_error("q8", x, Search(kind="refit", starts=1, passes=4)) < 0.965 * mean_error("q8", x, PLAIN)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 16, 65])
+@pytest.mark.parametrize("encoding", ["q2", "q3", "q4", "q8"])
+def test_searches_never_lose_to_plain(reference, encoding, columns):
+    x = reference.rows_like("student", 500, columns, seed=columns)
+    plain = mean_error(encoding, x, PLAIN)
+    for search in (GREEDY_25, DEFAULT_SEARCH[encoding], Search(kind="refit", starts=12, passes=4)):
+        assert mean_error(encoding, x, search) <= plain * 1.01 + 1e-9
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_greedy_is_the_published_one(kernel_set, reference, bits):
+    """Ranges found equal those of a plain float64 transcription, up to float32 ties."""
+    x = reference.rows_like("gaussian", 300, 64, seed=1)
+    lo, hi = np.empty(300, np.float32), np.empty(300, np.float32)
+    kernel_set.row_ranges(x, lo, hi)
+    kernel_set.greedy(x, bits, 25, 15, lo, hi)
+    ours = reference.uniform(
+        x.astype(np.float64), lo[:, None].astype(np.float64), hi[:, None].astype(np.float64), bits
+    )
+    theirs = reference.greedy(x, bits, 25, 0.6)
+    same = np.abs(((ours - x) ** 2).sum(axis=1) / ((theirs - x) ** 2).sum(axis=1) - 1) < 1e-3
+    assert same.mean() > 0.95
+    assert reference.mean_l2(x, ours) == pytest.approx(reference.mean_l2(x, theirs), rel=2e-3)
+
+
+def test_tuning_takes_the_cheapest_on_the_plateau(reference):
+    x = reference.rows_like("gaussian", 4096, 64)
+    for candidates in ((PLAIN, *REFITS), (PLAIN, *GREEDIES)):
+        tuned = tune("q2", x, candidates=candidates)
+        errors = {t.search: t.error for t in tuned.trials}
+        best = min(errors.values())
+        assert errors[tuned.search] <= best * 1.01
+        cheaper = [t for t in tuned.trials if t.passes < search_passes(tuned.search)]
+        assert cheaper
+        assert all(t.error > best * 1.01 for t in cheaper)
+        assert tune("q2", x.copy(), candidates=candidates) == tuned
+
+
+def test_tuning_bytes_by_the_paper_grid_stays_plain(reference):
+    """Trimming gains nothing at 8 bits, so nothing is paid for it."""
+    assert (
+        tune("q8", reference.rows_like("gaussian", 2000, 64), candidates=(PLAIN, *GREEDIES)).search == PLAIN
+    )
+
+
+def test_tuning_ignores_rows_that_are_not_numbers(reference):
+    x = reference.rows_like("gaussian", 1000, 32)
+    clean = tune("q3", x[4:]).search
+    x[:2] = np.nan
+    x[2, 0] = np.inf
+    assert tune("q3", x).search == clean
+
+
+def test_samples_are_uniform_reproducible_and_bounded():
+    assert sample_positions(1000, 0).tolist() == list(range(1000))
+    big = sample_positions(10**9, 7)
+    assert len(big) == 10_000
+    assert (np.diff(big) > 0).all()
+    assert big.dtype == np.int64
+    assert abs(big.mean() / 5e8 - 1) < 0.05
+    assert (sample_positions(10**9, 7) == big).all()
+    assert len(sample_positions(10**7, 1)) == 4096
+
+
+def test_nothing_to_tune_is_said():
+    x = np.ones((3, 4), np.float32)
+    for encoding, sample, candidates in (("fp32", x, (PLAIN,)), ("q2", x[:0], (PLAIN,)), ("q2", x, ())):
+        with pytest.raises(EncodingError, match="nothing to tune"):
+            tune(encoding, sample, candidates=candidates)

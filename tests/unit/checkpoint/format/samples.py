@@ -1,0 +1,285 @@
+"""Tables, frames and whole runs for the format's tests: small, deterministic, written by the real writers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.codecs import quantizer
+from deltashard_checkpoint.format import frame_encoder
+from deltashard_checkpoint.format.frame import FrameKind
+from deltashard_checkpoint.format.frame_encoder import EncodedFrame
+from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+
+RUN = "team/run-1"
+
+
+def schema(
+    fqn: str = "embeddings.items.weight",
+    rows: int = 200,
+    columns: int = 8,
+    dtype: str = "float32",
+    *,
+    pointwise: bool = True,
+) -> TableSchema:
+    """A table with a row-wise and (perhaps) a point-wise field."""
+    fields = [FieldSpec(name="sum", kind="rowwise", dtype="float32")]
+    if pointwise:
+        fields.append(FieldSpec(name="exp_avg", kind="pointwise", dtype="float32"))
+    return TableSchema(fqn=fqn, rows=rows, columns=columns, dtype=dtype, fields=tuple(fields))
+
+
+def whole(table: TableSchema) -> Box:
+    """All of a table."""
+    return box(table, 0, table.rows, 0, table.columns)
+
+
+def box(table: TableSchema, row_start: int, row_stop: int, col_start: int, col_stop: int) -> Box:
+    """A box of a table."""
+    return Box(
+        table=table.fqn, row_start=row_start, row_stop=row_stop, col_start=col_start, col_stop=col_stop
+    )
+
+
+class Model:
+    """A table's live values: what a trainer would have in memory."""
+
+    def __init__(self, table: TableSchema, seed: int = 0) -> None:
+        self.table = table
+        self.rng = np.random.default_rng(seed)
+        self.weights = self.rng.standard_normal((table.rows, table.columns)).astype(np.float32)
+        self.fields = {
+            spec.name: self.rng.random(
+                (table.rows, table.columns) if spec.kind == "pointwise" else (table.rows,)
+            ).astype(np.float32)
+            for spec in table.fields
+        }
+
+    def train(self, share: float = 0.2) -> np.ndarray:
+        """Change a share of the rows; their ids, ascending."""
+        ids = np.flatnonzero(self.rng.random(self.table.rows) < share).astype(np.int64)
+        self.weights[ids] += self.rng.standard_normal((len(ids), self.table.columns)).astype(np.float32)
+        for values in self.fields.values():
+            values[ids] += 1
+        return ids
+
+    def frames(
+        self,
+        ids: np.ndarray | range,
+        held: Box | None = None,
+        *,
+        step: int = 1,
+        encoding: str = "fp32",
+        per_frame: int | None = None,
+        search: quantizer.Search | None = None,
+    ) -> list[EncodedFrame]:
+        """Frames of these rows, in the columns and rows of a box."""
+        held = held or whole(self.table)
+        ids = np.asarray(ids, np.int64)
+        ids = ids[(ids >= held.row_start) & (ids < held.row_stop)]
+        out = []
+        for at in range(0, len(ids), per_frame or max(len(ids), 1)):
+            some = ids[at : at + (per_frame or len(ids))]
+            fields = {}
+            for spec in self.table.fields:
+                values = self.fields[spec.name][some]
+                fields[spec.name] = (
+                    np.ascontiguousarray(values[:, held.col_start : held.col_stop])
+                    if spec.kind == "pointwise"
+                    else values
+                )
+            out.append(
+                frame_encoder.encode_rows(
+                    table=self.table,
+                    ids=some,
+                    weights=np.ascontiguousarray(self.weights[some, held.col_start : held.col_stop]),
+                    fields=fields,
+                    encoding=encoding,
+                    step=step,
+                    col_start=held.col_start,
+                    col_stop=held.col_stop,
+                    search=search,
+                )
+            )
+        return out
+
+
+class Run:
+    """A run on a store, written through parts and the log, one rank at a time."""
+
+    def __init__(self, directory: Path, *, store: Store | None = None, world_size: int = 1) -> None:
+        self.store = store or MemoryStore()
+        self.cache = PackCache(directory / "cache", budget_bytes=256 << 20)
+        self.log = RunLog(self.store, RUN)
+        self.world_size = world_size
+        self.attempt = open_attempt(self.log, owner="tests", world_size=world_size).attempt
+        self.cut = 0
+
+    def open(self, world_size: int) -> None:
+        """A new attempt, perhaps of another size."""
+        self.world_size = world_size
+        self.attempt = open_attempt(self.log, owner="tests", world_size=world_size).attempt
+        self.cut = 0
+
+    def save(
+        self,
+        tables: Sequence[TableSchema],
+        ranks: Sequence[tuple[Sequence[Box], Sequence[EncodedFrame]]],
+        *,
+        step: int,
+        covers: int | None = None,
+        blobs: Mapping[str, bytes] | None = None,
+        pack_bytes: int = 1 << 20,
+    ) -> int:
+        """Commit one cut, (boxes, frames) of each rank; rank 0 has the blobs. The seq."""
+        self.cut += 1
+        reports = []
+        for rank, (boxes, frames) in enumerate(ranks):
+            token = new_token()
+            target = PartTarget(
+                run=RUN, attempt=self.attempt, cut=self.cut, step=step, rank=rank, token=token,
+                tables=tuple(tables), boxes=tuple(boxes), covers=covers,
+            )  # fmt: skip
+            with PartWriter(self.store, target, self.cache, pack_bytes=pack_bytes) as writer:
+                for frame in frames:
+                    writer.add(frame)
+                for name, data in (blobs or {}).items() if rank == 0 else ():
+                    for frame in frame_encoder.encode_blob_frames(
+                        name=name, data=data, step=step, chunk_bytes=4096
+                    ):
+                        writer.add(frame)
+                part = writer.finish()
+            stats = writer.stats
+            assert stats is not None
+            report = PartReport(
+                part=part, tables=tuple(tables), encodings=stats.encodings, rows=stats.rows,
+                raw_bytes=stats.raw_bytes, stall_s=0.0,
+            )  # fmt: skip
+            reports.append((token, report))
+        if self.world_size > 1:
+            return self._commit_all(reports, step)
+        token, report = reports[0]
+        return commit_part(
+            self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, token=token, report=report
+        ).seq
+
+    def _commit_all(self, reports: list[tuple[str, PartReport]], step: int) -> int:
+        from concurrent.futures import ThreadPoolExecutor
+
+        def commit(each: tuple[str, PartReport]) -> int:
+            return commit_part(
+                RunLog(self.store, RUN), attempt=self.attempt, cut=self.cut, step=step,
+                world_size=self.world_size, token=each[0], report=each[1], deadline_s=30,
+            ).seq  # fmt: skip
+
+        with ThreadPoolExecutor(len(reports)) as pool:
+            seqs = set(pool.map(commit, reports))
+        assert len(seqs) == 1
+        return seqs.pop()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    """Poll a condition that another thread brings about."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it never came"
+        threading.Event().wait(0.002)
+
+
+def open_descriptors() -> int:
+    """How many this process has."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def fixed(shape: tuple[int, ...], salt: int) -> np.ndarray:
+    """float32 values in [-1, 1) that no library's version can change: integer arithmetic, exactly representable."""
+    mixed = (
+        (np.arange(int(np.prod(shape)), dtype=np.uint64) + np.uint64(salt))
+        * np.uint64(2654435761)
+        % np.uint64(2**24)
+    )
+    return (mixed.astype(np.float64) / 2**23 - 1).astype(np.float32).reshape(shape)
+
+
+def sample_frames() -> dict[str, EncodedFrame]:
+    """One frame of every shape the format has, deterministic.
+
+    With plain ranges: how well a search does may change with any release, what its codes mean may not.
+    """
+    plain = quantizer.PLAIN
+    table = schema()
+    model = Model(table)
+    model.weights = fixed((200, 8), 1)
+    model.fields = {"sum": fixed((200,), 2) + np.float32(1), "exp_avg": fixed((200, 8), 3)}
+    sparse = np.array([3, 4, 9, 50, 51, 52, 120, 199], np.int64)
+    dense_mask = np.flatnonzero(np.arange(200) % 3 != 1).astype(np.int64)
+    found = {
+        f"rows-{name}": model.frames(range(40), step=11, encoding=name, search=plain)[0]
+        for name in ("fp32", "q8", "q4", "q3", "q2")
+    }
+    found["rows-deltas"] = model.frames(sparse, step=12, encoding="q4", search=plain)[0]
+    found["rows-bitmap"] = model.frames(dense_mask, step=13, encoding="q8", search=plain)[0]
+    found["rows-columns"] = model.frames(
+        sparse, box(table, 0, 200, 2, 6), step=14, encoding="q8", search=plain
+    )[0]
+    found["rows-bf16-state"] = frame_encoder.encode_rows(
+        table=table, ids=sparse, weights=model.weights[sparse], encoding="q8", step=15, state_encoding="bf16", search=plain,
+        fields={name: values[sparse] for name, values in model.fields.items()},
+    )  # fmt: skip
+    odd = model.weights[:40].copy()
+    odd[1, 2], odd[5], odd[7, 0] = np.nan, 0.3, np.inf
+    found["rows-exceptions"] = frame_encoder.encode_rows(
+        table=table, ids=range(40), weights=odd, encoding="q4", step=16, search=plain,
+        fields={name: values[:40] for name, values in model.fields.items()},
+    )  # fmt: skip
+    half = TableSchema(fqn="half", rows=16, columns=6, dtype="bfloat16")
+    found["rows-bf16"] = frame_encoder.encode_rows(
+        table=half, ids=range(2, 9), weights=np.arange(42, dtype=np.uint16).reshape(7, 6), fields={},
+        encoding="bf16", step=17,
+    )  # fmt: skip
+    found["blob"] = frame_encoder.encode_blob(
+        name="dense/mlp.0.weight", offset=64, blob_bytes=400, chunk=bytes(range(200)), step=18
+    )
+    found["blob-empty"] = frame_encoder.encode_blob(name="rng", offset=0, blob_bytes=0, chunk=b"", step=19)
+    found["tombstones"] = tombstone(table, sparse, step=20)
+    return found
+
+
+def tombstone(table: TableSchema, ids: np.ndarray, *, step: int) -> EncodedFrame:
+    """A frame that the library reads and does not write yet, made from its documented layout."""
+    from deltashard_checkpoint.codecs import row_id
+    from deltashard_checkpoint.format.frame import FrameInfo
+
+    kind, id_bytes = row_id.encode_ids(ids)
+    bare = TableSchema(fqn=table.fqn, rows=table.rows, columns=table.columns, dtype=table.dtype)
+    row_min, row_max = int(ids[0]), int(ids[-1])
+    meta = frame_encoder._table_meta(bare, [], (0, table.columns), (row_min, row_max))
+    layout = frame_encoder._Layout([len(meta), len(id_bytes)])
+    view = memoryview(bytearray(layout.end))
+    for part, data in zip(layout.views(view), (meta, id_bytes), strict=True):
+        part[:] = data
+    digest = frame_encoder._seal(
+        view,
+        kind=FrameKind.TOMBSTONE,
+        meta=len(meta),
+        ids=len(id_bytes),
+        ids_kind=kind,
+        rows=len(ids),
+        step=step,
+    )
+    info = FrameInfo(
+        kind=FrameKind.TOMBSTONE, length=layout.end, digest=digest, step=step, table=table.fqn, row_min=row_min,
+        row_max=row_max, rows=len(ids), col_start=0, col_stop=table.columns,
+    )  # fmt: skip
+    return EncodedFrame(info=info, data=view, raw_bytes=0)

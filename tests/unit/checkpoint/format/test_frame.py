@@ -1,0 +1,200 @@
+"""Frames: round trips of every kind, golden bytes, refusals, and packs that can be read without an index."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.format import frame as frames
+from deltashard_checkpoint.format import frame_encoder
+from deltashard_checkpoint.format.frame import check_info, digest_of, parse_frame, scan_pack
+from deltashard_checkpoint.format.frame_encoder import (
+    FrameUnfit,
+    encode_blob_frames,
+    encode_row_frames,
+    encode_rows,
+)
+from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.checkpoint.format.samples import Model, sample_frames, schema, whole
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
+
+
+@pytest.mark.parametrize("name", sorted(sample_frames()))
+def test_todays_writer_makes_the_golden_bytes_of_version_1(name: str) -> None:
+    """The bytes of version 1 never change: a difference here needs a new version of the format."""
+    golden = (GOLDEN / f"{name}.frame").read_bytes()
+    frame = sample_frames()[name]
+    assert bytes(frame.data) == golden
+    assert parse_frame(golden).info == frame.info
+
+
+def test_a_parsed_frame_looks_into_the_buffer_and_copies_nothing() -> None:
+    """Zero copy: sections are views of what was given."""
+    frame = Model(schema()).frames(range(20), encoding="q8")[0]
+    parsed = parse_frame(frame.data)
+    for section in (parsed.codes, parsed.scales, parsed.fields[0].data):
+        assert np.shares_memory(np.frombuffer(section, np.uint8), np.frombuffer(frame.data, np.uint8))
+    for section in (parsed.scales, parsed.codes, *(f.data for f in parsed.fields)):
+        offset = (
+            np.frombuffer(section, np.uint8).ctypes.data - np.frombuffer(frame.data, np.uint8).ctypes.data
+        )
+        assert offset % 64 == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 300),
+    columns=st.integers(1, 20),
+    share=st.floats(0.01, 1),
+    encoding=st.sampled_from(["fp32", "fp16", "bf16", "q8", "q4", "q3", "q2"]),
+    state=st.sampled_from(["fp32", "bf16"]),
+    seed=st.integers(0, 1000),
+)
+def test_any_rows_survive_the_round_trip(
+    rows: int, columns: int, share: float, encoding: str, state: str, seed: int
+) -> None:
+    """Ids, step, encoding and row-wise state exactly; a frame never takes more than its rows do raw."""
+    table = schema(rows=rows, columns=columns)
+    model = Model(table, seed)
+    ids = np.flatnonzero(model.rng.random(rows) < share).astype(np.int64)
+    if not len(ids):
+        ids = np.array([rows - 1], np.int64)
+    frame = encode_rows(
+        table=table, ids=ids, weights=model.weights[ids], encoding=encoding, step=seed, state_encoding=state,
+        fields={name: values[ids] for name, values in model.fields.items()},
+    )  # fmt: skip
+    parsed = parse_frame(frame.data)
+    assert parsed.info == frame.info
+    assert parsed.table == table
+    np.testing.assert_array_equal(parsed.row_ids(), ids)
+    target = TableTarget(
+        schema=table, box=whole(table), weights=np.zeros((rows, columns), np.float32),
+        fields={"sum": np.zeros(rows, np.float32), "exp_avg": np.zeros((rows, columns), np.float32)},
+    )  # fmt: skip
+    FrameApplier([target]).apply(parsed)
+    np.testing.assert_array_equal(target.fields["sum"][ids], model.fields["sum"][ids])
+    np.testing.assert_allclose(
+        target.fields["exp_avg"][ids], model.fields["exp_avg"][ids], rtol=0 if state == "fp32" else 2**-8
+    )
+    assert frame.info.length <= frame.raw_bytes + 64 * 10 + 9 * len(ids) + 200
+
+
+@pytest.mark.parametrize("encoding", ["fp32", "q8", "q2"])
+def test_encoding_into_the_callers_buffer_gives_the_same_bytes(encoding: str) -> None:
+    """Whatever the buffer held before."""
+    table = schema()
+    model = Model(table)
+    args = {
+        "table": table, "ids": range(30), "weights": model.weights[:30], "encoding": encoding, "step": 1,
+        "fields": {name: values[:30] for name, values in model.fields.items()},
+    }  # fmt: skip
+    room = bytearray(b"\xaa" * frame_encoder.frame_bound(table, 8, 30))
+    inside = encode_rows(**args, out=room)
+    assert bytes(inside.data) == bytes(encode_rows(**args).data)
+    assert np.shares_memory(np.frombuffer(inside.data, np.uint8), np.frombuffer(room, np.uint8))
+    with pytest.raises(FrameUnfit, match="bytes for a frame"):
+        encode_rows(**args, out=bytearray(100))
+
+
+def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
+    """No frame exceeds 8 MiB; all rows are there once."""
+    table = TableSchema(
+        fqn="wide",
+        rows=4000,
+        columns=2048,
+        dtype="float32",
+        fields=(FieldSpec(name="m", kind="pointwise", dtype="float32"),),
+    )
+    weights = np.zeros((1200, 2048), np.float32)
+    found = list(
+        encode_row_frames(
+            table=table, ids=range(100, 1300), weights=weights, fields={"m": weights}, encoding="fp32", step=1
+        )
+    )
+    assert len(found) == 3
+    assert all(frame.info.length <= frames.MAX_FRAME_BYTES for frame in found)
+    assert found[0].info.row_min == 100
+    assert sum(f.info.rows for f in found) == 1200
+    with pytest.raises(FrameUnfit, match="split them"):
+        encode_rows(
+            table=table, ids=range(1200), weights=weights, fields={"m": weights}, encoding="fp32", step=1
+        )
+
+
+def test_rows_that_an_encoding_cannot_hold_are_stored_raw() -> None:
+    """Half of the rows NaN: 2 bits would need a side list as large as the rows."""
+    table = schema(pointwise=False)
+    weights = np.where(np.arange(200)[:, None] % 2, np.float32(np.nan), np.float32(1)) * np.ones(
+        (200, 8), np.float32
+    )
+    frame = encode_rows(
+        table=table,
+        ids=range(200),
+        weights=weights,
+        fields={"sum": np.zeros(200, np.float32)},
+        encoding="q2",
+        step=1,
+    )
+    assert frame.info.encoding == "fp32"
+
+
+def test_blobs_come_in_chunks_and_may_be_empty() -> None:
+    """Chunks cover the blob in order; the applier puts them together."""
+    data = np.random.default_rng(0).bytes(10_000)
+    found = list(encode_blob_frames(name="rng", data=data, step=3, chunk_bytes=4096))
+    assert [f.info.blob_offset for f in found] == [0, 4096, 8192]
+    applier = FrameApplier([])
+    for frame in (*reversed(found), *encode_blob_frames(name="none", data=b"", step=3)):
+        applier.apply(frame.data, verify=True)
+    applier.finish(blobs=["rng", "none"])
+    assert applier.blobs["rng"] == data
+    with pytest.raises(CorruptObject, match="twice"):
+        applier.apply(found[0].data)
+    lacking = FrameApplier([])
+    lacking.apply(found[0].data)
+    with pytest.raises(Exception, match="incomplete: \\['rng'\\]"):
+        lacking.finish()
+
+
+def test_wrong_versions_kinds_and_hashes_are_refused_by_name() -> None:
+    """A newer version is `UnsupportedVersion`, anything else `CorruptObject`."""
+    data = bytes(Model(schema()).frames(range(5))[0].data)
+    newer = bytearray(data)
+    struct.pack_into("<H", newer, 4, 2)
+    with pytest.raises(UnsupportedVersion, match="version 2"):
+        parse_frame(newer)
+    for at in (0, 6, 9, 20, 30, 50, 63, 64, len(data) - 1):
+        flipped = bytearray(data)
+        flipped[at] ^= 1
+        with pytest.raises(CorruptObject):
+            parse_frame(flipped)
+    for stop in (0, 10, 63, 64, len(data) - 64):
+        with pytest.raises(CorruptObject):
+            parse_frame(data[:stop])
+    assert digest_of(memoryview(data)) == data[48:64]
+
+
+def test_a_frame_that_is_not_the_one_spoken_of_is_foreign() -> None:
+    """Whole, but other rows than the index says."""
+    model = Model(schema())
+    one, other = model.frames(range(5))[0], model.frames(range(6))[0]
+    check_info(parse_frame(one.data), one.info)
+    with pytest.raises(ForeignObject):
+        check_info(parse_frame(one.data), other.info)
+
+
+def test_a_pack_is_salvaged_without_its_index() -> None:
+    """Headers chain frame to frame, and say table, rows and fields by themselves."""
+    samples = list(sample_frames().values())
+    pack = b"".join(bytes(frame.data) for frame in samples)
+    assert [frame.info for _, frame in scan_pack(pack)] == [frame.info for frame in samples]
+    with pytest.raises(CorruptObject):
+        list(scan_pack(pack[:-64]))

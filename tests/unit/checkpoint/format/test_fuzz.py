@@ -1,0 +1,257 @@
+"""Hostile bytes: every mutation gets a named error, or was accepted and means the same; nothing crashes or balloons.
+
+Two families over frames, indexes, trees and log entries. *Plain* mutations (truncate, flip, splice, lengths, versions)
+must be refused by hash. *Sealed* ones have their hash recomputed after the mutation, so that the parser behind the
+hash is what is tested: whatever it accepts must decode without error other than a named one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+import xxhash
+from deltashard_checkpoint.errors import FormatError
+from deltashard_checkpoint.format import canonical_json, object_key, typed_tree
+from deltashard_checkpoint.format import frame as frames
+from deltashard_checkpoint.format import index as indexes
+from deltashard_checkpoint.format.frame import FrameKind, parse_frame
+from deltashard_checkpoint.format.index import Index, Pack, Place, decode_index, encode_index, parse_index
+from deltashard_checkpoint.log import entry as entries
+from deltashard_checkpoint.log import entry_codec
+from deltashard_checkpoint.restore.frame_applier import BlobsTooLarge, FrameApplier, TableTarget
+from deltashard_checkpoint.restore.plan import SchemaMismatch
+
+from tests.unit.checkpoint.format.samples import RUN, sample_frames, schema, whole
+
+SAMPLES = {name: bytes(frame.data) for name, frame in sample_frames().items()}
+LIMIT_BYTES = 192 << 20
+"""No single decoding may hold more: MAX_ROWS ids of 8 bytes, twice, and some."""
+
+
+def _mutate(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        kind = rng.randrange(8)
+        at = rng.randrange(len(out)) if out else 0
+        if kind == 0:
+            out = out[:at]
+        elif kind == 1 and out:
+            out[at] ^= 1 << rng.randrange(8)
+        elif kind == 2 and out:
+            out[at] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+        elif kind == 3:
+            other = rng.choice(others)
+            start = rng.randrange(len(other) or 1)
+            piece = other[start : start + rng.randrange(1, 200)]
+            out[at : at + rng.choice((0, len(piece)))] = piece
+        elif kind == 4 and len(out) >= 8:
+            width, code = rng.choice(((2, "<H"), (4, "<I"), (8, "<Q")))
+            at = min(at, len(out) - width) & ~(width - 1)
+            top = 1 << 8 * width
+            value = rng.choice(
+                (
+                    0,
+                    1,
+                    top - 1,
+                    top // 2,
+                    top // 2 - 1,
+                    len(data),
+                    len(data) + 64,
+                    1 << 24,
+                    rng.randrange(top),
+                )
+            )
+            struct.pack_into(code, out, at, value % top)
+        elif kind == 5:
+            out += rng.randbytes(rng.choice((1, 8, 64)))
+        elif kind == 6:
+            del out[at : at + rng.randrange(1, 80)]
+        elif kind == 7 and len(out) >= 64:  # headers are where the lengths are
+            out[rng.randrange(64)] = rng.randrange(256)
+    return bytes(out)
+
+
+def _sealed_frame(data: bytes, rng: random.Random) -> bytes:
+    """The frame with its length (mostly) and hash made right again."""
+    out = bytearray(data)
+    if len(out) < frames.HEADER_BYTES:
+        return data
+    if rng.random() < 0.8:
+        out += bytes(-len(out) % 64)
+        struct.pack_into("<I", out, 28, len(out))
+    digest = xxhash.xxh3_128(bytes(out[:48]) + bytes(out[64:])).digest()
+    out[48:64] = digest
+    return bytes(out)
+
+
+def _runs(seed: int, count: int) -> Iterator[random.Random]:
+    for i in range(count):
+        yield random.Random(seed * 1_000_003 + i)
+
+
+def _survives(count: int, seed: int, attempt: Callable[[random.Random], bool]) -> int:
+    """Run all; only named errors may come out; peak memory stays bounded. How many were accepted."""
+    accepted = 0
+    tracemalloc.start()
+    try:
+        for rng in _runs(seed, count):
+            with suppress(FormatError):  # refused by name; anything else fails the test
+                accepted += attempt(rng)
+            _, peak = tracemalloc.get_traced_memory()
+            assert peak < LIMIT_BYTES, f"{peak} bytes for one input"
+            tracemalloc.reset_peak()
+    finally:
+        tracemalloc.stop()
+    return accepted
+
+
+def _applier() -> FrameApplier:
+    table = schema()
+    target = TableTarget(
+        schema=table, box=whole(table), weights=np.zeros((200, 8), np.float32),
+        fields={"sum": np.zeros(200, np.float32), "exp_avg": np.zeros((200, 8), np.float32)},
+    )  # fmt: skip
+    return FrameApplier([target], strict=False, max_blobs_bytes=1 << 20)
+
+
+def test_mutated_frames_are_refused_by_hash() -> None:
+    """A mutation that is not the same bytes again is never accepted."""
+    others = list(SAMPLES.values())
+
+    def attempt(rng: random.Random) -> bool:
+        data = rng.choice(others)
+        mutated = _mutate(rng, data, others)
+        frame = parse_frame(mutated)
+        assert mutated in others, "a mutated frame was accepted"
+        return frame is not None
+
+    _survives(8000, 1, attempt)
+
+
+def test_frames_with_a_valid_hash_decode_or_are_refused_by_name() -> None:
+    """Behind the hash: parsing, row ids, decoding and scattering of hostile fields."""
+    others = list(SAMPLES.values())
+
+    def attempt(rng: random.Random) -> bool:
+        frame = parse_frame(_sealed_frame(_mutate(rng, rng.choice(others), others), rng))
+        if frame.info.kind is not FrameKind.BLOB:
+            ids = frame.row_ids()
+            assert len(ids) == frame.info.rows
+            assert (np.diff(ids) > 0).all()
+        # Whole frames of another table shape, or huge blobs, are the caller's to refuse.
+        with suppress(SchemaMismatch, BlobsTooLarge):
+            _applier().apply(frame)
+        return True
+
+    accepted = _survives(9000, 2, attempt)
+    assert accepted > 500, "the mutations never get past the header: this test tests nothing"
+
+
+def _index() -> tuple[str, bytes]:
+    places, at = [], 0
+    for frame in sample_frames().values():
+        places.append(Place(pack=0, offset=at, info=frame.info))
+        at += frame.info.length
+    tables = {
+        f.table.fqn: f.table
+        for f in (parse_frame(d) for d in SAMPLES.values())
+        if f.table and f.info.kind is FrameKind.ROWS
+    }
+    index = Index(
+        run=RUN, attempt=3, cut=2, step=20, rank=1, token="0123456789abcdef", tables=tuple(tables.values()),
+        packs=(Pack(key=object_key.pack_key(attempt=3, cut=2, rank=1, token="0123456789abcdef", n=0), bytes=at),),
+        places=tuple(places), boxes=(whole(schema()),), covers=1, raw_bytes=12345,
+    )  # fmt: skip
+    data = encode_index(index)
+    key = object_key.index_key(
+        attempt=3, cut=2, rank=1, token="0123456789abcdef", xxh3=indexes.digest_hex(data)
+    )
+    assert decode_index(data, key=key, run=RUN) == index
+    return key, data
+
+
+def test_mutated_indexes_are_refused_or_mean_what_they_say() -> None:
+    """By name hash always; with a name made to fit, whatever is accepted survives its own round trip."""
+    key, data = _index()
+
+    def attempt(rng: random.Random) -> bool:
+        mutated = _mutate(rng, data, [data])
+        if mutated != data:
+            with pytest.raises(FormatError):
+                decode_index(mutated, key=key, run=RUN)
+        index = parse_index(mutated)
+        assert parse_index(encode_index(index)) == index
+        for place in index.places:
+            assert place.offset + place.info.length <= index.packs[place.pack].bytes
+        return True
+
+    _survives(5000, 3, attempt)
+
+
+@pytest.mark.parametrize(
+    ("run", "attempt", "cut", "rank"), [("other", 3, 2, 1), (RUN, 4, 2, 1), (RUN, 3, 1, 1), (RUN, 3, 2, 0)]
+)
+def test_a_whole_index_in_a_foreign_place_is_refused(run: str, attempt: int, cut: int, rank: int) -> None:
+    """Another run's, attempt's, cut's or rank's index is not taken for ours, though its hash fits."""
+    key, data = _index()
+    name = object_key.parse_index_key(key)
+    moved = object_key.index_key(attempt=attempt, cut=cut, rank=rank, token=name.token, xxh3=name.xxh3)
+    with pytest.raises(FormatError, match="index of"):
+        decode_index(data, key=moved, run=run)
+
+
+def test_mutated_trees_are_refused_or_decode() -> None:
+    """Trees carry no hash of their own (their frames do): the decoder alone must stand."""
+    tree = {
+        "a": [1, -(2**80), 2.5, None, True, 1j, "text", b"bytes", bytearray(b"x")], (1, "k"): {3, "s", (4,)},
+        7: np.arange(12, dtype=np.int16).reshape(3, 4), "t": typed_tree.Tensor(dtype="bfloat16", shape=(2, 3), data=bytes(12)),
+        "n": np.float32(1.5), "nested": [[[[{"deep": (frozenset({1, 2}), range(3))}]]]],
+    }  # fmt: skip
+    data = typed_tree.encode(tree).to_bytes()
+
+    def attempt(rng: random.Random) -> bool:
+        out = bytearray(_mutate(rng, data, [data]))
+        if len(out) >= 32 and rng.random() < 0.8:
+            out += bytes(-len(out) % 64)
+            struct.pack_into("<Q", out, 16, len(out))
+        decoded = typed_tree.decode(bytes(out))
+        again = typed_tree.encode(decoded).to_bytes()
+        assert typed_tree.encode(typed_tree.decode(again)).to_bytes() == again
+        return True
+
+    assert _survives(7000, 4, attempt) > 100
+
+
+def test_mutated_log_entries_are_refused() -> None:
+    """An entry is accepted byte for byte or not at all; with its hash recomputed, only in canonical, bounded form."""
+    entry = entries.Checkpoint(
+        seq=5, previous="a" * 64, writer="w", at_s=1.5, attempt=3, cut=2, step=20, tables=(schema(),),
+        parts=(entries.Part(rank=0, index_key=_index()[0], boxes=(whole(schema()),), stored_bytes=9, covers=1),),
+        encodings=("q8",), rows=3, raw_bytes=4, stored_bytes=5, stall_s=0.1, metadata={"auc": "0.8"}, pins=("best",),
+    )  # fmt: skip
+    sealed = entry_codec.seal(entry)
+
+    def attempt(rng: random.Random) -> bool:
+        mutated = _mutate(rng, sealed.data, [sealed.data])
+        if rng.random() < 0.5:
+            try:
+                document = json.loads(mutated)
+                document.pop("hash", None)
+                import hashlib
+
+                document["hash"] = hashlib.sha256(canonical_json.canonical(document)).hexdigest()
+                mutated = canonical_json.canonical(document)
+            except (ValueError, AttributeError, TypeError, RecursionError):
+                pass
+        found = entry_codec.parse(mutated, 5)
+        assert entry_codec.seal(found.entry).data == mutated
+        return True
+
+    _survives(4000, 5, attempt)

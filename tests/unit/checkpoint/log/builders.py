@@ -1,0 +1,120 @@
+"""Runs for the log's tests: a memory store, clocks that do not wait, and entries in one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltashard_checkpoint.backoff import Clocks
+from deltashard_checkpoint.format.object_key import index_key
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint, Entry, Part, Retired, Sealed
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.write import attempt as attempts
+from deltashard_checkpoint.write import commit as commits
+
+TABLE = TableSchema(fqn="t", rows=8, columns=2, dtype="float32")
+TOKEN = "00000000aaaaaaaa"
+
+
+def rows(start: int, stop: int, table: str = "t") -> Box:
+    return Box(table=table, row_start=start, row_stop=stop, col_start=0, col_stop=2)
+
+
+WHOLE = rows(0, 8)
+
+
+@dataclass
+class Time:
+    """Moves when somebody sleeps, and only then."""
+
+    now_s: float = 1e9
+    slept: list[float] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds
+
+    @property
+    def clocks(self) -> Clocks:
+        return Clocks(
+            wall_s=lambda: self.now_s, monotonic_s=lambda: self.now_s, sleep=self.sleep, uniform=lambda: 0.5
+        )
+
+
+class Run:
+    """A run on a memory store (or a given one), written through the real log."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        self.time = Time()
+        self.memory = MemoryStore(clock=lambda: self.time.now_s)
+        self.store = store or self.memory
+        self.log = self.reader()
+        self.step = 0
+
+    def reader(self, **options: Any) -> RunLog:
+        return RunLog(self.store, "job", clocks=self.time.clocks, **options)
+
+    def open(self, **options: Any) -> attempts.Opened:
+        return attempts.open_attempt(self.log, **{"owner": "me", "closing_wait_s": 0.0, **options})
+
+    def report(
+        self, attempt: int, cut: int, covers: int | None = None, *, rank: int = 0, boxes: Sequence[Box] = (WHOLE,),
+        stored_bytes: int = 100, token: str = TOKEN, **more: Any,
+    ) -> commits.PartReport:  # fmt: skip
+        key = index_key(attempt=attempt, cut=cut, rank=rank, token=token, xxh3=f"{cut:032x}")
+        self.memory.put(f"job/{key}", b"index")
+        part = Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=stored_bytes, covers=covers)
+        return commits.PartReport(
+            part=part,
+            **{"tables": (TABLE,), "encodings": ("q8",), "rows": 8, "raw_bytes": 64, "stall_s": 0.5, **more},
+        )
+
+    def commit(
+        self, attempt: int, cut: int, covers: int | None = None, *, step: int | None = None, **more: Any
+    ) -> int:
+        self.step += 1
+        done = commits.commit_part(
+            self.log, attempt=attempt, cut=cut, step=self.step if step is None else step, world_size=1, token=TOKEN,
+            report=self.report(attempt, cut, covers, **more),
+        )  # fmt: skip
+        return done.seq
+
+    def append(self, make: Any) -> Sealed | None:
+        self.log.refresh()
+        return self.log.append(make, before="", after="")
+
+    def append_checkpoint(self, parts: Sequence[Part], *, attempt: int, cut: int, step: int = 0) -> int:
+        def build(state: RunState, seq: int, writer: str) -> Entry:
+            return Checkpoint(
+                seq=seq, previous="", writer=writer, at_s=0.0, attempt=attempt, cut=cut, step=step, parts=tuple(parts),
+                tables=(TABLE,), encodings=(), rows=0, raw_bytes=0, stored_bytes=1, stall_s=0.0,
+            )  # fmt: skip
+
+        sealed = self.append(build)
+        assert sealed is not None
+        return sealed.entry.seq
+
+    def retire(self, checkpoints: Sequence[int] = (), prefixes: Sequence[str] = ()) -> int:
+        def build(state: RunState, seq: int, writer: str) -> Entry:
+            return Retired(
+                seq=seq,
+                previous="",
+                writer=writer,
+                at_s=0.0,
+                checkpoints=tuple(checkpoints),
+                prefixes=tuple(prefixes),
+            )
+
+        sealed = self.append(build)
+        assert sealed is not None
+        return sealed.entry.seq
+
+
+def part(attempt: int, cut: int, rank: int, boxes: Sequence[Box], covers: int | None) -> Part:
+    key = index_key(attempt=attempt, cut=cut, rank=rank, token=TOKEN, xxh3=f"{rank:032x}")
+    return Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=1, covers=covers)

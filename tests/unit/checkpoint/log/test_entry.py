@@ -1,0 +1,246 @@
+"""Entries: one canonical form, strictly read; nothing hostile is accepted, crashes, or costs without bound."""
+
+import json
+import random
+
+import pytest
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
+from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.object_key import compaction_index_key, cut_prefix
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.log.entry import (
+    AttemptOpened,
+    Checkpoint,
+    Compacted,
+    Genesis,
+    Ignored,
+    Part,
+    Reclaimed,
+    Retired,
+)
+from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.checkpoint.log.builders import TOKEN, WHOLE, part
+
+HASH = "ab" * 32
+COMMON = {"previous": HASH, "writer": "w-1", "at_s": 1.25}
+names = st.text(st.characters(codec="utf-8"), max_size=12)
+numbers = st.integers(0, (1 << 63) - 1)
+boxes = st.tuples(names, numbers, numbers, numbers, numbers).filter(lambda b: b[1] < b[2] and b[3] < b[4])
+box = boxes.map(lambda b: Box(table=b[0], row_start=b[1], row_stop=b[2], col_start=b[3], col_stop=b[4]))
+fields = st.builds(
+    FieldSpec, name=names, kind=st.sampled_from(["rowwise", "pointwise"]), dtype=st.just("float32")
+)
+tables = st.lists(
+    st.builds(
+        TableSchema,
+        fqn=names,
+        rows=numbers,
+        columns=numbers,
+        dtype=st.sampled_from(["float32", "bfloat16"]),
+        fields=st.lists(fields, max_size=2).map(tuple),
+    ),
+    max_size=3,
+    unique_by=lambda t: t.fqn,
+).map(tuple)
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Checkpoint:
+    attempt, cut = draw(st.integers(1, 10**9)), draw(st.integers(0, 10**8 - 1))
+    parts = tuple(
+        part(attempt, cut, rank, draw(st.lists(box, max_size=2)), draw(st.none() | numbers))
+        for rank in range(draw(st.integers(1, 3)))
+    )
+    text = st.dictionaries(names, names, max_size=2)
+    return Checkpoint(
+        seq=draw(st.integers(1, 10**9)), attempt=attempt, cut=cut, step=draw(numbers), parts=parts, tables=draw(tables),
+        encodings=("q8",), rows=draw(numbers), raw_bytes=draw(numbers), stored_bytes=draw(numbers),
+        stall_s=draw(st.floats(0, 1e9)), directive=draw(names), fingerprint=draw(text), metadata=draw(text),
+        pins=tuple(draw(st.lists(names, max_size=2))), **COMMON,
+    )  # fmt: skip
+
+
+def an_example_of_each() -> list:
+    compact = Part(
+        rank=0,
+        index_key=compaction_index_key(token=TOKEN, xxh3="0" * 32),
+        boxes=(WHOLE,),
+        stored_bytes=9,
+        covers=None,
+    )
+    one = part(3, 7, 0, [WHOLE], 4)
+    return [
+        Genesis(seq=0, previous="", writer="w", at_s=0.0, run="a/b", owner="me"),
+        AttemptOpened(seq=3, world_size=2, resumes_from=None, owner="me", **COMMON),
+        AttemptOpened(seq=9, world_size=2, resumes_from=4, owner="you", takeover=True, voids=5, **COMMON),
+        Checkpoint(
+            seq=5, attempt=3, cut=7, step=70, parts=(one,), tables=(), encodings=("q4", "q8"), rows=1, raw_bytes=2,
+            stored_bytes=3, stall_s=0.25, metadata={"loss": "0.5"}, pins=("best",), **COMMON,
+        ),
+        Compacted(seq=6, replaces=5, parts=(compact,), rows=1, stored_bytes=2, **COMMON),
+        Retired(seq=8, checkpoints=(5,), prefixes=(cut_prefix(3, 7),), **COMMON),
+        Reclaimed(seq=9, through=8, **COMMON),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
+def test_every_kind_reads_back_as_it_was_written(entry):
+    sealed = seal(entry)
+    assert parse(sealed.data, entry.seq) == sealed
+    assert sealed.entry == entry
+
+
+@settings(max_examples=100, deadline=None)
+@given(checkpoints())
+def test_any_checkpoint_reads_back_as_it_was_written(entry):
+    assert parse(seal(entry).data, entry.seq).entry == entry
+
+
+def test_the_bytes_of_an_entry_are_the_format():
+    """A golden entry: other bytes for the same entry would break every log that exists."""
+    entry = Genesis(seq=0, previous="", writer="w", at_s=1.5, run="r", owner="o")
+    assert seal(entry).data == (
+        b'{"at_s":1.5,"format":1,"hash":"3858b30791aa495cc3fbadde45d434d242e05729c60c65841848b6a597930104",'
+        b'"kind":"genesis","owner":"o","previous":"","run":"r","seq":0,"writer":"w"}'
+    )
+
+
+def resealed(document: dict) -> bytes:
+    """A document with a hash that fits: what a hostile or broken writer could put."""
+    import hashlib
+
+    body = {key: value for key, value in document.items() if key != "hash"}
+    return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})
+
+
+@pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
+def test_mutated_bytes_are_refused_by_name(entry):
+    """Truncations, flips, insertions: 3,000 mutations of each kind, every one of them a `FormatError`."""
+    data, rnd = seal(entry).data, random.Random(entry.seq)
+    for _ in range(3000):
+        mutated = bytearray(data)
+        match rnd.randrange(4):
+            case 0:
+                mutated = mutated[: rnd.randrange(len(mutated))]
+            case 1:
+                mutated[rnd.randrange(len(mutated))] ^= 1 << rnd.randrange(8)
+            case 2:
+                mutated.insert(rnd.randrange(len(mutated)), rnd.randrange(256))
+            case 3:
+                a, b = sorted(rnd.choices(range(len(mutated) + 1), k=2))
+                mutated = mutated[:a] + mutated[b:]
+        if bytes(mutated) != data:
+            with pytest.raises(FormatError):
+                parse(bytes(mutated), entry.seq)
+
+
+@pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")
+def test_wrong_values_under_a_right_hash_are_refused_by_name(entry):
+    """Every field in turn is missing, or of another type or range; the hash is made to fit."""
+    document = json.loads(seal(entry).data)
+    bad = [
+        None,
+        -1,
+        1 << 63,
+        True,
+        1e300,
+        "x" * 70_000,
+        "\ud800",
+        [],
+        [[]],
+        {},
+        {"a": 1},
+        [None],
+        ["nope"],
+        "é",
+    ]
+    for key in document:
+        if key == "hash":
+            continue
+        smaller = {k: v for k, v in document.items() if k != key}
+        with pytest.raises(UnsupportedVersion):
+            parse(resealed(smaller), entry.seq)
+        for value in bad:
+            if document[key] != value or type(document[key]) is not type(value):
+                try:
+                    read = parse(resealed({**document, key: value}), entry.seq).entry
+                except (UnsupportedVersion, ForeignObject):  # never corrupt: the next attempt would void it
+                    continue
+                if isinstance(
+                    read, Ignored
+                ):  # an ignorable entry of a kind nobody knows: nothing of it is read
+                    continue
+                # What is accepted is a legal value of that field, and survives as it is.
+                assert parse(seal(read).data, entry.seq).entry == read
+    with pytest.raises(UnsupportedVersion, match="whole"):
+        parse(resealed({**document, "surprise": 1}), entry.seq)
+
+
+def test_what_is_not_canonical_json_is_refused():
+    data = seal(an_example_of_each()[0]).data
+    for other in (
+        data + b" ",
+        data.replace(b":0,", b":0.0,"),
+        b"[" * 100_000,
+        b"{" * 100_000,
+        b"1" * 10_000,
+        b"1e999",
+        b"NaN",
+        b"[]",
+        b"",
+        b"\xff",
+        data[:-1] + b',"writer":"w"}',
+        json.dumps(json.loads(data)).encode(),
+    ):
+        with pytest.raises(CorruptObject):
+            parse(other, 0)
+
+
+def test_a_newer_format_and_an_unknown_kind_ask_for_an_upgrade():
+    document = json.loads(seal(an_example_of_each()[1]).data)
+    for change in ({"format": 2}, {"kind": "merge"}, {"kind": "merge", "ignorable": False}):
+        with pytest.raises(UnsupportedVersion) as raised:
+            parse(resealed({**document, **change}), 3)
+        assert "upgrade" in raised.value.remedy
+
+
+def test_an_unknown_kind_that_is_ignorable_is_passed_over():
+    document = json.loads(seal(an_example_of_each()[1]).data)
+    sealed = parse(resealed({**document, "kind": "note", "ignorable": True, "text": "hello"}), 3)
+    assert isinstance(sealed.entry, Ignored)
+    assert sealed.entry.kind == "note"
+
+
+def test_a_reclaim_entry_is_passed_over_by_versions_that_do_not_know_it(monkeypatch):
+    """Golden bytes: it says that it is ignorable, or a run that was collected once could not be read by them."""
+    entry = Reclaimed(seq=9, through=8, **COMMON)
+    data = seal(entry).data
+    assert data.endswith(
+        b'"ignorable":true,"kind":"reclaim","previous":"%s","seq":9,"through":8,"writer":"w-1"}'
+        % HASH.encode()
+    )
+    with pytest.raises(UnsupportedVersion):
+        parse(resealed({**json.loads(data), "ignorable": False}), 9)
+    monkeypatch.delitem(KINDS, "reclaim")
+    assert isinstance(parse(data, 9).entry, Ignored)
+
+
+def test_an_entry_of_another_slot_or_cut_is_foreign():
+    genesis, *_, checkpoint = an_example_of_each()[:4]
+    with pytest.raises(ForeignObject):
+        parse(seal(genesis).data, 1)
+    document = json.loads(seal(checkpoint).data)
+    with pytest.raises(ForeignObject):
+        parse(resealed({**document, "cut": 8}), 5)
+
+
+def test_an_entry_that_would_not_be_read_is_never_written():
+    with pytest.raises(FormatError):
+        seal(Genesis(seq=0, previous="", writer="spaces are none", at_s=0.0, run="r", owner="o"))
+    with pytest.raises(FormatError):
+        seal(Retired(seq=8, checkpoints=(), prefixes=("data/",), **COMMON))
+    with pytest.raises(FormatError):
+        seal(Retired(seq=8, checkpoints=(), prefixes=("log/",), **COMMON))

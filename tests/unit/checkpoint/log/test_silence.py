@@ -1,0 +1,258 @@
+"""What was wrong without a word: newer entries voided, a lost tip, a durable append that fails, names that clash."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.object_key import (
+    RESERVED,
+    compaction_pack_key,
+    compaction_token,
+    validate_new_run,
+)
+from deltashard_checkpoint.log import commit_log
+from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, LogWentBack, RunLog
+from deltashard_checkpoint.log.entry import entry_key, voided_digest
+from deltashard_checkpoint.maintenance import garbage_collection
+from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing
+from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, mark_closing, open_attempt
+from deltashard_cli.main import cli
+
+from tests.crash import log_victim
+from tests.unit.checkpoint.log.builders import Run
+from tests.unit.checkpoint.log.test_entry import resealed
+
+
+@pytest.mark.parametrize(
+    "change", [{"surprise": 1}, {"stall_s": None}, {"format": 2}, {"kind": "future"}, {"parts": {}}]
+)
+def test_what_a_newer_version_wrote_is_never_left_behind(change):
+    """Its hash is right, so it is no rot: an older build refuses the run, and the commits behind it stay."""
+    run = Run()
+    attempt = run.open().attempt
+    for cut in (1, 2, 3):
+        run.commit(attempt, cut)
+    key = "job/" + entry_key(3)
+    data = resealed({**json.loads(run.memory.get(key)), **change})
+    run.memory.put(key, data)
+    before = {info.key for info in run.memory.list("job/log/")}
+    for _ in range(2):
+        run.log = run.reader()
+        with pytest.raises(LogStopped) as raised:
+            run.open()
+        assert "upgrade" in raised.value.remedy
+    assert {info.key for info in run.memory.list("job/log/")} == before
+
+
+def test_voiding_names_the_bytes_it_is_about():
+    run = Run()
+    attempt = run.open().attempt
+    for cut in (1, 2):
+        run.commit(attempt, cut)
+    run.memory.put("job/" + entry_key(3), b"rotten")
+    run.log = run.reader()
+    opened = run.open()
+    entry = run.log.read_slot(opened.attempt).entry
+    assert (entry.voids, voided_digest(entry)) == (3, hashlib.sha256(b"rotten").hexdigest()[:32])
+    assert voided_digest(run.log.read_slot(attempt).entry) is None
+
+
+def test_an_entry_that_was_mended_is_not_left_behind():
+    """A handle that met rot looks again before it voids: what it knows may be old."""
+    run = Run()
+    attempt = run.open().attempt
+    seqs = [run.commit(attempt, cut) for cut in (1, 2)]
+    key = "job/" + entry_key(seqs[-1])
+    whole = run.memory.get(key)
+    run.memory.put(key, b"rotten")
+    run.log = run.reader()
+    assert run.log.refresh().stopped is not None
+    run.memory.put(key, whole)
+    opened = run.open()
+    assert (opened.voided, opened.resume.seq) == (None, seqs[-1])
+
+
+class NoCaches(MemoryStore):
+    """A store that takes the log and nothing that is a cache of it."""
+
+    error: Exception = AccessDenied("no")
+
+    def put(self, key, data):
+        if "/log/fold-" in key or key.endswith("/HINT"):
+            raise self.error
+        super().put(key, data)
+
+
+@pytest.mark.parametrize("error", [AccessDenied("no"), ValueError("what nobody foresaw")])
+def test_an_entry_that_is_durable_is_not_reported_as_failed(error, monkeypatch):
+    monkeypatch.setattr(commit_log, "_FOLD_EVERY", 1)
+    store = NoCaches()
+    store.error = error
+    run = Run(store)
+    attempt = run.open().attempt
+    run.commit(attempt, 1)
+    seq = run.commit(attempt, 2)
+    assert run.reader().refresh().newest().seq == seq
+
+
+def test_the_newest_entry_gone_is_a_gap_and_not_an_older_step():
+    """Every checkpoint leaves a HINT."""
+    run = Run()
+    attempt = run.open().attempt
+    seqs = [run.commit(attempt, cut) for cut in (1, 2)]
+    run.memory.delete(["job/" + entry_key(seqs[-1])])
+    with pytest.raises(LogGap, match=f"ends at entry {seqs[0]}, and {seqs[1]} was written"):
+        run.reader().refresh()
+
+
+def test_an_emptied_log_is_a_gap_and_not_a_new_run():
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    run.memory.delete(["job/" + entry_key(seq) for seq in range(3)])
+    run.log = run.reader()
+    with pytest.raises(LogGap, match="the newest entries are gone"):
+        run.open()
+    assert [info.key for info in run.memory.list("job/log/")] == ["job/log/HINT"]
+
+
+@pytest.mark.parametrize("name", [*sorted(RESERVED), "exp/cache", "team/exp/log", "exp/data/x"])
+def test_a_folder_of_a_run_cannot_name_a_new_run(name):
+    store = MemoryStore()
+    with pytest.raises(UserError, match="cannot name a new run"):
+        open_attempt(RunLog(store, name), owner="me", closing_wait_s=0.0)
+    assert not list(store.list(""))
+
+
+def test_other_names_with_such_words_are_free_and_what_was_begun_is_read(monkeypatch):
+    for name in ("logs", "data-1", "data/exp", "exp/caches", "a.log"):
+        assert validate_new_run(name) == name
+    store = MemoryStore()
+    with monkeypatch.context() as patch:
+        patch.setattr("deltashard_checkpoint.write.attempt.validate_new_run", lambda run: run)
+        open_attempt(RunLog(store, "exp/cache"), owner="me", closing_wait_s=0.0)
+    assert open_attempt(RunLog(store, "exp/cache"), owner="me", closing_wait_s=0.0).attempt == 2
+
+
+def test_a_run_deletes_nothing_of_a_run_that_lies_among_its_folds():
+    """One of an older version, when such names were taken."""
+    run = Run()
+    others = [f"job/{key}" for key in ("log/fold-1/x", "log/log/00000000000000000000.json", "cache/data/x")]
+    for key in others:
+        run.memory.put(key, b"another's")
+    attempt = run.open().attempt
+    for cut in range(40):
+        run.commit(attempt, cut)
+    assert all(run.memory.get(key) == b"another's" for key in others)
+
+
+def test_markers_of_saves_that_are_over_go_with_gc():
+    run = Run()
+    first = run.open().attempt
+    run.commit(first, 1)
+    mark_closing(run.log, first, "00000-fenced")
+    second = run.open().attempt
+    mark_closing(run.log, second, "00000-old")
+    run.time.now_s += CLOSING_WAIT_S
+    mark_closing(run.log, second, "00000-young")
+    run.memory.put("job/closing/somebody-elses", b"")
+    assert len(list(run.memory.list("job/closing/"))) == 4
+    garbage_collection.collect(run.log, dry_run=True)
+    assert len(list(run.memory.list("job/closing/"))) == 4
+    garbage_collection.collect(run.log)
+    left = [info.key.rpartition("/")[2] for info in run.memory.list("job/closing/")]
+    assert left == ["00000-young", "somebody-elses"]
+
+
+@pytest.mark.parametrize(
+    "command", [["verify"], ["verify", "--deep"], ["gc", "--dry-run", "--keep-last", "1"]]
+)
+def test_what_only_looks_writes_nothing(tmp_path, monkeypatch, command):
+    """Not even a file to learn the directory's time from."""
+    log_victim.prepare(tmp_path)
+    store = FileStore(tmp_path / "store")
+    store.put(
+        "job/" + compaction_pack_key(token=compaction_token(1), n=0), b"of a compaction that was given up"
+    )
+    writes = []
+    for name in ("put", "put_if_absent", "delete", "now_s"):
+        monkeypatch.setattr(FileStore, name, lambda self, *_, name=name: writes.append(name))
+    done = CliRunner().invoke(cli, [*command, str(tmp_path / "store" / "job")])
+    assert (done.exit_code, writes) == (0, []), done.output
+
+
+@pytest.mark.parametrize("what", ["emptied", "older", "another", "tip"])
+def test_a_store_that_went_back_under_a_living_writer_fails_its_saves_by_name(what):
+    """They were called durable, and nothing restored."""
+    run = Run()
+    attempt = run.open().attempt
+    seqs = [run.commit(attempt, cut) for cut in (1, 2)]
+    older = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
+    seqs += [run.commit(attempt, cut) for cut in (3, 4)]
+    if what == "emptied":
+        run.memory.delete([info.key for info in run.memory.list("")])
+    elif what == "tip":
+        run.memory.put("job/" + entry_key(seqs[-1]), b"rotten")
+    else:
+        run.memory.delete([info.key for info in run.memory.list("")])
+        for key, data in older.items():
+            run.memory.put(key, data)
+        if what == "another":  # and somebody went on from there
+            living, run.log = run.log, run.reader()
+            attempt_2 = run.open().attempt
+            for cut in (1, 2, 3):
+                run.commit(attempt_2, cut)
+            run.log = living
+    before = {info.key for info in run.memory.list("job/log/")}
+    with pytest.raises(LogWentBack, match="while this writer lived"):
+        run.commit(attempt, 9)
+    assert {info.key for info in run.memory.list("job/log/")} == before
+
+
+def test_a_root_that_vanished_is_not_made_anew_by_a_living_writer(tmp_path):
+    store = FileStore(tmp_path / "root")
+    store.put("job/data/x", b"x")
+    shutil.rmtree(tmp_path / "root")
+    for put in (store.put, store.put_if_absent):
+        with pytest.raises(BucketMissing):
+            put("job/data/y", b"y")
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_handle_of_a_log_that_went_back_and_on_voids_nothing_of_it():
+    """The store is restored from an older copy and another pod goes on: what the old handle knows is of another log."""
+    run = Run()
+    attempt = run.open().attempt
+    run.commit(attempt, 1)
+    copy = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
+    later = run.open().attempt
+    run.commit(later, 1)
+    old = run.log.fork()
+    run.memory.delete([info.key for info in run.memory.list("")])
+    for key, data in copy.items():
+        run.memory.put(key, data)
+    run.log = run.reader()
+    other = run.open().attempt
+    seqs = [run.commit(other, cut) for cut in range(1, 6)]
+    opened = open_attempt(old, owner=run.log.state.owner, closing_wait_s=0.0)
+    assert opened.voided is None
+    assert opened.resume is not None
+    assert opened.resume.seq == seqs[-1]
+    assert set(seqs) <= set(run.reader().refresh().checkpoints)
+
+
+def test_a_checkpoint_that_is_not_live_is_named_so_though_an_old_entry_is_lost(tmp_path):
+    """Folded states make the loss harmless: it must not look as if the store were away."""
+    run = Run(FileStore(tmp_path / "store"))
+    run.memory = run.store
+    attempt = run.open().attempt
+    for cut in range(1, 20):
+        run.commit(attempt, cut)
+    (tmp_path / "store" / "job" / entry_key(3)).unlink()
+    done = CliRunner().invoke(cli, ["inspect", str(tmp_path / "store" / "job"), "-c", "step:99"])
+    assert isinstance(done.exception, CheckpointNotFound), (done.exception, done.output)

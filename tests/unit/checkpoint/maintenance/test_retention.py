@@ -1,0 +1,318 @@
+"""Retention keeps what must be kept; gc deletes what retire named, after its grace, and then nobody remembers it."""
+
+from dataclasses import replace
+
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.log import entry_codec, folded_state
+from deltashard_checkpoint.log.chain import live_prefixes
+from deltashard_checkpoint.log.commit_log import LogStopped
+from deltashard_checkpoint.log.entry import Reclaimed, entry_key
+from deltashard_checkpoint.log.replay import EntryRefused, fold
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance import garbage_collection, retention
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement, kept, retire
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.checkpoint.log.builders import Run
+
+
+def chains(run: Run, attempt: int, count: int = 4) -> list[tuple[int, int]]:
+    """(baseline, delta) pairs."""
+    found = []
+    for n in range(count):
+        base = run.commit(attempt, 10 * n + 1, step=100 * n)
+        found.append((base, run.commit(attempt, 10 * n + 2, base, step=100 * n + 50)))
+    return found
+
+
+def test_the_last_k_are_kept_with_their_chains_and_a_second_independent_chain():
+    run = Run()
+    pairs = chains(run, run.open().attempt)
+    assert kept(run.log.state, Retention(keep_last=1)) == {*pairs[-1], *pairs[-2]}
+    assert kept(run.log.state, Retention(keep_last=5)) == {*pairs[-1], *pairs[-2], *pairs[-3]}
+
+
+def test_every_nth_step_hour_and_pins_are_kept():
+    run = Run()
+    attempt = run.open().attempt
+    seqs = []
+    for cut in range(1, 13):
+        seqs.append(run.commit(attempt, cut, step=cut * 10, pins=("best",) if cut in {3, 5} else ()))
+        run.time.now_s += 600
+    last_two = set(seqs[-2:])
+    assert kept(run.log.state, Retention(keep_last=1, keep_pins=False)) == last_two
+    assert kept(run.log.state, Retention(keep_last=1)) == last_two | {seqs[4]}
+    by_step = kept(run.log.state, Retention(keep_last=1, keep_pins=False, every_steps=40))
+    assert by_step == last_two | {seqs[0], seqs[3], seqs[7], seqs[11]}
+    hours = {int(run.log.state.checkpoints[seq].at_s // 3600): seq for seq in reversed(seqs)}
+    assert kept(run.log.state, Retention(keep_last=1, keep_pins=False, every_s=3600)) == last_two | set(
+        hours.values()
+    )
+
+
+def test_what_the_newest_attempt_resumed_from_stays_until_its_first_commit():
+    run = Run()
+    first = run.open().attempt
+    pairs = chains(run, first)
+    opened = run.open(which=f"seq:{pairs[0][1]}")
+    assert set(pairs[0]) <= kept(run.log.state, Retention(keep_last=1))
+    with pytest.raises(EntryRefused, match="newest attempt"):
+        run.retire([pairs[0][1]])
+    run.commit(opened.attempt, 1, step=1000)
+    assert not set(pairs[0]) & kept(run.log.state, Retention(keep_last=1))
+    assert append_retirement(run.log, Retention(keep_last=1)).checkpoints
+
+
+def test_a_retirement_is_planned_once_and_then_there_is_nothing_to_do():
+    run = Run()
+    attempt = run.open().attempt
+    pairs = chains(run, attempt)
+    entry = append_retirement(run.log, Retention(keep_last=1))
+    assert entry.checkpoints == (*pairs[0], *pairs[1])
+    assert entry.prefixes == tuple(cut_prefix(attempt, cut) for cut in (1, 2, 11, 12))
+    assert append_retirement(run.log, Retention(keep_last=1)) is None
+    assert retire(run.log.state, Retention(keep_last=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "prefixes", "why"),
+    [
+        ([2], [], "chain reads"),
+        ([2, 3, 4, 5, 6, 7, 8, 9], [], "every checkpoint"),
+        ([99], [], "not live"),
+        ([], [cut_prefix(1, 1)], "live checkpoint reads"),
+        ([], [cut_prefix(1, 33)], "may still be committed"),
+        ([], [cut_prefix(7, 1)], "may still be committed"),
+    ],
+)
+def test_the_log_refuses_a_retirement_that_would_lose_something(checkpoints, prefixes, why):
+    run = Run()
+    chains(run, run.open().attempt)
+    with pytest.raises(EntryRefused, match=why):
+        run.retire(checkpoints, prefixes)
+
+
+def test_numbers_must_be_positive():
+    for bad in ({"keep_last": 0}, {"every_steps": 0}, {"every_s": -1.0}):
+        with pytest.raises(UserError):
+            Retention(**bad)
+
+
+# gc
+
+
+def test_gc_waits_for_the_grace_by_the_stores_clock_and_is_idempotent():
+    run = Run()
+    attempt = run.open().attempt
+    chains(run, attempt)
+    append_retirement(run.log, Retention(keep_last=1))
+    before = list(run.memory.list("job/data/"))
+    early = garbage_collection.collect(run.log, grace_s=100)
+    assert (early.objects, len(early.waiting)) == (0, 4)
+    run.time.now_s += 101
+    dry = garbage_collection.collect(run.log, grace_s=100, dry_run=True)
+    assert list(run.memory.list("job/data/")) == before
+    done = garbage_collection.collect(run.log, grace_s=100)
+    assert (dry.objects, dry.prefixes) == (done.objects, done.prefixes) == (4, early.waiting)
+    left = {info.key for info in run.memory.list("job/data/")}
+    assert left == {info.key for info in before} - {
+        i.key for i in before if garbage_collection.prefix_of(i.key[4:]) in done.prefixes
+    }
+    assert garbage_collection.collect(run.log, grace_s=100).objects == 0
+    run.memory.put(f"job/{done.prefixes[0]}late.pack", b"a zombie's put that landed late")
+    assert garbage_collection.collect(run.log, grace_s=100).objects == 1
+
+
+def test_litter_of_dead_cuts_is_named_and_deleted_and_that_of_live_ones_is_not():
+    run = Run()
+    attempt = run.open().attempt
+    for cut in (1, 2, 3):
+        run.memory.put(f"job/{cut_prefix(attempt, cut)}00000-{'a' * 16}-00000.pack", b"x")
+    run.commit(attempt, 2)
+    assert garbage_collection.debris(run.log, run.log.state) == (cut_prefix(attempt, 1),)
+    run.memory.put("job/data/strange", b"not ours")
+    compaction = "data/compact-cccccccccccccccc/"
+    run.memory.put(f"job/{compaction}00000.pack", b"x")
+    assert compaction not in garbage_collection.debris(run.log, run.log.state)
+    run.time.now_s += 25 * 3600
+    assert garbage_collection.debris(run.log, run.log.state) == (cut_prefix(attempt, 1), compaction)
+    entry = append_retirement(run.log, Retention(), debris=garbage_collection.debris(run.log, run.log.state))
+    assert entry.prefixes == (cut_prefix(attempt, 1), compaction)
+    run.time.now_s += 1000
+    assert garbage_collection.collect(run.log).objects == 2
+    run.open()
+    assert garbage_collection.debris(run.log, run.log.state) == (cut_prefix(attempt, 3),)
+
+
+def test_an_unreadable_entry_blocks_gc():
+    run = Run()
+    attempt = run.open().attempt
+    chains(run, attempt)
+    append_retirement(run.log, Retention(keep_last=1))
+    tip = run.log.state.tip
+    run.time.now_s += 1e6
+    run.memory.put("job/" + entry_key(tip + 1), b"rotten")
+    with pytest.raises(LogStopped):
+        garbage_collection.collect(run.reader())
+
+
+def test_what_the_newest_was_written_against_is_kept_for_the_next_cut():
+    run = Run()
+    attempt = run.open().attempt
+    base = run.commit(attempt, 1)
+    for cut in range(2, 8):
+        run.commit(attempt, cut, base)
+    keep = retention.kept(run.log.state, Retention(keep_last=1))
+    assert keep == {base, run.log.state.newest().seq}
+
+
+# Forgetting
+
+
+def housekeeping(
+    run: Run, *, keep_last: int = 1, grace_s: float = 600.0, **options
+) -> garbage_collection.Collected:
+    """One round of a sidecar's."""
+    state = run.log.refresh()
+    append_retirement(
+        run.log, Retention(keep_last=keep_last), debris=garbage_collection.debris(run.log, state)
+    )
+    return garbage_collection.collect(run.log, grace_s=grace_s, **options)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    keep_last=st.integers(1, 4),
+    chain=st.integers(1, 5),
+    litter_every=st.integers(1, 9),
+    grace_s=st.sampled_from([0.0, 600.0]),
+)
+def test_a_state_and_its_cached_fold_do_not_grow_with_the_run(keep_last, chain, litter_every, grace_s):
+    """A save a minute, retention of the last few: later saves find no more to remember than the first 160 did."""
+    run = Run()
+    attempt = run.open().attempt
+    remembered, sizes, base = [], [], None
+    for cut in range(1, 321):
+        if cut % litter_every == 0:  # a save that was begun, and another that came instead
+            run.memory.put(f"job/{cut_prefix(attempt, 2 * cut - 1)}00000-{'a' * 16}-00000.pack", b"x")
+        seq = run.commit(attempt, 2 * cut, None if cut % chain == 0 else base)
+        base = seq if cut % chain == 0 or base is None else base
+        run.time.now_s += 60
+        housekeeping(run, keep_last=keep_last, grace_s=grace_s)
+        remembered.append(len(run.log.state.retired))
+        sizes.append(len(folded_state.dump(run.log.state)))
+    assert max(remembered) <= garbage_collection.FORGET_AT + 2 * (
+        10 + chain
+    )  # what waits for its grace, and one chain's end
+    assert max(remembered[160:]) <= max(remembered[:160]) + 8  # rounds and chains are not in step
+    assert max(sizes[160:]) <= max(sizes[:160]) + 1000
+    left = {prefix for prefix, _ in garbage_collection.data_objects(run.log)}
+    assert left <= live_prefixes(run.log.state) | run.log.state.retired.keys()
+    assert run.reader().refresh() == run.log.state
+    assert (
+        fold(RunState(run="job"), [run.log.read_slot(n) for n in range(run.log.state.tip + 1)])
+        == run.log.state
+    )
+
+
+def test_what_waits_for_its_grace_is_remembered_however_much_that_is():
+    """Forgotten, it would be named anew, and its grace begin anew with every save: it would never be deleted."""
+    run = Run()
+    attempt = run.open().attempt
+    first = cut_prefix(attempt, 1)
+    for cut in range(1, 200):
+        run.commit(attempt, cut)
+        run.time.now_s += 1
+        assert housekeeping(run, grace_s=1000.0).objects == 0
+    named_by = run.log.state.retired[first]
+    assert len(run.log.state.retired) > 2 * garbage_collection.FORGET_AT
+    run.time.now_s += 900
+    assert first in housekeeping(run, grace_s=1000.0).prefixes
+    assert named_by < run.log.state.tip
+    run.time.now_s += 1000
+    housekeeping(run, grace_s=1000.0)
+    assert not run.log.state.retired
+
+
+def test_what_lands_late_under_a_forgotten_prefix_is_named_anew_and_deleted():
+    run = Run()
+    attempt = run.open().attempt
+    chains(run, attempt)
+    housekeeping(run, grace_s=0.0, forget_at=1)
+    assert not run.log.state.retired
+    late = cut_prefix(attempt, 1)
+    run.memory.put(f"job/{late}00000-{'a' * 16}-00000.pack", b"a zombie's put that landed late")
+    assert garbage_collection.debris(run.log, run.log.state) == (late,)
+    assert housekeeping(run, grace_s=600.0).waiting == (late,)
+    run.time.now_s += 601
+    assert housekeeping(run, grace_s=600.0).prefixes == (late,)
+
+
+def test_a_forgotten_cut_can_never_be_committed():
+    """Fencing and the order of cuts refuse it, without any memory of its prefix."""
+    run = Run()
+    attempt = run.open().attempt
+    run.commit(attempt, 2)
+    run.memory.put(f"job/{cut_prefix(attempt, 1)}00000-{'a' * 16}-00000.pack", b"x")
+    housekeeping(run, grace_s=0.0, forget_at=1)
+    assert not run.log.state.retired
+    with pytest.raises(EntryRefused, match="not newer than cut 2"):
+        run.append_checkpoint([run.report(attempt, 1).part], attempt=attempt, cut=1)
+    run.open()
+    with pytest.raises(EntryRefused, match="fenced"):
+        run.append_checkpoint([run.report(attempt, 1).part], attempt=attempt, cut=1)
+
+
+def test_old_compactions_whose_names_say_nothing_are_remembered():
+    """Only memory keeps a compaction of an older version from being committed when it was given up."""
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    prefix = "data/compact-cccccccccccccccc/"
+    run.memory.put(f"job/{prefix}00000.pack", b"x")
+    run.time.now_s += 25 * 3600
+    for _ in range(2):
+        housekeeping(run, grace_s=0.0, forget_at=1)
+    assert list(run.log.state.retired) == [prefix]
+    assert not isinstance(
+        run.log.read_slot(run.log.state.tip).entry, Reclaimed
+    )  # nothing to say, nothing said
+
+
+def test_a_dry_run_forgets_nothing():
+    run = Run()
+    chains(run, run.open().attempt)
+    append_retirement(run.log, Retention(keep_last=1))
+    tip = run.log.state.tip
+    garbage_collection.collect(run.log, grace_s=0.0, forget_at=1, dry_run=True)
+    assert run.log.refresh().tip == tip
+
+
+def test_a_version_that_passes_over_reclaim_entries_reads_the_same_run(monkeypatch):
+    """It remembers more, and everything else of the state is the same."""
+    run = Run()
+    attempt = run.open().attempt
+    for cut in range(1, 30):
+        run.commit(attempt, cut)
+        housekeeping(run, grace_s=0.0, forget_at=4)
+    truth = run.log.state
+    slots = range(truth.tip + 1)
+    assert any(isinstance(run.log.read_slot(seq).entry, Reclaimed) for seq in slots)
+    monkeypatch.delitem(entry_codec.KINDS, "reclaim")
+    old = fold(RunState(run="job"), [run.log.read_slot(seq) for seq in slots])
+    assert old.stopped is None
+    assert len(old.retired) == 27 > len(truth.retired)
+    assert replace(old, retired=truth.retired, compactions_from=truth.compactions_from) == truth
+
+
+def test_a_reclaim_entry_speaks_of_what_is_before_it():
+    run = Run()
+    run.commit(run.open().attempt, 1)
+
+    def build(state, seq, writer):
+        return Reclaimed(seq=seq, previous="", writer=writer, at_s=0.0, through=seq)
+
+    with pytest.raises(EntryRefused, match="not before it"):
+        run.append(build)

@@ -1,0 +1,209 @@
+"""Executing plans: cache first, hashes always, invalid apart from unavailable, memory bounded, no dead-lock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.format import object_key
+from deltashard_checkpoint.format.frame import parse_frame
+from deltashard_checkpoint.restore import checkpoint_reader
+from deltashard_checkpoint.restore.fetcher import Fetcher, warm_cache
+from deltashard_checkpoint.restore.plan import Plan, Request
+from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
+from deltashard_checkpoint.stores.memory import MemoryStore
+
+from tests.unit.checkpoint.format.samples import RUN, Model, Run, schema, whole
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A baseline of 40 frames in many packs, and a blob."""
+    made = Run(tmp_path, store=FaultyStore(MemoryStore()))
+    model = Model(schema(rows=4000))
+    made.model = model
+    made.save(
+        [model.table], [([whole(model.table)], model.frames(range(4000), per_frame=100))], step=1,
+        blobs={"rng": bytes(9000)}, pack_bytes=50_000,
+    )  # fmt: skip
+    return made
+
+
+def _plan(run: Run) -> Plan:
+    wants = checkpoint_reader.whole_tables([run.model.table])
+    return checkpoint_reader.plan_restore(run.store, run.log.refresh(), run.log.state.newest().seq, wants)
+
+
+def _frames(fetcher: Fetcher, plan: Plan) -> list[bytes]:
+    return [bytes(fetched.data) for fetched in fetcher.fetch(plan)]
+
+
+def test_bytes_come_from_the_cache_first_and_are_the_same_from_the_store(run: Run) -> None:
+    """And the counters say where they came from."""
+    plan = _plan(run)
+    cached, direct = Fetcher(run.store, RUN, cache=run.cache), Fetcher(run.store, RUN, prefetch_bytes=1)
+    assert _frames(cached, plan) == _frames(direct, plan)
+    assert (cached.stats.cache_bytes, cached.stats.store_bytes) == (plan.range_bytes, 0)
+    assert (direct.stats.cache_bytes, direct.stats.store_bytes) == (0, plan.range_bytes)
+    assert plan.bytes <= plan.range_bytes
+    assert len(plan.requests) < plan.frames
+
+
+def test_frames_come_in_the_plans_order(run: Run) -> None:
+    """Whatever order the threads finish in."""
+    plan = _plan(run)
+    expected = [frame.info for request in plan.requests for frame in request.frames]
+    found = list(Fetcher(run.store, RUN).fetch(plan))
+    assert [parse_frame(f.data).info for f in found] == expected
+    assert [f.last for f in found] == [f is r.frames[-1] for r in plan.requests for f in r.frames]
+
+
+def test_a_damaged_cache_costs_a_read_and_nothing_else(run: Run) -> None:
+    """The wrong copy is forgotten, the bytes come from the store."""
+    for path in run.cache.directory.glob("*.pack"):
+        data = bytearray(path.read_bytes())
+        data[100] ^= 1
+        path.write_bytes(data)
+    plan = _plan(run)
+    fetcher = Fetcher(run.store, RUN, cache=run.cache)
+    assert _frames(fetcher, plan) == _frames(Fetcher(run.store, RUN), plan)
+    assert fetcher.stats.reread_bytes > 0
+    assert not any(object_key.run_key(RUN, request.key) in run.cache for request in plan.requests)
+
+
+def test_one_wrong_read_is_repeated(run: Run) -> None:
+    """A flipped bit on the wire is no broken checkpoint."""
+    plan = _plan(run)
+    expected = _frames(Fetcher(run.store, RUN), plan)
+    run.store.fail_next(Fault.FLIPPED, operation="get_into")
+    assert _frames(Fetcher(run.store, RUN), plan) == expected
+
+
+def _damage(run: Run, change) -> None:
+    key = next(info.key for info in run.store.list(RUN) if info.key.endswith(".pack"))
+    run.store.put(key, change(bytearray(run.store.get(key))))
+
+
+def _flip(data: bytearray) -> bytes:
+    data[5000] ^= 4
+    return bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_a_checkpoint_that_is_wrong_in_the_store_is_invalid(run: Run, damage: str) -> None:
+    """A hash that is wrong twice, a short object, a confirmed 404: `InvalidCheckpoint`, naming the object."""
+    plan = _plan(run)
+    if damage == "gone":
+        run.store.delete([info.key for info in run.store.list(RUN) if info.key.endswith(".pack")][:1])
+    else:
+        _damage(run, _flip if damage == "flip" else lambda data: bytes(data[:1000]))
+    with pytest.raises(InvalidCheckpoint, match=r"\.pack"):
+        _frames(Fetcher(run.store, RUN), plan)
+    assert _frames(Fetcher(run.store, RUN, cache=run.cache), plan), "the cache's copy is whole"
+
+
+def test_an_unreachable_store_is_unavailable_and_never_invalid(run: Run) -> None:
+    """Unavailable is not invalid: the store's own error comes through."""
+    plan = _plan(run)
+    run.store.down = True
+    with pytest.raises(StoreUnavailable):
+        _frames(Fetcher(run.store, RUN), plan)
+    assert _frames(Fetcher(run.store, RUN, cache=run.cache), plan)
+
+
+def test_a_wrong_or_missing_index_is_invalid_an_unreachable_one_is_not(run: Run) -> None:
+    """The same rule for indexes."""
+    key = next(info.key for info in run.store.list(RUN) if info.key.endswith(".index"))
+    whole_index = run.store.get(key)
+    run.store.down = True
+    with pytest.raises(StoreUnavailable):
+        checkpoint_reader.load_indexes(run.store, RUN, run.log.state.newest().parts)
+    run.store.down = False
+    run.store.put(key, whole_index[:-1])
+    with pytest.raises(InvalidCheckpoint, match="hash in its name"):
+        _plan(run)
+    run.store.delete([key])
+    with pytest.raises(InvalidCheckpoint, match="does not exist"):
+        _plan(run)
+    run.store.put(key, whole_index)
+    run.store.fail_next(Fault.FLIPPED, operation="get")
+    _plan(run)
+
+
+class Arena:
+    """Two blocks, lent and taken back: a consumer that frees a block when its last frame is applied."""
+
+    def __init__(self, block_bytes: int, blocks: int = 2) -> None:
+        self.free = [bytearray(block_bytes) for _ in range(blocks)]
+        self.lent: dict[int, bytearray] = {}
+        self.least = blocks
+
+    def __call__(self, request: Request, *, wait: bool) -> memoryview | None:
+        if not self.free:
+            assert not wait, "asked to wait though nothing is under way and the consumer holds nothing"
+            return None
+        block = self.free.pop()
+        self.least = min(self.least, len(self.free))
+        self.lent[id(request)] = block
+        return memoryview(block)[: request.length]
+
+    def back(self, request: Request) -> None:
+        self.free.append(self.lent.pop(id(request)))
+
+
+def test_bytes_land_directly_in_a_destination_of_two_blocks(run: Run) -> None:
+    """No dead-lock with as few blocks as there may be; the frames are views of the blocks."""
+    plan = _plan(run)
+    expected = _frames(Fetcher(run.store, RUN), plan)
+    arena = Arena(max(request.length for request in plan.requests))
+    found = []
+    for fetched in Fetcher(run.store, RUN, cache=run.cache).fetch(plan, arena):
+        block = arena.lent[id(fetched.request)]
+        assert np.shares_memory(np.frombuffer(block, np.uint8), np.frombuffer(fetched.data, np.uint8))
+        found.append(bytes(fetched.data))
+        if fetched.last:
+            arena.back(fetched.request)
+    assert found == expected
+    assert arena.least == 0
+
+
+def test_a_stalled_store_ends_with_the_deadline_and_an_early_close_stops_the_threads(run: Run) -> None:
+    """A restore that is given up leaves nobody writing into its memory."""
+    plan = _plan(run)
+    fetching = Fetcher(run.store, RUN, workers=3, deadline_s=30).fetch(plan)
+    next(fetching)
+    fetching.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("fetch")]
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="not read within"):
+        list(Fetcher(run.store, RUN, deadline_s=0.0).fetch(plan))
+    assert time.monotonic() - started < 20
+
+
+def test_a_cold_cache_is_warmed_with_whole_packs_as_far_as_it_has_room(run: Run, tmp_path: Path) -> None:
+    """After a node was lost: prefetched packs serve the restore; trouble stops the warming and harms nothing."""
+    index = next(
+        iter(checkpoint_reader.load_indexes(run.store, RUN, run.log.refresh().newest().parts).values())
+    )
+    plan = _plan(run)
+    with PackCache(tmp_path / "cold", budget_bytes=1 << 30) as cold:
+        assert warm_cache(run.store, RUN, index.packs, cold) == sum(pack.bytes for pack in index.packs)
+        assert warm_cache(run.store, RUN, index.packs, cold) == 0
+        run.store.down = True
+        fetcher = Fetcher(run.store, RUN, cache=cold)
+        assert _frames(fetcher, plan)
+        assert (fetcher.stats.cache_bytes, fetcher.stats.store_bytes) == (0, plan.range_bytes), (
+            "their true origin"
+        )
+    with PackCache(tmp_path / "down", budget_bytes=1 << 30) as cold:
+        assert warm_cache(run.store, RUN, index.packs, cold) == 0
+        assert cold.used_bytes == 0
+    run.store.down = False
+    with PackCache(tmp_path / "small", budget_bytes=120_000) as cold:
+        assert 0 < warm_cache(run.store, RUN, index.packs, cold) <= 120_000

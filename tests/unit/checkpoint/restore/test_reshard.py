@@ -1,0 +1,97 @@
+"""Any history of shardings and policies restores to any sharding: random runs through the real log, parts and plans."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from deltashard_checkpoint.format.schema import Box
+from deltashard_checkpoint.restore import checkpoint_reader
+from deltashard_checkpoint.restore.fetcher import Fetcher
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.restore.plan import Want
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.checkpoint.format.samples import RUN, Model, Run, box, schema
+
+TABLE = schema(rows=90, columns=12)
+
+
+@st.composite
+def shardings(draw: st.DrawFn) -> list[Box]:
+    """A partition of the table: rows cut at most twice, each band's columns cut at most twice."""
+
+    def cuts(size: int) -> list[int]:
+        return [0, *sorted(draw(st.sets(st.integers(1, size - 1), max_size=2))), size]
+
+    rows = cuts(TABLE.rows)
+    bands = list(itertools.pairwise(rows))
+    found = []
+    for start, stop in bands:
+        columns = cuts(TABLE.columns)
+        found += [box(TABLE, start, stop, a, b) for a, b in itertools.pairwise(columns)]
+    return found
+
+
+saves = st.tuples(
+    shardings(), st.lists(st.sampled_from(["full", "since_commit", "since_baseline"]), min_size=1, max_size=3)
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(history=st.lists(saves, min_size=1, max_size=3), after=shardings(), seed=st.integers(0, 99))
+def test_any_history_restores_to_any_sharding(history: list, after: list[Box], seed: int) -> None:
+    """Weights and point-wise state exactly; row-wise state too, since every shard of a row has the row's value."""
+    model = Model(TABLE, seed)
+    with tempfile.TemporaryDirectory() as directory:
+        run = Run(Path(directory), world_size=len(history[0][0]))
+        commit = baseline = None
+        dirty_commit: set[int] = set()
+        dirty_baseline: set[int] = set()
+        step = seq = 0
+        for attempt, (boxes, modes) in enumerate(history):
+            if attempt:
+                run.open(len(boxes))
+            for wanted in modes:
+                mode = "full" if baseline is None else wanted
+                step += 1
+                changed = set(model.train(0.15).tolist())
+                dirty_commit |= changed
+                dirty_baseline |= changed
+                ids, covers = {
+                    "full": (range(TABLE.rows), None),
+                    "since_commit": (sorted(dirty_commit), commit),
+                    "since_baseline": (sorted(dirty_baseline), baseline),
+                }[mode]
+                ranks = [
+                    ([b], model.frames(np.array(ids, np.int64), b, step=step, per_frame=11)) for b in boxes
+                ]
+                seq = commit = run.save([TABLE], ranks, step=step, covers=covers)
+                dirty_commit = set()
+                if mode == "full":
+                    baseline, dirty_baseline = seq, set()
+        state = run.log.refresh()
+        targets = []
+        for held in after:
+            rows, columns = held.row_stop - held.row_start, held.col_stop - held.col_start
+            targets.append(
+                TableTarget(
+                    schema=TABLE, box=held, weights=np.zeros((rows, columns), np.float32),
+                    fields={"sum": np.zeros(rows, np.float32), "exp_avg": np.zeros((rows, columns), np.float32)},
+                )
+            )  # fmt: skip
+        plan = checkpoint_reader.plan_restore(run.store, state, seq, [Want(schema=TABLE, boxes=tuple(after))])
+        applier = FrameApplier(targets)
+        for fetched in Fetcher(run.store, RUN, cache=run.cache).fetch(plan):
+            applier.apply(fetched.data)
+        applier.finish()
+        run.cache.close()
+    for target in targets:
+        b = target.box
+        rows, columns = slice(b.row_start, b.row_stop), slice(b.col_start, b.col_stop)
+        np.testing.assert_array_equal(target.weights, model.weights[rows, columns])
+        np.testing.assert_array_equal(target.fields["exp_avg"], model.fields["exp_avg"][rows, columns])
+        np.testing.assert_array_equal(target.fields["sum"], model.fields["sum"][rows])

@@ -1,0 +1,47 @@
+"""The conformance suite on the stores that need no server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.conformance import StoreTests
+from deltashard_checkpoint.stores.faulty import FaultyStore
+from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.stores.url import open_store
+
+
+class TestMemoryStore(StoreTests):
+    """The reference."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        return MemoryStore()
+
+
+class TestFileStore(StoreTests):
+    """On the disk of the temporary directory."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return FileStore(tmp_path / "a" / "store")
+
+
+class TestOpenedFileStore(StoreTests):
+    """With retries around it, as everyone uses it."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with open_store(f"file://{tmp_path}/store") as store:
+            yield store
+
+
+class TestFaultlessFaultyStore(StoreTests):
+    """A faulty store without faults is a store."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        return FaultyStore(MemoryStore())

@@ -1,0 +1,248 @@
+"""What the file store promises beyond the conformance suite: durability's order, crashes, full disks, no way out."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.stores import file
+from deltashard_checkpoint.stores.abc import (
+    MAX_WHOLE_BYTES,
+    AccessDenied,
+    BucketMissing,
+    ConditionalPutUnsupported,
+    ObjectExists,
+    ObjectNotFound,
+    StoreFull,
+    StoreUnavailable,
+)
+from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.key_rule import BadKey
+
+
+def test_data_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fsync of the file, then link or rename, then fsync of the directory; new directories are synced into their parents."""
+    events: list[str] = []
+    real = {"fsync": os.fsync, "link": os.link}
+
+    def fsync(descriptor: int) -> None:
+        target = Path(f"/proc/self/fd/{descriptor}").readlink()
+        events.append(f"fsync {'dir ' + target.name if target.is_dir() else 'file'}")
+        real["fsync"](descriptor)
+
+    def link(source: Path, target: Path) -> None:
+        events.append("link")
+        real["link"](source, target)
+
+    store = FileStore(tmp_path / "store")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", link)
+    store.put_if_absent("log/0", b"x")
+    assert events == ["fsync dir store", "fsync file", "link", "fsync dir log"]
+    events.clear()
+    real_rename = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return real_rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    store.put("log/HINT", b"x")
+    assert events == ["fsync file", "rename", "fsync dir log"]
+
+
+@pytest.mark.parametrize("instant", ["write", "fsync", "link"])
+def test_killed_in_a_put(tmp_path: Path, instant: str) -> None:
+    """A process killed while it writes leaves no object, nothing in listings, and the key free for the next."""
+    program = f"""
+import os, signal, sys
+from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.key_rule import BadKey
+store = FileStore(sys.argv[1])
+real = os.{instant}
+def die(*arguments):
+    if "{instant}" == "write":
+        real(arguments[0], bytes(arguments[1])[:3])
+    os.kill(os.getpid(), signal.SIGKILL)
+os.{instant} = die
+store.put_if_absent("log/0", b"first " * 100)
+"""
+    died = subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], timeout=60, check=False)
+    assert died.returncode == -signal.SIGKILL
+    store = FileStore(tmp_path / "store")
+    # `fsync` dies when the new directory is synced, before there is a temporary file.
+    assert len(list((tmp_path / "store" / "log").iterdir())) == (0 if instant == "fsync" else 1)
+    assert list(store.list("")) == []
+    with pytest.raises(ObjectNotFound):
+        store.get("log/0")
+    store.put_if_absent("log/0", b"second")
+    assert store.get("log/0") == b"second"
+
+
+def test_stale_temporaries_go_with_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deleting the last object removes old debris and the directory; a young temporary may be a writer's, and stays."""
+    store = FileStore(tmp_path)
+    store.put("data/1/a", b"x")
+    debris = tmp_path / "data" / "1" / f"{file.TEMPORARY}dead"
+    debris.write_bytes(b"half")
+    store.delete(["data/1/a"])
+    assert debris.exists()
+    store.put("data/1/a", b"x")
+    os.utime(debris, (1, 1))
+    store.delete(["data/1/a"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_put_goes_on_when_a_deleter_takes_the_directory_above_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever deletes the last object prunes upwards, at any instant of a put into a new directory beside it."""
+    store = FileStore(tmp_path)
+    (tmp_path / "data").mkdir()
+    real, pruned = Path.mkdir, []
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        if path == tmp_path / "data" / "2" and not pruned:
+            pruned.append(path)
+            path.parent.rmdir()
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    store.put_if_absent("data/2/x", b"x")
+    assert pruned
+    assert store.get("data/2/x") == b"x"
+
+
+def test_a_put_goes_on_when_a_deleter_takes_the_directory_that_another_put_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was there when this put was to make it, and is gone a moment later."""
+    store = FileStore(tmp_path)
+    real, made = os.mkdir, []
+
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        made.append(Path(path))
+        if len(made) == 1:
+            raise FileExistsError(errno.EEXIST, "it is there", str(path))
+        real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    store.put_if_absent("data/x", b"x")
+    assert made == [tmp_path / "data"] * 2
+    assert store.get("data/x") == b"x"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (errno.ENOSPC, StoreFull),
+        (errno.EDQUOT, StoreFull),
+        (errno.EACCES, AccessDenied),
+        (errno.EROFS, AccessDenied),
+        (errno.EIO, StoreUnavailable),
+        (errno.ESTALE, StoreUnavailable),
+    ],
+)
+def test_errors_have_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, expected: type[Exception]
+) -> None:
+    """Each errno becomes the error that says who can act, and nothing is left behind."""
+    store = FileStore(tmp_path)
+
+    def fail(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", fail)
+        with pytest.raises(expected, match=os.strerror(code)):
+            store.put("a/b", b"x")
+    assert list((tmp_path / "a").iterdir()) == []
+    with pytest.raises(ObjectNotFound):
+        store.get("a/b")
+
+
+def test_a_really_full_disk() -> None:
+    """ENOSPC from the kernel, by /dev/full."""
+    with (
+        Path("/dev/full").open("wb", buffering=0) as full,
+        pytest.raises(OSError, match="No space") as caught,
+    ):
+        file._write_all(full.fileno(), memoryview(b"x"))
+    assert caught.value.errno in file._FULL
+
+
+def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without links is refused, never written to unconditionally."""
+    store = FileStore(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(ConditionalPutUnsupported, match="hard links"):
+        store.put_if_absent("a", b"x")
+    assert list(store.list("")) == []
+
+
+def test_a_missing_root(tmp_path: Path) -> None:
+    """Not made when the caller only reads; and named when it vanishes."""
+    with pytest.raises(BucketMissing):
+        FileStore(tmp_path / "no", create=False)
+    store = FileStore(tmp_path / "yes")
+    (tmp_path / "yes").rmdir()
+    for call in (lambda: store.get("a"), lambda: store.list(""), store.now_s):
+        with pytest.raises(BucketMissing):
+            call()
+
+
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_a_root_that_is_no_directory(tmp_path: Path, path: str) -> None:
+    """The caller's to mend, and said as such."""
+    (tmp_path / "file").touch()
+    with pytest.raises(BucketMissing, match="no directory"):
+        FileStore(tmp_path / path)
+
+
+def test_no_symlinked_surprise_in_listing(tmp_path: Path) -> None:
+    """Names that are no keys of ours (editors' and systems' files) do not break a listing of what is."""
+    store = FileStore(tmp_path)
+    store.put("log/1", b"x")
+    (tmp_path / "log" / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "log" / "caf\u00e9").write_bytes(b"x")
+    assert [found.key for found in store.list("log/")] == ["log/1"]
+
+
+def test_a_key_cannot_be_a_directory_too(tmp_path: Path) -> None:
+    """A directory's names are files or directories; the refusal says so, and nothing is harmed."""
+    store = FileStore(tmp_path)
+    store.put("a/b", b"x")
+    for key in ("a", "a/b/c"):
+        with pytest.raises(BadKey, match="prefix of others"):
+            store.put(key, b"y")
+    assert [found.key for found in store.list("")] == ["a/b"]
+
+
+def test_exists_wins_over_everything(tmp_path: Path) -> None:
+    """A taken key is found before anything is written."""
+    store = FileStore(tmp_path)
+    store.put("a", b"x")
+    with pytest.raises(ObjectExists):
+        store.put_if_absent("a", b"y" * 10)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_object_too_large_to_be_read_whole_is_not_read(tmp_path: Path) -> None:
+    """Its size is looked at before memory is taken for it; a range of it is read as ever."""
+    store = FileStore(tmp_path)
+    store.put("huge", b"head")
+    os.truncate(tmp_path / "huge", MAX_WHOLE_BYTES + 1)  # sparse
+    with pytest.raises(CorruptObject, match=f"{MAX_WHOLE_BYTES + 1} bytes where at most"):
+        store.get("huge")
+    assert store.get_range("huge", 0, 4) == b"head"

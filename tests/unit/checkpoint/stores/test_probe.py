@@ -1,0 +1,70 @@
+"""The probe: what overwrites is refused, what merely fails is waited for, and nothing stays behind."""
+
+import pytest
+from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
+from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.stores.probe import probe
+
+
+class Overwriting(MemoryStore):
+    """A store that ignores If-None-Match."""
+
+    def put_if_absent(self, key, data):
+        self.put(key, data)
+
+
+class Forgetful(MemoryStore):
+    """A store that acknowledges and keeps nothing."""
+
+    def put_if_absent(self, key, data):
+        pass
+
+
+def pauses(times: int):
+    left = iter(range(times))
+    return lambda: next(left, None) is not None
+
+
+def test_what_overwrites_is_refused_and_nothing_stays_behind():
+    store = Overwriting()
+    with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
+        probe(store, "run/probe/a", pause=pauses(5))
+    assert list(store.list("")) == []
+
+
+@pytest.mark.parametrize("operation", ["put_if_absent", "get"])
+@pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LOST_ACK])
+def test_lost_answers_are_asked_for_again(operation, fault):
+    """Of the first put, of the second and of the read: an object that is there already is the one we put."""
+    for before in range(3):
+        memory = MemoryStore()
+        store = FaultyStore(memory)
+        if before:
+            store.fail_next(Fault.UNAVAILABLE, operation="put_if_absent", times=before)
+        store.fail_next(
+            fault if operation == "put_if_absent" else Fault.UNAVAILABLE, operation=operation, times=2
+        )
+        probe(store, "probe/a", pause=pauses(20))
+        assert list(memory.list("")) == []
+
+
+def test_a_bit_that_flips_on_the_way_condemns_no_store():
+    """Only the second object's bytes show that it overwrites; others are read again, and a store that rots is named."""
+    memory = MemoryStore()
+    store = FaultyStore(memory)
+    store.fail_next(Fault.FLIPPED, operation="get", times=2)
+    probe(store, "probe/a", pause=pauses(3))
+    assert list(memory.list("")) == []
+    store.fail_next(Fault.FLIPPED, operation="get", times=4)
+    with pytest.raises(StoreUnavailable, match="neither"):
+        probe(store, "probe/a", pause=pauses(3))
+
+
+def test_a_store_that_does_not_answer_or_keeps_nothing_is_named_when_time_is_up():
+    store = FaultyStore(MemoryStore())
+    store.fail_next(Fault.UNAVAILABLE, operation="get", times=100)
+    with pytest.raises(StoreUnavailable):
+        probe(store, "probe/a", pause=pauses(3))
+    with pytest.raises(StoreUnavailable, match="loses what it acknowledged"):
+        probe(Forgetful(), "probe/a", pause=pauses(3))

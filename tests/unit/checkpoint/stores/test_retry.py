@@ -1,0 +1,181 @@
+"""Retries: how often, how long, what never; on a fake clock."""
+
+from __future__ import annotations
+
+import pytest
+from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, StoreUnavailable
+from deltashard_checkpoint.stores.deadline import deadline, remaining_s, until
+from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.stores.retry import RetryingStore, RetryPolicy
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class Clock:
+    """Time that passes only by sleeping."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds
+
+
+class Log:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.tries: list[tuple[str, bool]] = []
+        self.calls: list[tuple[str, int, bool]] = []
+
+    def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:
+        self.tries.append((operation, error is None))
+
+    def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
+        self.calls.append((operation, size_bytes, error is None))
+
+    def hedged(self, outcome: str) -> None:
+        raise AssertionError(outcome)
+
+
+def retrying(inner: FaultyStore, clock: Clock, log: Log | None = None, **policy: float) -> RetryingStore:
+    return RetryingStore(
+        inner,
+        policy=RetryPolicy(**policy),  # type: ignore[arg-type]
+        observer=log,
+        clock=clock,
+        sleep=clock.sleep,
+        uniform=lambda: 1.0,
+    )
+
+
+def test_it_tries_again_with_growing_pauses() -> None:
+    """Two failures, two pauses, the second twice the first; the observer sees tries and the call."""
+    faulty, clock, log = FaultyStore(MemoryStore()), Clock(), Log()
+    faulty.fail_next(Fault.UNAVAILABLE, times=3)
+    retrying(faulty, clock, log, first_delay_s=0.1).put("a", b"xyz")
+    assert clock.slept == pytest.approx([0.1, 0.2, 0.4])
+    assert log.tries == [("put", False)] * 3 + [("put", True)]
+    assert log.calls == [("put", 3, True)]
+
+
+def test_create_only_is_tried_once() -> None:
+    """An ambiguous create is the caller's to resolve: a second try would find its own object."""
+    faulty, clock = FaultyStore(MemoryStore()), Clock()
+    store = retrying(faulty, clock)
+    faulty.fail_next(Fault.LOST_ACK)
+    with pytest.raises(StoreUnavailable, match="acknowledgement lost"):
+        store.put_if_absent("log/0", b"mine")
+    assert clock.slept == []
+    assert [call.operation for call in faulty.calls] == ["put_if_absent"]
+    assert store.get("log/0") == b"mine"
+
+
+def test_answers_are_not_retried() -> None:
+    """Not found, exists, corrupt: the store has spoken."""
+    faulty, clock = FaultyStore(MemoryStore()), Clock()
+    store = retrying(faulty, clock)
+    store.put("a", b"x")
+    for error, call in (
+        (ObjectNotFound, lambda: store.get("missing")),
+        (ObjectExists, lambda: store.put_if_absent("a", b"y")),
+        (CorruptObject, lambda: store.get_range("a", 0, 5)),
+    ):
+        with pytest.raises(error):
+            call()
+    assert clock.slept == []
+
+
+def test_the_deadline_ends_it() -> None:
+    """A store that stays down: the call ends before its deadline, with the last reason and the count."""
+    faulty, clock, log = FaultyStore(MemoryStore()), Clock(), Log()
+    faulty.down = True
+    store = retrying(faulty, clock, log, deadline_s=10.0, attempts=1000)
+    with pytest.raises(StoreUnavailable, match=r"get failed \d+ times in .*503"):
+        store.get("a")
+    assert 5.0 < clock.now_s <= 10.0
+    assert log.calls == [("get", 0, False)]
+
+
+def test_bigger_objects_get_more_time() -> None:
+    """By the slowest rate that is still progress."""
+    for size_bytes, expected_s in ((0, 10.0), (50_000_000, 35.0)):
+        faulty, clock = FaultyStore(MemoryStore()), Clock()
+        faulty.down = True
+        store = retrying(faulty, clock, deadline_s=10.0, slowest_bytes_per_s=2e6, attempts=1000)
+        with pytest.raises(StoreUnavailable):
+            store.put("a", bytes(size_bytes))
+        assert expected_s - 5.1 <= clock.now_s <= expected_s
+
+
+def test_attempts_are_bounded() -> None:
+    """Also when the clock stands still."""
+    faulty, clock = FaultyStore(MemoryStore()), Clock()
+    faulty.down = True
+    with pytest.raises(StoreUnavailable, match="7 times"):
+        retrying(faulty, clock, attempts=7, first_delay_s=0.0).get("a")
+    assert len(faulty.calls) == 7
+
+
+def test_a_broken_listing_goes_on_where_it_stopped() -> None:
+    """Every key once, in order, though each answer breaks off half-way; and no gap when what was listed is deleted."""
+    faulty, clock = FaultyStore(MemoryStore()), Clock()
+    for number in range(20):
+        faulty.put(f"k/{number:02d}", b"")
+    faulty.fail_next(Fault.TRUNCATED, operation="list", times=3)
+    faulty.fail_next(Fault.STALE_LIST, operation="list", times=1)
+    listed = [found.key for found in retrying(faulty, clock).list("k/")]
+    assert listed == [f"k/{number:02d}" for number in range(20)]
+    assert len(clock.slept) == 4
+
+
+def test_deletes_go_in_batches() -> None:
+    """A thousand keys a request, from any iterable; a lost answer repeats one batch."""
+    faulty, clock = FaultyStore(MemoryStore()), Clock()
+    for number in range(2500):
+        faulty.put(f"k/{number:04d}", b"")
+    faulty.calls.clear()
+    faulty.fail_next(Fault.LOST_ACK, operation="delete", key_contains="k/1000")
+    retrying(faulty, clock).delete(f"k/{number:04d}" for number in range(2500))
+    assert [call.key for call in faulty.calls] == ["k/0000", "k/1000", "k/1000", "k/2000"]
+    assert list(faulty.inner.list("")) == []
+
+
+def test_deadlines_nest() -> None:
+    """An outer deadline that ends sooner wins; outside there is none."""
+    assert remaining_s() == float("inf")
+    with deadline(500.0):
+        with deadline(10_000.0):
+            assert remaining_s() <= 500.0
+        with deadline(100.0):
+            assert remaining_s() <= 100.0
+        assert 400.0 < remaining_s() <= 500.0
+    assert remaining_s(7.0) == 7.0
+
+
+@given(failures=st.integers(1, 10_000), uniform=st.floats(0, 1, exclude_max=True))
+def test_pauses_stay_in_bounds(failures: int, uniform: float) -> None:
+    """Never more than the longest, never less than half of what is due."""
+    policy = RetryPolicy()
+    delay_s = policy.delay_s(failures, uniform)
+    due_s = min(policy.longest_delay_s, policy.first_delay_s * 2.0 ** min(failures - 1, 60))
+    assert due_s / 2 <= delay_s <= due_s
+
+
+def test_a_caller_that_gave_up_is_not_retried_for() -> None:
+    """Given up during a pause: no further try, the store's reason; and nothing remains for whoever waits below."""
+    faulty, clock = FaultyStore(MemoryStore()), Clock()
+    faulty.down = True
+    with until(lambda: len(clock.slept) == 2), pytest.raises(StoreUnavailable):
+        retrying(faulty, clock).put("a", b"xyz")
+    assert len(faulty.calls) == 2
+    with until(lambda: True), deadline(60.0):
+        assert remaining_s() == 0.0
+    assert remaining_s() == float("inf")

@@ -1,0 +1,89 @@
+"""From URLs to stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.stores.abc import BucketMissing
+from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.hedge import HedgingStore
+from deltashard_checkpoint.stores.key_rule import BadKey
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.stores.s3.store import S3Store
+from deltashard_checkpoint.stores.url import BadStoreUrl, open_store
+
+
+def test_a_memory_store_is_one_per_name() -> None:
+    """As a bucket is, for the whole process."""
+    open_store("memory://one").put("a", b"x")
+    assert open_store("memory://one").get("a") == b"x"
+    assert list(open_store("memory://two").list("")) == []
+    MemoryStore.forget("one")
+    assert list(open_store("memory://one").list("")) == []
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """file:// URLs and plain paths name the same store; spaces may be escaped."""
+    open_store(f"file://{tmp_path}/a%20b").put("k", b"x")
+    monkeypatch.chdir(tmp_path)
+    for url in (f"{tmp_path}/a b", "./a b", f"file://localhost{tmp_path}/a%20b"):
+        store = open_store(url)
+        assert isinstance(store.inner, FileStore)
+        assert store.get("k") == b"x"
+    with pytest.raises(BucketMissing):
+        open_store(f"file://{tmp_path}/none", create=False)
+
+
+def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Endpoint and region from the URL before the environment; the store's own URL has neither."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://from-environment.example")
+    with open_store("s3://bucket/pre/fix/") as store:
+        assert isinstance(store.inner, HedgingStore)
+        assert isinstance(store.inner.inner, S3Store)
+        assert store.inner.inner._endpoint == "https://from-environment.example"
+        assert store.url == "s3://bucket/pre/fix"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "https://s3-only.example")
+    with open_store("s3://bucket") as store:
+        assert store.inner.inner._endpoint == "https://s3-only.example"  # type: ignore[attr-defined]
+    with open_store("s3://bucket?endpoint=http://127.0.0.1:9000&region=eu-west-1") as store:
+        assert store.inner.inner._endpoint == "http://127.0.0.1:9000"  # type: ignore[attr-defined]
+        assert store.inner.inner._client._base_url.region == "eu-west-1"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "bucket", "s3://", "s3:///prefix", "file://relative/dir", "gs://bucket", "https://bucket"),
+        *("s3://bucket?secret=x", "s3://bucket/p#fragment", "file:relative"),
+        *("s3://bucket?endpoint=", "s3://bucket?region=a&region=b", "s3://bucket?region=no%20where"),
+        *("s3://b", "s3://under..score%", "memory://x?region=a", "file:///tmp?endpoint=http://h"),
+    ],
+)
+def test_urls_that_name_no_store(url: str) -> None:
+    """Each says which forms there are."""
+    with pytest.raises(BadStoreUrl, match="use "):
+        open_store(url)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a//b", "s3://bucket/../up", "s3://bucket/" + "x" * 900])
+def test_prefixes_that_no_key_may_have(url: str) -> None:
+    """Refused when the store is opened, not at the first save."""
+    with pytest.raises(BadKey):
+        open_store(url)
+
+
+@pytest.mark.parametrize("endpoint", ["http://host:0", "http://host:65536", "http://host:many"])
+def test_ports_that_are_none(endpoint: str) -> None:
+    """Refused when the store is opened."""
+    with pytest.raises(UserError, match="no|not an http"):
+        open_store(f"s3://bucket?endpoint={endpoint}")
+
+
+def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
+    """They would end in logs; the error itself must not put them there."""
+    with pytest.raises(UserError, match="must not hold credentials") as caught:
+        open_store("s3://AKIAKEY:topsecret@bucket/prefix")
+    assert "topsecret" not in str(caught.value)
+    assert "AKIAKEY" not in str(caught.value)

@@ -1,0 +1,298 @@
+"""Opening attempts: who is fenced, what is resumed, who may own a run."""
+
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.log import folded_state
+from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.commit_log import LogStopped
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.write import attempt as attempts
+from deltashard_checkpoint.write.attempt import (
+    NothingRestorable,
+    OwnerMismatch,
+    mark_closing,
+    select,
+    unmark_closing,
+)
+from deltashard_checkpoint.write.commit import FencedError, TakenOver
+
+from tests.unit.checkpoint.log.builders import Run
+from tests.unit.checkpoint.log.test_entry import resealed
+
+
+def test_the_first_attempt_has_nothing_to_resume_from():
+    opened = Run().open()
+    assert (opened.attempt, opened.resume, opened.fell_back, opened.voided) == (1, None, False, None)
+
+
+def test_an_attempt_resumes_from_the_newest_commit_and_fences_the_older_one():
+    run = Run()
+    first = run.open().attempt
+    seq = run.commit(first, 1)
+    second = run.open()
+    assert second.resume.seq == seq
+    with pytest.raises(FencedError) as raised:
+        run.commit(first, 2)
+    assert (raised.value.attempt, raised.value.by) == (first, second.attempt)
+
+
+def test_a_commit_that_wins_the_openers_slot_is_what_the_opener_resumes_from(monkeypatch):
+    """The zombie's entry gets in between the opener's look and its put."""
+    run = Run()
+    first = run.open().attempt
+    run.commit(first, 1)
+    opener, zombie = run.reader(), []
+    create = opener._create
+
+    def late(sealed, patience):
+        if not zombie:
+            zombie.append(run.commit(first, 2))
+        return create(sealed, patience)
+
+    monkeypatch.setattr(opener, "_create", late)
+    told = []
+    opened = attempts.open_attempt(
+        opener, owner="me", closing_wait_s=0.0, choosing=lambda _, chosen: told.append(chosen.seq)
+    )
+    assert told == [zombie[0] - 1, zombie[0]]
+    assert opened.resume.seq == zombie[0]
+    assert opened.attempt == zombie[0] + 1
+
+
+def test_a_store_is_tried_before_anybody_waits_for_it():
+    """What was tried once is not tried again when an attempt is opened, and what overwrites is refused at once."""
+    run = Run()
+    run.log.probe()
+    tried = []
+    put = run.memory.put_if_absent
+    run.memory.put_if_absent = lambda key, data: (tried.append(key), put(key, data))[1]
+    run.open()
+    assert not [key for key in tried if "probe" in key]
+    careless = MemoryStore()
+    careless.put_if_absent = careless.put
+    with pytest.raises(ConditionalPutUnsupported, match="overwrites"):
+        Run(careless).log.probe()
+
+
+def test_which_chooses_by_seq_step_pin_or_nothing():
+    run = Run()
+    attempt = run.open().attempt
+    a, b, c = (
+        run.commit(attempt, 1, step=10, pins=("best",)),
+        run.commit(attempt, 2, step=20),
+        run.commit(attempt, 3, step=20),
+    )
+    state = run.log.state
+    assert select(state, "none") is None
+    assert select(state, "latest").seq == c
+    assert select(state, f"seq:{a}").seq == a
+    assert select(state, "step:20").seq == c
+    assert select(state, "step:20", [c]).seq == b
+    assert select(state, "pin:best").seq == a
+    for which in ("step:11", "seq:99", "pin:worst"):
+        with pytest.raises(CheckpointNotFound, match="no live, valid checkpoint"):
+            select(state, which)
+    for which in ("newest", "seq:", "seq:x", "step:-1", "seq:²"):
+        with pytest.raises(UserError, match="means nothing"):
+            select(state, which)
+
+
+def test_falling_back_excludes_every_chain_that_reads_the_bad_checkpoint():
+    run = Run()
+    attempt = run.open().attempt
+    old = run.commit(attempt, 1)
+    base = run.commit(attempt, 2)
+    run.commit(attempt, 3, base)
+    opened = run.open(exclude=[base])
+    assert opened.resume.seq == old
+    assert opened.fell_back
+    with pytest.raises(NothingRestorable):
+        run.open(exclude=[base, old])
+
+
+def test_a_fallbacks_lineage_does_not_claim_what_it_did_not_load():
+    run = Run()
+    first = run.open().attempt
+    old, bad = run.commit(first, 1), run.commit(first, 2)
+    second = run.open(exclude=[bad]).attempt
+    from deltashard_checkpoint.write.commit import Abandoned
+
+    with pytest.raises(Abandoned, match=f"covers {bad}"):
+        run.commit(second, 1, bad)
+    assert run.commit(second, 2, old)
+
+
+def test_another_owner_must_say_takeover():
+    run = Run()
+    run.open()
+    with pytest.raises(OwnerMismatch, match="belongs to 'me'"):
+        run.open(owner="you")
+    assert run.open(owner="you", takeover=True).state.owner == "you"
+    with pytest.raises(OwnerMismatch):
+        run.open(owner="me")
+
+
+def test_opening_waits_for_a_closing_save_and_resumes_from_it(monkeypatch):
+    run = Run()
+    first = run.open().attempt
+    mark_closing(run.log, first, "00000-a")
+    monkeypatch.setattr(run.time, "sleep", run.time.sleep)
+    closer, done = run.reader(), []
+
+    def sleep(seconds: float) -> None:
+        run.time.now_s += seconds
+        if not done and run.time.now_s > 1e9 + 3:
+            done.append(run.commit(first, 1))
+            unmark_closing(closer, first, "00000-a")
+
+    from deltashard_checkpoint.backoff import Clocks
+
+    opener = run.reader()
+    opener.clocks = Clocks(wall_s=lambda: run.time.now_s, monotonic_s=lambda: run.time.now_s, sleep=sleep)
+    opened = attempts.open_attempt(opener, owner="me", closing_wait_s=60.0)
+    assert opened.resume.seq == done[0]
+    assert 3 <= opened.waited_s < 60
+
+
+def test_a_marker_nobody_removes_costs_one_bound_and_an_old_one_nothing():
+    run = Run()
+    first = run.open().attempt
+    mark_closing(run.log, first, "00000-a")
+    assert run.open(closing_wait_s=20.0).waited_s == pytest.approx(20.0, abs=0.1)
+    assert run.open(closing_wait_s=20.0).waited_s == 0.0
+
+
+def test_an_unreadable_entry_is_left_behind_by_the_next_attempt_loudly():
+    run = Run()
+    first = run.open().attempt
+    good = run.commit(first, 1)
+    run.commit(first, 2)
+    run.commit(first, 3)
+    run.memory.put("job/" + entry_key(3), b"rotten")
+    run.log = run.reader()
+    opened = run.open()
+    assert opened.resume.seq == good
+    assert (opened.voided, opened.fell_back) == ((3, 5), True)
+    assert opened.damage.startswith("the log cannot be followed past entry 3: ")
+    assert "entries 3 to 4 count for nothing" in opened.damage
+    for log in (run.log, run.reader()):
+        state = log.refresh()
+        assert state.stopped is None
+        assert sorted(state.checkpoints) == [good]
+    after = run.commit(opened.attempt, 1, good)
+    assert run.reader().refresh().newest().seq == after
+    again = run.open()
+    assert (again.resume.seq, again.voided, again.fell_back, again.damage) == (after, None, False, "")
+
+
+def test_a_run_whose_only_checkpoints_are_unreadable_is_not_begun_anew_unasked():
+    """Not at the second try either: nothing is written, so the damage stays to be seen."""
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    run.memory.put("job/" + entry_key(2), b"")
+    for _ in range(2):
+        run.log = run.reader()
+        with pytest.raises(NothingRestorable, match="cannot be followed past entry 2"):
+            run.open()
+    opened = run.open(which="none")
+    assert (opened.resume, opened.voided, opened.fell_back) == (None, (2, 3), False)
+    assert opened.damage
+
+
+def test_an_unreadable_first_entry_is_refused_by_name():
+    run = Run()
+    run.open()
+    run.memory.put("job/" + entry_key(0), b"rotten")
+    run.log = run.reader()
+    with pytest.raises(LogStopped, match="first entry"):
+        run.open()
+
+
+def test_a_reader_that_had_folded_a_voided_entry_folds_again():
+    run = Run()
+    first = run.open().attempt
+    good = run.commit(first, 1)
+    lost = run.commit(first, 2)
+    reader = run.reader()
+    assert reader.refresh().newest().seq == lost
+    run.memory.put("job/" + entry_key(lost), b"rotten")
+    run.log = run.reader()
+    run.open()
+    assert reader.refresh().newest().seq == good
+
+
+def test_an_entry_of_a_newer_version_is_never_left_behind():
+    import json
+
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    document = json.loads(run.memory.get("job/" + entry_key(2)))
+    run.memory.put("job/" + entry_key(2), resealed({**document, "format": 2}))
+    run.log = run.reader()
+    with pytest.raises(LogStopped) as raised:
+        run.open()
+    assert "upgrade" in raised.value.remedy
+
+
+def test_a_workload_that_was_displaced_does_not_come_back_by_itself():
+    """A run handed from one workload to the next is handed once: no loop in which each restart fences the other."""
+    run = Run()
+    first = run.open(workload="job-a").attempt
+    seq = run.commit(first, 1)
+    second = run.open(workload="job-b")
+    assert second.resume.seq == seq
+    with pytest.raises(TakenOver, match="another workload \\(job-b\\)") as raised:
+        run.commit(first, 2)
+    assert isinstance(raised.value, FencedError)
+    tip = run.log.refresh().tip
+    with pytest.raises(TakenOver, match="takeover=True") as raised:
+        run.open(workload="job-a")
+    assert (raised.value.attempt, raised.value.by) == (first, second.attempt)
+    assert run.log.refresh().tip == tip, "a refusal fences nobody"
+    third = run.open(workload="job-b").attempt
+    run.commit(third, 1)
+    assert run.open(workload="job-a", takeover=True).attempt > third
+    with pytest.raises(TakenOver):
+        run.open(workload="job-b")
+
+
+def test_a_pod_that_was_displaced_does_not_come_back_either():
+    """A zombie's restarts fence nobody; its own container restarts before that were welcome."""
+    run = Run()
+    run.open(workload="job", pod="one")
+    first = run.open(workload="job", pod="one").attempt
+    second = run.open(workload="job", pod="two").attempt
+    with pytest.raises(FencedError, match="another pod \\(two\\)") as raised:
+        run.open(workload="job", pod="one")
+    assert type(raised.value) is FencedError
+    assert (raised.value.attempt, raised.value.by) == (first, second)
+    run.open(workload="job", pod="two")
+    run.open(workload="job", pod="three")
+    run.open(workload="job", pod="one", takeover=True)
+
+
+def test_fencing_within_a_workload_and_outside_of_clusters_is_plain():
+    """A replaced pod, or a laptop: the older one ends, restarts are welcome."""
+    for workload in ("job-a", ""):
+        run = Run()
+        first = run.open(workload=workload).attempt
+        run.open(workload=workload)
+        with pytest.raises(FencedError) as raised:
+            run.commit(first, 1)
+        assert type(raised.value) is FencedError
+        run.open(workload=workload)
+
+
+def test_workloads_are_remembered_by_entries_and_cached_folds():
+    """An entry without one has the form it always had."""
+    run = Run()
+    run.open(workload="job-a", pod="one")
+    run.open()
+    assert run.reader().refresh() == run.log.state
+    assert b"workload" in run.memory.get(f"job/{entry_key(1)}")
+    assert b"workload" not in run.memory.get(f"job/{entry_key(2)}")
+    state = run.log.state
+    data = folded_state.dump(state)
+    assert folded_state.load(data, "job", folded_state.name_of(state, data)) == state

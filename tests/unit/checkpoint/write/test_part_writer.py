@@ -1,0 +1,261 @@
+"""Part writers: concurrency, order, failures of store and disk, budgets; real files and a real (faulty) store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.cache.pack_spool import CacheFull
+from deltashard_checkpoint.format import frame_encoder, object_key
+from deltashard_checkpoint.format.frame import parse_frame
+from deltashard_checkpoint.format.index import decode_index
+from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.stores.retry import RetryingStore
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.write.part_writer import PartAborted, PartTarget, PartWriter, UploadFailed
+
+from tests.unit.checkpoint.format.samples import RUN, Model, open_descriptors, schema, wait_until, whole
+
+TABLE = schema(rows=4000)
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[PackCache]:
+    with PackCache(tmp_path / "cache", budget_bytes=64 << 20) as made:
+        yield made
+
+
+def _target(**changes: object) -> PartTarget:
+    made = {
+        "run": RUN, "attempt": 1, "cut": 2, "step": 3, "rank": 0, "token": TOKEN, "tables": (TABLE,),
+        "boxes": (whole(TABLE),), "covers": None, **changes,
+    }  # fmt: skip
+    return PartTarget(**made)
+
+
+def _uploads() -> list[threading.Thread]:
+    """Those of all parts that still run."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("upload")]
+
+
+def _write(writer: PartWriter) -> None:
+    for frame in Model(TABLE).frames(range(4000), per_frame=50):
+        writer.add(frame)
+    writer.finish()
+
+
+def test_frames_from_many_threads_end_in_packs_that_the_index_describes(cache: PackCache) -> None:
+    """Every frame once, whole, at its place; packs of the size asked for; the Part says what the log needs."""
+    store, model = MemoryStore(), Model(TABLE)
+    frames = model.frames(range(4000), per_frame=50, encoding="q8")
+    with PartWriter(store, _target(), cache, pack_bytes=20_000) as writer, ThreadPoolExecutor(8) as pool:
+        list(pool.map(writer.add, frames))
+        part = writer.finish()
+    index = decode_index(store.get(object_key.run_key(RUN, part.index_key)), key=part.index_key, run=RUN)
+    packs = {pack.key: store.get(object_key.run_key(RUN, pack.key)) for pack in index.packs}
+    assert len(packs) > 10
+    assert all(len(data) <= 20_000 for data in packs.values())
+    assert [len(packs[pack.key]) for pack in index.packs] == [pack.bytes for pack in index.packs]
+    seen = []
+    for place in index.places:
+        data = packs[index.packs[place.pack].key]
+        frame = parse_frame(data[place.offset : place.offset + place.info.length])
+        assert frame.info == place.info
+        seen.append(frame.row_ids())
+    assert sorted(np.concatenate(seen)) == list(range(4000))
+    assert writer.stats is not None
+    assert (writer.stats.rows, writer.stats.encodings, writer.stats.frames) == (4000, ("q8",), 80)
+    assert part.stored_bytes == sum(map(len, packs.values())) + len(
+        store.get(object_key.run_key(RUN, part.index_key))
+    )
+    assert writer.uploaded_bytes == sum(map(len, packs.values()))
+    assert cache.pinned_bytes == 0
+    assert all(object_key.run_key(RUN, key) in cache for key in packs), "the cache keeps what was uploaded"
+
+
+def test_a_part_without_frames_and_a_compactions_part(cache: PackCache) -> None:
+    """A rank with nothing dirty still has a part; a compaction's lies under its own prefix."""
+    store = MemoryStore()
+    with PartWriter(store, _target(covers=1), cache) as writer:
+        assert writer.finish().covers == 1
+    with PartWriter(store, _target(compaction=True), cache) as writer:
+        writer.add(Model(TABLE).frames(range(5))[0])
+        part = writer.finish()
+    assert part.index_key.startswith(f"data/compact-{TOKEN}/")
+    decode_index(store.get(object_key.run_key(RUN, part.index_key)), key=part.index_key, run=RUN)
+
+
+def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cache: PackCache) -> None:
+    """No index is put, local files go, the error names the cut and its cause."""
+    store = FaultyStore(MemoryStore())
+    store.fail_next(Fault.UNAVAILABLE)
+    writer = PartWriter(store, _target(), cache, pack_bytes=20_000)
+    with pytest.raises(UploadFailed, match="cut 2, rank 0") as caught:
+        _write(writer)
+    assert caught.value.__cause__ is not None
+    assert not [info for info in store.list("") if info.key.endswith(".index")]
+    with pytest.raises((PartAborted, UploadFailed)):
+        writer.add(Model(TABLE).frames(range(5))[0])
+    writer.abort()
+    assert cache.used_bytes == 0
+    assert not list(cache.directory.glob("*.spool"))
+
+
+def test_a_stalled_store_fills_the_cache_and_not_memory_and_then_fails_in_time(tmp_path: Path) -> None:
+    """Packs pile up on disk while the store hangs; past the deadline `add` gives up and nothing waits for ever."""
+    store = FaultyStore(MemoryStore())
+    store.fail_next(Fault.STALLED)
+    with PackCache(tmp_path, budget_bytes=60_000) as cache:
+        with PartWriter(store, _target(), cache, pack_bytes=20_000, uploads=1, deadline_s=0.5) as writer:
+            with pytest.raises((CacheFull, UploadFailed)):
+                _write(writer)
+            assert cache.used_bytes <= 60_000
+        # Whether the put hangs already or is about to.
+        wait_until(lambda: store.release() or not _uploads())
+
+
+def test_when_the_store_comes_back_the_part_goes_on(tmp_path: Path) -> None:
+    """A waiting `add` gets its room as soon as an upload is through."""
+    store = FaultyStore(MemoryStore())
+    store.fail_next(Fault.STALLED)
+    with (
+        PackCache(tmp_path, budget_bytes=60_000) as cache,
+        PartWriter(store, _target(), cache, pack_bytes=20_000, uploads=1, deadline_s=60) as writer,
+    ):
+        done = threading.Event()
+
+        def work() -> None:
+            for frame in Model(TABLE).frames(range(4000), per_frame=50):
+                writer.add(frame)
+            done.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        wait_until(lambda: len(list(tmp_path.glob("*.pack"))) == 3)
+        assert store.wait_stalled()
+        assert not done.is_set()
+        store.release()
+        thread.join(60)
+        assert done.is_set()
+        part = writer.finish()
+        assert (
+            len(
+                decode_index(
+                    store.get(object_key.run_key(RUN, part.index_key)), key=part.index_key, run=RUN
+                ).places
+            )
+            == 80
+        )
+
+
+def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: PackCache) -> None:
+    """Abort while many threads add: they get a named error, nothing is left behind, and the fd count is as before."""
+    before = open_descriptors()
+    for round_ in range(10):
+        writer = PartWriter(MemoryStore(), _target(cut=round_), cache, pack_bytes=20_000)
+        frames = Model(TABLE).frames(range(4000), per_frame=20)
+        started = threading.Barrier(5)
+
+        def work(part: list, writer: PartWriter = writer, started: threading.Barrier = started) -> None:
+            started.wait()
+            while True:  # until the abort, whenever it comes
+                for frame in part:
+                    writer.add(frame)
+
+        with ThreadPoolExecutor(4) as pool:
+            futures = [pool.submit(work, frames[i::4]) for i in range(4)]
+            started.wait()
+            writer.abort()
+            for future in futures:
+                assert isinstance(future.exception(60), PartAborted)
+    for thread in _uploads():
+        thread.join(60)
+    assert cache.used_bytes == 0
+    assert not list(cache.directory.glob("*.spool"))
+    assert not list(cache.directory.glob("*.pack"))
+    wait_until(lambda: open_descriptors() <= before)
+
+
+def test_abort_ends_uploads_that_are_being_retried(cache: PackCache) -> None:
+    """The store is down: upload threads of a part that was given up end within a back-off, not at its deadline."""
+    faulty = FaultyStore(MemoryStore())
+    faulty.down = True
+    writer = PartWriter(RetryingStore(faulty), _target(), cache, pack_bytes=20_000, deadline_s=1800.0)
+    for frame in Model(TABLE).frames(range(1000), per_frame=50):
+        writer.add(frame)
+    wait_until(lambda: len(faulty.calls) >= 4)
+    uploads = _uploads()
+    assert uploads
+    writer.abort()
+    for thread in uploads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in uploads)
+    assert cache.pinned_bytes == 0
+
+
+def test_what_is_given_to_the_store_is_a_view_of_the_file_not_of_the_heap(cache: PackCache) -> None:
+    """Uploads read a mapping of the spooled pack: the frame's own buffer may be reused after `add`."""
+
+    class Recording(MemoryStore):
+        def put(self, key: str, data) -> None:
+            if key.endswith(".pack"):
+                assert isinstance(data, memoryview)
+                assert data.readonly
+            super().put(key, data)
+
+    store = Recording()
+    room = bytearray(frame_encoder.frame_bound(TABLE, 8, 100))
+    model = Model(TABLE)
+    with PartWriter(store, _target(), cache) as writer:
+        for at in (0, 100):
+            ids = range(at, at + 100)
+            frame = frame_encoder.encode_rows(
+                table=TABLE, ids=ids, weights=model.weights[at : at + 100], encoding="q8", step=1, out=room,
+                fields={name: values[at : at + 100] for name, values in model.fields.items()},
+            )  # fmt: skip
+            writer.add(frame)
+        part = writer.finish()
+    index = decode_index(store.get(object_key.run_key(RUN, part.index_key)), key=part.index_key, run=RUN)
+    data = store.get(object_key.run_key(RUN, index.packs[0].key))
+    for place in index.places:
+        parse_frame(data[place.offset : place.offset + place.info.length])
+
+
+def test_a_large_part_needs_no_memory_to_speak_of(tmp_path: Path) -> None:
+    """96 MiB of frames through one buffer, to a real directory: the heap does not grow with them."""
+    import tracemalloc
+
+    table = TableSchema(fqn="wide", rows=1 << 20, columns=1024, dtype="float32")
+    weights = np.ones((1024, 1024), np.float32)
+    room = bytearray(frame_encoder.frame_bound(table, 1024, 1024))
+    with (
+        PackCache(tmp_path / "cache", budget_bytes=1 << 30) as cache,
+        open_store(f"file://{tmp_path}/store") as store,
+    ):
+        with PartWriter(store, _target(tables=(table,), boxes=()), cache) as writer:
+            tracemalloc.start()
+            for at in range(0, 24 * 1024, 1024):
+                writer.add(
+                    frame_encoder.encode_rows(
+                        table=table,
+                        ids=range(at, at + 1024),
+                        weights=weights,
+                        fields={},
+                        encoding="fp32",
+                        step=1,
+                        out=room,
+                    )
+                )
+            part = writer.finish()
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+        assert part.stored_bytes > 96 << 20
+        assert peak < 8 << 20

@@ -1,0 +1,131 @@
+"""Numbered pods are runs of their own, and no other workload gets one of their names meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from deltashard_operator.admission import numbering as numberings
+from deltashard_operator.admission.numbering import Numbering
+from deltashard_operator.admission.review import Asked
+from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.kube import owner_reference
+from deltashard_operator.policy.admission_deadline import Deadline
+
+JOBSET = {
+    "apiVersion": "jobset.x-k8s.io/v1alpha2",
+    "kind": "JobSet",
+    "name": "ads",
+    "uid": "s",
+    "controller": True,
+}
+
+
+def job(name: str, run_id: str = "", *, pods: int = 0, owner: dict[str, Any] | None = None) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": name, "namespace": "n", "uid": f"uid-{name}"}
+    if run_id:
+        metadata["labels"] = {"deltashard.io/run-id": run_id}
+    if owner is not None:
+        metadata["ownerReferences"] = [owner]
+    spec = {"completionMode": "Indexed", "completions": pods} if pods else {}
+    return {"metadata": metadata, "spec": spec}
+
+
+def record(run_id: str, kind: str, api_version: str, name: str = "w") -> dict[str, Any]:
+    workload = {"kind": kind, "name": name, "uid": f"uid-{name}", "apiVersion": api_version}
+    return {"metadata": {"name": f"{name}-x"}, "spec": {"runId": run_id, "workload": workload}}
+
+
+@pytest.mark.parametrize(
+    ("numbering", "base", "run", "held"),
+    [
+        (Numbering(count=4), "exp", "exp-3", True),
+        (Numbering(count=4), "exp", "exp-4", False),
+        (Numbering(count=4), "exp", "exp-03", False),
+        (Numbering(count=4), "exp", "exp", False),
+        (Numbering(count=4), "exp", "exp-a", False),
+        (Numbering(count=4), "exp", "exp-1-1", False),
+        (Numbering(), "exp", "exp-12345", True),
+        (Numbering(), "exp-1", "exp-1-0", True),
+        (Numbering(count=2, replica="3"), "exp", "exp-3-1", True),
+        (Numbering(count=2, replica="3"), "exp", "exp-2-1", False),
+        (Numbering(count=2, replica="workers-0"), "exp", "exp-workers-0-1", True),
+        (Numbering(replica=""), "exp", "exp-2-1", True),
+        (Numbering(replica=""), "exp", "other-2-1", False),
+    ],
+)
+def test_the_names_of_numbered_pods(numbering: Numbering, base: str, run: str, held: bool) -> None:
+    assert numbering.holds(base, run) is held
+
+
+def test_which_run_ids_a_name_may_be_a_pods_of() -> None:
+    assert numberings.bases("exp-1-2-3") == ("exp-1-2", "exp-1")
+    assert numberings.bases("exp-01") == ()
+    assert numberings.bases("exp") == ()
+
+
+def test_what_is_numbered() -> None:
+    assert numberings.of_job(job("j")) is None
+    assert numberings.of_job(job("j", pods=3)) == Numbering(count=3)
+    assert numberings.of_job(job("ads-w-0", pods=3, owner=JOBSET)) == Numbering(count=3, replica="w-0")
+    assert numberings.of_kind(owner_reference.STATEFUL_SET) == Numbering()
+    assert numberings.of_kind(("batch.volcano.sh", "Job")) is None
+
+
+class Objects(Holders):
+    """Answers from lists, by the selectors' own words; the real thing is asked in `test_webhooks`."""
+
+    def __init__(self, jobs: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
+        self._found = {"jobs": jobs, "checkpointruns": records}
+
+    def _list(
+        self, _group: str, _version: str, _namespace: str, plural: str, *_: Any
+    ) -> list[dict[str, Any]]:
+        return self._found[plural]
+
+    def _live(self, _namespace: str, workload: Any, _deadline: Deadline) -> dict[str, Any] | None:
+        return next((each for each in self._found["jobs"] if each["metadata"]["uid"] == workload.uid), None)
+
+
+@pytest.mark.parametrize(
+    ("jobs", "records", "asked", "said"),
+    [
+        ([job("a", "exp", pods=3)], [], Asked(namespace="n", name="p", run_id="exp-1"), "Job a"),
+        ([job("a", "exp", pods=3)], [], Asked(namespace="n", name="p", run_id="exp-3"), ""),
+        ([job("a", "exp")], [], Asked(namespace="n", name="p", run_id="exp-1"), ""),
+        ([job("a", "exp-1")], [], Asked(namespace="n", name="p", run_id="exp"), ""),
+        (
+            [job("a", "exp-1")],
+            [],
+            Asked(namespace="n", name="p", run_id="exp", numbering=Numbering(count=2)),
+            "Job a",
+        ),
+        (
+            [],
+            [record("exp", "StatefulSet", "apps/v1")],
+            Asked(namespace="n", name="p", run_id="exp-7"),
+            "StatefulSet w",
+        ),
+        (  # named after its Job's UID: a run id that a person copied
+            [job("w", pods=2)],
+            [record("w-uid", "Job", "batch/v1")],
+            Asked(namespace="n", name="p", run_id="w-uid-1"),
+            "Job w",
+        ),
+        ([], [record("w-uid", "Job", "batch/v1")], Asked(namespace="n", name="p", run_id="w-uid-1"), ""),
+        (
+            [],
+            [record("exp", "Job", "batch.volcano.sh/v1")],
+            Asked(namespace="n", name="p", run_id="exp"),
+            "Job.batch",
+        ),
+    ],
+)
+def test_a_run_is_nobody_elses_while_its_workload_lives(
+    jobs: list[dict[str, Any]], records: list[dict[str, Any]], asked: Asked, said: str
+) -> None:
+    refusal = Objects(jobs, records).refusal(asked, Deadline())
+    assert (refusal is None) == (said == "")
+    if refusal is not None:
+        assert refusal.code == "RunIdTaken"
+        assert said in refusal.sentence

@@ -1,0 +1,172 @@
+"""Admission reviews: who is changed, who is refused and how, who is left alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from deltashard_operator.admission import review
+from deltashard_operator.kube import cluster_name
+from deltashard_operator.policy.refusal import Refusal
+
+from tests.unit.operator import samples
+
+
+def job(
+    annotations: dict[str, str] | None = None, *, spec: dict[str, Any] | None = None, **pod: Any
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "j", **({"annotations": annotations} if annotations is not None else {})},
+        "spec": {"template": samples.template(**pod), **(spec or {})},
+    }
+
+
+def pod(annotations: dict[str, str], **spec: Any) -> dict[str, Any]:
+    template = samples.template(**spec)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        **template,
+        "metadata": {"name": "p", "annotations": annotations},
+    }
+
+
+OPT_IN = {cluster_name.POLICY: "default"}
+
+
+def test_an_annotated_job_is_labelled_and_its_template_injected() -> None:
+    """The controller finds it by the label; the operations only add."""
+    document = job(OPT_IN)
+    response = samples.answer(document)
+    assert {o["op"] for o in samples.operations(response)} == {"add"}
+    result = samples.applied(document, response)
+    assert result["metadata"]["labels"] == {cluster_name.MANAGED_BY: "deltashard"}
+    notes = result["spec"]["template"]["metadata"]["annotations"]
+    assert notes[cluster_name.POLICY] == "default"
+    assert cluster_name.INJECTED in notes
+    again = samples.answer(result)
+    assert again["allowed"]
+    assert "patch" not in again
+
+
+@pytest.mark.parametrize("on", ["job", "template"])
+def test_a_job_that_names_its_run_is_found_by_it(on: str) -> None:
+    """By a label, so that who holds a run can be asked of the API alone."""
+    document = job(OPT_IN)
+    notes = {cluster_name.POLICY: "default", cluster_name.RUN_ID: "nightly"}
+    if on == "job":
+        document["metadata"]["annotations"] = notes
+    else:
+        document["spec"]["template"].setdefault("metadata", {})["annotations"] = notes
+    result = samples.applied(document, samples.answer(document))
+    assert result["metadata"]["labels"] == {
+        cluster_name.MANAGED_BY: "deltashard",
+        cluster_name.RUN_ID: "nightly",
+    }
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        job(),
+        job({}),
+        job({"deltashard.io/bits": "9"}),
+        {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"annotations": OPT_IN}, "spec": {}},
+        {"apiVersion": "other/v1", "kind": "Job", "metadata": {"annotations": OPT_IN}, "spec": {}},
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {}, "spec": {}},
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"annotations": {cluster_name.POLICY: "default", "kubernetes.io/config.mirror": "x"}},
+            "spec": {},
+        },
+    ],
+)
+def test_everything_else_is_admitted_untouched(document: dict[str, Any]) -> None:
+    """Not annotated, or not ours to inject: no patch, no refusal, no policy asked for."""
+    assert review.asked(samples.review(document)) is None
+    assert samples.answer(document) == {"uid": "0b4f3c1e-0000-0000-0000-000000000001", "allowed": True}
+
+
+def test_only_create_counts() -> None:
+    """An update of an annotated Job is nobody's to change."""
+    assert samples.answer(job(OPT_IN), operation="UPDATE")["allowed"]
+    assert "patch" not in samples.answer(job(OPT_IN), operation="UPDATE")
+
+
+def test_a_refusal_has_code_and_sentence() -> None:
+    """The status' reason is the code, the message says what to do."""
+    response = samples.answer(job({**OPT_IN, cluster_name.BITS: "7"}))
+    assert response["allowed"] is False
+    assert response["status"]["reason"] == "BadAnnotation"
+    assert response["status"]["code"] == 422
+    assert response["status"]["message"].startswith(
+        "deltashard.io/bits: '7' is not possible; it takes one of 2, 3, 4"
+    )
+
+
+def test_a_missing_policy_refuses_by_name() -> None:
+    """The function that finds policies raises; its sentence reaches the user."""
+
+    def nowhere(namespace: str, name: str) -> review.Spec:
+        raise Refusal("PolicyNotFound", f"no {name} in {namespace}", where=cluster_name.POLICY)
+
+    document = job({cluster_name.POLICY: "mine"})
+    assert review.asked(samples.review(document)) == review.Asked(namespace="team-a", name="mine")
+    answer = review.answer(samples.review(document), nowhere)
+    assert answer.outcome == "PolicyNotFound"
+    assert "no mine in team-a" in answer.review["response"]["status"]["message"]
+
+
+def test_a_pod_is_labelled_once() -> None:
+    """A pod is its own template."""
+    document = pod(OPT_IN)
+    result = samples.applied(document, samples.answer(document))
+    assert result["metadata"]["labels"] == {cluster_name.MANAGED_BY: "deltashard"}
+    assert result["spec"]["initContainers"][0]["name"] == cluster_name.SIDECAR
+
+
+def test_warnings() -> None:
+    """A grace period too short for the policy, a port that is taken, a policy that strands pods of lost nodes, pods that look alike."""
+    assert "warnings" not in samples.answer(job(OPT_IN))
+    (grace,) = samples.answer(job(OPT_IN, terminationGracePeriodSeconds=45))["warnings"]
+    assert "terminationGracePeriodSeconds is 45 s and policy default asks for 120 s" in grace
+    ports = [{"name": "t", "ports": [{"containerPort": 9464}]}]
+    (port,) = samples.answer(job(OPT_IN, containers=ports))["warnings"]
+    assert "port 9464" in port
+    (stuck,) = samples.answer(job(OPT_IN, spec={"podReplacementPolicy": "Failed"}))["warnings"]
+    assert "lost node" in stuck
+    (alike,) = samples.answer(job(OPT_IN, spec={"parallelism": 2}))["warnings"]
+    assert "completionMode Indexed" in alike
+    assert "warnings" not in samples.answer(job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}))
+    assert all(len(w) <= 200 for w in (grace, port, stuck, alike))
+
+
+def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
+    """Client-side and server-side apply leave a trace of what was written; changing that would break re-applying."""
+    manifest = json.dumps(job(OPT_IN, terminationGracePeriodSeconds=30))
+    client_side = job({**OPT_IN, "kubectl.kubernetes.io/last-applied-configuration": manifest})
+    client_side["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 30
+    server_side = job(OPT_IN, terminationGracePeriodSeconds=30)
+    path = {"f:spec": {"f:template": {"f:spec": {"f:terminationGracePeriodSeconds": {}}}}}
+    server_side["metadata"]["managedFields"] = [{"operation": "Apply", "fieldsV1": path}]
+    for document in (client_side, server_side):
+        response = samples.answer(document)
+        result = samples.applied(document, response)
+        assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 30
+        assert "may not end in time" in response["warnings"][0]
+    server_side["metadata"]["managedFields"][0]["operation"] = "Update"  # holds defaults, too
+    result = samples.applied(server_side, samples.answer(server_side))
+    assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 120
+
+
+@pytest.mark.parametrize(
+    "body", [{}, [], {"request": {}}, {"apiVersion": "admission.k8s.io/v1beta1", "request": {"uid": "x"}}]
+)
+def test_what_is_no_review_is_not_answered(body: Any) -> None:
+    """It is the caller's fault, and said so."""
+    with pytest.raises(review.BadReview):
+        review.answer(body, lambda _ns, _name: {})

@@ -1,0 +1,51 @@
+"""Quantities of the Kubernetes API."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from deltashard_operator.kube import quantity
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", Fraction(1)),
+        ("1.5Gi", Fraction(3 << 29)),
+        ("100m", Fraction(1, 10)),
+        ("2k", Fraction(2000)),
+        ("1e3", Fraction(1000)),
+        ("1E", Fraction(10**18)),
+        ("1E2", Fraction(100)),
+        (".5", Fraction(1, 2)),
+        ("5.", Fraction(5)),
+        ("3u", Fraction(3, 10**6)),
+        ("1Ei", Fraction(1 << 60)),
+    ],
+)
+def test_every_form_is_read(text: str, value: Fraction) -> None:
+    """Binary, decimal and exponent forms."""
+    assert quantity.parse(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1 Gi", "1gi", "1Mi2", "0x10", "nan", "1e", "--1"])
+def test_what_is_no_quantity_is_refused(text: str) -> None:
+    """Nothing is guessed."""
+    with pytest.raises(ValueError, match="is no quantity"):
+        quantity.parse(text)
+
+
+def test_fractions_round_up() -> None:
+    """A byte and a millicore are the smallest there is."""
+    assert quantity.bytes_of("100m") == 1
+    assert quantity.millis_of("0.0001") == 1
+
+
+@given(st.integers(0, 1 << 60))
+def test_what_is_written_reads_back(n: int) -> None:
+    """Formatting loses nothing."""
+    assert quantity.bytes_of(quantity.format_bytes(n)) == n
+    assert quantity.millis_of(quantity.format_millis(n)) == n

@@ -1,0 +1,114 @@
+"""Descriptors of a trainer: everything that would reach outside its block or its table is refused by name."""
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar.arena.batch import BadBatch, check_blob, rows_of
+from deltashard_sidecar.restore import pack_blocks
+from hypothesis import given
+from hypothesis import strategies as st
+
+BLOCK = 8 << 20
+TABLES = (
+    TableSchema(
+        fqn="t",
+        rows=1000,
+        columns=8,
+        dtype="bfloat16",
+        fields=(
+            FieldSpec(name="sum", kind="rowwise", dtype="float32"),
+            FieldSpec(name="m", kind="pointwise", dtype="float32"),
+        ),
+    ),
+)
+
+
+def test_a_batch_is_laid_out_as_the_contract_says() -> None:
+    """ids, weights, fields, each at a multiple of 64, read back as views."""
+    batch = rows_of(pb.RowBatch(offset=64, rows=3, col_start=2, col_stop=6), TABLES, BLOCK)
+    assert (batch.offsets, batch.length) == ((0, 64, 128, 192), 256)
+    data = bytearray(batch.length)
+    data[0:24] = np.array([4, 5, 900]).tobytes()
+    data[64:88] = np.arange(12, dtype=np.uint16).tobytes()
+    data[128:140] = np.float32([1, 2, 3]).tobytes()
+    data[192:240] = np.arange(12, dtype=np.float32).tobytes()
+    view = memoryview(data)
+    assert list(batch.ids(view)) == [4, 5, 900]
+    assert batch.weights(view).tolist() == np.arange(12).reshape(3, 4).tolist()
+    assert batch.field(0, view).tolist() == [1, 2, 3]
+    assert batch.field(1, view).shape == (3, 4)
+
+
+def test_contiguous_rows_need_no_ids() -> None:
+    """They are a range."""
+    batch = rows_of(
+        pb.RowBatch(rows=10, contiguous=True, row_start=990, col_start=0, col_stop=8), TABLES, BLOCK
+    )
+    assert batch.ids(memoryview(b"")) == range(990, 1000)
+
+
+@given(
+    table=st.integers(0, 3),
+    rows=st.integers(0, 2**64 - 1) | st.integers(0, 2000),
+    row_start=st.integers(0, 2**64 - 1) | st.integers(0, 2000),
+    offset=st.integers(0, 2**64 - 1) | st.integers(0, 1 << 17).map(lambda n: n * 64),
+    col_start=st.integers(0, 9),
+    col_stop=st.integers(0, 2**64 - 1) | st.integers(0, 9),
+    contiguous=st.booleans(),
+)
+def test_no_descriptor_reaches_outside(
+    table: int, rows: int, row_start: int, offset: int, col_start: int, col_stop: int, contiguous: bool
+) -> None:
+    """Whatever the numbers: refused, or wholly inside block and table."""
+    descriptor = pb.RowBatch(
+        table=table, rows=rows, row_start=row_start, offset=offset, col_start=col_start, col_stop=col_stop,
+        contiguous=contiguous,
+    )  # fmt: skip
+    try:
+        batch = rows_of(descriptor, TABLES, BLOCK)
+    except BadBatch:
+        return
+    assert table == 0
+    assert 0 < batch.rows <= 1000
+    assert 0 <= batch.col_start < batch.col_stop <= 8
+    assert offset + batch.length <= BLOCK
+    assert batch.row_start is None or batch.row_start + batch.rows <= 1000
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"name": ""},
+        {"name": "x" * 2000},
+        {"offset": 1},
+        {"offset": BLOCK},
+        {"length": 101},
+        {"length": BLOCK, "blob_bytes": BLOCK},
+        {"blob_offset": 1},
+        {"length": 0},
+    ],
+)
+def test_bad_chunks_are_refused(chunk: dict[str, object]) -> None:
+    """A blob's pieces lie in their block and in their blob."""
+    good = {"name": "meta", "offset": 0, "length": 100, "blob_offset": 0, "blob_bytes": 100}
+    check_blob(pb.BlobChunk(**good), BLOCK)  # type: ignore[arg-type]
+    with pytest.raises(BadBatch):
+        check_blob(pb.BlobChunk(**{**good, **chunk}), BLOCK)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(1, BLOCK), max_size=60))
+def test_requests_are_packed_into_blocks_in_order(lengths: list[int]) -> None:
+    """None is split, none overlaps, exactly the last of each block says so."""
+    places = pack_blocks(lengths, BLOCK)
+    assert len(places) == len(lengths)
+    ends: dict[int, int] = {}
+    for (block, offset, _), length in zip(places, lengths, strict=True):
+        assert offset % 64 == 0
+        assert offset >= ends.get(block, 0)
+        assert offset + length <= BLOCK
+        ends[block] = offset + length
+    blocks = [block for block, _, _ in places]
+    assert blocks == sorted(blocks)
+    for i, (block, _, last) in enumerate(places):
+        assert last == (i + 1 == len(places) or places[i + 1][0] != block)

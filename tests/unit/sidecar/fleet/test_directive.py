@@ -1,0 +1,115 @@
+"""Directives: which one holds, over what, and what is read back from a commit."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar.fleet.directive import BadDirective, Directive, InForce, Policy, received, recorded
+
+BASE = Policy(every_s=300.0, encoding="q8", differential="intermittent", state_encoding="fp32")
+
+
+def test_a_directive_lies_over_what_the_pod_was_started_with() -> None:
+    """Zero and empty fields keep it; each directive is whole, so the one before leaves nothing behind."""
+    first = Directive(generation=1, policy=Policy(every_s=60.0, encoding="q4"))
+    held = InForce(started_with=BASE).after(first)
+    assert (held.policy.every_s, held.policy.encoding, held.policy.differential) == (
+        60.0,
+        "q4",
+        "intermittent",
+    )
+    held = held.after(Directive(generation=2, policy=Policy(state_encoding="bf16")))
+    assert (held.policy.every_s, held.policy.encoding, held.policy.state_encoding) == (300.0, "q8", "bf16")
+    assert held.after(Directive(generation=3, policy=Policy())).policy == BASE
+
+
+def test_a_directive_of_timers_turns_one_of_them_off() -> None:
+    """From seconds to steps and back, as a policy says; what is no timer is kept as ever."""
+    held = InForce(started_with=BASE)
+    steps = fleet.Directive(generation=1, policy=pb.Policy(every_steps=20), timers=True)
+    held = held.after(received(steps, ""))
+    assert (held.policy.every_s, held.policy.every_steps, held.policy.encoding) == (0.0, 20, "q8")
+    seconds = fleet.Directive(generation=2, policy=pb.Policy(every_s=60.0), timers=True)
+    held = InForce(started_with=Policy(every_steps=20)).after(received(seconds, ""))
+    assert (held.policy.every_s, held.policy.every_steps) == (60.0, 0)
+
+
+def test_no_directive_turns_saving_off() -> None:
+    """From whoever it comes: the controller, or a commit's metadata."""
+    with pytest.raises(BadDirective, match="every timer"):
+        received(fleet.Directive(generation=1, policy=pb.Policy(encoding="q8"), timers=True), "")
+    with pytest.raises(BadDirective, match="every timer"):
+        recorded('{"generation": 1, "policy": {}, "timers": true, "workload": ""}')
+
+
+def test_only_a_newer_generation_counts() -> None:
+    """Late, repeated and reordered messages change nothing."""
+    held = InForce(started_with=BASE)
+    for generation, expected in ((5, 5), (5, 5), (3, 5), (6, 6)):
+        directive = Directive(generation=generation, policy=Policy(every_steps=generation))
+        held = held.after(directive)
+        assert (held.generation, held.policy.every_steps) == (expected, expected)
+
+
+def test_the_recorded_form_reads_back() -> None:
+    """Text in a commit's metadata, small and for people, too."""
+    message = fleet.Directive(generation=7, policy=pb.Policy(every_s=45.5, encoding="q2"))
+    directive = received(message, "uid-1")
+    assert recorded(directive.text()) == directive
+    steps = fleet.Directive(generation=8, policy=pb.Policy(every_steps=5), timers=True)
+    assert recorded(received(steps, "uid-1").text()) == received(steps, "uid-1")
+    assert json.loads(directive.text()) == {
+        "generation": 7,
+        "policy": {"encoding": "q2", "every_s": 45.5},
+        "workload": "uid-1",
+    }
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pb.Policy(encoding="q5"),
+        pb.Policy(differential="none"),
+        pb.Policy(state_encoding="q8"),
+        pb.Policy(every_s=-1),
+        pb.Policy(every_s=math.inf),
+        pb.Policy(every_s=math.nan),
+    ],
+)
+def test_a_value_that_nobody_can_follow_is_refused(policy: pb.Policy) -> None:
+    """The one in force stays, and the log says why."""
+    with pytest.raises(BadDirective):
+        received(fleet.Directive(generation=1, policy=policy), "")
+    with pytest.raises(BadDirective):
+        received(fleet.Directive(generation=0, policy=pb.Policy(every_s=1)), "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "null",
+        '{"generation": 1}',
+        '{"generation": true, "policy": {}, "workload": ""}',
+        '{"generation": 1, "policy": {"every_s": "1"}, "workload": ""}',
+        '{"generation": 1, "policy": {"every_s": true}, "workload": ""}',
+        '{"generation": 1, "policy": {"every_steps": 1.5}, "workload": ""}',
+        '{"generation": 1, "policy": {"bogus": 1}, "workload": ""}',
+        '{"generation": 1, "policy": [], "workload": ""}',
+        '{"generation": 1, "policy": {"every_s": 1}, "timers": 1, "workload": ""}',
+        '{"generation": 1, "policy": {}, "workload": 3}',
+        '{"generation": 9223372036854775808, "policy": {}, "workload": ""}',
+        '{"generation": 1, "policy": {"every_s": NaN}, "workload": ""}',
+        "[" * 100_000,
+    ],
+)
+def test_whatever_a_bucket_holds_is_read_or_refused(text: str) -> None:
+    """Never another error, and never half a directive."""
+    with pytest.raises(BadDirective):
+        recorded(text)

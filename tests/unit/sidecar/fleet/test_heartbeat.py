@@ -1,0 +1,102 @@
+"""When heartbeats go out, what a pod is at, why a stream was refused, and when it is tried again."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_sidecar.fleet.heartbeat import BackOff, Pace, phase, refusal
+from deltashard_sidecar.telemetry.metric import FLEET_CAUSES
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, fleet.PHASE_WAITING),
+        ({"attached": 1}, fleet.PHASE_RESTORING),
+        ({"attached": 1, "opened": True, "restoring": True}, fleet.PHASE_RESTORING),
+        ({"attached": 1, "opened": True}, fleet.PHASE_TRAINING),
+        ({"attached": 1, "opened": True, "saving": True}, fleet.PHASE_SAVING),
+        ({"saving": True}, fleet.PHASE_WAITING),
+        ({"closed": True}, fleet.PHASE_CLOSED),
+        ({"closed": True, "stopping": True}, fleet.PHASE_CLOSED),
+        ({"closed": True, "attached": 1}, fleet.PHASE_RESTORING),
+        ({"stopping": True, "attached": 1, "opened": True}, fleet.PHASE_STOPPING),
+    ],
+)
+def test_phases(facts: dict[str, object], expected: fleet.Phase) -> None:
+    """A job that ended well stays told as such while its pod goes."""
+    nothing = {"stopping": False, "attached": 0, "opened": False, "restoring": False, "saving": False}
+    assert phase(**{**nothing, "closed": False, **facts}) == expected  # type: ignore[arg-type]
+
+
+def test_news_goes_out_at_once_but_not_more_often_than_once_a_second() -> None:
+    """Steps and sizes are no news; everything else is; silence is broken every heartbeat_s."""
+    pace = Pace().asked(15.0)
+    beat = fleet.Heartbeat(phase=fleet.PHASE_TRAINING, ranks=[fleet.Rank(step=1)], stored_bytes=1)
+    assert pace.due(beat, 100.0)
+    pace = pace.after(beat, 100.0)
+    beat.ranks[0].step, beat.stored_bytes = 9, 9
+    assert not pace.due(beat, 110.0)
+    assert pace.due(beat, 115.0)
+    for change in (
+        fleet.Heartbeat(phase=fleet.PHASE_SAVING),
+        fleet.Heartbeat(attempt=4),
+        fleet.Heartbeat(directive=2),
+        fleet.Heartbeat(store_ok=True),
+        fleet.Heartbeat(incidents=[fleet.Incident(id=1)]),
+    ):
+        changed = fleet.Heartbeat()
+        changed.CopyFrom(beat)
+        changed.MergeFrom(change)
+        assert not pace.due(changed, 100.9)
+        assert pace.due(changed, 101.0)
+
+
+def test_the_controllers_wish_is_bounded() -> None:
+    """Neither a flood nor silence can be asked for."""
+    assert Pace().asked(0.0).heartbeat_s == 15.0
+    assert Pace().asked(0.001).heartbeat_s == 1.0
+    assert Pace().asked(1e9).heartbeat_s == 300.0
+
+
+def test_pauses_grow_and_are_spread() -> None:
+    """Up to a minute; a stream that was taken in starts anew; what will not pass by itself starts slow."""
+    back_off = BackOff()
+    assert 0 < back_off.pause_s(0.0) < back_off.pause_s(0.999) <= 4.0
+    longest = []
+    for _ in range(40):
+        back_off = back_off.after(welcomed=False)
+        longest.append(back_off.pause_s(1.0))
+    assert longest[:4] == [8.0, 16.0, 32.0, 60.0]
+    assert max(longest) == 60.0
+    assert back_off.after(welcomed=True).pause_s(1.0) == 4.0
+    assert BackOff().after(welcomed=False, lasting=True).pause_s(1.0) == 60.0
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "cause"),
+    [
+        (grpc.StatusCode.UNAUTHENTICATED, "", "unauthenticated"),
+        (grpc.StatusCode.PERMISSION_DENIED, "", "denied"),
+        (grpc.StatusCode.NOT_FOUND, "", "unknown_pod"),
+        (grpc.StatusCode.UNAVAILABLE, "connection refused", "unreachable"),
+        (grpc.StatusCode.UNAVAILABLE, "Tls handshake failed: CERTIFICATE_VERIFY_FAILED", "verification"),
+        (grpc.StatusCode.UNAVAILABLE, "Tls handshake failed (TSI_PROTOCOL_FAILURE): x", "verification"),
+        (grpc.StatusCode.UNAVAILABLE, "Hostname Verification Check failed.", "verification"),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "", "no_room"),
+        (grpc.StatusCode.ABORTED, "", "replaced"),
+        (grpc.StatusCode.INVALID_ARGUMENT, "", "protocol"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            "Handshake read failed (recvmsg:Connection reset by peer (104))",
+            "unreachable",
+        ),
+        (grpc.StatusCode.UNIMPLEMENTED, "", "protocol"),
+        (grpc.StatusCode.INTERNAL, "", "other"),
+    ],
+)
+def test_refusals_have_a_cause_of_a_closed_set(code: grpc.StatusCode, details: str, cause: str) -> None:
+    """What the metric's label says."""
+    assert refusal(code, details) == cause
+    assert cause in FLEET_CAUSES

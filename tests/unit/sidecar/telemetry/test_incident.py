@@ -1,0 +1,187 @@
+"""Incidents are kept until somebody has them, and the store's health makes them."""
+
+from __future__ import annotations
+
+import pytest
+from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
+    BucketMissing,
+    ClockSkew,
+    CredentialsMissing,
+    ObjectExists,
+    ObjectNotFound,
+    StoreFull,
+    StoreUnavailable,
+)
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_sidecar.run.store_health import StoreHealth
+from deltashard_sidecar.telemetry.incident import LIMIT, Incidents
+from deltashard_sidecar.telemetry.metric import Metrics
+from deltashard_sidecar.telemetry.structured_logging import configure
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def incidents(metrics: Metrics) -> Incidents:
+    return Incidents(metrics)
+
+
+def failed(incidents: Incidents, number: int) -> None:
+    incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause="error", message=str(number), step=number)
+
+
+def test_they_are_kept_until_acknowledged_and_the_oldest_go_first(
+    incidents: Incidents, metrics: Metrics
+) -> None:
+    """At most LIMIT; what went unheard is counted; ids never repeat."""
+    for number in range(LIMIT + 3):
+        failed(incidents, number)
+    assert [i.step for i in incidents.kept()] == list(range(3, LIMIT + 3))
+    assert metrics.registry.get_sample_value("deltashard_incidents_dropped_total") == 3
+    incidents.acknowledge(incidents.kept()[-2].id)
+    assert [i.step for i in incidents.kept()] == [LIMIT + 2]
+    incidents.acknowledge(1)
+    assert len(incidents.kept()) == 1
+    failed(incidents, 99)
+    assert incidents.kept()[-1].id == LIMIT + 4
+
+
+def test_long_messages_are_clipped(incidents: Incidents) -> None:
+    """One sentence, not a log."""
+    incidents.add(fleet.INCIDENT_KIND_SAVE_FAILED, cause="error", message="x" * 100_000)
+    assert len(incidents.kept()[0].message) == 1000
+
+
+class Health(StoreHealth):
+    """With a clock of its own."""
+
+    now_s = 0.0
+
+    def __init__(self, incidents: Incidents, metrics: Metrics) -> None:
+        super().__init__(
+            incidents, metrics=metrics, log=configure("error", run="r"), clock=lambda: self.now_s
+        )
+
+    def tried(self, error: Exception | None, *, after_s: float = 0.0, operation: str = "put") -> None:
+        self.now_s += after_s
+        self.attempted(operation, 0.1, error)
+
+
+def test_a_store_counts_as_unreachable_only_when_it_lasts(incidents: Incidents, metrics: Metrics) -> None:
+    """Single tries are retried and forgotten; one incident a time, with the store's own sentence; a success ends it."""
+    health = Health(incidents, metrics)
+    down = StoreUnavailable("no connection: refused", where="s3://b", remedy="is the store up?")
+    for _ in range(5):
+        health.tried(down)
+    assert health.store_ok
+    health.tried(None)
+    health.tried(down)
+    health.tried(down, after_s=60.0)
+    assert health.store_ok, "two tries far apart are no outage"
+    health.tried(down)
+    assert not health.store_ok
+    health.tried(down, after_s=60.0)
+    (one,) = incidents.kept()
+    assert (one.kind, one.cause, one.message) == (
+        fleet.INCIDENT_KIND_STORE_UNAVAILABLE, "unavailable", "no connection: refused [s3://b] -- is the store up?",
+    )  # fmt: skip
+    health.tried(None)
+    assert health.store_ok
+    assert metrics.registry.get_sample_value("deltashard_store_retries_total") == 9
+
+
+@pytest.mark.parametrize(
+    ("error", "cause", "store_ok", "credentials_ok"),
+    [
+        (CredentialsMissing("no file"), "missing", True, False),
+        (AccessDenied("no"), "denied", False, True),
+        (BucketMissing("no"), "bucket_missing", False, True),
+        (StoreFull("no"), "full", False, True),
+        (ClockSkew("no"), "clock", False, True),
+    ],
+)
+def test_a_refusal_counts_at_once(
+    incidents: Incidents,
+    metrics: Metrics,
+    error: Exception,
+    cause: str,
+    store_ok: bool,
+    credentials_ok: bool,
+) -> None:
+    """Waiting would not mend it; told once, and again when the cause changes."""
+    health = Health(incidents, metrics)
+    health.tried(error)
+    health.tried(error)
+    assert (health.store_ok, health.credentials_ok) == (store_ok, credentials_ok)
+    assert [i.cause for i in incidents.kept()] == [cause]
+    health.tried(AccessDenied("other") if cause != "denied" else StoreFull("other"))
+    assert len(incidents.kept()) == 2
+    health.tried(None)
+    assert (health.store_ok, health.credentials_ok) == (True, True)
+
+
+def test_an_answer_about_an_object_is_health(incidents: Incidents, metrics: Metrics) -> None:
+    """Not there, or taken: the store is well."""
+    health = Health(incidents, metrics)
+    for answer in (ObjectNotFound("no"), ObjectExists("taken")):
+        health.tried(StoreFull("full"))
+        assert not health.store_ok
+        health.tried(answer)
+        assert health.store_ok
+
+
+def test_one_kind_of_call_that_is_denied_stays_a_trouble_while_others_succeed(
+    incidents: Incidents, metrics: Metrics
+) -> None:
+    """Rights are given for each kind: no flapping, one incident, and the end comes with a success of that kind."""
+    health = Health(incidents, metrics)
+    for _ in range(3):
+        health.tried(AccessDenied("no right to delete"), operation="delete")
+        for operation in ("put", "put_if_absent", "get", "get_into", "head", "list"):
+            health.tried(None, operation=operation)
+            assert not health.store_ok
+    assert [i.message for i in incidents.kept()] == ["no right to delete"]
+    health.tried(ObjectNotFound("gone already"), operation="delete")
+    assert health.store_ok
+
+
+def test_two_troubles_at_once_are_told_and_end_each_by_itself(incidents: Incidents, metrics: Metrics) -> None:
+    """A store that is full and whose list is denied: neither hides the other."""
+    health = Health(incidents, metrics)
+    for _ in range(2):
+        health.tried(StoreFull("no room"), operation="put_if_absent")
+        health.tried(AccessDenied("no right to list"), operation="list")
+    assert [i.cause for i in incidents.kept()] == ["full", "denied"]
+    health.tried(None, operation="put")
+    assert not health.store_ok
+    health.tried(None, operation="list")
+    assert health.store_ok
+
+
+def test_an_answer_ends_what_kept_requests_from_the_store(incidents: Incidents, metrics: Metrics) -> None:
+    """Keys that are there and wrong are denied, and no longer missing."""
+    health = Health(incidents, metrics)
+    health.tried(CredentialsMissing("no file"), operation="list")
+    assert (health.store_ok, health.credentials_ok) == (True, False)
+    health.tried(AccessDenied("wrong keys"), operation="put")
+    assert (health.store_ok, health.credentials_ok) == (False, True)
+    health.tried(CredentialsMissing("no file"), operation="put")
+    assert (health.store_ok, health.credentials_ok) == (True, False)
+    health.tried(None, operation="get")
+    assert (health.store_ok, health.credentials_ok) == (True, True)
+
+
+def test_a_full_store_that_can_be_read_is_still_full(incidents: Incidents, metrics: Metrics) -> None:
+    """Looks at the log go on between the tries to write: the trouble is told once, and a write ends it."""
+    health = Health(incidents, metrics)
+    for _ in range(3):
+        health.tried(StoreFull("no room"))
+        health.tried(None, operation="list")
+        assert not health.store_ok
+    assert [i.cause for i in incidents.kept()] == ["full"]
+    health.tried(None)
+    assert health.store_ok

@@ -1,0 +1,215 @@
+"""A sidecar in this process, without its transport: what it keeps of sessions that are over."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.format.index import box_message, table_message
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar import settings
+from deltashard_sidecar import sidecar as sidecars
+from deltashard_sidecar.arena.arena import ArenaKeeper
+from deltashard_sidecar.fleet.directive import Directive, Policy
+from deltashard_sidecar.run.run import Run
+from deltashard_sidecar.save.save import Save
+from deltashard_sidecar.sidecar import Sidecar
+from deltashard_sidecar.telemetry.metric import Metrics
+from deltashard_sidecar.telemetry.structured_logging import configure
+
+TABLE = TableSchema(fqn="t", rows=100, columns=8, dtype="float32")
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
+    """A sidecar of a run that has no checkpoint."""
+    config = settings.load(
+        ["--url", (tmp_path / "store").as_uri(), "--run", "r", "--dir", str(tmp_path / "dir"),
+         "--cache-dir", str(tmp_path / "cache"), "--arena-bytes", "64MiB"],
+        {},
+    )  # fmt: skip
+    config.dir.mkdir()
+    metrics, log = Metrics(), configure("error", run="r")
+    keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
+    run = Run(config, metrics=metrics, log=log)
+    made = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
+    yield made
+    made.pool.shutdown()
+    run.close()
+    keeper.retire()
+
+
+def attachment() -> pb.AttachRequest:
+    """Of a trainer in the middle of its run."""
+    box = Box(table="t", row_start=0, row_stop=100, col_start=0, col_stop=8)
+    return pb.AttachRequest(
+        protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid(), attempt=1,
+        tables=[table_message(TABLE)], boxes=[box_message(box)],
+    )  # fmt: skip
+
+
+def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whichever moment of the attachment: the trainer is told the new interval and the timer keeps it."""
+    step_of = sidecar.keeper.step_of
+    directive = Directive(generation=1, policy=Policy(every_s=7.0))
+    threads: list[threading.Thread] = []
+
+    def directed(rank: int) -> int:
+        if not threads:
+            threads.append(threading.Thread(target=sidecar.follow, args=(directive,)))
+            threads[0].start()
+            threads[0].join(0.5)  # it is over by then, or waits for the attachment
+        return step_of(rank)
+
+    monkeypatch.setattr(sidecar.keeper, "step_of", directed)
+    session = sidecar.sessions.get(sidecar.attach(attachment()).session)
+    threads[0].join(60.0)
+    assert not threads[0].is_alive()
+    assert session.schedule.every_s == 7.0
+    sidecar.detach(pb.DetachRequest(session=session.id))
+
+
+def test_the_log_of_a_session_goes_with_the_session(sidecar: Sidecar) -> None:
+    """Attachments come and go (a crash loop): after each, no handle on the log is left; a live one keeps its own."""
+    request = attachment()
+    for _ in range(3):
+        session = sidecar.sessions.get(sidecar.attach(request).session)
+        sidecar.tick()
+        assert sidecar.run.log_of(session) is not sidecar.run.log
+        sidecar.detach(pb.DetachRequest(session=session.id))
+        sidecar.tick()
+        assert sidecar.run.log_of(session) is sidecar.run.log
+
+
+def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer hears how its save ended before the sidecar is done with it: its next save is not refused as busy."""
+    session = sidecar.attach(attachment()).session
+    sidecar.open(pb.OpenRequest(session=session, which="none"))
+    first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+    first.start()
+    monkeypatch.setattr(sidecars, "BRIEF_WAIT_S", 60.0)
+    asked, wait = threading.Event(), first.over.wait
+
+    def waited(timeout: float | None = None) -> bool:
+        asked.set()
+        return wait(timeout)
+
+    def told(*_: Any) -> None:
+        assert asked.wait(60.0)
+
+    monkeypatch.setattr(first.over, "wait", waited)
+    monkeypatch.setattr(sidecar.reports, "ended", told)
+    stream = threading.Thread(target=first.read, args=(iter(()),))
+    stream.start()
+    while not first.life.ended:
+        assert stream.is_alive()
+    second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
+    stream.join(60.0)
+    assert first.over.is_set()
+    second.cancel("test", "it is over")
+
+
+def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever goes wrong while it is told: the rank may save again."""
+    session = sidecar.attach(attachment()).session
+    sidecar.open(pb.OpenRequest(session=session, which="none"))
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("nobody foresaw it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sidecar.reports, "ended", broken)
+        first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+        first.start()
+        first.read(iter(()))
+    second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
+    second.cancel("test", "it is over")
+
+
+def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:
+    """A save that has begun, the blocks granted to it, and what will have been given to the encode pool."""
+    session = sidecar.attach(attachment()).session
+    sidecar.open(pb.OpenRequest(session=session, which="none"))
+    given: list[Any] = []
+    monkeypatch.setattr(sidecar.pool, "submit", given.append)
+    save = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
+    save.start()
+    _begun, granted = itertools.islice(save.replies(), 2)
+    return save, list(granted.blocks.granted), given
+
+
+def rows(block: int) -> pb.SaveRequest:
+    """A batch at the start of a block."""
+    return pb.SaveRequest(rows=pb.RowBatch(block=block, rows=10, contiguous=True, col_stop=8))
+
+
+@pytest.mark.parametrize("batches", [1, 5, 6])
+def test_nothing_is_encoded_while_the_trainer_copies_and_has_blocks_left(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    """Five of six blocks may wait for the seal; with the sixth none is left to copy into."""
+    save, blocks, given = staging(sidecar, monkeypatch)
+    assert len(blocks) == 6
+    seen: list[int] = []
+
+    def messages() -> Iterator[pb.SaveRequest]:
+        for block in blocks[:batches]:
+            yield rows(block)
+            seen.append(len(given))
+        yield pb.SaveRequest(seal=pb.SaveRequest.Seal())
+
+    save.read(messages())
+    assert seen == [0, 0, 0, 0, 0, 6][:batches]
+    assert len(given) == batches
+    for encode in given:
+        encode()
+    assert save.over.wait(60.0)
+    assert sidecar.keeper.counts()["free"] == sidecar.keeper.ledger.total
+
+
+def test_what_a_save_held_back_is_given_up_with_it_though_its_stream_goes_on(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped trainer's stream stays open for as long as it likes; blocks that it closed go back at once."""
+    save, blocks, given = staging(sidecar, monkeypatch)
+    freed: list[int] = []
+
+    def messages() -> Iterator[pb.SaveRequest]:
+        yield from map(rows, blocks[:3])
+        before = sidecar.keeper.counts()["free"]
+        save.cancel("deadline", "the trainer said nothing")
+        freed.append(sidecar.keeper.counts()["free"] - before)
+
+    save.read(messages())
+    assert freed == [2], "the third is still open"
+    assert not given, "it waited for nobody"
+
+
+def test_what_was_held_back_is_all_queued_though_no_thread_can_be_started(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`ThreadPoolExecutor` queues first and complains then."""
+    save, blocks, given = staging(sidecar, monkeypatch)
+
+    def submit(encode: Any) -> None:
+        given.append(encode)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(save, "_submit", submit)
+    save.read(iter([*map(rows, blocks[:3]), pb.SaveRequest(seal=pb.SaveRequest.Seal())]))
+    assert len(given) == 3
+    for encode in given:
+        encode()
+    assert save.over.wait(60.0)

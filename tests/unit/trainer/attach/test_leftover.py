@@ -1,0 +1,109 @@
+"""Arenas of killed sidecars: freed when idle and unlocked, and only then."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from deltashard.attach.launcher import ChildLauncher, SidecarOptions, cache_dir, free_arenas, runtime_dir
+from deltashard.attach.lock import hold_file, release_file
+
+HOLD = """
+import fcntl, sys
+held = open(sys.argv[1], "r+")
+fcntl.lockf(held, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def home(base: Path, name: str, *, age_s: float) -> Path:
+    """A runtime directory as a killed sidecar leaves it, everything in it `age_s` old."""
+    made = base / name
+    made.mkdir()
+    (made / "arena").write_bytes(bytes(4096))
+    for other in ("LOCK", "trainer-0.lock", "sidecar.log"):
+        (made / other).touch()
+    for path in (*made.iterdir(), made):
+        os.utime(path, (time.time() - age_s,) * 2)
+    return made
+
+
+def test_only_idle_unlocked_arenas_of_others_go(tmp_path: Path) -> None:
+    """Young ones, the caller's own, and those with a living sidecar or trainer stay; a freed one keeps its log."""
+    old = 25 * 3600.0
+    gone = home(tmp_path, "gone", age_s=old)
+    mine = home(tmp_path, "mine", age_s=old)
+    young = home(tmp_path, "young", age_s=60.0)
+    served = home(tmp_path, "served", age_s=old)
+    trained = home(tmp_path, "trained", age_s=old)
+    here = home(tmp_path, "here", age_s=old)
+    hold_file(here / "trainer-0.lock")
+    os.utime(here / "trainer-0.lock", (time.time() - old,) * 2)
+    holders = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for path in (served / "LOCK", trained / "trainer-0.lock")
+    ]
+    try:
+        for holder in holders:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+        assert free_arenas(tmp_path, keep=mine) == 4096
+        assert [h.name for h in (gone, mine, young, served, trained, here) if not (h / "arena").exists()] == [
+            "gone"
+        ]
+        assert (gone / "sidecar.log").exists()
+        # Looking did not drop the lock that this process holds.
+        probe = subprocess.run(
+            [sys.executable, "-c", "import fcntl,sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)",
+             here / "trainer-0.lock"], capture_output=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert probe.returncode != 0
+    finally:
+        for holder in holders:
+            holder.communicate()
+        release_file(here / "trainer-0.lock")
+    assert free_arenas(tmp_path, keep=mine) == 3 * 4096
+
+
+def test_a_child_keeps_the_pack_caches_of_all_runs_within_a_budget() -> None:
+    """Unless the script says otherwise; 0 leaves other runs' caches alone."""
+
+    def flag(**flags: object) -> str:
+        options = SidecarOptions(url="file:///s", run="r", flags=flags)
+        arguments = options.arguments(Path("/dir"), Path("/cache"))
+        assert arguments.count("--cache-total-bytes") == 1
+        return arguments[arguments.index("--cache-total-bytes") + 1]
+
+    assert flag() == str(20 << 30)
+    assert flag(cache_total_bytes=0) == "0"
+
+
+def test_a_cache_that_is_swept_while_it_is_made_is_left_to_the_sidecar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run's sidecar takes it between the two looks of `mkdir`: nothing of that reaches the trainer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = SidecarOptions(url=tmp_path.as_uri(), run="r")
+    runtime, make = runtime_dir(options.url, options.run), os.mkdir
+
+    def swept(path: Path, mode: int = 0o777) -> None:
+        if Path(path) == cache_dir(options.url, options.run):
+            raise FileExistsError(errno.EEXIST, "it is there", str(path))
+        make(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", swept)
+    launcher = ChildLauncher(options)
+    try:
+        assert not launcher.cache.exists()
+    finally:
+        launcher.close()
+        shutil.rmtree(runtime)

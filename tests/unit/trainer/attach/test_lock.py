@@ -1,0 +1,143 @@
+"""Locks of a live trainer: other processes see them, forked children do not have them, a second use does not drop them."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from deltashard.attach.lock import hold_file, lock_line, open_arena, release_arena, release_file
+from deltashard.errors import AnotherTrainer, SidecarUnavailable
+from deltashard_proto.arena_layout import Arena
+
+
+def in_child(work: Callable[[], object]) -> str:
+    """Name of the exception that `work` raises in a forked process, empty when none."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        said = ""
+        try:
+            work()
+        except BaseException as error:
+            said = type(error).__name__
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    with os.fdopen(read, "rb") as pipe:
+        return pipe.read().decode()
+
+
+def locked_elsewhere(path: Path, line: int = 0) -> str:
+    """What another process meets that wants this line's lock."""
+    return in_child(lambda: lock_line(open_arena(path), line, deadline_s=0.05))
+
+
+def grow(path: Path) -> None:
+    """As a sidecar does that restarts with a larger arena."""
+    assert in_child(lambda: Arena.create(path, blocks=9, block_bytes=1 << 16, epoch=2)) == ""
+
+
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.fixture
+def arena_path(tmp_path: Path) -> Path:
+    Arena.create(tmp_path / "arena", blocks=4, block_bytes=1 << 16, epoch=1).close()
+    return tmp_path / "arena"
+
+
+def test_the_writer_lock_excludes_other_processes_until_released(arena_path: Path) -> None:
+    """And only on its own line."""
+    arena = open_arena(arena_path)
+    lock_line(arena, 0)
+    assert locked_elsewhere(arena_path, 0) == "AnotherTrainer"
+    assert locked_elsewhere(arena_path, 1) == ""
+    release_arena(arena)
+    assert locked_elsewhere(arena_path, 0) == ""
+
+
+def test_one_descriptor_per_process_keeps_the_lock(arena_path: Path) -> None:
+    """Closing any second descriptor of the file would drop the lock: there is none."""
+    first = open_arena(arena_path)
+    lock_line(first, 0)
+    second = open_arena(arena_path)
+    assert second.fd == first.fd
+    release_arena(second)
+    assert locked_elsewhere(arena_path) == "AnotherTrainer"
+    release_arena(first)
+
+
+def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -> None:
+    """The sidecar may grow it while it restarts."""
+    first = open_arena(arena_path)
+    lock_line(first, 0)
+    grow(arena_path)
+    second = open_arena(arena_path)
+    second.block(8)[:4] = b"abcd"
+    assert locked_elsewhere(arena_path) == "AnotherTrainer"
+    release_arena(first)
+    release_arena(second)
+
+
+def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> None:
+    """A mapping has a descriptor of its own: it must not close, whenever its last reader goes, under a newer lock."""
+    before = open_files()
+    first = open_arena(arena_path)
+    # As a Checkpointer does that was closed, or has not heard yet that its sidecar is another one.
+    line = first.line(0)
+    release_arena(first)
+    second = open_arena(arena_path)
+    lock_line(second, 0)
+    del first, line
+    gc.collect()
+    assert locked_elsewhere(arena_path) == "AnotherTrainer"
+    second.line(0)[0] = 7
+    release_arena(second)
+    assert locked_elsewhere(arena_path) == ""
+    third = open_arena(arena_path)
+    assert third.line(0)[0] == 7
+    release_arena(third)
+    assert open_files() <= before
+
+
+def test_a_mapping_that_was_outgrown_and_is_collected_drops_no_lock(arena_path: Path) -> None:
+    """The same with a live user, whose arena was mapped anew."""
+    first = open_arena(arena_path)
+    lock_line(first, 0)
+    grow(arena_path)
+    second = open_arena(arena_path)
+    release_arena(first)
+    del first
+    gc.collect()
+    assert locked_elsewhere(arena_path) == "AnotherTrainer"
+    release_arena(second)
+
+
+def test_one_trainer_of_a_run_on_a_machine(tmp_path: Path) -> None:
+    """The second process is refused; the same process may hold it twice."""
+    path = tmp_path / "trainer.lock"
+    hold_file(path)
+    hold_file(path)
+    assert in_child(lambda: hold_file(path, deadline_s=0.05)) == "AnotherTrainer"
+    release_file(path)
+    assert in_child(lambda: hold_file(path, deadline_s=0.05)) == "AnotherTrainer"
+    release_file(path)
+    assert in_child(lambda: hold_file(path, deadline_s=0.05)) == ""
+
+
+def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
+    """Missing, short, or something else."""
+    with pytest.raises(SidecarUnavailable):
+        open_arena(tmp_path / "none")
+    (tmp_path / "short").write_bytes(b"abc")
+    with pytest.raises(SidecarUnavailable):
+        open_arena(tmp_path / "short")
+    (tmp_path / "zeros").write_bytes(bytes(1 << 16))
+    with pytest.raises(SidecarUnavailable):
+        open_arena(tmp_path / "zeros")
+    assert AnotherTrainer.__doc__

@@ -1,0 +1,101 @@
+"""A process that is one of several ranks is refused before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import deltashard
+import pytest
+import torch
+from deltashard.attach.lock import AnotherTrainer, hold_file, release_file
+from deltashard.attach.rank import several
+from deltashard.errors import UserError
+from torch import distributed
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"WORLD_SIZE": "2", "RANK": "0"},
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        {"PMI_SIZE": "4"},
+        {"MV2_COMM_WORLD_SIZE": "4"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "1"},
+        {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "1", "SLURM_PROCID": "1"},
+    ],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_one_of_several_ranks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    """Each would save a run of its own: nothing is started, and the message names what said so and the remedy."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="one of several ranks") as caught:
+        deltashard.Checkpointer(torch.nn.Linear(2, 1), url=tmp_path / "store", run="run")
+    assert any(f"{name}={value}" in caught.value.what for name, value in environment.items())
+    assert caught.value.where == "Checkpointer()"
+    assert "one process per run" in caught.value.remedy
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"WORLD_SIZE": "1", "RANK": "0"},
+        {"WORLD_SIZE": ""},
+        {"PMI_SIZE": "1"},
+        {"SLURM_NTASKS": "8"},  # the shell of an allocation
+        {
+            "SLURM_NTASKS": "8",
+            "SLURM_PROCID": "0",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },  # srun -n1 within a larger one
+    ],
+)
+def test_one_process_is_not(environment: dict[str, str]) -> None:
+    """A launcher that started one process changes nothing."""
+    assert several(environment) is None
+
+
+@pytest.fixture
+def group_of_two() -> Iterator[None]:
+    """A process group of two ranks, of which this process is one; the backend needs no second one."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_two")
+def test_a_process_group_is_refused() -> None:
+    """However its ranks were started."""
+    assert several({}) == "torch.distributed's process group of 2 ranks"
+
+
+def test_the_second_process_is_not_told_to_take_another_name(tmp_path: Path) -> None:
+    """A run for each rank was what the message invited to: N trainings that know nothing of each other."""
+    import subprocess
+    import sys
+
+    path = tmp_path / "lock"
+    held = (
+        "import sys, pathlib; from deltashard.attach.lock import hold_file; hold_file(pathlib.Path(sys.argv[1])); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", held, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        try:
+            with pytest.raises(AnotherTrainer) as caught:
+                hold_file(path, deadline_s=0.0, living_s=0.0)
+        finally:
+            other.communicate("")
+    assert "one process" in caught.value.remedy
+    hold_file(path)
+    release_file(path)

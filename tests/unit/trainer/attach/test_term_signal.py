@@ -1,0 +1,114 @@
+"""SIGTERM after the urgent save, also for the first process of a container; several handlers, and forked children."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+from deltashard.attach.term_signal import TermHandler
+
+PROGRAM = """
+import os, signal, sys
+from deltashard.attach.term_signal import TermHandler
+
+heard = []
+handler = TermHandler(grace_s=60.0, notice=lambda: heard.append(True))
+assert handler.install()
+signal.raise_signal(signal.SIGTERM)
+assert heard and handler.left_s > 0
+print("saved", os.getpid())
+handler.chain()
+print("still here")
+sys.exit(0)
+"""
+
+
+def test_the_default_action_ends_the_process() -> None:
+    """Without a handler of the user's, SIGTERM does what it always does."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert "still here" not in done.stdout
+
+
+def test_the_first_process_of_a_container_ends_as_well() -> None:
+    """Process 1 cannot be ended by its own SIGTERM: it exits with 143, never with 0, and loses no output."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    if subprocess.run([*unshare, "true"], capture_output=True, timeout=60, check=False).returncode:
+        pytest.skip("no new pid namespace can be made here (unshare)")
+    done = subprocess.run(
+        [*unshare, sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 143, (done.stdout, done.stderr)
+    assert done.stdout == "saved 1\n"
+
+
+CHILD = """
+import os, signal
+from deltashard.attach.term_signal import TermHandler
+
+first, second = (TermHandler(grace_s=60.0, notice=lambda: None) for _ in range(2))
+assert first.install() and second.install()
+pid = os.fork()
+if pid == 0:
+    signal.raise_signal(signal.SIGTERM)  # the default action is back: this is the end
+    os._exit(7)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+assert status == -signal.SIGTERM, status
+assert signal.getsignal(signal.SIGTERM) == second._on_term and first.until_s is None
+print("parent untouched")
+"""
+
+
+def test_a_forked_child_has_the_handler_that_was_there_before() -> None:
+    """It ends at once; the parent keeps ours."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout == "parent untouched\n", done.stderr
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    """What the test's own SIGTERM handler hears."""
+    said: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: said.append("user"))
+    yield said
+    signal.signal(signal.SIGTERM, before)
+
+
+def installed(notice: Callable[[], None]) -> TermHandler:
+    handler = TermHandler(grace_s=600.0, notice=notice)
+    assert handler.install()
+    return handler
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0), (0, 2, 1)])
+def test_handlers_leave_in_any_order(heard: list[str], order: tuple[int, int, int]) -> None:
+    """The newest that is left hears the signal, and passes it on to the others; a closed one never does."""
+    users = signal.getsignal(signal.SIGTERM)
+    handlers = [installed(lambda n=n: heard.append(str(n))) for n in range(3)]
+    handlers[order[0]].remove()
+    signal.raise_signal(signal.SIGTERM)
+    left = sorted(order[1:], reverse=True)
+    assert heard == [str(left[0])]
+    handlers[left[0]].chain()
+    assert heard == [str(n) for n in left]
+    handlers[left[1]].chain()
+    assert heard == [*(str(n) for n in left), "user"]
+    assert signal.getsignal(signal.SIGTERM) is users
+
+
+def test_a_handler_that_was_removed_under_a_foreign_one_passes_the_signal_on(heard: list[str]) -> None:
+    """Somebody installed their own after us, calls ours from it, and we close."""
+    handler = installed(lambda: heard.append("ours"))
+    ours = signal.getsignal(signal.SIGTERM)
+    assert callable(ours)
+    signal.signal(signal.SIGTERM, lambda number, frame: (heard.append("foreign"), ours(number, frame)))
+    handler.remove()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == ["foreign", "user"]

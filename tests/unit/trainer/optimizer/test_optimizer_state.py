@@ -1,0 +1,478 @@
+"""Optimizer state through capture and restore: names, types, memory, and training that goes on bit for bit."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from deltashard.optimizer.optimizer_state import field_kind
+from deltashard.state.value import decode_value, encode_value
+from deltashard.tracking.tracking import Tracking, TrackingSettings
+from deltashard_checkpoint.errors import UserError
+from torch import Tensor, nn
+
+from tests.unit.trainer.tracking.tracking_cases import OPTIMIZERS, Training, quiet
+
+SETTINGS = TrackingSettings(hash_below_bytes=0)
+
+
+def detached(tree):
+    """What a checkpoint gives back of a tree: equal values in memory of their own."""
+    return decode_value(encode_value(tree).to_bytes())
+
+
+def transfer(source: Tracking, target: Tracking) -> list[str]:
+    """Restore `target` from the live state of `source`, the way a restore does it: rows first, then trees."""
+    notes = []
+    for name, tensor in source.dense().items():
+        target.dense()[name].data.copy_(tensor)
+    for old, new in zip(source.tables, target.tables, strict=True):
+        new.param.data.copy_(old.param)
+        values = old.state_tensors()
+        for spec in old.schema.fields:
+            live = new.allocate_state(spec)
+            live.view(live.shape[0], -1).copy_(values[spec.name].reshape(live.shape[0], -1))
+    for old, new in zip(source.optimizers, target.optimizers, strict=True):
+        notes += new.restore(detached(old.capture()))
+    for table in target.tables:
+        target.reseed(table, torch.tensor([], dtype=torch.int64))
+    return notes
+
+
+def state_of(training: Training) -> dict[str, object]:
+    owner = training.optimizer
+    inner = getattr(owner, "base", getattr(owner, "_inner", None))
+    return {
+        f"{type(o).__name__}.{k}": v
+        for o in (owner, inner)
+        if o is not None
+        for k, v in o.state.get(training.weight, {}).items()
+    }
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor):
+        if a.is_sparse:
+            return (
+                b.is_sparse
+                and torch.equal(a._indices(), b._indices())
+                and torch.equal(a._values(), b._values())
+            )
+        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
+    """Any optimizer: state arrives with its keys, types and values, and five further steps end in equal weights."""
+    if not OPTIMIZERS[name][1 if sparse else 2]:
+        pytest.skip("torch has no such gradients for it")
+    with quiet():
+        original, resumed = Training(name, "embedding", sparse, 1), Training(name, "embedding", sparse, 2)
+        source = Tracking(original.model, [original.optimizer, original.dense], settings=SETTINGS)
+        target = Tracking(resumed.model, [resumed.optimizer, resumed.dense], settings=SETTINGS)
+        for _ in range(4):
+            original.train()
+        source.refresh()
+        assert transfer(source, target) == []
+        ours, theirs = state_of(resumed), state_of(original)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert same(value, ours[key]), key
+            if isinstance(value, Tensor) and not value.is_sparse:
+                assert value.data_ptr() != ours[key].data_ptr()
+        resumed.rng.set_state(original.rng.get_state())
+        for _ in range(5):
+            original.train()
+            resumed.train()
+    assert torch.equal(original.weight, resumed.weight)
+
+
+def test_groups_come_back_in_place():
+    """Learning rates, also tensor ones that a scheduler holds, and groups matched by their parameters."""
+
+    def build(lr):
+        model = nn.ModuleDict({"a": nn.Embedding(8, 2), "b": nn.Linear(2, 2)})
+        return model, torch.optim.Adam(
+            [
+                {"params": model["a"].parameters(), "lr": lr},
+                {"params": model["b"].parameters(), "betas": (0.5, 0.9)},
+            ],
+            lr=torch.tensor(0.25),
+        )
+
+    model, optimizer = build(0.5)
+    other_model, other = build(0.125)
+    held = other.param_groups[1]["lr"]
+    optimizer.param_groups[1]["lr"].fill_(0.75)
+    target = Tracking(other_model, other)
+    target.optimizers[0].restore(detached(Tracking(model, optimizer).optimizers[0].capture()))
+    assert other.param_groups[0]["lr"] == 0.5
+    assert other.param_groups[1]["lr"] is held
+    assert held == 0.75
+    assert other.param_groups[1]["betas"] == (0.5, 0.9)
+    tree = target.optimizers[0].capture()
+    assert tree["groups"][0]["params"] == ["a.weight"]
+    with pytest.raises(UserError, match="parameter groups"):
+        target.optimizers[0].restore({**tree, "groups": tree["groups"][:1]})
+
+
+def test_low_precision_weights_keep_float32_state():
+    """load_state_dict would cast row state to bfloat16; this does not."""
+    model = nn.Embedding(16, 4, dtype=torch.bfloat16, sparse=True)
+    other = nn.Embedding(16, 4, dtype=torch.bfloat16, sparse=True)
+    from deltashard.optim import RowWiseAdagrad
+
+    source = Tracking(model, RowWiseAdagrad(model.parameters()))
+    owner = RowWiseAdagrad(other.parameters())
+    source.tables[0].state_tensors()["sum"].fill_(1 + 2**-20)
+    transfer(source, Tracking(other, owner))
+    assert owner.state[other.weight]["sum"].dtype == torch.float32
+    assert (owner.state[other.weight]["sum"] == 1 + 2**-20).all()
+
+
+def test_kinds_of_state():
+    """Row-wise, point-wise, or part of the optimizer's blob."""
+    assert field_kind(torch.zeros(5), 5, 3) == "rowwise"
+    assert field_kind(torch.zeros(5, 1), 5, 3) == "rowwise"
+    assert field_kind(torch.zeros(5, 3), 5, 3) == "pointwise"
+    for other in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(()), 3, None, torch.zeros(5, 3).to_sparse()):
+        assert field_kind(other, 5, 3) is None
+
+
+def test_parameters_outside_the_model_travel_with_their_optimizer():
+    """A temperature that the model does not hold is saved and restored under a name of its own."""
+
+    def build(value):
+        model, extra = nn.Embedding(8, 2), nn.Parameter(torch.full((1,), value))
+        return model, extra, Tracking(model, torch.optim.SGD([*model.parameters(), extra], lr=0.1))
+
+    _, _, source = build(3.0)
+    _, extra, target = build(1.0)
+    target.optimizers[0].restore(detached(source.optimizers[0].capture()))
+    assert extra.item() == 3.0
+
+
+def test_state_without_an_owner_is_refused():
+    """A checkpoint with optimizer state needs an optimizer."""
+    from deltashard_checkpoint.format.schema import FieldSpec
+
+    table = Tracking(nn.Embedding(8, 2)).tables[0]
+    with pytest.raises(UserError, match="no optimizer"):
+        table.allocate_state(FieldSpec(name="sum", kind="rowwise", dtype="float32"))
+
+
+class Own(torch.optim.Optimizer):
+    """Row-wise Adagrad of a user: rows without a gradient stay; subclasses say when its state is made."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def begin(self, p):
+        self.state[p]["sum"] = torch.full((p.shape[0],), 0.25)
+
+    def fresh(self, p):
+        return "sum" not in self.state[p]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is None:
+                continue
+            if self.fresh(p):
+                self.begin(p)
+            grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+            self.state[p]["sum"] += grad.square().mean(1)
+            p.sub_(self.rate(p) * grad / self.state[p]["sum"].sqrt().unsqueeze(1))
+
+    def rate(self, p):
+        return 0.1
+
+
+class Flagged(Own):
+    """A plain attribute says whether its state was made."""
+
+    initialized = False
+
+    def fresh(self, p):
+        first, self.initialized = not self.initialized, True
+        return first
+
+
+class Deleting(Own):
+    """An attribute that is there until the first step."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.pending = True
+
+    def fresh(self, p):
+        if not hasattr(self, "pending"):
+            return False
+        del self.pending
+        return True
+
+
+class Keyed(Own):
+    """State, and references to it, in dictionaries and lists of its own."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.seen = {}
+        self.sums = []
+
+    def fresh(self, p):
+        return p not in self.seen
+
+    def begin(self, p):
+        super().begin(p)
+        self.seen[p] = {"scale": torch.ones(()), "sum": self.state[p]["sum"]}
+        self.sums = [self.state[p]["sum"]]
+
+    def rate(self, p):
+        self.seen[p]["scale"] *= 0.5
+        self.sums[0] += 0.125
+        self.seen[p]["sum"] += 0.125
+        return self.seen[p]["scale"]
+
+
+class Drawing(Own):
+    """A generator of its own: stochastic rounding and the like."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.rng = torch.Generator().manual_seed(5)
+
+    def rate(self, p):
+        return torch.rand((), generator=self.rng)
+
+
+class Telling(Own):
+    """Further entries in its own state_dict, held where attributes are not looked for."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.hidden = 0
+
+    def rate(self, p):
+        self.hidden += 1
+        return 0.1 / self.hidden
+
+    def state_dict(self):
+        return {**super().state_dict(), "hidden": self.hidden}
+
+    def load_state_dict(self, state_dict):
+        self.hidden = state_dict["hidden"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "hidden"})
+
+
+class Box:
+    """What the tree codec cannot hold."""
+
+    made = False
+
+
+class Forgetful(Own):
+    """Makes its state at its own first step, whatever is there: no flag that could be saved."""
+
+    in_place = False
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.box = Box()
+
+    def fresh(self, p):
+        first, self.box.made = not self.box.made, True
+        return first
+
+    def begin(self, p):
+        if self.in_place and "sum" in self.state[p]:
+            self.state[p]["sum"].fill_(0.25)
+        else:
+            super().begin(p)
+
+
+class ForgetfulInPlace(Forgetful):
+    """The same, in the memory that was restored."""
+
+    in_place = True
+
+
+def built(kind, sparse=True):
+    torch.manual_seed(3)
+    model = nn.Embedding(40, 4, sparse=sparse)
+    optimizer = kind(list(model.parameters()))
+    return model, optimizer, Tracking(model, optimizer, settings=SETTINGS)
+
+
+def stepped(model, optimizer, ids):
+    optimizer.zero_grad()
+    with quiet():
+        model(ids).square().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Flagged, Deleting, Keyed, Drawing, Telling], ids=lambda k: k.__name__)
+def test_what_an_optimizer_keeps_beside_its_state_comes_back(kind, caplog):
+    """Flags, counters, dictionaries by parameter, generators, entries of its own state_dict: bit for bit."""
+    model, optimizer, source = built(kind)
+    for i in range(4):
+        stepped(model, optimizer, torch.arange(10 * i, 10 * i + 10))
+    source.refresh()
+    other_model, other, target = built(kind)
+    groups, state = other.param_groups, other.state
+    assert transfer(source, target) == []
+    target.watch_first_step()
+    assert other.param_groups is groups
+    assert other.state is state
+    for i in range(3):
+        stepped(model, optimizer, torch.tensor([i, 20]))
+        stepped(other_model, other, torch.tensor([i, 20]))
+    assert torch.equal(model.weight, other_model.weight)
+    assert torch.equal(optimizer.state[model.weight]["sum"], other.state[other_model.weight]["sum"])
+    assert "initialises it again" not in caplog.text
+    # What was restored is changed, too: the next checkpoint holds it as well.
+    assert source.optimizers[0].capture().keys() == target.optimizers[0].capture().keys()
+
+
+def test_attributes_that_did_not_change_are_left_to_the_program():
+    """A setting that the user gives another value in the new process is not undone."""
+
+    class Tuned(Own):
+        def __init__(self, params, gain=1.0):
+            super().__init__(params)
+            self.gain = gain
+            self.calls = 0
+
+        def rate(self, p):
+            self.calls += 1
+            return self.gain
+
+    model, optimizer, source = built(Tuned)
+    stepped(model, optimizer, torch.arange(4))
+    _, other, target = built(lambda ps: Tuned(ps, gain=2.0))
+    assert transfer(source, target) == []
+    assert (other.gain, other.calls) == (2.0, 1)
+    assert "beside" not in built(torch.optim.Adagrad)[2].optimizers[0].capture()
+
+
+def test_what_cannot_be_stored_beside_the_state_is_named():
+    """Objects are not pickled: they are listed; an entry of a state_dict is a promise, so it is refused."""
+    _, _, tracking = built(Forgetful)
+    assert tracking.optimizers[0].unsaved == ["Forgetful.box"]
+
+    class Wrong(Own):
+        def state_dict(self):
+            return {**super().state_dict(), "box": Box()}
+
+    _, _, tracking = built(Wrong)
+    with pytest.raises(UserError, match=r"entry 'box' of Wrong"):
+        tracking.optimizers[0].capture()
+
+
+def test_a_wrapper_around_an_optimizer_keeps_its_own_counter():
+    """Whether it has a state of its own, shares the inner one's, or has none."""
+
+    class Counting:
+        def __init__(self, inner, *, share):
+            self.inner, self.count = inner, 0
+            if share:
+                self.state, self.param_groups = inner.state, inner.param_groups
+
+        def step(self):
+            self.count += 1
+            self.inner.step()
+
+    for share in (True, False):
+        kind = lambda ps, share=share: Counting(torch.optim.SGD(ps, lr=0.1), share=share)  # noqa: E731
+        _, optimizer, source = built(kind)
+        optimizer.count = 7
+        _, other, target = built(kind)
+        assert transfer(source, target) == []
+        assert other.count == 7
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize(
+    "kind",
+    [Forgetful, ForgetfulInPlace, Flagged, torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adagrad],
+    ids=lambda k: k.__name__,
+)
+def test_restored_state_that_is_thrown_away_is_said_and_put_back(kind, sparse, caplog):
+    """Its first step after the restore makes state again; those that decay it, or keep it, are not blamed."""
+    if sparse and kind in (torch.optim.Adam, torch.optim.RMSprop):
+        pytest.skip("torch has no such gradients for it")
+    model, optimizer, source = built(kind, sparse)
+    stepped(model, optimizer, torch.arange(30))
+    source.refresh()
+    other_model, other, target = built(kind, sparse)
+    transfer(source, target)
+    told = []
+    target.report = lambda name, facts: told.append((name, dict(facts)))
+    target.watch_first_step()
+    with caplog.at_level(logging.WARNING, "deltashard.tracking"):
+        stepped(model, optimizer, torch.tensor([1, 2]))
+        stepped(other_model, other, torch.tensor([1, 2]))
+        stepped(other_model, other, torch.tensor([1, 2]))
+    forgets = issubclass(kind, Forgetful)
+    assert caplog.text.count("initialises it again") == (1 if forgets else 0)
+    assert told == (
+        [("state_thrown_away", {"table": "weight", "field": "sum", "repaired": True})] if forgets else []
+    )
+    if forgets:
+        clean = torch.arange(3, 40)
+        was, now = optimizer.state[model.weight]["sum"], other.state[other_model.weight]["sum"]
+        assert torch.equal(was[clean], now[clean])
+
+
+def test_state_of_a_wrapper_without_hooks_is_looked_at_by_the_next_cut(caplog):
+    """Nobody tells when such a wrapper has stepped: the look waits for the cut, and nothing is put back."""
+
+    class Slow:
+        def __init__(self, base):
+            self.base, self.param_groups, self.state = base, base.param_groups, {}
+            self.made = Box()
+
+        def step(self):
+            self.base.step()
+            for p in self.param_groups[0]["params"]:
+                if not self.made.made:
+                    self.state[p] = {"slow": p.detach().clone()}
+                self.state[p]["slow"].lerp_(p.detach(), 0.5)
+            self.made.made = True
+
+        def zero_grad(self):
+            self.base.zero_grad()
+
+    model, optimizer, source = built(lambda ps: Slow(torch.optim.SGD(ps, lr=0.1)))
+    for _ in range(3):
+        stepped(model, optimizer, torch.arange(40))
+    source.refresh()
+    other_model, other, target = built(lambda ps: Slow(torch.optim.SGD(ps, lr=0.1)))
+    transfer(source, target)
+    told = []
+    target.report = lambda name, facts: told.append((name, dict(facts)))
+    target.watch_first_step()
+    stepped(other_model, other, torch.arange(40))
+    target.refresh()
+    assert told == [("state_thrown_away", {"table": "weight", "field": "slow@1", "repaired": False})]
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_state_that_is_the_last_gradient_is_not_thrown_away(width, caplog):
+    """Adam with beta1 = 0, as GANs have it: zero by right on rows that had no gradient."""
+    torch.manual_seed(0)
+    model = nn.Embedding(50_000, width)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.0, 0.999))
+    stepped(model, optimizer, torch.arange(100))
+    tracking = Tracking(model, [optimizer])
+    tracking.watch_first_step()
+    with caplog.at_level(logging.WARNING, "deltashard.tracking"):
+        stepped(model, optimizer, torch.arange(200, 300))
+    tracking.close()
+    assert "initialises it again" not in caplog.text
+    assert not optimizer.state[model.weight]["exp_avg"][5].any()

@@ -1,0 +1,102 @@
+"""Inside an optimizer's step, past a forward pass, or neither."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from deltashard.save.stance import Stance
+from deltashard.tracking.tracking import Tracking
+from torch import nn
+
+
+class Breaks(torch.optim.SGD):
+    """Leaves its step by Ctrl-C while `broken`, half of its parameters moved."""
+
+    broken = False
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(1.0)
+                if self.broken:
+                    raise KeyboardInterrupt
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+
+def test_a_step_that_was_left_is_torn_until_that_optimizer_ends_one() -> None:
+    """Another optimizer's whole step mends nothing."""
+    model = net()
+    generator, critic = (Breaks(part.parameters(), lr=0.1) for part in (model[0], model[3]))
+    stance = Stance(Tracking(model, [generator, critic]))
+    critic.step()
+    assert not stance.torn
+    generator.broken = True
+    with pytest.raises(KeyboardInterrupt):
+        generator.step()
+    assert stance.torn
+    critic.step()
+    assert stance.torn
+    generator.broken = False
+    generator.step()
+    assert not stance.torn
+
+
+def test_a_training_forward_moves_the_program_on_and_evaluation_does_not() -> None:
+    """Through the whole model, or through a part that keeps statistics or draws."""
+    model = net()
+    stance = Stance(Tracking(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    x = torch.ones(3, 2)
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    model(x)
+    assert not stance.moved
+    model.train()
+    for forward in (lambda: model(x), lambda: model[1](torch.ones(3, 4)), lambda: model[2](torch.ones(3, 4))):
+        stance.moved = False
+        forward()
+        assert stance.moved
+    stance.close()
+    stance.moved = False
+    model(x)
+    assert not stance.moved
+
+
+def test_the_parts_of_a_model_that_is_never_called_are_watched_from_its_first_step_on() -> None:
+    """A program that calls the whole model does not pay for that."""
+    towers = nn.ModuleDict({"both": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    stance = Stance(Tracking(towers, torch.optim.SGD(towers.parameters(), lr=0.1)))
+    for stepped in (False, True):
+        if stepped:
+            stance.first_step_done()
+        stance.moved = False
+        towers["both"][1](torch.ones(1, 2))
+        assert stance.moved == stepped
+    model = net()
+    stance = Stance(Tracking(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    model(torch.ones(3, 2))
+    stance.first_step_done()
+    stance.moved = False
+    model[0](torch.ones(3, 2))
+    assert not stance.moved
+
+
+def test_copies_and_pickles_of_the_model_watch_nothing() -> None:
+    """An EMA copy's forward is no step of the program's."""
+    model = net()
+    stance = Stance(Tracking(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
+        other(torch.ones(3, 2))
+        assert not stance.moved

@@ -1,0 +1,512 @@
+"""Models that are more than parameters and buffers: what a cut takes of them comes back, or they are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from deltashard import arguments
+from deltashard.errors import CheckpointMismatch, StateError, UserError
+from deltashard.restore.restore import Blobs
+from deltashard.save.saving import Saving
+from deltashard.state import contract
+from deltashard.tracking.tracking import Tracking
+from torch import Tensor, nn
+
+Raw = dict[str, memoryview]
+
+
+class Program:
+    """A Checkpointer without a sidecar: what it would save, and what it does with that."""
+
+    def __init__(self, model: nn.Module, optimizer: Any = (), **state: Any) -> None:
+        arguments.check_model(model)
+        self.model = model
+        self.tracking = Tracking(model, arguments.optimizers_of(optimizer or None, model))
+        self.saving = Saving(
+            self.tracking, state, fresh=False, validate=None, content_hash=False, on_event=None
+        )
+
+    def cut(self) -> Raw:
+        """The blobs of a cut, by name."""
+        self.tracking.refresh()
+        return {name: memoryview(tree.to_bytes()) for name, tree in self.saving._everything_else(None)}
+
+    def restore(
+        self, raw: Mapping[str, memoryview], *, strict: bool = True, weights_only: bool = False
+    ) -> list[str]:
+        """As `restore()` does with everything but rows; returns the notes."""
+        blobs = Blobs.decode(raw)
+        names = [source.name for source in self.saving._sources]
+        notes = blobs.check(self.tracking, strict=strict, weights_only=weights_only, names=names)
+        notes += self.saving._apply_dense(blobs, strict=strict, weights_only=weights_only)
+        if not weights_only:
+            notes += self.saving._apply_state(blobs, strict=strict)
+        return notes
+
+
+class Ema(nn.BatchNorm1d):
+    """A batch norm that counts its calls in plain attributes, which its extra state says."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.calls = 0
+        self.peak: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.peak = x.detach().max() if self.peak is None else torch.maximum(self.peak, x.detach().max())
+        return super().forward(x) * (1 + 1 / self.calls)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": self.calls, "peak": self.peak}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        self.calls, self.peak = state["calls"], state["peak"]
+
+
+class Renaming(nn.Module):
+    """Calls its weight otherwise in its state_dict, and keeps a schedule that is no tensor there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.rate = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rate *= 0.5
+        return x @ self.weight * self.rate
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "kernel"] = self.weight if keep_vars else self.weight.detach()
+        destination[prefix + "rate"] = self.rate
+
+    def _load_from_state_dict(self, held: dict[str, Any], prefix: str, *_: Any) -> None:
+        with torch.no_grad():
+            self.weight.copy_(held[prefix + "kernel"])
+        self.rate = held[prefix + "rate"]
+
+
+class Dropping(nn.Module):
+    """Keeps a buffer out of its state_dict, and makes it anew from what is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.register_buffer("cache", torch.zeros(4))
+        self.loads = 0
+        self.register_state_dict_post_hook(_drop_cache)
+        self.register_load_state_dict_pre_hook(_add_cache)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _drop_cache(module: nn.Module, held: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    del held[prefix + "cache"]
+
+
+def _add_cache(module: Any, held: dict[str, Any], prefix: str, *_: Any) -> None:
+    module.loads += 1
+    held[prefix + "cache"] = held[prefix + "weight"] * 2
+
+
+class Rounding(nn.Module):
+    """Gives its state_dict in half precision: loading it would lose bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self._register_state_dict_hook(_halve)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _halve(module: nn.Module, held: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    held[prefix + "weight"] = held[prefix + "weight"].half()
+
+
+class Whole(nn.Module):
+    """Overrides state_dict itself; the counter is in no module's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.seen = {"batches": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["batches"] += 1
+        return self.inner(x) / self.seen["batches"]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return super().state_dict(*args, **kwargs) | {"seen": dict(self.seen)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        self.seen = dict(state["seen"])
+        return super().load_state_dict({k: v for k, v in state.items() if k != "seen"}, *args, **kwargs)
+
+
+def _everything(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in {**module._parameters, **module._buffers, **vars(module)}.items():
+            if not name.startswith("_") and name != "training":
+                found[f"{path}.{name}"] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.parametrize("make", [Ema, Renaming, Dropping, Rounding, Whole], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential, lambda m: nn.Sequential(nn.Identity(), m)])
+def test_a_resumed_module_goes_on_as_the_one_that_went_on(
+    make: Callable[[], nn.Module], wrap: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Bit for bit, plain attributes that its contract names included."""
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+            optimizer.step()
+
+    def program(seed: int) -> tuple[Program, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = wrap(make())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return Program(model, optimizer), optimizer
+
+    first, optimizer = program(0)
+    train(first.model, optimizer, range(3))
+    raw = first.cut()
+    train(first.model, optimizer, range(3, 6))
+
+    second, optimizer = program(1)
+    assert second.restore(raw) == []
+    train(second.model, optimizer, range(3, 6))
+    mine, others = _everything(first.model), _everything(second.model)
+    differ = {name for name in mine if not _equal(mine[name], others[name])}
+    # What Dropping says of its cache is that it is made anew; and it was loaded once.
+    assert {name.rpartition(".")[2] for name in differ} == ({"cache", "loads"} if make is Dropping else set())
+
+
+def test_a_buffer_that_the_contract_drops_is_not_saved_and_made_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "deltashard"):
+        first = Program(Dropping())
+    assert "leaves cache out of its state_dict" in caplog.text
+    raw = first.cut()
+    assert "dense/cache" not in raw
+    second = Program(Dropping())
+    second.restore(raw)
+    assert torch.equal(second.model.cache, 2 * first.model.weight)
+    # What an older version saved of it is passed over.
+    second.restore(raw | {"dense/cache": raw["dense/weight"]})
+
+
+def test_a_trained_parameter_that_the_contract_drops_is_saved_all_the_same() -> None:
+    model = nn.Linear(4, 4)
+    model._register_state_dict_hook(lambda module, held, prefix, _: _without_bias(held, prefix))
+    raw = Program(model).cut()
+    again = nn.Linear(4, 4)
+    again._register_state_dict_hook(lambda module, held, prefix, _: _without_bias(held, prefix))
+    Program(again).restore(raw)
+    assert torch.equal(again.bias, model.bias)
+
+
+def _without_bias(held: dict[str, Any], prefix: str) -> None:
+    del held[prefix + "bias"]
+
+
+def test_extra_state_comes_with_the_weights_and_goes_under_wrappers() -> None:
+    """Also for weights_only, and whatever wraps the model in either run."""
+    model = nn.Sequential(Ema())
+    model(torch.randn(3, 4))
+    raw = Program(torch.compile(model)).cut()
+    again = nn.Sequential(Ema())
+    Program(again).restore(raw, weights_only=True)
+    assert again[0].calls == 1
+
+
+def test_a_checkpoint_of_before_modules_were_asked_is_taken_with_a_note() -> None:
+    raw = Program(nn.Sequential(nn.BatchNorm1d(4))).cut()
+    older = {name: data for name, data in raw.items() if name != "meta"}
+    older["meta"] = memoryview(_tree({"step": 1}))
+    (note,) = Program(nn.Sequential(Ema())).restore(older)
+    assert "module 0" in note
+    with pytest.raises(CheckpointMismatch, match="what module 0 says"):
+        Program(nn.Sequential(Ema())).restore(raw)
+
+
+def _tree(value: Any) -> bytes:
+    from deltashard.state.value import encode_value
+
+    return encode_value(value).to_bytes()
+
+
+def _table(rows: int = 4096) -> nn.Sequential:
+    return nn.Sequential(OrderedDict(items=nn.Embedding(rows, 8), top=nn.Linear(8, 1)))
+
+
+def test_a_state_dict_that_copies_a_table_is_refused() -> None:
+    model = _table()
+    model._register_state_dict_hook(lambda module, held, prefix, _: {k: v.clone() for k, v in held.items()})
+    with pytest.raises(StateError, match=r"a copy of a table \(items.weight\)"):
+        Program(model)
+
+
+def test_a_contract_of_the_whole_model_leaves_its_tables_where_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No copy of a table in a blob, none written at the restore."""
+    model = _table()
+    model.register_load_state_dict_post_hook(lambda module, keys: None)
+    program = Program(model)
+    raw = program.cut()
+    assert sum(map(len, raw.values())) < 100_000
+    before = model.items.weight.detach().clone()
+    program.restore(raw)
+    assert torch.equal(model.items.weight, before)
+
+
+def test_loading_that_writes_a_table_is_refused() -> None:
+    model = _table()
+    model.register_load_state_dict_post_hook(lambda module, keys: module.items.weight.data.mul_(2))
+    program = Program(model)
+    with pytest.raises(CheckpointMismatch, match="changes rows of a table"):
+        program.restore(program.cut())
+
+
+@pytest.mark.parametrize("held", ["model", "list", "mapping", "getter"])
+def test_the_model_in_state_is_refused_with_the_remedy(held: str) -> None:
+    model = _table()
+    value = {
+        "model": model,
+        "list": [model],
+        "mapping": {"weights": model.items.weight.detach()},
+        "getter": (model.state_dict, model.load_state_dict),
+    }[held]
+    with pytest.raises(StateError, match=r"holds table items.weight.*leave it out of state="):
+        Program(model, mine=value)
+
+
+def test_a_large_dense_model_in_state_is_refused_and_a_small_part_is_not() -> None:
+    model = nn.Sequential(nn.Linear(3000, 2000), nn.Linear(2000, 1))
+    with pytest.raises(StateError, match="written twice at every save"):
+        Program(model, mine=model)
+    Program(model, head=model[1])
+
+
+def test_averaged_weights_are_state() -> None:
+    model = _table()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    raw = Program(model, average=average).cut()
+    assert "state/average" in raw
+
+
+@pytest.mark.parametrize(
+    ("buffer", "why"),
+    [
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.zeros(3, dtype=torch.complex32), "complex32"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "nested"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # torch calls these beta, or deprecated
+def test_buffers_that_cannot_be_stored_are_refused_at_construction(
+    buffer: Callable[[], Tensor], why: str
+) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", buffer())
+    with pytest.raises(UserError, match=rf"odd .*{why}.*cannot be saved"):
+        arguments.check_model(model)
+    model = nn.Linear(2, 2)
+    model.register_buffer("odd", buffer(), persistent=False)
+    arguments.check_model(model)
+
+
+def test_parameters_whose_memory_is_elsewhere_are_refused_at_construction() -> None:
+    """DTensors of FSDP2 and their like."""
+
+    class Sharded(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    Sharded.__module__ = "torch.distributed.tensor"
+    model = nn.Linear(2, 2)
+    model.register_buffer("part", torch.zeros(2).as_subclass(Sharded))
+    with pytest.raises(UserError, match="part is sharded"):
+        arguments.check_model(model)
+    Sharded.__module__ = "mine"
+    with pytest.raises(UserError, match="part is a Sharded"):
+        arguments.check_model(model)
+
+
+def test_expanded_buffers_come_back() -> None:
+    def build(value: float) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("mask", torch.full((1, 3), value).expand(4, 3))
+        return model
+
+    again = build(2.0)
+    Program(again).restore(Program(build(1.0)).cut())
+    assert torch.equal(again.mask, torch.ones(4, 3))
+    differing = build(1.0)
+    differing.mask = torch.arange(12.0).view(4, 3)
+    with pytest.raises(CheckpointMismatch, match="share memory"):
+        Program(again).restore(Program(differing).cut())
+
+
+class Observer(nn.Module):
+    """Buffers that take their shape from the first batch, as those of quantisation-aware training do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("low", torch.tensor([]))
+        self.register_buffer("high", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        low, high = x.detach().amin(0), x.detach().amax(0)
+        if self.low.numel() == 0:
+            self.low.resize_(low.shape).copy_(low)
+        self.low.copy_(torch.minimum(self.low, low))
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+        return x
+
+
+def test_buffers_that_grew_in_training_come_back() -> None:
+    model = nn.Sequential(Observer())
+    program = Program(model)
+    model(torch.randn(3, 5))
+    raw = program.cut()
+    again = nn.Sequential(Observer())
+    resumed = Program(again)
+    assert resumed.restore(raw) == []
+    assert torch.equal(again[0].low, model[0].low)
+    assert torch.equal(again[0].high, model[0].high)
+    third = nn.Sequential(Observer())
+    Program(third).restore(resumed.cut())
+    assert torch.equal(third[0].high, model[0].high)
+    other = nn.Sequential(Observer())
+    other[0].low = torch.zeros(7)
+    with pytest.raises(CheckpointMismatch, match=r"0.low is stored as"):
+        Program(other).restore(raw)
+
+
+def test_a_cast_after_construction_is_said_and_saved_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = _table()
+    program = Program(model)
+    model.half()
+    with caplog.at_level(logging.WARNING, "deltashard"):
+        raw = program.cut()
+        program.cut()
+    (said,) = [
+        r.getMessage() for r in caplog.records if "changed after the Checkpointer was built" in r.message
+    ]
+    assert "items.weight was float32 and is float16" in said
+    assert program.tracking.tables[0].schema.dtype == "float16"
+    again = _table().half()
+    Program(again).restore(raw)
+    assert torch.equal(again.top.weight, model.top.weight)
+    with pytest.raises(CheckpointMismatch, match="float16"):
+        Program(_table()).restore(raw)
+
+
+def test_not_strict_takes_what_fits() -> None:
+    """Other shapes, missing and unknown names, other state: left as they are, and said; the rest comes back."""
+    model = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 2)))
+    mine = {"x": 1}
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    first = Program(model, optimizer, mine=mine, tensor=torch.zeros(3), gone={"y": 1})
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    raw = first.cut()
+    again = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Linear(4, 3), c=nn.Linear(3, 1)))
+    optimizer = torch.optim.Adam(again.parameters(), lr=0.5)
+    theirs: dict[str, Any] = {}
+    program = Program(again, optimizer, mine=theirs, tensor=torch.zeros(5), new={"z": 1})
+    with pytest.raises(CheckpointMismatch):
+        program.restore(raw)
+    notes = "\n".join(program.restore(raw, strict=False))
+    for said in ("b.weight", "c.weight", "state['gone']", "state['new']", "state['tensor']"):
+        assert said in notes
+    assert torch.equal(again.a.weight, model.a.weight)
+    assert theirs == mine
+    assert optimizer.state[again.a.weight]["step"] == 1
+    again(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_another_default_device_changes_nothing() -> None:
+    """What the library makes for itself lies where it says, not where the program's new tensors do."""
+    model = _table()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    extra = torch.eye(3).to_sparse()
+    torch.set_default_device("meta")
+    try:
+        program = Program(model, optimizer, extra=extra)
+        program.tracking.audit_sample()
+        raw = program.cut()
+        program.restore(raw)
+    finally:
+        torch.set_default_device(None)
+    assert program.model.top.weight.device.type == "cpu"
+
+
+def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        @property
+        def param_groups(self) -> Any:
+            return self.inner.param_groups
+
+        @property
+        def state(self) -> Any:
+            return self.inner.state
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    class Alone(torch.optim.Optimizer):
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            self.param_groups = [{"params": params, "lr": 0.1}]
+            self.state = {}
+
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    model = _table()
+    program = Program(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert program.tracking.tables[0].tracker == "hashes"
+    assert "optim/0" in program.cut()
+    program.saving._order.arm()
+    program.saving._order.close()
+    with pytest.raises(UserError, match="super"):
+        Program(model, Alone(list(model.parameters())))
+
+
+def test_only_modules_with_a_contract_are_asked() -> None:
+    """Ordinary models cost nothing: torch's own layers have none."""
+    model = nn.Sequential(
+        nn.BatchNorm1d(3),
+        nn.MultiheadAttention(4, 1),
+        nn.LSTM(3, 3),
+        nn.TransformerEncoderLayer(4, 1),
+        nn.Embedding(3, 4),
+    )
+    tracking = Tracking(torch.compile(model))
+    assert contract.contracts_of(tracking.model, lambda: tracking.inventory) == []

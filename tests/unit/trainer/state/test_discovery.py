@@ -1,0 +1,112 @@
+"""Discovery: what is a table, and names that do not depend on wrappers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deltashard.state.discovery import TableSettings, discover, sharing
+from deltashard_checkpoint.errors import UserError
+from torch import nn
+
+
+class Model(nn.Module):
+    """Tables, a large matrix, and things that are neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(10, 4)
+        self.bags = nn.ModuleList([nn.EmbeddingBag(5, 4), nn.EmbeddingBag(6, 4)])
+        self.module = nn.Linear(4, 3)  # a user's own attribute of that name stays in the path
+        self.norm = nn.BatchNorm1d(3)
+        self.big = nn.Parameter(torch.zeros(1000, 2))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+NAMES = {"items.weight", "bags.0.weight", "bags.1.weight"}
+
+
+def test_lookups_are_tables_and_everything_else_is_dense():
+    """Parameters and persistent buffers, each once."""
+    found = discover(Model())
+    assert set(found.tables) == NAMES
+    assert {"module.weight", "module.bias", "norm.running_mean", "norm.num_batches_tracked", "big"} <= set(
+        found.dense
+    )
+    assert "scratch" not in found.dense
+    assert not NAMES & set(found.dense)
+
+
+def test_large_matrices_are_tables_from_a_size_on():
+    """Any 2-D parameter may be a table; small lookups may be dense."""
+    found = discover(Model(), TableSettings(min_rows=1000, min_weights=2000, lookups_min_rows=6))
+    assert set(found.tables) == {"items.weight", "bags.1.weight", "big"}
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        torch.compile,
+        lambda m: torch.compile(nn.DataParallel(m)),
+        torch.optim.swa_utils.AveragedModel,
+    ],
+    ids=["data_parallel", "compiled", "both", "averaged"],
+)
+def test_wrappers_leave_no_trace_in_names(wrap):
+    """The same names whatever wraps the model."""
+    plain, wrapped = discover(Model()), discover(wrap(Model()))
+    assert set(wrapped.tables) == set(plain.tables)
+    assert set(plain.dense) <= set(wrapped.dense)
+    assert set(wrapped.dense) - set(plain.dense) <= {"n_averaged"}
+
+
+def test_compiled_submodules_keep_their_names():
+    """torch.compile of a part of the model inserts _orig_mod in the middle of paths."""
+    model = Model()
+    model.bags = torch.compile(model.bags)
+    assert set(discover(model).tables) == NAMES
+
+
+def test_tied_parameters_have_one_name_and_aliases():
+    """The first path is canonical; all owners are known."""
+    model = Model()
+    model.output = nn.Linear(4, 10, bias=False)
+    model.output.weight = model.items.weight
+    found = discover(model)
+    assert found.tables["items.weight"].aliases == ("output.weight",)
+    assert found.aliases == {"output.weight": "items.weight"}
+    assert "output.weight" not in found.dense
+    assert len(found.tables["items.weight"].owners) == 2
+
+
+def test_shared_modules_are_aliases_too():
+    """One module under two names."""
+    model = Model()
+    model.again = model.items
+    assert discover(model).tables["items.weight"].aliases == ("again.weight",)
+
+
+def test_what_cannot_be_stored_is_refused_by_name():
+    """Lazy parameters and exotic types say where they are and what to do."""
+    with pytest.raises(UserError, match=r"0\.weight"):
+        discover(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(UserError, match="complex64"):
+        discover(nn.Sequential(nn.Embedding(3, 2, dtype=torch.complex64)))
+
+
+def test_memory_that_two_tensors_share_is_found():
+    """By address: Parameters over one storage, views of it, memory from outside; neighbours do not share."""
+    whole = torch.zeros(30, 4)
+    raw = bytearray(400)
+    names = ("a", "b", "view", "left", "right", "raw", "again", "alone")
+    model = nn.ModuleDict({name: nn.Embedding(5, 4) for name in names})
+    model["a"].weight = nn.Parameter(whole[:5])
+    model["b"].weight = nn.Parameter(whole[:5])
+    model["view"].weight = nn.Parameter(whole[4:9])
+    model["left"].weight = nn.Parameter(whole[10:15])
+    model["right"].weight = nn.Parameter(whole[15:20])
+    model["raw"].weight = nn.Parameter(torch.frombuffer(raw, dtype=torch.float32)[:20].view(5, 4))
+    model["again"].weight = nn.Parameter(torch.frombuffer(raw, dtype=torch.float32)[:20].view(5, 4))
+    assert sharing(discover(model)).keys() == {f"{n}.weight" for n in ("a", "b", "view", "raw", "again")}
+    model.register_buffer("window", model["alone"].weight.detach()[2:3])
+    assert sharing(discover(model))["alone.weight"] == "window"

@@ -1,0 +1,78 @@
+# ruff: noqa: NPY002 - numpy's global generator is what is tested
+"""Generators: captured, drawn on, put back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deltashard.errors import CheckpointMismatch, StateError
+from deltashard.state.rng import apply_globals, apply_own, capture_globals, capture_own
+from deltashard.state.value import decode_value, encode_value
+
+
+def draws() -> tuple[Any, ...]:
+    return (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(())))
+
+
+def test_global_generators_go_on_where_they_were() -> None:
+    """Python, numpy (with its cached Gaussian) and torch, through the typed tree."""
+    draws()
+    held = decode_value(encode_value(capture_globals()).to_bytes())
+    first = draws()
+    draws()
+    apply_globals(held)
+    assert draws() == first
+
+
+def test_a_capture_does_not_change_when_training_draws_on() -> None:
+    """It is a copy."""
+    held = capture_globals()
+    first = draws()
+    apply_globals(held)
+    draws()
+    apply_globals(held)
+    assert draws() == first
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.Generator().manual_seed(5),
+        lambda: np.random.default_rng(5),
+        lambda: np.random.Generator(np.random.MT19937(5)),
+        lambda: random.Random(5),
+    ],
+)
+def test_own_generators_go_on_where_they_were(make: Any) -> None:
+    """PCG64's big integers included."""
+    generator = make()
+
+    def draw() -> float:
+        if isinstance(generator, torch.Generator):
+            return float(torch.rand((), generator=generator))
+        return float(generator.random())
+
+    draw()
+    held = decode_value(encode_value(capture_own(generator)).to_bytes())
+    first = draw()
+    apply_own(generator, held)
+    assert draw() == first
+
+
+def test_another_kind_of_generator_is_refused() -> None:
+    """And one that has no state."""
+    with pytest.raises(CheckpointMismatch):
+        apply_own(random.Random(), capture_own(torch.Generator()))
+    with pytest.raises(StateError):
+        capture_own(random.SystemRandom())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_generators_are_not_dropped_silently() -> None:
+    """A checkpoint of a CUDA run on a machine without CUDA: refused, unless asked otherwise."""
+    with pytest.raises(CheckpointMismatch, match="CUDA"):
+        apply_globals({**capture_globals(), "cuda": [b"x"]})

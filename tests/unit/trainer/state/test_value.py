@@ -1,0 +1,167 @@
+"""Torch values through the typed tree, and what `state=` takes and refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deltashard.errors import CheckpointMismatch, StateError
+from deltashard.state.value import decode_value, encode_value, source, sources
+
+
+def through(value: Any) -> Any:
+    return decode_value(encode_value(value).to_bytes())
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 4)])
+def test_tensors_come_back_with_type_shape_and_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Also scalars, empty ones, and types numpy has not."""
+    value = (torch.rand(shape) * 10).to(dtype)
+    back = through({"t": value})["t"]
+    assert back.dtype == dtype
+    assert back.shape == value.shape
+    assert torch.equal(back, value)
+
+
+def test_strided_and_conjugated_tensors_are_stored_as_their_values() -> None:
+    """Views, transposes, lazy conjugation."""
+    base = torch.arange(12.0).view(3, 4)
+    assert torch.equal(through(base.t()), base.t())
+    assert torch.equal(through(base[:, ::2]), base[:, ::2])
+    complex_value = torch.randn(3, dtype=torch.complex64).conj()
+    assert torch.equal(through(complex_value), complex_value.resolve_conj())
+
+
+def test_uncoalesced_sparse_tensors_stay_uncoalesced() -> None:
+    """Coalescing would change bits."""
+    value = torch.sparse_coo_tensor(
+        torch.tensor([[1, 1, 0]]), torch.tensor([1.0, 2.0, 3.0]), (4,), check_invariants=True
+    )
+    back = through(value)
+    assert not back.is_coalesced()
+    assert torch.equal(back._indices(), value._indices())
+    assert torch.equal(back._values(), value._values())
+
+
+def test_decoded_tensors_own_their_memory() -> None:
+    """They may be written, and writing does not reach the source."""
+    data = bytearray(encode_value(torch.zeros(5)).to_bytes())
+    back = decode_value(data)
+    back += 1
+    assert torch.equal(decode_value(data), torch.zeros(5))
+
+
+def test_torch_types_and_python_types_together() -> None:
+    """As state dicts hold them."""
+    value = {
+        "size": torch.Size([2, 3]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        1: (None, 2**80, {1, 2}),
+        "lambdas": [None, {"a": 1.5}],
+    }
+    assert through(value) == value
+
+
+def test_what_cannot_be_stored_is_named_by_path() -> None:
+    """At construction, with the entry's name."""
+    with pytest.raises(StateError, match=r"state\['mine'\].*|deep"):
+        sources({"mine": {"deep": [object()]}})
+
+
+@pytest.mark.parametrize("value", [3, 2.5, "text", None, True, (1, 2), b"x"])
+def test_values_that_a_restore_could_not_put_back_are_refused(value: Any) -> None:
+    """A plain value is frozen at construction; the remedy is a pair or a mutable object."""
+    with pytest.raises(StateError, match="get, set"):
+        source("mine", value)
+
+
+def test_everything_state_takes_comes_back_in_place() -> None:
+    """Objects, pairs, generators, tensors, arrays, dicts and lists."""
+    box = [1]
+    scheduler_like = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 2)
+    things: dict[str, Any] = {
+        "pair": (lambda: box[0], lambda v: box.__setitem__(0, v)),
+        "dict": {"a": [1, 2]},
+        "list": [1, {"b": 2}],
+        "tensor": torch.arange(4.0),
+        "array": np.arange(4),
+        "torch": torch.Generator().manual_seed(1),
+        "numpy": np.random.default_rng(1),
+        "python": __import__("random").Random(1),
+        "scheduler": scheduler_like,
+    }
+    found = sources(things)
+    held = {each.name: through(each.get()) for each in found}
+    draws = (torch.rand(2, generator=things["torch"]), things["numpy"].random(2), things["python"].random())
+    box[0] = 7
+    things["dict"]["a"].append(3)
+    things["list"].clear()
+    things["tensor"].fill_(0)
+    things["array"][:] = 0
+    for each in found:
+        each.set(held[each.name])
+    again = (torch.rand(2, generator=things["torch"]), things["numpy"].random(2), things["python"].random())
+    assert box == [1]
+    assert things["dict"] == {"a": [1, 2]}
+    assert things["list"] == [1, {"b": 2}]
+    assert things["tensor"].tolist() == [0, 1, 2, 3]
+    assert things["array"].tolist() == [0, 1, 2, 3]
+    assert torch.equal(draws[0], again[0])
+    assert draws[1].tolist() == again[1].tolist()
+    assert draws[2] == again[2]
+
+
+def test_another_shape_is_refused_at_restore() -> None:
+    """Broadcasting would be silent corruption."""
+    entry = source("mine", torch.zeros(4))
+    assert entry is not None
+    with pytest.raises(CheckpointMismatch):
+        entry.set(torch.zeros(1))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_stateful_objects_come_back_together(kind: type) -> None:
+    """A list, tuple or dict of schedulers, modules, generators: each is read and written itself."""
+
+    def members(seed: int) -> Any:
+        torch.manual_seed(seed)
+        things = [torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.Generator().manual_seed(seed)]
+        return {"a": things[0], "b": things[1], 3: things[2]} if kind is dict else kind(things)
+
+    def values(held: Any) -> list[Any]:
+        return list(held.values() if kind is dict else held)
+
+    saved, again = members(1), members(2)
+    (mine,), (other,) = sources({"all": saved}), sources({"all": again})
+    other.set(through(mine.get()))
+    assert torch.equal(values(saved)[0].weight, values(again)[0].weight)
+    assert torch.equal(torch.rand(3, generator=values(saved)[2]), torch.rand(3, generator=values(again)[2]))
+    fewer = {"a": saved["a"]} if kind is dict else kind(saved[:1])
+    with pytest.raises(CheckpointMismatch, match="the checkpoint holds"):
+        sources({"all": fewer})[0].set(through(mine.get()))
+
+
+def test_a_container_of_objects_and_numbers_is_refused_with_a_way_that_works() -> None:
+    """Not "plain values by state_dict()": a copy of the state would be saved for ever, and never loaded."""
+    module = torch.nn.Linear(2, 2)
+    with pytest.raises(StateError, match="cannot be stored") as caught:
+        sources({"all": {"module": module, "best": 0.5}})
+    assert "an entry of its own" in caught.value.remedy
+    with pytest.raises(StateError, match="optimizer"):
+        sources({"all": [torch.optim.Adam(module.parameters())]})

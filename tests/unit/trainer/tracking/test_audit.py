@@ -1,0 +1,86 @@
+"""The sampled audit finds what leaves no trace, as often as its documentation says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deltashard.tracking.audit import Audit, miss_probability
+from deltashard.tracking.marks import Marks
+from deltashard.tracking.tracking import Tracking, TrackingSettings
+from torch import nn
+
+ROWS = 20_000
+
+
+def clean_marks() -> Marks:
+    marks = Marks(ROWS)
+    marks.reseed(torch.tensor([], dtype=torch.int64))
+    return marks
+
+
+@pytest.mark.parametrize(("fraction", "sampled"), [(0.001, 2048), (0.002, 512), (0.0005, 1000)])
+def test_silent_writes_are_found_as_often_as_documented(fraction, sampled):
+    """200 seeded audits of a random silent write: the miss rate is (1 - f) ** k within four standard errors."""
+    weights = torch.randn(ROWS, 4)
+    marks = clean_marks()
+    touched = int(fraction * ROWS)
+    random = torch.Generator().manual_seed(7)
+    trials, missed = 200, 0
+    for seed in range(trials):
+        audit = Audit("t", seed)
+        audit.sample([weights], sampled)
+        rows = torch.randperm(ROWS, generator=random)[:touched]
+        weights.data[rows] += 1
+        missed += audit.check([weights], marks) is None
+    expected = miss_probability(fraction, sampled)
+    error = (expected * (1 - expected) / trials) ** 0.5
+    assert abs(missed / trials - expected) < 4 * error + 1e-9
+
+
+def test_marked_rows_are_no_fault_and_state_counts_as_weights():
+    """Rows a tracker marked may differ; a change of optimizer state alone is a fault."""
+    weights, total = torch.randn(ROWS, 4), torch.zeros(ROWS)
+    marks = clean_marks()
+    audit = Audit("t", 1)
+    audit.sample([weights, total], ROWS)
+    weights[5] += 1
+    marks.mark(torch.tensor([5]))
+    assert audit.check([weights, total], marks) is None
+    total[9] = 3
+    fault = audit.check([weights, total], marks)
+    assert fault is not None
+    assert (fault.rows, fault.found) == ((9,), 1)
+    assert "changed outside" in str(fault)
+
+
+def test_a_fault_makes_the_next_cut_full_and_is_counted():
+    """A fused kernel stand-in writes a tenth of the table through .data: seen at the next cut, then followed exactly."""
+    torch.manual_seed(0)
+    table = nn.Embedding(ROWS, 8, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    tracking = Tracking(table, optimizer, settings=TrackingSettings(audit_rows=512))
+    tracking.refresh()
+    tracking.cut_taken(1, "all")
+    tracking.committed(1, baseline=True)
+    tracking.audit_sample()
+    assert tracking.tables[0].tracker == "gradients"
+    table.weight.data[::10] *= 0.5
+    faults = tracking.audit_before_commit()
+    assert [f.table for f in faults] == ["weight"]
+    assert tracking.faults == 1
+    assert tracking.refresh().commit == ROWS
+    tracking.cut_taken(2, "since_commit")
+    tracking.committed(2, baseline=False)
+    table.weight.data[17] = 0
+    tracking.refresh()
+    assert tracking.tables[0].prepare_cut("since_commit").ids.tolist() == [17]
+
+
+def test_a_field_that_appears_is_no_fault():
+    """Lazy state changes the layout; the whole table is marked by other means then."""
+    weights = torch.randn(ROWS, 4)
+    audit = Audit("t", 1)
+    audit.sample([weights], 64)
+    assert audit.check([weights, torch.zeros(ROWS)], clean_marks()) is None
+    audit.forget()
+    assert audit.check([weights + 1], clean_marks()) is None

@@ -1,0 +1,163 @@
+"""Marks against a model that remembers every change, every cut and every piece of news."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from deltashard.tracking.marks import BASE, FRESH, Marks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROWS = 10
+rows_of = st.lists(st.integers(0, ROWS - 1), max_size=4)
+moves = st.one_of(
+    st.tuples(st.just("change"), rows_of),
+    st.tuples(st.just("cut"), st.sampled_from(["all", "since_baseline", "since_commit"])),
+    # News about any cut ever taken, also repeated, late, out of order, or after a failure was assumed.
+    st.tuples(st.just("committed"), st.integers(0, 30)),
+    st.tuples(st.just("failed"), st.integers(0, 30)),
+)
+
+
+@dataclass
+class Model:
+    """What truly changed since what this trainer knows to be committed."""
+
+    changed: list[set[int]] = field(default_factory=lambda: [set()])
+    """Rows changed before cut 1, between cut 1 and 2, ..."""
+    commit: int = 0
+    baseline: int = 0
+    full: dict[int, bool] = field(default_factory=dict)
+
+    def since(self, cut: int) -> set[int]:
+        if cut == 0:
+            return set(range(ROWS))
+        return set().union(*self.changed[cut:])
+
+
+def selected(marks: Marks, mode: str) -> set[int]:
+    selection = marks.select(mode)
+    return set(range(ROWS)) if selection.all else set(selection.ids.tolist())
+
+
+def play(script: list[tuple[str, object]]) -> tuple[Marks, Model]:
+    marks, model = Marks(ROWS), Model()
+    for kind, what in script:
+        if kind == "change":
+            marks.mark(torch.tensor(what, dtype=torch.int64))
+            model.changed[-1].update(what)
+        elif kind == "cut":
+            cut = len(model.changed)
+            marks.cut_taken(cut, full=what == "all")
+            model.full[cut] = what == "all"
+            model.changed.append(set())
+        elif what in model.full:
+            if kind == "failed":
+                marks.failed(what)
+            else:
+                marks.committed(what, baseline=model.full[what])
+                model.commit = max(model.commit, what)
+                if model.full[what]:
+                    model.baseline = max(model.baseline, what)
+        assert selected(marks, "since_commit") >= model.since(model.commit), (kind, what)
+        assert selected(marks, "since_baseline") >= model.since(model.baseline), (kind, what)
+    return marks, model
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.lists(moves, max_size=30))
+def test_a_selection_never_misses_a_changed_row_whatever_news_arrives(script):
+    """Overlapping cuts, lost, late, repeated and contradictory news: always a superset."""
+    play(script)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(rows_of, st.sampled_from(["all", "since_baseline", "since_commit"])), max_size=12))
+def test_with_prompt_news_a_selection_is_exactly_what_changed(script):
+    """One cut at a time, each acknowledged before the next: nothing is marked that did not change."""
+    marks, model = Marks(ROWS), Model()
+    marks.cut_taken(1, full=True)
+    marks.committed(1, baseline=True)
+    model.changed.append(set())
+    model.commit = model.baseline = 1
+    for rows, mode in script:
+        marks.mark(torch.tensor(rows, dtype=torch.int64))
+        model.changed[-1].update(rows)
+        assert selected(marks, "since_commit") == model.since(model.commit)
+        assert selected(marks, "since_baseline") == model.since(model.baseline)
+        cut = len(model.changed)
+        marks.cut_taken(cut, full=mode == "all")
+        model.changed.append(set())
+        marks.committed(cut, baseline=mode == "all")
+        model.commit = cut
+        model.baseline = cut if mode == "all" else model.baseline
+
+
+def test_the_model_catches_marks_that_drop_too_early(monkeypatch):
+    """The property is not vacuous: clearing pending flags at any commit misses rows of a newer failed cut."""
+
+    def hasty(self, cut, *, baseline):
+        if self._in_flight.pop(cut, None) is not None:
+            self.flags.bitwise_and_(0xFF ^ 2)
+
+    monkeypatch.setattr(Marks, "committed", hasty)
+    script = [
+        ("change", [1]),
+        ("cut", "all"),
+        ("change", [2]),
+        ("cut", "since_commit"),
+        ("committed", 1),
+        ("failed", 2),
+    ]
+    with pytest.raises(AssertionError):
+        play(script)
+
+
+def test_a_cut_in_flight_is_included_in_the_next():
+    """Rows of an unacknowledged cut are taken again by the cut after it."""
+    marks = Marks(ROWS)
+    marks.cut_taken(1, full=True)
+    marks.committed(1, baseline=True)
+    marks.mark(torch.tensor([3]))
+    marks.cut_taken(2, full=False)
+    marks.mark(torch.tensor([5]))
+    assert selected(marks, "since_commit") == {3, 5}
+    marks.cut_taken(3, full=False)
+    marks.committed(3, baseline=False)
+    assert selected(marks, "since_commit") == set()
+    assert selected(marks, "since_baseline") == {3, 5}
+
+
+def test_a_full_cut_that_commits_as_no_baseline_keeps_the_older_one():
+    """The trainer sent everything, but the commit says that it does not stand alone: rows still count."""
+    marks = Marks(ROWS)
+    marks.cut_taken(1, full=True)
+    marks.committed(1, baseline=True)
+    marks.mark(torch.tensor([3]))
+    marks.cut_taken(2, full=True)
+    marks.committed(2, baseline=False)
+    assert selected(marks, "since_baseline") == {3}
+    assert selected(marks, "since_commit") == set()
+
+
+def test_restored_rows_differ_from_the_baseline_only():
+    """After a restore the next consecutive delta is empty, and the next one-shot delta holds the delta rows."""
+    marks = Marks(ROWS)
+    marks.reseed(torch.tensor([2, 7]))
+    assert selected(marks, "since_commit") == set()
+    assert selected(marks, "since_baseline") == {2, 7}
+    assert marks.counts().baseline == 2
+    marks.reseed(None)
+    assert marks.select("since_baseline").all
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_marking_takes_any_integers_and_repeats(dtype):
+    """Ids come as the lookups have them."""
+    marks = Marks(ROWS)
+    marks.reseed(torch.tensor([], dtype=torch.int64))
+    marks.mark(torch.tensor([4, 4, 1], dtype=dtype))
+    assert marks.flags.tolist() == [FRESH | BASE if r in (1, 4) else 0 for r in range(ROWS)]
+    assert marks.clean(torch.tensor([1, 2])).tolist() == [False, True]

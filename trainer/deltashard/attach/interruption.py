@@ -1,0 +1,54 @@
+"""Whose an exception is that comes out of a save: the training loop's, or only the save's.
+
+What the user's code raises inside a save (a getter of `state=`, `validate=`, `on_event=`) fails that save and never
+training, whatever its class: an `AssertionError`, a `MemoryError`, a `sys.exit()`. What the user's *signal handler*
+raises while a save runs is the program's own way to leave and must go through. Python calls handlers between two
+instructions of whatever runs, so such an exception carries the handler's frame in its traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import signal
+from types import CodeType
+from typing import Any
+
+from deltashard.attach.term_signal import TermHandler
+
+
+def leaves(error: BaseException) -> bool:
+    """Whether `error`, caught around user code in a save, must be raised on into the training loop."""
+    if isinstance(error, KeyboardInterrupt | GeneratorExit):
+        return True
+    codes: set[CodeType] = {TermHandler._on_term.__code__}  # noqa: SLF001 - it calls the user's, which it replaced
+    unknown = False
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            code = _code_of(handler)
+            unknown |= code is None
+            if code is not None:
+                codes.add(code)
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    # A handler without a Python frame of its own cannot be recognised: what only ends programs is taken for its.
+    return unknown and not isinstance(error, Exception)
+
+
+def _code_of(handler: Any) -> CodeType | None:
+    """The code of a function, method, partial or callable object; None for what is written in C."""
+    for _ in range(8):
+        if isinstance(handler, functools.partial):
+            handler = handler.func
+        elif hasattr(handler, "__func__"):
+            handler = handler.__func__
+        elif isinstance(code := getattr(handler, "__code__", None), CodeType):
+            return code
+        elif hasattr(type(handler), "__call__"):  # noqa: B004 - its Python function is wanted, if it has one
+            handler = type(handler).__call__
+        else:
+            break
+    return None

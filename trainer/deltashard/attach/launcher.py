@@ -1,0 +1,454 @@
+"""Where the sidecar is: in the pod (`DELTASHARD_SOCKET`), or a child process of our own on this machine.
+
+A child runs in its own session, so Ctrl-C reaches the trainer only; it finishes what it has staged when the trainer
+dies, and exits by itself after `linger_s` without one. Its runtime directory (arena, socket, `ready.json`, log) is
+named by a hash of URL and run under /dev/shm; its pack cache by the same hash under the user's cache directory. So a
+trainer that is started again finds the living sidecar of its run, and one that finds none still finds the cache.
+
+A living sidecar that was started with other arguments (another interval, another encoding), or in another environment
+as far as it reads it (corrected credentials), is asked to finish and replaced: nobody else can be attached to it, since
+trainers of one run exclude one another by a lock. Of the environment only a salted hash is written down.
+
+The child is spawned without forking this process: a trainer has threads of torch and gRPC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from deltashard.attach.lock import hold_file, is_free, release_file
+from deltashard.errors import SidecarUnavailable, UserError
+
+log = logging.getLogger("deltashard")
+
+START_DEADLINE_S = 60.0
+STOP_DEADLINE_S = 40.0
+CACHE_TOTAL_BYTES = 20 << 30
+"""Pack caches of all runs on this machine together, those of living sidecars besides; twice what one may have."""
+EXIT_USAGE = 2
+"""Exit code of a sidecar that refused its settings; its last line in the log says what, where and the remedy."""
+EXIT_OWNED = 3
+"""Exit code of a sidecar that found its runtime directory owned by another one."""
+_READ_PREFIXES = ("AWS_", "MINIO_", "DELTASHARD_")
+_READ_NAMES = ("SSL_CERT_FILE", "HOME")
+_NOT_READ = (
+    "DELTASHARD_SOCKET",
+    "DELTASHARD_CONTENT_HASH",
+    "DELTASHARD_CRASH_AT",
+    "DELTASHARD_URL",
+    "DELTASHARD_RUN",
+    "DELTASHARD_HOLD_S",
+)
+"""Ours, or said by the arguments, or a test's."""
+_SAID = re.compile(r"(?P<what>.*?)(?: \[(?P<where>[^\]]*)\])?(?: -- (?P<remedy>.*))?")
+"""The text of our errors, see `DeltashardError`."""
+
+
+class Launcher(Protocol):
+    """Finds a sidecar, and brings it back when it is gone."""
+
+    @property
+    def place(self) -> Path:
+        """Tells the sidecars of this machine apart."""
+
+    def ensure(self) -> Path:
+        """The socket of a sidecar that accepts connections; raises `SidecarUnavailable`."""
+
+    def give_up(self) -> None:
+        """An `ensure` that waits, in whichever thread, ends soon, and so does every later one."""
+
+    def close(self) -> None:
+        """The trainer is done with it."""
+
+
+class PodLauncher:
+    """The sidecar is another container's: only wait for its socket."""
+
+    def __init__(self, socket_path: Path, *, deadline_s: float = START_DEADLINE_S) -> None:
+        self._socket = socket_path
+        self._deadline_s = deadline_s
+        self._given_up = threading.Event()
+
+    @property
+    def place(self) -> Path:
+        """See `Launcher`."""
+        return self._socket
+
+    def ensure(self) -> Path:
+        """See `Launcher`."""
+        until = time.monotonic() + self._deadline_s
+        while not accepts(self._socket):
+            if self._given_up.wait(0.05) or time.monotonic() >= until:
+                raise SidecarUnavailable(
+                    "the sidecar does not listen",
+                    where=f"DELTASHARD_SOCKET={self._socket}",
+                    remedy="look at the sidecar container's log; outside of a pod unset DELTASHARD_SOCKET",
+                )
+        return self._socket
+
+    def give_up(self) -> None:
+        """See `Launcher`."""
+        self._given_up.set()
+
+    def close(self) -> None:
+        """Nothing of ours to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SidecarOptions:
+    """What a child sidecar is started with; None leaves its default."""
+
+    url: str
+    run: str
+    flags: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the sidecar by name, e.g. {"every_s": 30, "encoding": "q8"}."""
+
+    def arguments(self, runtime: Path, cache: Path) -> list[str]:
+        """The command line after the interpreter."""
+        arguments = ["-m", "deltashard_sidecar.main", "serve", "--url", self.url, "--run", self.run]
+        arguments += ["--dir", str(runtime), "--cache-dir", str(cache)]
+        for name, value in sorted({"cache_total_bytes": CACHE_TOTAL_BYTES, **self.flags}.items()):
+            if value is not None:
+                arguments += [f"--{name.replace('_', '-')}", str(value)]
+        return arguments
+
+
+def normal_url(url: str | os.PathLike[str]) -> str:
+    """A store URL; a bare path means `file://` of its absolute path."""
+    text = os.fspath(url)
+    if "://" in text:
+        return text.rstrip("/") if not text.endswith(":///") else text
+    return Path(text).expanduser().absolute().as_uri()
+
+
+def _home(url: str, run: str) -> str:
+    return hashlib.sha256(f"{url}\0{run}".encode()).hexdigest()[:16]
+
+
+def runtime_dir(url: str, run: str) -> Path:
+    """The private directory in memory for arena and socket of this run on this machine."""
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())  # noqa: S108 - private below
+    return base / f"deltashard-{os.getuid()}" / _home(url, run)
+
+
+def cache_dir(url: str, run: str) -> Path:
+    """The directory of this run's pack cache on this machine."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "deltashard" / "packs" / _home(url, run)
+
+
+def environment_hash(environment: Mapping[str, str], salt: str) -> str:
+    """A hash of what a sidecar reads of its environment, to tell whether it changed; the values cannot be told."""
+    read = {
+        name: value
+        for name, value in environment.items()
+        if (name.startswith(_READ_PREFIXES) or name in _READ_NAMES) and name not in _NOT_READ
+    }
+    return hashlib.sha256(f"{salt}\0{json.dumps(read, sort_keys=True)}".encode()).hexdigest()
+
+
+def accepts(path: Path) -> bool:
+    """Whether something listens on the unix socket."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        probe.settimeout(5.0)
+        try:
+            probe.connect(os.fspath(path))
+        except OSError:
+            return False
+        return True
+
+
+_exit_codes: dict[int, int] = {}
+"""Of our own children that were reaped."""
+
+
+def _alive(pid: int) -> bool:
+    # Reap it if it is our own child, else a zombie would look alive.
+    with contextlib.suppress(ChildProcessError):
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+        if reaped == pid:
+            _exit_codes[pid] = os.waitstatus_to_exitcode(status)
+            return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _ended(code: int | None) -> str:
+    """How a process ended, in words."""
+    if code is None:
+        return "is gone"
+    return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+
+class ChildLauncher:
+    """A sidecar for this run on this machine: the living one, or a new child."""
+
+    def __init__(self, options: SidecarOptions) -> None:
+        self._options = options
+        self.runtime = runtime_dir(options.url, options.run)
+        self.cache = cache_dir(options.url, options.run)
+        self._arguments = options.arguments(self.runtime, self.cache)
+        self._spawned = 0
+        self._given_up = threading.Event()
+        self.pid: int | None = None
+        """The sidecar this trainer uses, once known."""
+        self._make_private()
+        self._lock_path = self.runtime / "trainer-0.lock"
+        hold_file(self._lock_path)
+
+    @property
+    def place(self) -> Path:
+        """See `Launcher`."""
+        return self.runtime
+
+    @property
+    def log_path(self) -> Path:
+        """What the child writes to stderr and stdout."""
+        return self.runtime / "sidecar.log"
+
+    @property
+    def ready_path(self) -> Path:
+        """Written by the sidecar once it serves."""
+        return self.runtime / "ready.json"
+
+    @property
+    def socket_path(self) -> Path:
+        """Where it serves."""
+        return self.runtime / "sidecar.sock"
+
+    def _make_private(self) -> None:
+        parent = self.runtime.parent
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if parent.stat().st_uid != os.getuid():
+            raise UserError(
+                f"{parent} belongs to another user",
+                where="runtime directory",
+                remedy="remove it, or unmount /dev/shm's leftover",
+            )
+        self.runtime.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # a sweep may take it just now: the sidecar makes it anew
+            self.cache.mkdir(mode=0o700, parents=True)
+
+    def ensure(self) -> Path:
+        """See `Launcher`. A dead child is started again; a living one with other settings is replaced."""
+        self._refuse_given_up()
+        if self.pid is not None and _alive(self.pid) and accepts(self.socket_path):
+            return self.socket_path
+        if not self.runtime.exists():  # wiped: the lock file went with it
+            self._make_private()
+            hold_file(self._lock_path)
+        found = self._living()
+        if found is not None:
+            if self._fits():
+                self.pid = found
+                return self.socket_path
+            log.info(
+                "the sidecar of this run (pid %d) was started with other settings or credentials: replacing it",
+                found,
+            )
+            self._stop(found)
+        until = time.monotonic() + START_DEADLINE_S
+        while True:
+            self.pid = self._spawn()
+            if self._wait_ready(self.pid):
+                return self.socket_path
+            # Its predecessor still owns the directory: it is finishing its last save.
+            if time.monotonic() >= until:
+                raise SidecarUnavailable(
+                    "an older sidecar of this run does not end",
+                    where=str(self.log_path),
+                    remedy="read its log",
+                )
+            self._given_up.wait(0.05)
+            self._refuse_given_up()
+
+    def give_up(self) -> None:
+        """See `Launcher`."""
+        self._given_up.set()
+
+    def _refuse_given_up(self) -> None:
+        if self._given_up.is_set():
+            raise SidecarUnavailable("the trainer closes", where=str(self.runtime))
+
+    def _living(self) -> int | None:
+        try:
+            pid = int(json.loads(self.ready_path.read_text())["pid"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return pid if _alive(pid) and accepts(self.socket_path) else None
+
+    def _fits(self) -> bool:
+        """Whether the living sidecar was started as this trainer would start one."""
+        try:
+            recorded = json.loads((self.runtime / "arguments.json").read_text())
+            salt, environment = recorded["salt"], recorded["environment"]
+            started_with = recorded["arguments"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+        return bool(started_with == self._arguments and environment == environment_hash(os.environ, salt))
+
+    def _record(self) -> None:
+        salt = os.urandom(16).hex()
+        facts = {
+            "arguments": self._arguments,
+            "salt": salt,
+            "environment": environment_hash(os.environ, salt),
+        }
+        temporary = self.runtime / "arguments.json.new"
+        temporary.write_text(json.dumps(facts))
+        temporary.replace(self.runtime / "arguments.json")
+
+    def _spawn(self) -> int:
+        self.ready_path.unlink(missing_ok=True)
+        self._record()
+        environment = dict(os.environ)
+        if self._spawned:
+            # A test that kills a sidecar at a crash point means the first one.
+            environment.pop("DELTASHARD_CRASH_AT", None)
+        elif freed_bytes := free_arenas(self.runtime.parent, keep=self.runtime):
+            log.info("freed %d MiB of memory that killed sidecars had left", freed_bytes >> 20)
+        environment.pop("DELTASHARD_SOCKET", None)
+        self._spawned += 1
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        pid = os.posix_spawn(
+            sys.executable,
+            [sys.executable, *self._arguments],
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 1, os.fspath(self.log_path), flags, 0o600),
+                (os.POSIX_SPAWN_DUP2, 1, 2),
+            ],
+            setsid=True,
+        )
+        _exit_codes.pop(pid, None)  # of an earlier process with this number
+        return pid
+
+    def _wait_ready(self, pid: int) -> bool:
+        """Whether it serves; False when another process owns the runtime directory."""
+        until = time.monotonic() + START_DEADLINE_S
+        while not (self.ready_path.exists() and accepts(self.socket_path)):
+            dead = not _alive(pid)
+            code = _exit_codes.pop(pid, None) if dead else None
+            if code == EXIT_OWNED:
+                return False
+            if code == EXIT_USAGE:
+                raise self._refused()
+            if dead or time.monotonic() >= until:
+                raise SidecarUnavailable(
+                    f"the sidecar {_ended(code) if dead else f'was not ready within {START_DEADLINE_S:.0f} s'}"
+                    f"{self._last_words(code)}",
+                    where=str(self.log_path),
+                    remedy="read its log",
+                )
+            self._given_up.wait(0.01)
+            self._refuse_given_up()
+        return True
+
+    def _refused(self) -> UserError:
+        """The settings were refused: the sidecar's own words."""
+        line = self._last_line()
+        with contextlib.suppress(ValueError, AttributeError):
+            said = json.loads(line)
+            return UserError(
+                str(said.get("what", line)),
+                where=str(said.get("where", "")),
+                remedy=str(said.get("remedy", "")),
+            )
+        said = _SAID.fullmatch(line.removeprefix("deltashard-sidecar: "))
+        parts = said.groupdict(default="") if said else {"what": line, "where": "", "remedy": ""}
+        return UserError(parts["what"], where=parts["where"], remedy=parts["remedy"])
+
+    def _last_line(self) -> str:
+        try:
+            lines = self.log_path.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1] if lines else ""
+
+    def _last_words(self, code: int | None) -> str:
+        """What it wrote before it ended by itself; one that was killed had nothing to say about it."""
+        if code is not None and code < 0:
+            return ""
+        line = self._last_line()
+        with contextlib.suppress(ValueError, AttributeError):
+            said = json.loads(line)
+            line = " -- ".join(str(said[key]) for key in ("what", "where", "remedy") if said.get(key)) or line
+        return f": {line[-500:]}" if line else ""
+
+    def _stop(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        until = time.monotonic() + STOP_DEADLINE_S
+        while _alive(pid):
+            if time.monotonic() >= until:
+                raise SidecarUnavailable(
+                    f"sidecar {pid} does not stop", where=str(self.log_path), remedy=f"kill {pid}"
+                )
+            self._given_up.wait(0.01)
+            self._refuse_given_up()
+
+    def close(self) -> None:
+        """Ask the sidecar to finish and go; it needs no waiting for."""
+        if self.pid is not None and self._living() == self.pid:
+            self.ready_path.unlink(missing_ok=True)  # nobody shall attach to it any more
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+        release_file(self._lock_path)
+
+
+IDLE_S = 24 * 3600.0
+"""A runtime directory is left over when nothing in it was written for so long."""
+
+
+def free_arenas(base: Path, *, keep: Path, idle_s: float = IDLE_S) -> int:
+    """Remove the left-over arenas of the runtime directories in `base`, but for `keep`'s; returns the bytes freed."""
+    freed_bytes = 0
+    for arena in base.glob("*/arena"):
+        home = arena.parent
+        if home == keep or home.is_symlink():
+            continue
+        with contextlib.suppress(
+            OSError
+        ):  # somebody else clears up, or a file of another kind: not ours to judge
+            newest_s = max(path.lstat().st_mtime for path in (home, *home.iterdir()))
+            if time.time() - newest_s < idle_s or not all(
+                is_free(lock) for lock in home.glob("trainer-*.lock")
+            ):
+                continue
+            freed_bytes += _free(arena, home / "LOCK")
+    return freed_bytes
+
+
+def _free(arena: Path, lock: Path) -> int:
+    """Remove one arena under its sidecar's lock; raises `OSError` when that is held or was never there."""
+    # No trainer process ever holds this lock itself, so closing it here drops nobody's.
+    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size_bytes = arena.lstat().st_size
+        arena.unlink()
+    finally:
+        os.close(fd)
+    return size_bytes

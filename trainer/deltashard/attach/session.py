@@ -1,0 +1,468 @@
+"""The attachment to the sidecar: attach, watch, and come back after the sidecar went away. Training never waits for it.
+
+    CONNECTED --(Watch stream ends)--> AWAY --(background: find or start a sidecar, Attach)--> CONNECTED
+        |                                |
+        +---- fenced (by any answer) ----+---> FENCED: for good; the training thread raises, nothing re-opens
+
+A `Link` is one attachment: channel, session id, mapped arena, control line. The training thread reads the attribute
+`link` and cuts only when there is one. One daemon thread watches; whatever it learns (commit, failure, policy, fenced,
+link lost or regained) is put on `events` and `alert` is called, and the training thread applies it at its next
+boundary: marks and handles are never touched from here.
+
+Every call has a deadline. Watch is the exception: its end is the news that the sidecar is gone. A sidecar that is there
+and says nothing (stopped, swapped out) is found by the training thread, whose cut gets no answer: `doubt` lets go of
+the link, and only the session thread waits until it answers again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from deltashard_proto.arena_layout import Arena
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
+
+from deltashard.attach.launcher import Launcher
+from deltashard.attach.lock import lock_line, open_arena, release_arena
+from deltashard.errors import FencedError, RestoreFailed, SidecarUnavailable, TakenOver, UserError
+
+log = logging.getLogger("deltashard")
+
+PROTOCOL_MIN = 1
+PROTOCOL_MAX = 1
+ATTACH_DEADLINE_S = 90.0
+OPEN_DEADLINE_S = 330.0
+FIRST_BACK_OFF_S = 0.05
+LAST_BACK_OFF_S = 5.0
+STOPPING_DEADLINE_S = 40.0
+LEAST_DETACH_S = 1.0
+"""Saying goodbye may take so long even if the deadline of `close()` has passed."""
+_ALIVE = "/grpc.health.v1.Health/Check"
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # A restarted sidecar serves on the same path: never share a broken connection with the next channel.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Link:
+    """One attachment."""
+
+    path: Path
+    """The sidecar's socket."""
+    channel: grpc.Channel
+    stub: TrainerStub
+    reply: pb.AttachReply
+    arena: Arena
+    line: memoryview
+    """The control line: 8 words."""
+    tables: tuple[Any, ...]
+    """The schemas this attachment was made with; a batch names them by position."""
+
+    @property
+    def session(self) -> str:
+        """Session id for every later call."""
+        return str(self.reply.session)
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the process at the other end says anything at all within `timeout_s`."""
+        try:
+            self.channel.unary_unary(_ALIVE, None, None)(b"", timeout=timeout_s)
+        except grpc.RpcError as error:
+            return details(error)[0] not in _UNANSWERED
+        except ValueError:  # the channel is closed
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attached:
+    """Event: there is a (new) link."""
+
+    link: Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lost:
+    """Event: the sidecar is gone, or this session was replaced."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FencedOff:
+    """Event: a newer attempt runs; this one is over."""
+
+    error: FencedError
+
+
+Event = pb.Notice | Attached | Lost | FencedOff | Callable[[], None]
+
+
+def details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
+    """Status and message of a failed call."""
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    message = error.details() if isinstance(error, grpc.Call) else str(error)
+    return code, message or ""
+
+
+def translate(
+    error: grpc.RpcError, *, where: str, fallback: type[Exception] = SidecarUnavailable
+) -> Exception:
+    """The trainer's error for a failed call: fenced, the user's to mend, or the surroundings'."""
+    code, message = details(error)
+    named = _named(message)
+    if named == "TakenOver":
+        return TakenOver(message.removeprefix("TakenOver: "), where=where)
+    if code == grpc.StatusCode.ABORTED or named == "FencedError":
+        return FencedError(
+            f"a newer attempt has taken over this run: {message}",
+            where=where,
+            remedy="end this process; the newer one trains on",
+        )
+    if code in (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+    ):
+        return UserError(message, where=where)
+    if fallback is RestoreFailed:
+        return RestoreFailed(
+            f"{code.name}: {message}",
+            where=where,
+            remedy="look at the sidecar's log, then call restore() again",
+        )
+    return SidecarUnavailable(f"{code.name}: {message}", where=where, remedy="look at the sidecar's log")
+
+
+_UNANSWERED = (
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+)
+
+
+class _NotNow(Exception):
+    """The sidecar is stopping, or was gone between look and call."""
+
+
+def _named(message: str) -> str:
+    """The error class that the sidecar put before its message."""
+    return message.split(":", 1)[0]
+
+
+class Session:
+    """Keeps this process attached. All methods but the daemon's own may be called from the training thread."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        request: Callable[[], pb.AttachRequest],
+        schemas: Callable[[], tuple[Any, ...]],
+        alert: Callable[[], None],
+        local_rank: int = 0,
+    ) -> None:
+        """`request` builds the Attach message anew each time; `alert` is called after an event was queued."""
+        self._launcher = launcher
+        self._request = request
+        self._schemas = schemas
+        self._alert = alert
+        self._local_rank = local_rank
+        self._lock = threading.RLock()
+        self.busy = threading.Lock()
+        """Held by the training thread while it copies into, or decodes from, granted blocks: attaching again tells the
+        sidecar that these blocks are free."""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._watch: Any = None
+        self._attaching: grpc.Channel | None = None
+        self._doubt = ""
+        self._away_since_s = time.monotonic()
+        self.link: Link | None = None
+        self.events: deque[Event] = deque()
+        self.fenced: FencedError | None = None
+        _live.add(self)
+
+    def connect(self) -> Link:
+        """Find or start the sidecar, attach, and watch from now on.
+
+        Raises:
+            SidecarUnavailable, UserError, FencedError: as the sidecar or its absence has it.
+        """
+        with self._lock:
+            link = self._attach()
+            self.link = link
+        self._doubt = ""
+        self._thread = threading.Thread(target=self._run, name="deltashard-session", daemon=True)
+        self._thread.start()
+        return link
+
+    def reattach(self, *, until_s: float) -> Link | None:
+        """Attach anew on the living sidecar (the tables' schemas changed), by `until_s` (monotonic).
+
+        None when it is away, or did not answer by then: then the session thread goes on trying.
+        """
+        if not self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            return None
+        try:
+            old = self.link
+            if old is None:
+                return None
+            try:
+                link = self._attach_at(old.path, until_s=until_s)
+            except (SidecarUnavailable, OSError, _NotNow) as error:
+                self.doubt(old, f"it could not be attached to anew: {error}")
+                return None
+            self.link = link
+        finally:
+            self._lock.release()
+        self._drop(old)
+        return link
+
+    @contextlib.contextmanager
+    def copying(self, link: Link) -> Iterator[None]:
+        """Hold `link` for a cut. Never waits: whoever else holds it has seen that it is gone.
+
+        Raises:
+            SidecarUnavailable: it is lost, or replaced.
+        """
+        taken = self.busy.acquire(blocking=False)
+        try:
+            if not taken or self.link is not link:
+                raise SidecarUnavailable("the sidecar went away just now", where="save")
+            yield
+        finally:
+            if taken:
+                self.busy.release()
+
+    def doubt(self, link: Link, why: str) -> None:
+        """The sidecar did not answer over `link`: it counts as lost until it answers an Attach. From any thread."""
+        if self.link is link:
+            self._doubt = why
+        link.channel.close()  # ends the Watch
+
+    @property
+    def away_s(self) -> float:
+        """For how many seconds there has been no link; 0: there is one."""
+        return 0.0 if self.link is not None else time.monotonic() - self._away_since_s
+
+    def post(self, event: Event) -> None:
+        """Queue an event for the training thread."""
+        self.events.append(event)
+        self._alert()
+
+    def fence(self, error: FencedError) -> None:
+        """This attempt is over, for good."""
+        if self.fenced is None:
+            self.fenced = error
+            self.post(FencedOff(error=error))
+
+    def close(self, *, until_s: float) -> None:
+        """Detach (the sidecar finishes what it has), stop watching, unlock; ends about `until_s` (monotonic)."""
+        until_s = max(until_s, time.monotonic() + LEAST_DETACH_S)
+        self._stop.set()
+        self._launcher.give_up()
+        attaching = self._attaching
+        if attaching is not None:
+            attaching.close()
+        link: Link | None = None
+        if self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            link, self.link = self.link, None
+            self._lock.release()
+        if link is not None:
+            with contextlib.suppress(grpc.RpcError, ValueError):
+                link.stub.Detach(
+                    pb.DetachRequest(session=link.session), timeout=max(0.0, until_s - time.monotonic())
+                )
+            self._drop(link)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=max(0.0, until_s - time.monotonic()))
+        _live.discard(self)
+
+    def abandon(self) -> None:
+        """At interpreter exit: stop the thread and the streams; nothing is saved, nothing is waited for."""
+        self._stop.set()
+        watch, link = self._watch, self.link
+        if watch is not None:
+            watch.cancel()
+        if link is not None:
+            link.channel.close()
+
+    def forget(self) -> None:
+        """In a forked child: the mapping is not there, and nothing of this may be used."""
+        self._stop.set()
+        self.link = None
+
+    # The daemon's side
+
+    def _attach(self) -> Link:
+        """Attach; asks again for a while when the sidecar is there but stopping."""
+        until_s = time.monotonic() + STOPPING_DEADLINE_S
+        while True:
+            try:
+                return self._attach_at(self._launcher.ensure(), until_s=time.monotonic() + ATTACH_DEADLINE_S)
+            except _NotNow as error:
+                if self._stop.is_set() or time.monotonic() >= until_s:
+                    raise SidecarUnavailable(
+                        str(error), where="attach", remedy="look at the sidecar's log"
+                    ) from error
+                self._stop.wait(0.1)
+
+    def _attach_at(self, path: Path, *, until_s: float) -> Link:
+        channel = grpc.insecure_channel(f"unix:{path}", options=_OPTIONS)
+        self._attaching = channel  # so that close() can end it
+        try:
+            stub = TrainerStub(channel)  # type: ignore[no-untyped-call]  # generated code
+            schemas = self._schemas()
+            request = self._request()
+            try:
+                with self._free_blocks(until_s):
+                    reply = stub.Attach(
+                        request, timeout=max(0.0, until_s - time.monotonic()), wait_for_ready=False
+                    )
+            except ValueError as error:  # closed under us
+                raise SidecarUnavailable(str(error), where=f"attach to {path}") from None
+            except grpc.RpcError as error:
+                if details(error)[0] == grpc.StatusCode.UNAVAILABLE:
+                    raise _NotNow(details(error)[1]) from error
+                raise translate(error, where=f"attach to {path}") from None
+            arena = open_arena(Path(reply.arena_path))
+            try:
+                lock_line(arena, self._local_rank)
+            except BaseException:
+                release_arena(arena)
+                raise
+        except BaseException:
+            channel.close()
+            raise
+        finally:
+            self._attaching = None
+        return Link(
+            path=path,
+            channel=channel,
+            stub=stub,
+            reply=reply,
+            arena=arena,
+            line=arena.line(reply.control_line),
+            tables=schemas,
+        )
+
+    @contextlib.contextmanager
+    def _free_blocks(self, until_s: float) -> Iterator[None]:
+        """No cut and no restore is under way, and nobody closes."""
+        if not self.busy.acquire(timeout=max(0.0, until_s - time.monotonic())):
+            raise _NotNow("a cut or a restore is still under way")
+        try:
+            if self._stop.is_set():
+                raise SidecarUnavailable("the trainer closes", where="attach")
+            yield
+        finally:
+            self.busy.release()
+
+    def _drop(self, link: Link) -> None:
+        link.channel.close()
+        release_arena(link.arena)
+
+    def _run(self) -> None:
+        back_off_s = FIRST_BACK_OFF_S
+        said = ""
+        while not self._stop.is_set() and self.fenced is None:
+            link = self.link
+            if link is None:
+                try:
+                    with self._lock:
+                        if self._stop.is_set():
+                            return
+                        link = self.link or self._attach()
+                        if self._stop.is_set():
+                            self._drop(link)
+                            return
+                        self.link = link
+                except FencedError as error:
+                    self.fence(error)
+                    return
+                except Exception as error:  # noqa: BLE001 - whatever is wrong with the sidecar, training goes on
+                    if str(error) != said:
+                        said = str(error)
+                        log.warning("the sidecar cannot be reached, saves are skipped: %s", error)
+                    self._stop.wait(back_off_s * (0.5 + random.random()))  # noqa: S311 - jitter
+                    back_off_s = min(2 * back_off_s, LAST_BACK_OFF_S)
+                    continue
+                back_off_s, said, self._doubt = FIRST_BACK_OFF_S, "", ""
+                log.info("attached to the sidecar again (session %s)", link.session)
+                self.post(Attached(link=link))
+            why = self._watch_until_end(link)
+            with self._lock:
+                lost = self.link is link
+                if lost:
+                    self.link, self._away_since_s = None, time.monotonic()
+                    why = self._doubt or why
+            if lost and not self._stop.is_set():
+                with self.busy:
+                    self._drop(link)
+                log.warning(
+                    "the sidecar is gone (%s): training goes on, saves are skipped until it is back", why
+                )
+                self.post(Lost(why=why))
+
+    def _watch_until_end(self, link: Link) -> str:
+        try:
+            self._watch = link.stub.Watch(pb.WatchRequest(session=link.session))
+            for notice in self._watch:
+                if notice.WhichOneof("kind") == "fenced":
+                    kind = TakenOver if notice.fenced.taken_over else FencedError
+                    self.fence(
+                        kind(
+                            f"attempt {notice.fenced.attempt} was taken over by {notice.fenced.by}: "
+                            f"{notice.fenced.message}",
+                            where="sidecar",
+                            remedy="end this process; the newer one trains on",
+                        )
+                    )
+                else:
+                    self.post(notice)
+        except grpc.RpcError as error:
+            code, message = details(error)
+            return f"{code.name}: {message}"
+        except ValueError as error:  # the channel was closed under us: close() or reattach()
+            return str(error)
+        finally:
+            self._watch = None
+        return "the session ended"
+
+
+_live: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for session in list(_live):
+        session.abandon()
+
+
+def _forget_all() -> None:
+    for session in list(_live):
+        session.forget()
+
+
+atexit.register(_abandon_all)
+os.register_at_fork(after_in_child=_forget_all)

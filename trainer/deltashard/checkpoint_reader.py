@@ -1,0 +1,217 @@
+"""A checkpoint to look at: `open_checkpoint(url, run)` opens no attempt, starts no sidecar and writes nothing.
+
+```python
+with deltashard.open_checkpoint("s3://bucket/prefix", "dlrm", which="pin:best") as checkpoint:
+    checkpoint.step, checkpoint.metadata, list(checkpoint.tables)
+    vectors = checkpoint.rows("items.weight", ids).weights
+    head = checkpoint.dense["top.weight"]
+```
+
+Weights come as the encoding of the run left them (q8 and less are approximations), in the type of the table; state of
+the optimizers, dense tensors and everything else are exact.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.format.object_key import validate_run
+from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.restore.checkpoint_reader import TableArrays, settled
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
+from deltashard_checkpoint.stores.retry import RetryPolicy
+from deltashard_checkpoint.stores.url import open_store
+from torch import Tensor
+
+from deltashard.attach.launcher import normal_url
+from deltashard.errors import UserError
+from deltashard.state.value import decode_value
+
+DEADLINE_S = 60.0
+"""How long a store that is down is asked for the log, before the error comes through."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRows:
+    """Rows of a table, on the CPU, in memory of their own; `.numpy()` makes arrays of them (of bfloat16 it cannot)."""
+
+    weights: Tensor
+    """[n, columns]"""
+    state: Mapping[str, Tensor]
+    """Optimizer state that travels with the rows, by its key: [n] or [n, columns]."""
+
+
+class Decoded(Mapping[str, Any]):
+    """Stored values by name, each decoded when it is asked for, anew every time."""
+
+    def __init__(self, encoded: Mapping[str, memoryview]) -> None:
+        self._encoded = encoded
+
+    def __getitem__(self, name: str) -> Any:
+        return decode_value(self._encoded[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._encoded)
+
+    def __len__(self) -> int:
+        return len(self._encoded)
+
+
+class CheckpointReader:
+    """One checkpoint; what is asked for is read then, and nothing is kept but the dense half."""
+
+    def __init__(self, opened: OpenCheckpoint) -> None:
+        self._opened = opened
+        entry = opened.entry
+        self.run = opened.state.run
+        """Name of the run."""
+        self.seq = entry.seq
+        """Its number in the run's log."""
+        self.step = entry.step
+        """Training step that it holds."""
+        self.metadata: Mapping[str, str] = dict(entry.metadata)
+        """What `save(metadata=)` was given, as text, and what deltashard added."""
+        self.pins = entry.pins
+        """Names under which it is kept."""
+        self.tables: Mapping[str, TableSchema] = {schema.fqn: schema for schema in entry.tables}
+        """Tables by name: rows, columns, dtype, fields."""
+
+    def table(self, name: str) -> StoredRows:
+        """A whole table with its optimizer state.
+
+        Raises:
+            UserError: there is no such table.
+            InvalidCheckpoint: its bytes are wrong or gone; CheckpointNotFound: it was retired meanwhile.
+            StoreUnavailable: the store cannot be read.
+        """
+        schema = self._schema(name)
+        with self._told():
+            return _stored(next(self._opened.tables([schema])))
+
+    def rows(self, name: str, ids: Any) -> StoredRows:
+        """Rows `ids` (integers [n], a list, array or tensor; any order, repeats allowed) of one table, in that order.
+
+        Raises as `table` does, and `UserError` for ids beyond the table.
+        """
+        schema = self._schema(name)
+        wanted = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else ids
+        with self._told():
+            return _stored(self._opened.rows(schema, wanted))
+
+    @property
+    def dense(self) -> Mapping[str, Tensor]:
+        """Parameters and buffers that are no tables, by name, on the CPU. Raises as `table` does."""
+        return self._under("dense/")
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """Entries of `state=`, by name, as their `state_dict()` or getter said. Raises as `table` does."""
+        return self._under("state/")
+
+    @property
+    def optimizers(self) -> tuple[Mapping[str, Any], ...]:
+        """Groups and dense state of the optimizers, in their order. Raises as `table` does."""
+        return tuple(
+            value for _, value in sorted(self._under("optim/").items(), key=lambda pair: int(pair[0]))
+        )
+
+    def close(self) -> None:
+        """Let go of the store."""
+        self._opened.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {self.seq} of run {self.run!r}: step {self.step}, {len(self.tables)} tables>"
+
+    @functools.cached_property
+    def _blobs(self) -> dict[str, memoryview]:
+        with self._told():
+            return dict(sorted(self._opened.blobs().items()))
+
+    def _under(self, prefix: str) -> Decoded:
+        return Decoded(
+            {name[len(prefix) :]: data for name, data in self._blobs.items() if name.startswith(prefix)}
+        )
+
+    def _schema(self, name: str) -> TableSchema:
+        found = self.tables.get(name)
+        if found is None:
+            raise UserError(
+                f"there is no table {name!r}",
+                where=self._opened.where,
+                remedy=f"its tables are {', '.join(self.tables) or 'none'}; other tensors are in .dense",
+            )
+        return found
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Bytes that are gone because retention took the checkpoint are nobody's damage."""
+        try:
+            yield
+        except InvalidCheckpoint as error:
+            state = RunLog(self._opened.store, self.run).refresh(deadline_s=DEADLINE_S)
+            if self.seq in state.checkpoints:
+                raise
+            raise CheckpointNotFound(
+                f"checkpoint {self.seq} was retired while it was read",
+                where=f"run {self.run}",
+                remedy="open a newer one; save(pin=) keeps one whatever retention says",
+            ) from error
+
+
+def open_checkpoint(url: str | os.PathLike[str], run: str, which: str | int = "latest") -> CheckpointReader:
+    """Open a checkpoint of a run to read it, whether or not the run trains at the moment.
+
+    Args:
+        url: store of the run, as `Checkpointer` takes it; credentials come from the environment.
+        run: its name.
+        which: "latest", a seq number, "seq:N", "step:N" or "pin:NAME".
+
+    Raises:
+        CheckpointNotFound: there is no such checkpoint.
+        InvalidCheckpoint: its indexes are wrong or gone.
+        StoreUnavailable: the store cannot be read.
+        UserError: `url`, `run` or `which` means nothing.
+    """
+    store = open_store(normal_url(url), policy=RetryPolicy(deadline_s=DEADLINE_S), create=False)
+    try:
+        return settled(
+            RunLog(store, validate_run(run)),
+            lambda state: CheckpointReader(OpenCheckpoint.of(store, state, choose(state, str(which)))),
+            deadline_s=DEADLINE_S,
+        )
+    except BaseException:
+        store.close()
+        raise
+
+
+def _stored(arrays: TableArrays) -> StoredRows:
+    schema = arrays.schema
+    kinds = {spec.name: spec.dtype for spec in schema.fields}
+    return StoredRows(
+        weights=_tensor(arrays.weights, schema.dtype),
+        state={name: _tensor(values, kinds[name]) for name, values in arrays.fields.items()},
+    )
+
+
+def _tensor(values: Any, dtype: str) -> Tensor:
+    made = torch.from_numpy(values)
+    wanted = getattr(torch, dtype)
+    return made if made.dtype == wanted else made.view(wanted)

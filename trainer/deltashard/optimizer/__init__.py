@@ -1,0 +1,1 @@
+"""Optimizers: which leave untouched rows alone, and their state by canonical name."""

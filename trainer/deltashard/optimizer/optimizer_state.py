@@ -1,0 +1,316 @@
+"""Optimizer state by canonical name: read for a cut, written back at a restore.
+
+Every torch optimizer that was handed over, or is wrapped by one that was (Lookahead and its like), gets one view. A
+state value of a table belongs to one of three kinds:
+
+    row field   strided, [R] or [R, 1] (row-wise) or [R, D] (point-wise): travels with the rows, in the frames
+    scalar      numbers, strings, 0-d tensors (`step`)                    } in the optimizer's blob
+    other       tensors of any other shape, sparse buffers as they are    } in the optimizer's blob
+
+Names are torch's own state keys. Values live in `optimizer.state[param]` and are created lazily by many optimizers:
+a field that does not exist at a cut is not in the table's schema then, and when it appears the whole table counts as
+changed, so no chain of deltas ever lacks a field.
+
+Restore never goes through `load_state_dict`: that casts state to the parameter's type and keeps references to what it
+was given. Values are written to `optimizer.state[param]` with the type they were saved with, in memory of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from typing import Any, cast
+
+import torch
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.schema import FieldKind, FieldSpec
+from torch import Tensor
+
+from deltashard.optimizer.attribute import Attributes
+from deltashard.optimizer.whitelist import innermost
+from deltashard.state.discovery import dtype_name
+
+_SPARSE = "sparse_coo"
+_FIELD_DTYPES = {
+    "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+}  # fmt: skip
+
+
+def field_kind(value: Any, rows: int, columns: int) -> FieldKind | None:
+    """How a state value of a [rows, columns] table travels: with the rows, or (None) in the optimizer's blob."""
+    if (
+        not isinstance(value, Tensor)
+        or value.layout != torch.strided
+        or dtype_name(value.dtype) not in _FIELD_DTYPES
+    ):
+        return None
+    shape = tuple(value.shape)
+    if shape == (rows, columns):
+        return "pointwise"
+    if shape in ((rows,), (rows, 1)):
+        return "rowwise"
+    return None
+
+
+class OptimizerView:
+    """One optimizer's groups and state, under canonical parameter names."""
+
+    def __init__(self, index: int, target: Any, names: Mapping[Tensor, str], tables: Iterable[str]) -> None:
+        self.index = index
+        self.target = target
+        self._names = names
+        self._tables = frozenset(tables)
+        self.orphans: dict[str, Tensor] = {}
+        """Parameters that the model does not hold (a temperature, say): saved and restored with this optimizer."""
+        self.sharers: list[Any] = []
+        """Wrappers without a state of their own: their attributes travel with this view."""
+        self.restoring = False
+        """Whether what happens to its state is a restore's work."""
+        self._attributes: list[Attributes] = []
+
+    def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
+        """From now on an attribute that changes is saved; a view that `earlier` held the same optimizer goes on."""
+        known = {id(a.target): a for view in earlier for a in view._attributes}  # noqa: SLF001 - same class
+        params = self.params()
+        self._attributes = [
+            known.get(id(target)) or Attributes(target, params, self.state)
+            for target in (self.target, *self.sharers)
+        ]
+
+    @property
+    def unsaved(self) -> list[str]:
+        """Attributes of it, and of wrappers around it, whose values cannot be stored."""
+        return [f"{type(a.target).__name__}.{name}" for a in self._attributes for name in a.unsaved]
+
+    @property
+    def class_name(self) -> str:
+        """Module and name of its class."""
+        return f"{type(self.target).__module__}.{type(self.target).__qualname__}"
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        """The live `optimizer.state`."""
+        return cast("MutableMapping[Any, Any]", self.target.state)
+
+    def params(self) -> dict[str, Tensor]:
+        """Name -> parameter, in the order of the groups."""
+        found: dict[str, Tensor] = {}
+        for g, group in enumerate(self.target.param_groups):
+            for j, param in enumerate(group["params"]):
+                name = self._names.get(param)
+                if name is None:
+                    name = f"optimizer{self.index}.{g}.{j}"
+                    self.orphans[name] = param
+                found[name] = param
+        return found
+
+    def fields(self, param: Tensor) -> dict[str, tuple[FieldKind, Tensor]]:
+        """The live row fields of table `param`, by state key."""
+        entry = self.state.get(param)
+        if not entry:
+            return {}
+        rows, columns = param.shape
+        found = {}
+        for key in sorted(entry, key=str):
+            kind = field_kind(entry[key], rows, columns)
+            if kind is not None:
+                found[str(key)] = (kind, entry[key])
+        return found
+
+    def capture(self) -> dict[str, Any]:
+        """Everything but the row fields as one tree; tensors in it are live, so encode it within the cut.
+
+        Keys: `class`, `groups` (with names for parameters), `state` {name: {key: value}}, `fields`
+        {name: {key: shape behind the rows}} of the tables, `extra` (state under keys that are no parameters),
+        `orphans`; `beside`, if there is anything: see `Attributes.capture`, of the optimizer and its sharers in turn.
+        """
+        params = self.params()
+        state: dict[str, dict[Any, Any]] = {}
+        shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+        for name, param in params.items():
+            entry = self.state.get(param)
+            if entry is None:
+                continue
+            fields = self.fields(param) if name in self._tables else {}
+            state[name] = {k: _pack(v) for k, v in entry.items() if str(k) not in fields}
+            if fields:
+                shapes[name] = {k: tuple(t.shape[1:]) for k, (_, t) in fields.items()}
+        names = {param: name for name, param in params.items()}
+        beside = [a.capture(params, self.state) for a in self._attributes]
+        return {
+            **({"beside": beside} if any(beside) else {}),
+            "class": self.class_name,
+            "groups": [
+                {**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
+                for g in self.target.param_groups
+            ],
+            "state": state,
+            "fields": shapes,
+            "extra": {k: _pack(v) for k, v in self.state.items() if isinstance(k, str | int)},
+            "orphans": dict(self.orphans),
+        }
+
+    def restore(self, tree: Mapping[str, Any], *, skip: Collection[str] = ()) -> list[str]:
+        """Write a captured tree back; returns notes on what did not match. Row fields were written before.
+
+        State of the parameters in `skip`, which have another shape now, is not.
+
+        Raises:
+            UserError: the groups do not fit those that were saved.
+        """
+        self.restoring = True
+        try:
+            return self._restore(tree, skip)
+        finally:
+            self.restoring = False
+
+    def _restore(self, tree: Mapping[str, Any], skip: Collection[str]) -> list[str]:
+        notes = []
+        mine = self.class_name
+        if tree["class"] != mine:
+            notes.append(f"optimizer {self.index} was a {tree['class']} and is a {mine} now")
+        params = self.params()
+        self._restore_groups(tree["groups"])
+        for name, param in params.items():
+            if name in skip:
+                continue
+            saved, shapes = tree["state"].get(name), tree["fields"].get(name, {})
+            if saved is None:
+                self.state.pop(param, None)
+                continue
+            live = self.state.get(param)
+            entry = live if live is not None else {}
+            for key in [k for k in entry if k not in saved and str(k) not in shapes]:
+                del entry[key]
+            for key, value in saved.items():
+                entry[key] = self._own(_unpack(value), param, entry.get(key))
+            for key, tail in shapes.items():
+                if key in entry:
+                    entry[key] = entry[key].view(param.shape[0], *tail)
+            self.state[param] = entry
+        notes += [
+            f"saved optimizer state of {name} has no parameter now"
+            for name in tree["state"]
+            if name not in params
+        ]
+        for key, value in tree["extra"].items():
+            self.state[key] = _unpack(value)
+        for name, value in tree["orphans"].items():
+            if name in self.orphans and name not in skip:
+                with torch.no_grad():
+                    self.orphans[name].copy_(value)
+        beside = tree.get("beside", ())
+        if len(beside) > len(self._attributes):
+            notes.append(f"optimizer {self.index} was wrapped, attributes of its wrapper are left out")
+        for attributes, saved in zip(self._attributes, beside, strict=False):
+            notes += attributes.restore(saved, params, self.state)
+        return notes
+
+    def _restore_groups(self, saved: list[dict[str, Any]]) -> None:
+        groups = self.target.param_groups
+        if len(groups) != len(saved):
+            raise UserError(
+                f"{len(saved)} parameter groups were saved, the optimizer has {len(groups)}",
+                where=f"optimizer {self.index}",
+                remedy="build the optimizer as it was, or restore with weights_only=True",
+            )
+        names = {param: name for name, param in self.params().items()}
+        by_names = {frozenset(g["params"]): g for g in saved}
+        for i, group in enumerate(groups):
+            source = by_names.get(frozenset(names[p] for p in group["params"]), saved[i])
+            for key, value in source.items():
+                if key == "params":
+                    continue
+                live = group.get(key)
+                if isinstance(live, Tensor) and isinstance(value, Tensor):
+                    with torch.no_grad():
+                        live.copy_(value)  # a scheduler may hold this very tensor
+                else:
+                    group[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def _own(self, value: Any, param: Tensor, live: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(live, Tensor):
+            device = live.device
+        elif value.dim() == 0 and not self._scalars_on_device(param):
+            device = torch.device("cpu")  # where torch keeps `step`
+        else:
+            device = param.device
+        return value.detach().to(device, copy=True)
+
+    def _scalars_on_device(self, param: Tensor) -> bool:
+        for group in self.target.param_groups:
+            if any(p is param for p in group["params"]):
+                return bool(group.get("capturable") or group.get("fused"))
+        return False
+
+
+def views_of(
+    optimizers: Iterable[Any], names: Mapping[Tensor, str], tables: Iterable[str]
+) -> list[OptimizerView]:
+    """One view per distinct state found in `whitelist` and what they wrap, outermost first."""
+    tables = tuple(tables)
+    views: list[OptimizerView] = []
+    by_state: dict[int, OptimizerView] = {}
+    for optimizer in optimizers:
+        inner = innermost(optimizer)
+        targets = [optimizer, *(o for o in inner if o is not optimizer)]
+        bare = []
+        for target in targets:
+            if not isinstance(getattr(target, "state", None), MutableMapping) or not hasattr(
+                target, "param_groups"
+            ):
+                bare.append(target)
+                continue
+            # A wrapper that exposes the inner optimizer's own state is not a second state.
+            known = by_state.get(id(target.state))
+            if known is not None:
+                if target is not known.target and target not in known.sharers:
+                    known.sharers.append(target)
+                continue
+            by_state[id(target.state)] = view = OptimizerView(len(views), target, names, tables)
+            views.append(view)
+            view.sharers, bare = bare, []
+    return views
+
+
+def allocate(view: OptimizerView, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
+    """The live tensor of a row field about to be restored: the optimizer's own if it fits, else fresh zeros."""
+    rows, columns = param.shape
+    entry = view.state.get(param)
+    if entry is None:
+        entry = {}
+        view.state[param] = entry
+    dtype = getattr(torch, spec.dtype)
+    live = entry.get(key)
+    if isinstance(live, Tensor) and live.dtype == dtype and field_kind(live, rows, columns) == spec.kind:
+        return live
+    shape = (rows, columns) if spec.kind == "pointwise" else (rows,)
+    entry[key] = torch.zeros(shape, dtype=dtype, device=param.device)
+    return cast("Tensor", entry[key])
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.layout == torch.sparse_coo:
+        # As it is: coalescing would sum duplicates in another order and so change bits.
+        return {
+            _SPARSE: True,
+            "indices": value._indices(),  # noqa: SLF001 - indices() refuses uncoalesced tensors
+            "values": value._values(),  # noqa: SLF001 - as above
+            "size": tuple(value.shape),
+            "coalesced": value.is_coalesced(),
+        }
+    return value
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, dict) and value.get(_SPARSE):
+        return torch.sparse_coo_tensor(
+            value["indices"].clone(),
+            value["values"].clone(),
+            value["size"],
+            is_coalesced=value["coalesced"],
+            check_invariants=True,
+            device=value["values"].device,
+        )
+    return value

@@ -1,0 +1,1 @@
+"""A checkpoint brought back into the living program."""

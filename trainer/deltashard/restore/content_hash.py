@@ -1,0 +1,127 @@
+"""Content hashes: what a restore must bring back, known at the cut, compared after the restore. Off by default.
+
+For every table one number per row is kept: the hash of what the store will hold of that row, that is of
+decode(encode(row)) under the save's encoding, together with its optimizer state. A cut renews the numbers of the rows
+it sends. Their sum, each weighted with an odd number of its row id (so that exchanged rows show), goes into the save's
+metadata as `content/<table>` and into its `meta` blob. After a restore the same sum is taken over the living model.
+
+The hash is the checkpoint package's row hash; the round trip runs the very codec that the sidecar runs, batch by
+batch as they were sent, since the frame's exponent depends on the batch. Cost: one encode and decode of the rows sent,
+within the stall, and 8 bytes per row of memory. It is for tests, demos and suspicious users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from deltashard_checkpoint.codecs import row_kernel
+from deltashard_checkpoint.format import element_type, frame_encoder
+from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from torch import Tensor
+
+from deltashard.restore.restore import array_of
+from deltashard.tracking.tracking import Tracking
+
+Array = npt.NDArray[Any]
+SEED = 0xC0_17E_17
+
+
+def _hashes(
+    weights: Array, fields: Sequence[Array], rows: npt.NDArray[np.int64] | None = None
+) -> npt.NDArray[np.uint64]:
+    sections = [np.ascontiguousarray(s) for s in (weights, *fields)]
+    return row_kernel.row_hashes(sections, SEED, rows=rows)
+
+
+def _sum(hashes: npt.NDArray[np.uint64]) -> str:
+    odd = 2 * np.arange(len(hashes), dtype=np.uint64) + np.uint64(1)
+    return f"{int(np.sum(hashes * odd, dtype=np.uint64)):016x}"
+
+
+class Contents:
+    """The expected hashes of every table's rows."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, npt.NDArray[np.uint64]] = {}
+        self._staged: list[tuple[str, int, npt.NDArray[np.int64] | slice, npt.NDArray[np.uint64]]] = []
+
+    def batch(
+        self,
+        schema: TableSchema,
+        ids: npt.NDArray[np.int64] | range,
+        sections: Sequence[Array],
+        *,
+        encoding: str,
+        state_encoding: str,
+    ) -> None:
+        """A batch about to be sent: `sections` are weights [n, C] and fields [n] or [n, C], in schema order."""
+        # Renumbered to the batch: what a row becomes does not depend on its id, and the scratch target is small.
+        n = len(ids)
+        local = replace(schema, rows=n)
+        applier = FrameApplier([target := _scratch(local)])
+        frame = frame_encoder.encode_rows(
+            table=local,
+            ids=range(n),
+            weights=sections[0],
+            fields={spec.name: values for spec, values in zip(schema.fields, sections[1:], strict=True)},
+            encoding=encoding,
+            step=0,
+            state_encoding=state_encoding,
+        )
+        applier.apply(frame.data)
+        weights, fields = target.weights, [target.fields[spec.name] for spec in schema.fields]
+        hashes = _hashes(weights, fields)
+        where: npt.NDArray[np.int64] | slice = (
+            slice(ids.start, ids.stop) if isinstance(ids, range) else np.array(ids, np.int64)
+        )
+        self._staged.append((schema.fqn, schema.rows, where, hashes))
+
+    def sealed(self) -> dict[str, str]:
+        """The cut is whole: renew, and return the sums by table."""
+        for fqn, rows, where, hashes in self._staged:
+            held = self._expected.get(fqn)
+            if held is None or len(held) != rows:
+                held = self._expected[fqn] = np.zeros(rows, np.uint64)
+            held[where] = hashes
+        self._staged.clear()
+        return {fqn: _sum(hashes) for fqn, hashes in sorted(self._expected.items())}
+
+    def dropped(self) -> None:
+        """The cut was not finished: what it would have renewed is as it was."""
+        self._staged.clear()
+
+    def restored(self, tracking: Tracking) -> dict[str, str]:
+        """Take the living model as what is stored; return the sums."""
+        self._expected = {}
+        for table in tracking.tables:
+            fields = [_column(t) for t in table.state_tensors().values()]
+            self._expected[table.fqn] = _hashes(array_of(table.param.detach().cpu().contiguous()), fields)
+        return {fqn: _sum(hashes) for fqn, hashes in sorted(self._expected.items())}
+
+
+def equal(recorded: Mapping[str, str], found: Mapping[str, str]) -> bool:
+    """Whether every recorded sum was found again."""
+    return all(found.get(fqn) == value for fqn, value in recorded.items())
+
+
+def _column(state: Tensor) -> Array:
+    state = state.detach().cpu().contiguous()
+    return array_of(state.reshape(-1) if state.dim() == 2 and state.shape[1] == 1 else state)
+
+
+def _scratch(schema: TableSchema) -> TableTarget:
+    def room(dtype: str, kind: str) -> Array:
+        shape = (schema.rows,) if kind == "rowwise" else (schema.rows, schema.columns)
+        return np.zeros(shape, element_type.by_name(dtype).carrier)
+
+    return TableTarget(
+        schema=schema,
+        box=Box(table=schema.fqn, row_start=0, row_stop=schema.rows, col_start=0, col_stop=schema.columns),
+        weights=room(schema.dtype, "pointwise"),
+        fields={spec.name: room(spec.dtype, spec.kind) for spec in schema.fields},
+    )

@@ -1,0 +1,314 @@
+"""The copy of a cut: dirty rows' weights and optimizer state, together, into granted blocks of the arena.
+
+This is the only work of a save that training waits for. Rows leave as batches of at most BATCH_BYTES whose sections
+(ids, weights, fields) are laid out by `arenas.sections`; a descriptor goes to the stream as soon as its batch is
+written, so that the sidecar can encode the first ones, and grant their blocks again, while a cut larger than the arena
+is copied. One block is open at a time: small tables share it.
+
+All rows of a table are plain copies. Chosen rows are gathered by the checkpoint package's kernel straight into the
+arena, on as many threads as torch uses: it asks for rows ahead and writes around the caches. On an accelerator the
+gather runs on the device, two pinned buffers take turns to receive batches, and only the arena copy
+runs on the host while the next batch is on its way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from deltashard_checkpoint.codecs.row_kernel import gather_rows
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.format.typed_tree import EncodedTree
+from deltashard_proto.arena_layout import ALIGN, BATCH_BYTES, Arena, aligned, sections
+from deltashard_proto.v1 import trainer_pb2 as pb
+from torch import Tensor
+
+from deltashard.errors import UserError
+from deltashard.save.save_stream import SaveStream
+from deltashard.state.kernel_thread import split
+from deltashard.state.row_hash import row_bytes
+from deltashard.tracking.marks import RowSelection
+
+SMALLEST_BATCH_ROWS = 512
+"""With less room than for so many rows left in the open block, the next one is taken."""
+
+_SPLIT_BYTES = 1 << 20
+"""So much of a gather is worth another thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TableCut:
+    """What one table contributes."""
+
+    position: int
+    """Of the table in this attachment."""
+    fqn: str
+    weights: Tensor
+    """[R, C], live."""
+    fields: tuple[Tensor, ...]
+    """In schema order: [R], [R, 1] or [R, C], live."""
+    selection: RowSelection
+
+
+Observer = Callable[[int, Tensor | range, list[Tensor]], None]
+"""(position of the table, row ids, [weights, *fields] of the batch)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Copied:
+    """What was handed over."""
+
+    rows: int = 0
+    raw_bytes: int = 0
+    batches: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Pending:
+    """A batch that is still on its way from the device."""
+
+    message: pb.SaveRequest
+    target: memoryview
+    staging: Tensor
+    event: torch.cuda.Event
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Staging:
+    """Two pinned buffers that take turns."""
+
+    buffers: list[Tensor] = field(default_factory=list)
+    turn: int = 0
+
+    def next(self) -> Tensor:
+        while len(self.buffers) < 2:
+            self.buffers.append(
+                torch.empty(BATCH_BYTES + ALIGN, dtype=torch.uint8, pin_memory=True, device="cpu")
+            )
+        self.turn ^= 1
+        return self.buffers[self.turn]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A field of [R, 1] as [R]; others as they are."""
+    tensor = tensor.detach()
+    return tensor.reshape(tensor.shape[0]) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
+
+
+def _width(tensor: Tensor) -> int:
+    return tensor.element_size() * (tensor.shape[1] if tensor.dim() == 2 else 1)
+
+
+class BlockWriter:
+    """Fills granted blocks in order, one open at a time, until `until_s` (monotonic seconds)."""
+
+    def __init__(
+        self, stream: SaveStream, arena: Arena, *, until_s: float, observe: Observer | None = None
+    ) -> None:
+        """`observe` sees every row batch, as it lies in the arena, before it is handed over."""
+        self._stream = stream
+        self._observe = observe
+        self._arena = arena
+        self._until_s = until_s
+        self._block_bytes = arena.shape.block_bytes
+        self._block = -1
+        self._view = memoryview(b"")
+        self._at = self._block_bytes  # full: the first batch takes a block
+        self._staging = _Staging()
+        self._pending: deque[_Pending] = deque()
+        self._parts: list[Tensor] = []
+        self.copied = Copied()
+
+    def table(self, cut: TableCut) -> None:
+        """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`)."""
+        weights = cut.weights.detach()
+        parts = [weights, *(_flat(f) for f in cut.fields)]
+        widths = [_width(weights), *(_width(p) for p in parts[1:])]
+        self._parts = parts
+        ids = None if cut.selection.all else cut.selection.ids
+        total = weights.shape[0] if ids is None else ids.numel()
+        for start, rows, at in self._batches(total, widths, contiguous=ids is None, where=cut.fqn):
+            offsets, length = sections(rows, contiguous=ids is None, row_bytes=widths)
+            batch = pb.RowBatch(
+                block=self._block,
+                offset=at,
+                table=cut.position,
+                rows=rows,
+                contiguous=ids is None,
+                row_start=start if ids is None else 0,
+                col_start=0,
+                col_stop=weights.shape[1],
+            )
+            message = pb.SaveRequest(rows=batch)
+            chosen = None if ids is None else ids[start : start + rows]
+            target = self._view[at : at + length]
+            if weights.device.type == "cpu":
+                if chosen is not None:
+                    _over(target, offsets[0], torch.int64, (rows,)).copy_(chosen)
+                for part, offset in zip(parts, offsets[1:], strict=True):
+                    _gather(part, chosen, start, _over(target, offset, part.dtype, (rows, *part.shape[1:])))
+                self._send(message, target)
+            else:
+                self._from_device(message, target, parts, chosen, start, rows, offsets, length)
+            self.copied.rows += rows
+            self.copied.raw_bytes += rows * sum(widths)
+            self._count()
+        if self._observe is not None:
+            self.flush()  # the observer looks at this table's parts
+
+    def blob(self, name: str, tree: EncodedTree) -> None:
+        """Copy one blob in chunks."""
+        done = 0
+        while done < tree.total_bytes:
+            room = min(self._block_bytes - self._at, BATCH_BYTES)
+            if room < min(tree.total_bytes - done, 1 << 16):
+                self._next_block()
+                room = min(self._block_bytes, BATCH_BYTES)
+            length = min(room, tree.total_bytes - done)
+            tree.copy_into(done, self._view[self._at : self._at + length])
+            self._stream.send(
+                pb.SaveRequest(
+                    blob=pb.BlobChunk(
+                        block=self._block,
+                        offset=self._at,
+                        length=length,
+                        name=name,
+                        blob_offset=done,
+                        blob_bytes=tree.total_bytes,
+                    )
+                ),
+                length,
+            )
+            self._at += aligned(length)
+            done += length
+            self._count()
+        self.copied.raw_bytes += tree.total_bytes
+
+    def flush(self) -> None:
+        """Wait for what is still on its way from devices."""
+        while self._pending:
+            self._land()
+
+    def stop(self) -> None:
+        """Before an abort: no copy into the arena may be running any more."""
+        for pending in self._pending:
+            pending.event.synchronize()
+        self._pending.clear()
+
+    def _count(self) -> None:
+        self.copied.batches += 1
+        if self.copied.batches == 1:
+            crash_point("cut.first_batch")
+
+    def _next_block(self) -> None:
+        self.flush()  # a descriptor that names another block closes this one
+        self._block = self._stream.block(self._until_s)
+        self._view = self._arena.block(self._block)
+        self._at = 0
+
+    def _batches(
+        self, total: int, widths: Sequence[int], *, contiguous: bool, where: str
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield (start, rows, offset in the open block) until `total` rows are placed."""
+        per_row = sum(widths) + (0 if contiguous else 8)
+        slack = ALIGN * (len(widths) + 1)
+        if per_row + slack > BATCH_BYTES:
+            raise UserError(
+                f"a row of {per_row} bytes is larger than a record batch ({BATCH_BYTES} bytes)",
+                where=where,
+                remedy="register the parameter as dense, or split its columns",
+            )
+        start = 0
+        while start < total:
+            room = min(self._block_bytes - self._at, BATCH_BYTES) - slack
+            rows = min(max(room, 0) // per_row, total - start)
+            if rows < min(total - start, SMALLEST_BATCH_ROWS) and self._at > 0:
+                self._next_block()
+                continue
+            at = self._at
+            _, length = sections(rows, contiguous=contiguous, row_bytes=widths)
+            self._at += length
+            yield start, rows, at
+            start += rows
+
+    def _from_device(
+        self,
+        message: pb.SaveRequest,
+        target: memoryview,
+        parts: Sequence[Tensor],
+        chosen: Tensor | None,
+        start: int,
+        rows: int,
+        offsets: Sequence[int],
+        length: int,
+    ) -> None:
+        if len(self._pending) == 2:
+            self._land()
+        staging = self._staging.next()
+        stream = torch.cuda.current_stream(parts[0].device)
+        if chosen is not None:
+            _within(staging, offsets[0], torch.int64, (rows,)).copy_(chosen, non_blocking=True)
+        for part, offset in zip(parts, offsets[1:], strict=True):
+            on_device = (
+                part[start : start + rows] if chosen is None else part.index_select(0, chosen.to(part.device))
+            )
+            _within(staging, offset, part.dtype, tuple(on_device.shape)).copy_(on_device, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+        event.record(stream)
+        self._pending.append(_Pending(message=message, target=target, staging=staging[:length], event=event))
+
+    def _land(self) -> None:
+        pending = self._pending.popleft()
+        pending.event.synchronize()
+        torch.frombuffer(pending.target, dtype=torch.uint8).copy_(pending.staging)
+        self._send(pending.message, pending.target)
+
+    def _send(self, message: pb.SaveRequest, target: memoryview) -> None:
+        if self._observe is not None:
+            self._show(message.rows, target)
+        self._stream.send(message, len(target))
+
+    def _show(self, batch: pb.RowBatch, target: memoryview) -> None:
+        parts = self._parts
+        offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=[_width(p) for p in parts])
+        ids: Tensor | range = range(batch.row_start, batch.row_start + batch.rows)
+        if not batch.contiguous:
+            ids = _over(target, offsets[0], torch.int64, (batch.rows,))
+        values = [
+            _over(target, offset, part.dtype, (batch.rows, *part.shape[1:]))
+            for part, offset in zip(parts, offsets[1:], strict=True)
+        ]
+        assert self._observe is not None
+        self._observe(batch.table, ids, values)
+
+
+def _over(target: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor over arena memory."""
+    count = 1
+    for size in shape:
+        count *= size
+    return torch.frombuffer(target, dtype=dtype, count=count, offset=offset).view(shape)
+
+
+def _within(staging: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A typed window of a pinned buffer."""
+    count = dtype.itemsize
+    for size in shape:
+        count *= size
+    return staging[offset : offset + count].view(dtype).view(shape)
+
+
+def _gather(part: Tensor, chosen: Tensor | None, start: int, out: Tensor) -> None:
+    if chosen is None:
+        out.copy_(part[start : start + out.shape[0]])
+    elif part.device.type == "cpu" and part.is_contiguous():
+        rows, values, target = chosen.numpy(), row_bytes(part).numpy(), row_bytes(out).numpy()
+
+        def work(a: int, b: int) -> None:
+            gather_rows(values, rows[a:b], target[a:b])
+
+        split(len(rows), target.nbytes // _SPLIT_BYTES, work)
+    else:  # strided, or a CPU table with state on a device
+        out.copy_(part.index_select(0, chosen.to(part.device)))

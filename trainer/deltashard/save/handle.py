@@ -1,0 +1,178 @@
+"""What a save is from the outside: a handle that can be waited for, the commit it became, and counts of what happened.
+
+A handle goes through: requested -> cut (its bytes left the trainer) -> committed | failed. Only the training thread
+moves it, at a step boundary or while it waits itself; other threads may wait as long as they like.
+
+A save with a pin or metadata is *exact*: what was said of one model is never stored with another. It is the cut of the
+step it was asked at (between two steps: of the next one), or it fails and says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.errors import SaveFailed
+from deltashard.tracking.marks import Mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A durable checkpoint."""
+
+    seq: int
+    """Its number in the run's commit log: `restore(which=f"seq:{seq}")`."""
+    attempt: int
+    cut: int
+    step: int
+    """Step it holds."""
+    baseline: bool
+    """Whether it holds every row by itself."""
+    durable_s: float
+    """Seconds from the begin of the save to its log entry."""
+    stored_bytes: int
+    raw_bytes: int
+    rows: int
+
+    @classmethod
+    def of(cls, message: pb.Commit) -> Commit:
+        """From the sidecar's message."""
+        return cls(
+            seq=message.seq,
+            attempt=message.attempt,
+            cut=message.cut,
+            step=message.step,
+            baseline=message.baseline,
+            durable_s=message.durable_s,
+            stored_bytes=message.stored_bytes,
+            raw_bytes=message.raw_bytes,
+            rows=message.rows,
+        )
+
+
+class SaveHandle:
+    """A requested save; made by `Checkpointer.save`."""
+
+    def __init__(
+        self,
+        *,
+        reason: str,
+        pin: str | None,
+        metadata: Mapping[str, str],
+        waiter: Callable[[SaveHandle, float | None], None],
+    ) -> None:
+        self.reason = reason
+        self.pin = pin
+        self.metadata = dict(metadata)
+        self.step: int | None = None
+        """Step that was cut; None while the cut has not happened."""
+        self.cut: int | None = None
+        self.commit: Commit | None = None
+        self.error: Exception | None = None
+        self.asked_step: int | None = None
+        """The only step that an exact save may become, once that is known."""
+        self.kept = ""
+        """Why it was not cut when that was last tried."""
+        self.settled = threading.Event()
+        self._waiter = waiter
+
+    def __repr__(self) -> str:
+        state = "committed" if self.commit else "failed" if self.error else "cut" if self.cut else "requested"
+        return f"<SaveHandle {self.reason!r} {state} step={self.step}>"
+
+    @property
+    def exact(self) -> bool:
+        """Whether it may only be the cut of the step it was asked at."""
+        return self.pin is not None or bool(self.metadata)
+
+    @property
+    def done(self) -> bool:
+        """Committed or failed."""
+        return self.settled.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> Commit:
+        """Block until the checkpoint is durable, or until it is known that it will not be.
+
+        Raises:
+            WaitError: called on the training thread before the cut happened, it would wait for itself.
+            SaveFailed: the save failed (the next one covers its rows); without a timeout also when the sidecar was
+                away, or the training thread gone, for so long that nobody will ever tell.
+            TimeoutError: not durable within `timeout_s`.
+        """
+        self._waiter(self, timeout_s)
+        if self.error is not None:
+            raise self.error
+        if self.commit is None:
+            raise TimeoutError(f"the save {self.reason!r} is not durable after {timeout_s} s")
+        return self.commit
+
+    def settle(self, *, commit: Commit | None = None, error: Exception | None = None) -> None:
+        """The training thread knows the end of it."""
+        if not self.settled.is_set():
+            self.commit, self.error = commit, error
+            self.settled.set()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Flight:
+    """The save whose fate is not known yet."""
+
+    cut: int
+    step: int
+    mode: Mode
+    full: bool
+    reason: str
+    handles: list[SaveHandle] = field(default_factory=list)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Of all its handles; `together` sees to it that they agree."""
+        return {key: value for handle in self.handles for key, value in handle.metadata.items()}
+
+    def failed(self, error: Exception) -> None:
+        """Tell who waits."""
+        for handle in self.handles:
+            handle.settle(error=SaveFailed(str(error), where=f"save of step {self.step}"))
+
+
+def together(handles: list[SaveHandle], *, several_pins: bool) -> tuple[list[SaveHandle], list[SaveHandle]]:
+    """Those that one cut can satisfy, oldest first, and the rest: other values under the same names, pins too many."""
+    taken: list[SaveHandle] = []
+    rest: list[SaveHandle] = []
+    metadata: dict[str, str] = {}
+    pins: set[str] = set()
+    for handle in handles:
+        agrees = all(metadata.get(key, value) == value for key, value in handle.metadata.items())
+        mine = pins if handle.pin is None else pins | {handle.pin}
+        if agrees and (several_pins or len(mine) <= 1):
+            taken.append(handle)
+            pins = mine
+            metadata |= handle.metadata
+        else:
+            rest.append(handle)
+    return taken, rest
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    """Counts of this trainer, for people and tests; the sidecar's metrics are the ones to alert on."""
+
+    cuts: int = 0
+    """Cuts whose bytes were handed over."""
+    commits: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Due cuts that were not taken, by cause: vetoed, or one of `wait.Wait`."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Saves that failed, by cause."""
+    event_errors: int = 0
+    """Exceptions that `on_event=` raised; only the first is logged."""
+    audit_faults: int = 0
+    state_thrown_away: int = 0
+    """Row fields of optimizers that were restored and made anew at the first step after it."""
+    stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+    """How long each of the last 1,000 cuts held the training thread."""
+    last_commit: Commit | None = None

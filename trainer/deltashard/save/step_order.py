@@ -1,0 +1,63 @@
+"""`step()` must be the last statement of the loop body: what moves between a cut and the next optimizer step is said.
+
+A scheduler stepped, or a dense parameter written, after `step()` belongs to that step in the program, but not in its
+checkpoint: a resumed run would miss it. The watch looks once after each cut, from a hook that removes itself at the
+next optimizer step, so ordinary steps pay nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deltashard.tracking.tracking import Tracking
+
+log = logging.getLogger("deltashard")
+
+
+class OrderWatch:
+    """Warns, once, about a loop body that goes on after `step()`."""
+
+    def __init__(self, tracking: Tracking, state: Mapping[str, Any]) -> None:
+        self._tracking = tracking
+        self._schedulers = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+        }
+        self._epochs: dict[str, int] = {}
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._said = False
+
+    def arm(self) -> None:
+        """A cut was taken: look again before the next optimizer step."""
+        self.close()
+        if self._said:
+            return
+        self._epochs = {name: scheduler.last_epoch for name, scheduler in self._schedulers.items()}
+        self._versions = [
+            (name, tensor, tensor._version)  # noqa: SLF001 - torch offers no accessor
+            for name, tensor in self._tracking.inventory.dense.items()
+            if isinstance(tensor, torch.nn.Parameter)
+        ]
+        self._tracking.steps.before_next.append(self._look)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._tracking.steps.before_next.clear()
+
+    def _look(self) -> None:
+        moved = [
+            f"scheduler {name}" for name, s in self._schedulers.items() if s.last_epoch != self._epochs[name]
+        ]
+        moved += [name for name, tensor, version in self._versions if tensor._version != version]  # noqa: SLF001
+        if moved and not self._said:
+            self._said = True
+            log.warning(
+                "%s changed between step() and the next optimizer step: a resumed run would miss that. "
+                "step() must be the last statement of the loop body",
+                ", ".join(moved[:4]),
+            )

@@ -1,0 +1,1 @@
+"""What a training program is made of, as values: tables, tensors, generators, positions."""

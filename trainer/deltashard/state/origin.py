@@ -1,0 +1,111 @@
+"""What a model's dense tensors were when its program had built it, and what became of them since.
+
+A buffer may grow while training (an observer's ranges, a buffer that was None). A new process builds the model as the
+old one did, so a restore meets the small buffer and the large checkpoint: it must know that this is growth, not
+another model. So a cut records, in the `meta` blob, what each changed tensor was at construction.
+
+A change of a parameter, or of a type (`model.half()` after the Checkpointer was built), is saved as it is. But a
+program that builds the model as before is refused such a checkpoint, which is said at the first cut that holds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltashard.state.discovery import canonical_prefixes, dtype_name
+
+log = logging.getLogger("deltashard")
+
+Shape = tuple[int, ...]
+
+
+class Origin:
+    """Shapes and types of dense tensors and tables at construction."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._was = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
+        self._said: set[str] = set()
+
+    def grown(self, tensors: Mapping[str, Tensor]) -> dict[str, list[int] | None]:
+        """Buffers of another shape than at construction, with that one; None: there was no tensor at all."""
+        found: dict[str, list[int] | None] = {}
+        for name, tensor in tensors.items():
+            was = self._was.get(name)
+            if isinstance(tensor, nn.Parameter):
+                continue
+            if was is None:
+                found[name] = None
+            elif was[0] != tuple(tensor.shape):
+                found[name] = list(was[0])
+        return found
+
+    def say(self, tensors: Mapping[str, Tensor]) -> None:
+        """Warn, once for each tensor, of changes that a newly built program will not have."""
+        changes = {}
+        for name, (shape, dtype) in self._was.items():
+            now = tensors.get(name)
+            if now is None:
+                changes[name] = "is gone"
+            elif now.dtype != dtype:
+                changes[name] = f"was {dtype_name(dtype)} and is {dtype_name(now.dtype)}"
+            elif isinstance(now, nn.Parameter) and tuple(now.shape) != shape:
+                changes[name] = f"was {shape} and is {tuple(now.shape)}"
+        changes |= {
+            name: "is new"
+            for name, tensor in tensors.items()
+            if name not in self._was and isinstance(tensor, nn.Parameter)
+        }
+        unsaid = {name: change for name, change in changes.items() if name not in self._said}
+        if not unsaid:
+            return
+        self._said |= unsaid.keys()
+        log.warning(
+            "the model changed after the Checkpointer was built: %s%s. It is saved as it is now; to restore it, make "
+            "the same change before building the Checkpointer",
+            "; ".join(f"{name} {change}" for name, change in list(unsaid.items())[:4]),
+            f" and {len(unsaid) - 4} more" if len(unsaid) > 4 else "",
+        )
+
+
+def may_grow(
+    name: str, value: Tensor, live: Tensor | None, grown: Mapping[str, Any], model: nn.Module
+) -> bool:
+    """Whether the stored `value` is what buffer `name` of the model, as it is built, grew into."""
+    if name not in grown:
+        return False
+    was = grown[name]
+    if live is None:
+        return was is None and slot_of(model, name) is not None
+    return (
+        was is not None
+        and not isinstance(live, nn.Parameter)
+        and tuple(was) == tuple(live.shape)
+        and value.dtype == live.dtype
+    )
+
+
+def grow(name: str, value: Tensor, live: Tensor | None, model: nn.Module) -> None:
+    """Give buffer `name` the shape and the values of `value`; whoever holds the very tensor sees it."""
+    if live is not None:
+        live.data = value.detach().to(live.device, copy=True)
+    elif (slot := slot_of(model, name)) is not None:
+        module, leaf = slot
+        near = next(
+            (t.device for t in (*module.parameters(), *module.buffers(), *model.parameters())),
+            torch.device("cpu"),
+        )
+        module._buffers[leaf] = value.detach().to(near, copy=True)  # noqa: SLF001 - setattr would run descriptors
+
+
+def slot_of(model: nn.Module, name: str) -> tuple[nn.Module, str] | None:
+    """The module and attribute of a buffer that is None now; None when there is no such place."""
+    path, _, leaf = name.rpartition(".")
+    for prefix, module in canonical_prefixes(model):
+        if prefix == path and leaf in module._buffers and module._buffers[leaf] is None:  # noqa: SLF001
+            return module, leaf
+    return None

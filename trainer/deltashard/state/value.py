@@ -1,0 +1,347 @@
+"""Torch objects as typed trees, and back: nothing here is ever pickled.
+
+`encode_value` and `decode_value` extend the typed tree with torch's leaf types: dense tensors as raw bytes (with their
+dtype and whether they lay on an accelerator), sparse COO tensors as their parts exactly as they are (an uncoalesced
+momentum buffer stays uncoalesced: coalescing changes bits), `torch.Size`, `torch.dtype`, `torch.device`.
+Encoding refers to the tensors' memory; the bytes are copied once, when they are written into the arena.
+
+A `Source` is one entry of the user's `state=`: something that can be read at every cut and written at a restore. A
+plain number cannot: the program's variable would not change when it is restored, so it is refused with the remedy.
+Several stateful objects may come together, in a list, tuple or dict of nothing else: each is read and written itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from deltashard_checkpoint.format import element_type, typed_tree
+from torch.utils.data import DataLoader
+
+from deltashard.errors import CheckpointMismatch, StateError
+from deltashard.state.position import Stateful
+from deltashard.state.rng import apply_own, capture_own, is_generator
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` of `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The tensor's elements as bytes, row-major; a view of its memory when it is a contiguous CPU tensor."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.is_conj() or flat.is_neg():
+        flat = flat.resolve_conj().resolve_neg()
+    if flat.numel() == 0:
+        return np.empty(0, np.uint8)
+    return flat.view(torch.uint8).numpy()
+
+
+def why_unstorable(tensor: torch.Tensor) -> str | None:
+    """What keeps a tensor from being stored, in words; None: it can be."""
+    kind = type(tensor)
+    if kind.__module__.startswith("torch.distributed."):
+        return "is sharded (a DTensor): this process holds a part of it only"
+    if tensor.is_nested:
+        return "is a nested tensor"
+    if tensor.is_quantized:
+        return "is a quantized tensor"
+    if tensor.layout not in (torch.strided, torch.sparse_coo):
+        return f"has layout {str(tensor.layout).removeprefix('torch.')}"
+    if not element_type.is_known(dtype_name(tensor.dtype)):
+        return f"has type {dtype_name(tensor.dtype)}"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"is a {kind.__name__}, whose memory is not its own"
+    return None
+
+
+def adapt(value: object) -> object:
+    """What the typed tree stores for a torch value; `NotImplemented` for anything else."""
+    if isinstance(value, torch.Tensor):
+        if (why := why_unstorable(value)) is not None:
+            raise StateError(
+                f"a tensor that {why} cannot be stored", remedy="store its parts, or make it dense"
+            )
+        if value.layout == torch.sparse_coo:
+            value = value.detach()
+            return typed_tree.Tagged(
+                tag="torch.sparse_coo",
+                value={
+                    "indices": value._indices(),  # noqa: SLF001 - the public accessor refuses uncoalesced tensors
+                    "values": value._values(),  # noqa: SLF001
+                    "shape": tuple(value.shape),
+                    "coalesced": value.is_coalesced(),
+                },
+            )
+        leaf = typed_tree.Tensor(
+            dtype=dtype_name(value.dtype), shape=tuple(value.shape), data=raw_bytes(value).data
+        )
+        return leaf if value.device.type == "cpu" else typed_tree.Tagged(tag="torch.accelerator", value=leaf)
+    if isinstance(value, torch.Size):
+        return typed_tree.Tagged(tag="torch.Size", value=tuple(value))
+    if isinstance(value, torch.dtype):
+        return typed_tree.Tagged(tag="torch.dtype", value=dtype_name(value))
+    if isinstance(value, torch.device):
+        return typed_tree.Tagged(tag="torch.device", value=str(value))
+    return NotImplemented
+
+
+def _tensor(leaf: typed_tree.Tensor) -> torch.Tensor:
+    dtype = getattr(torch, leaf.dtype)
+    data = np.frombuffer(leaf.data, np.uint8) if len(leaf.data) else np.empty(0, np.uint8)
+    # The device is said: a program may have set another default.
+    flat = torch.empty(data.size, dtype=torch.uint8, device="cpu")
+    flat.numpy()[:] = data
+    if not data.size:
+        return torch.empty(leaf.shape, dtype=dtype, device="cpu")
+    return flat.view(dtype).reshape(leaf.shape)
+
+
+def _untag(device: torch.device | None) -> Callable[[str, Any], object]:
+    def untag(tag: str, value: Any) -> object:
+        match tag:
+            case "torch.accelerator":
+                return value if device is None else value.to(device)
+            case "torch.sparse_coo":
+                return torch.sparse_coo_tensor(
+                    value["indices"],
+                    value["values"],
+                    value["shape"],
+                    is_coalesced=value["coalesced"],
+                    check_invariants=True,  # the indices came from the store
+                    device=value["values"].device,
+                )
+            case "torch.Size":
+                return torch.Size(value)
+            case "torch.dtype" if isinstance(value, str) and isinstance(
+                getattr(torch, value, None), torch.dtype
+            ):
+                return getattr(torch, value)
+            case "torch.device" if isinstance(value, str):
+                return torch.device(value)
+        raise CheckpointMismatch(
+            f"the checkpoint holds a value tagged {tag[:60]!r}, which this version does not know",
+            where="state",
+            remedy="update deltashard to the version that wrote it",
+        )
+
+    return untag
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of a state dict, however deep in dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def encode_value(value: object) -> typed_tree.EncodedTree:
+    """The value's encoding, referring to the memory of its tensors; raises `typed_tree.UnsupportedValue`, by path."""
+    return typed_tree.encode(value, adapt=adapt)
+
+
+def decode_value(data: bytes | bytearray | memoryview, *, device: torch.device | None = None) -> Any:
+    """The value back, every tensor in memory of its own; accelerator tensors go to `device` (None: stay on the CPU)."""
+    return typed_tree.decode(data, tensor=_tensor, untag=_untag(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One named piece of state: `get` reads it at a cut, `set` writes it at a restore."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+    subject: Any = None
+    """The object itself, to recognise a loader that is wrapped."""
+
+
+_MIXED = (
+    "give an object with state_dict() and load_state_dict() an entry of its own, state={'name': object}, or keep such "
+    "objects together in a list or dict of nothing else; other values must be plain (numbers, text, tensors, arrays)"
+)
+
+
+def _refuse(name: str, value: object) -> StateError:
+    return StateError(
+        f"a plain {type(value).__name__} is frozen at construction: later values would never be saved or restored",
+        where=f"state[{name!r}]",
+        remedy="give a (get, set) pair of callables, a dict or list that you mutate, or an object with state_dict() "
+        "and load_state_dict()",
+    )
+
+
+def _set_mapping(name: str, target: MutableMapping[Any, Any]) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        if not isinstance(value, Mapping):
+            raise CheckpointMismatch(
+                f"holds a {type(value).__name__}, not a mapping", where=f"state[{name!r}]"
+            )
+        target.clear()
+        target.update(value)
+
+    return put
+
+
+def _set_sequence(target: MutableSequence[Any]) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        target[:] = value
+
+    return put
+
+
+def _set_tensor(name: str, target: torch.Tensor) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        copy_tensor(target, value, where=f"state[{name!r}]")
+
+    return put
+
+
+def _set_array(name: str, target: np.ndarray[Any, Any]) -> Callable[[Any], None]:
+    def put(value: Any) -> None:
+        if not isinstance(value, np.ndarray) or value.shape != target.shape or value.dtype != target.dtype:
+            raise CheckpointMismatch("array of another shape or type", where=f"state[{name!r}]")
+        target[...] = value
+
+    return put
+
+
+def copy_tensor(target: torch.Tensor, value: object, *, where: str) -> None:
+    """`target.copy_(value)` under no_grad, for equal shape and dtype only; raises `CheckpointMismatch`."""
+    if not isinstance(value, torch.Tensor) or value.shape != target.shape or value.dtype != target.dtype:
+        held = (
+            f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        )
+        raise CheckpointMismatch(
+            f"the checkpoint holds {held}, the program {target.dtype} {tuple(target.shape)}",
+            where=where,
+            remedy="construct the program as in the run that saved, or restore(strict=False) to leave it as it is",
+        )
+    if target.layout == torch.strided and 0 in target.stride() and target.numel():
+        # Expanded: many elements are one in memory, which copy_() refuses to write.
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+        if not np.array_equal(raw_bytes(value[once].expand_as(value)), raw_bytes(value)):
+            raise CheckpointMismatch(
+                "its elements share memory here (expand()), and differ in the checkpoint",
+                where=where,
+                remedy="give it memory of its own: expand(...).clone()",
+            )
+        target, value = target[once], value[once]
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def _members(container: Any) -> dict[Any, Any]:
+    """Key or position -> member, as of now."""
+    return dict(container) if isinstance(container, Mapping) else dict(enumerate(container))
+
+
+def _holds_stateful(value: Any) -> bool:
+    """Whether it is a list, tuple or mapping, not empty, of nothing but objects that are saved themselves."""
+    if not isinstance(value, list | tuple | Mapping) or not value:
+        return False
+    return all(
+        (isinstance(member, Stateful) and not isinstance(member, torch.Tensor)) or is_generator(member)
+        for member in _members(value).values()
+    )
+
+
+def _together(name: str, container: Any) -> Source:
+    def parts() -> dict[Any, Source | None]:
+        return {key: source(f"{name}.{key}", member) for key, member in _members(container).items()}
+
+    def get() -> dict[Any, Any]:
+        return {key: part.get() for key, part in parts().items() if part is not None}
+
+    def put(held: Any) -> None:
+        mine = parts()
+        if not isinstance(held, Mapping) or held.keys() != mine.keys():
+            stored = sorted(map(str, held)) if isinstance(held, Mapping) else type(held).__name__
+            raise CheckpointMismatch(
+                f"the checkpoint holds {stored}, the program {sorted(map(str, mine))}",
+                where=f"state[{name!r}]",
+                remedy="give the same objects as in the run that saved",
+            )
+        for key, part in mine.items():
+            if part is not None:
+                part.set(held[key])
+
+    parts()  # refuses what cannot be saved, now
+    return Source(name=name, get=get, set=put)
+
+
+def source(name: str, value: Any) -> Source | None:
+    """The source for one entry of `state=`; None for a loader without state, whose position `wrap()` captures.
+
+    Raises:
+        StateError: the value cannot be read and written later (a number, a string, None, an optimizer).
+    """
+    if isinstance(value, torch.optim.Optimizer):
+        raise StateError(
+            "an optimizer in state= would be cast and aliased by its load_state_dict()",
+            where=f"state[{name!r}]",
+            remedy="give it as optimizer=, a list takes several",
+        )
+    if isinstance(value, Stateful):
+        return Source(name=name, get=value.state_dict, set=value.load_state_dict, subject=value)
+    if _holds_stateful(value):
+        return _together(name, value)
+    if is_generator(value):
+        return Source(name=name, get=lambda: capture_own(value), set=lambda held: apply_own(value, held))
+    if isinstance(value, tuple) and len(value) == 2 and callable(value[0]) and callable(value[1]):
+        return Source(name=name, get=value[0], set=value[1])
+    if isinstance(value, torch.Tensor):
+        return Source(name=name, get=lambda: value, set=_set_tensor(name, value))
+    if isinstance(value, np.ndarray):
+        return Source(name=name, get=lambda: value, set=_set_array(name, value))
+    if isinstance(value, MutableMapping):
+        return Source(name=name, get=lambda: value, set=_set_mapping(name, value))
+    if isinstance(value, MutableSequence):
+        return Source(name=name, get=lambda: value, set=_set_sequence(value))
+    if isinstance(value, DataLoader):
+        return None
+    raise _refuse(name, value)
+
+
+def sources(
+    state: Mapping[str, Any] | None, *, refuse: Callable[[str, object], None] = lambda _name, _held: None
+) -> list[Source]:
+    """All entries of `state=`, each encoded and decoded once, so that what cannot be saved is refused here.
+
+    `refuse` gets the name and the value of each as it would be stored, and raises for what must not be.
+
+    Raises:
+        StateError: a value, or something inside its state, cannot be stored; the message names the path.
+    """
+    found = []
+    for name, value in (state or {}).items():
+        entry = source(name, value)
+        if entry is None:
+            continue
+        held = entry.get()
+        refuse(name, held)
+        try:
+            check_value(held, where=f"state[{name!r}]")
+        except StateError as error:
+            if isinstance(value, Mapping | list | tuple) and not isinstance(value, Stateful):
+                raise StateError(error.what, where=error.where, remedy=_MIXED) from error
+            raise
+        found.append(entry)
+    return found
+
+
+def check_value(value: object, *, where: str) -> None:
+    """Encode and decode once; raises `StateError` with the place and the path of what cannot be stored."""
+    try:
+        decode_value(encode_value(value).to_bytes())
+    except (typed_tree.UnsupportedValue, StateError) as error:
+        raise StateError(error.what, where=where, remedy=error.remedy) from error

@@ -1,0 +1,1 @@
+"""Which rows changed since what: marks, and the ways a table learns them."""

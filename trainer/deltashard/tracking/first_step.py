@@ -1,0 +1,190 @@
+"""The first optimizer step after a restore: is the restored state still there?
+
+Some optimizers make their state at the first step they see, whatever is there already. So rows whose restored state
+differs from that of most rows are remembered, and looked at again after the step of the optimizer that owns them:
+among those that had no gradient, state that has become one constant (the value of untouched rows, or any where it was
+not constant before), or a copy of the weights, was made anew. Decay (Adam, RMSprop) keeps different values different.
+
+State made anew is said, counted, and put back for the rows without a gradient where that is safe: they are known from
+the gradient, the step left their weights alone, and the restored values still exist (the optimizer bound a new tensor,
+or the old one was small enough to copy). Rows with a gradient took this one step from the new state; that is said.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from deltashard.tracking.tracking import TrackedTable
+
+_log = logging.getLogger("deltashard.tracking")
+
+_LOOKED_AT = 1 << 16
+"""So many rows are searched for ones that are worth remembering."""
+_REMEMBERED = 512
+_COPIED_BYTES = 256 << 20
+"""Row-wise state up to so much in all is copied, so that it can be put back even if it was overwritten in place."""
+
+Report = Callable[[str, Mapping[str, Any]], None]
+
+
+class _Field:
+    """One row field as restored."""
+
+    def __init__(self, table: TrackedTable, name: str, tensor: Tensor, *, copy: bool) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.copy = tensor.clone() if copy else None
+        stride = max(1, tensor.shape[0] // _LOOKED_AT)
+        some = tensor[::stride].reshape(len(tensor[::stride]), -1)
+        self.usual = some[:, 0].mode().values
+        at = (some != self.usual).any(dim=1).nonzero().view(-1)
+        self.ids = at[:: max(1, len(at) // _REMEMBERED)][:_REMEMBERED] * stride
+        self.values = _rows(tensor, self.ids)
+        self.weights = _rows(table.param.detach(), self.ids)
+
+    def thrown_away(self, live: Tensor | None, weights: Tensor, clean: Tensor | None) -> bool:
+        """Whether the rows of `clean` (bool [R]; None: any) among the remembered ones were made anew."""
+        if live is None or live.shape != self.tensor.shape or live.dtype != self.tensor.dtype:
+            return True
+        chosen = slice(None) if clean is None else clean.to(self.ids.device)[self.ids]
+        ids, was = self.ids[chosen], self.values[chosen]
+        now = _rows(live, ids)
+        if not ids.numel() or torch.equal(was, now):
+            return False
+        one = now.reshape(-1)[0]
+        if bool((now == one).all()):
+            return bool(one == self.usual) or not bool((was == was.reshape(-1)[0]).all())
+        own = _rows(weights, ids)
+        return now.shape == own.shape and torch.equal(now, own.to(now.device, now.dtype))
+
+    def source(self, live: Tensor) -> Tensor | None:
+        """The restored values, if they still exist."""
+        if self.copy is not None:
+            return self.copy
+        if self.tensor.data_ptr() == live.data_ptr():
+            return None
+        return self.tensor if torch.equal(_rows(self.tensor, self.ids), self.values) else None
+
+
+class _Watched:
+    """One table's state in an optimizer that has not stepped yet."""
+
+    def __init__(self, table: TrackedTable, owner: Any, fields: list[_Field]) -> None:
+        self.table = table
+        self.owner = owner
+        self.fields = fields
+        self.grad: Tensor | None = None
+
+
+class FirstStep:
+    """Watches restored tables until the optimizer that holds their state has stepped."""
+
+    def __init__(self, tables: Iterable[TrackedTable], report: Report) -> None:
+        self._report = report
+        self._left: list[_Watched] = []
+        room = _COPIED_BYTES
+        for table in tables:
+            by_owner: dict[int, list[_Field]] = {}
+            for name, tensor in table.state_tensors().items():
+                size = tensor.numel() * tensor.element_size()
+                copy = size <= room and tensor.numel() == tensor.shape[0]
+                room -= size if copy else 0
+                nth = int(name.partition("@")[2] or 0)
+                by_owner.setdefault(nth, []).append(_Field(table, name, tensor, copy=copy))
+            for nth, fields in by_owner.items():
+                if any(field.ids.numel() for field in fields):
+                    self._left.append(_Watched(table, table.views[nth].target, fields))
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to be watched."""
+        return not self._left
+
+    def before(self, optimizer: Any) -> None:
+        """`optimizer` is about to step: hold the gradients, a hook may drop them."""
+        for watched in self._left:
+            if watched.owner is optimizer:
+                watched.grad = watched.table.param.grad
+
+    def after(self, optimizer: Any) -> None:
+        """`optimizer` stepped."""
+        for watched in list(self._left):
+            if watched.owner is not optimizer:
+                continue
+            grad = watched.grad if watched.grad is not None else watched.table.param.grad
+            found = self._check(watched, grad)
+            if found or grad is not None:
+                self._left.remove(watched)
+
+    def finish(self) -> None:
+        """A cut is due: look at what is left (owned by wrappers without hooks) without knowing its gradient."""
+        for watched in self._left:
+            self._check(watched, None)
+        self._left.clear()
+
+    def _check(self, watched: _Watched, grad: Tensor | None) -> bool:
+        try:
+            return self._compare(watched, None if grad is None else _clean(grad))
+        except Exception as error:  # noqa: BLE001 - inside the user's step: a look must never harm training
+            _log.warning("the state of table %s could not be compared: %s", watched.table.fqn, error)
+            return True
+
+    def _compare(self, watched: _Watched, clean: Tensor | None) -> bool:
+        table = watched.table
+        live = table.state_tensors()
+        weights = table.param.detach()
+        thrown = [f for f in watched.fields if f.thrown_away(live.get(f.name), weights, clean)]
+        gone = [f for f in thrown if f.name not in live]
+        if len(thrown) < sum(bool(f.ids.numel()) for f in watched.fields):
+            thrown = gone  # the last gradient (Adam with beta1 = 0, Rprop) is zero there by right
+        for field in thrown:
+            repaired = clean is not None and _put_back(field, live.get(field.name), weights, clean)
+            _log.warning(
+                "optimizer state %s of table %s was restored and is gone after the first step: "
+                "the optimizer initialises it again at its first step. %s",
+                field.name,
+                table.fqn,
+                "It was put back for all rows without a gradient in that step; the others took it from new state"
+                if repaired
+                else "It could not be put back: training goes on from new state",
+            )
+            self._report("state_thrown_away", {"table": table.fqn, "field": field.name, "repaired": repaired})
+        if thrown:
+            table.rewritten()
+        return bool(thrown)
+
+
+def _rows(tensor: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` as [n, D] copies."""
+    rows = tensor.detach()[ids.to(tensor.device)]
+    return rows.unsqueeze(1) if rows.dim() == 1 else rows
+
+
+def _clean(grad: Tensor) -> Tensor:
+    """Which rows have no gradient: bool [R]."""
+    if not grad.is_sparse:
+        return (grad == 0).all(dim=1)
+    clean = torch.ones(grad.shape[0], dtype=torch.bool, device=grad.device)
+    clean[grad._indices()[0]] = False  # noqa: SLF001 - indices() refuses uncoalesced gradients
+    return clean
+
+
+def _put_back(field: _Field, live: Tensor | None, weights: Tensor, clean: Tensor) -> bool:
+    if live is None or live.shape != field.tensor.shape or live.dtype != field.tensor.dtype:
+        return False
+    chosen = clean.to(field.ids.device)[field.ids]
+    if not torch.equal(_rows(weights, field.ids[chosen]), field.weights[chosen]):
+        return False  # it moves rows without a gradient, too: what their state should be now is not known
+    source = field.source(live)
+    if source is None:
+        return False
+    at = clean.nonzero().view(-1).to(live.device)
+    with torch.no_grad():
+        live[at] = source[at]
+    return True

@@ -1,0 +1,170 @@
+"""Which rows changed since what: one byte of flags per row, and the rules by which flags rise and fall.
+
+A row is `FRESH` when it changed since the newest commit this trainer knows of, and `BASE` when it changed since the
+newest baseline it knows of. A cut moves flags to their pending twins, for its fate is not known yet:
+
+    event                 FRESH -> FRESH_PENDING        BASE -> BASE_PENDING
+    row changes           set FRESH                     set BASE
+    cut taken             moved                         moved, if the cut is full (a baseline when it commits)
+    commit of the newest  pending cleared               pending cleared, if it was the newest full cut
+    commit of an older    pending kept: a newer cut     as above: only full cuts ever fill it
+                          still holds those rows
+    cut failed            pending merged back unless    pending merged back unless another full cut in flight
+                          a newer cut holds them        holds them
+    restored              cleared                       set for the rows that came from delta frames
+
+Every selection is the flag *or* its pending twin, so a cut taken while another is in flight includes that one's rows.
+Whatever arrives late, twice or never, a selection stays a superset of what truly changed: an acknowledgement of a cut
+that is not in flight any more clears nothing. (2-format: "What a part covers".)
+
+Marking writes the constant `FRESH | BASE` over the byte and so forgets pending twins of that row. Nothing is lost by
+that, since a raised flag selects the row wherever its twin would and outlives it; and it makes marking one blind
+store per row, without a read. No uniqueness is needed either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from deltashard_checkpoint.codecs import row_kernel
+from torch import Tensor
+
+FRESH = 1
+FRESH_PENDING = 2
+BASE = 4
+BASE_PENDING = 8
+_MARK = FRESH | BASE
+
+Mode = Literal["all", "since_baseline", "since_commit"]
+_SELECTS = {"since_commit": FRESH | FRESH_PENDING, "since_baseline": BASE | BASE_PENDING}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSelection:
+    """Rows of one table that a cut takes: all of them, or `ids`."""
+
+    all: bool
+    ids: Tensor | None
+    """int64 [n], ascending and unique, on the table's device; None when `all`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirtyCounts:
+    """How many rows a cut would take now, by mode."""
+
+    commit: int
+    baseline: int
+    total: int
+
+
+class Marks:
+    """The flags of one table's `rows` rows, as uint8 [rows] on `device`."""
+
+    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+        self.rows = rows
+        self.flags = torch.full((rows,), _MARK, dtype=torch.uint8, device=device)
+        # The same memory for numpy: on the CPU a fancy store costs half of torch's dispatch.
+        self._array = self.flags.numpy() if self.flags.device.type == "cpu" else None
+        self._in_flight: dict[int, bool] = {}
+
+    def mark(self, ids: Tensor) -> None:
+        """Rows `ids` (integers of any shape and order, repeats allowed, on the flags' device) changed."""
+        if self._array is not None:
+            self._array[ids.numpy()] = _MARK
+        else:
+            self.flags.index_fill_(0, ids.reshape(-1).long(), _MARK)
+
+    def mark_all(self) -> None:
+        """Any row may have changed."""
+        self.flags.fill_(_MARK)
+
+    def mark_where(self, changed: Tensor) -> None:
+        """Rows where `changed` (bool [rows], on the flags' device) changed."""
+        self.flags.masked_fill_(changed, _MARK)
+
+    def select(self, mode: Mode) -> RowSelection:
+        """The rows that a cut of this mode must take."""
+        if mode == "all":
+            return RowSelection(all=True, ids=None)
+        if self._array is not None:
+            ids = torch.from_numpy(row_kernel.find_rows(self._array, _SELECTS[mode]))
+        else:
+            ids = torch.nonzero(self.flags & _SELECTS[mode]).view(-1)
+        if ids.numel() == self.rows:
+            return RowSelection(all=True, ids=None)
+        return RowSelection(all=False, ids=ids)
+
+    def counts(self) -> DirtyCounts:
+        """Sizes of the three selections."""
+        return DirtyCounts(
+            commit=self._count("since_commit"), baseline=self._count("since_baseline"), total=self.rows
+        )
+
+    def cut_taken(self, cut: int, *, full: bool) -> None:
+        """Cut number `cut` copied this table's selection; `full`: of the mode "all", for every table."""
+        self._in_flight[cut] = full
+        moving = FRESH | BASE if full else FRESH
+        # Pending twins lie one bit higher than their flags.
+        self._shift(moving, left=1)
+
+    def committed(self, cut: int, *, baseline: bool) -> None:
+        """The commit of `cut` is known; `baseline`: its part covers null. Late or repeated news is harmless."""
+        full = self._in_flight.pop(cut, None)
+        if full is None:
+            return
+        keep = 0xFF
+        if not any(other > cut for other in self._in_flight):
+            keep ^= FRESH_PENDING
+        if baseline and full and not any(o_full and other > cut for other, o_full in self._in_flight.items()):
+            keep ^= BASE_PENDING
+        elif full and not baseline:
+            # Complete, yet not accepted as a baseline: its rows still count as changed since the older one.
+            self._merge(BASE_PENDING)
+        # Older cuts can no longer commit (cuts commit in increasing order) and this one holds what they held.
+        for other in [o for o in self._in_flight if o < cut]:
+            del self._in_flight[other]
+        if self._array is not None:
+            np.bitwise_and(self._array, keep, out=self._array)
+        else:
+            self.flags.bitwise_and_(keep)
+
+    def failed(self, cut: int) -> None:
+        """`cut` will not commit as far as this trainer can tell: the next one takes its rows again."""
+        full = self._in_flight.pop(cut, None)
+        if full is None:
+            return
+        if not any(other > cut for other in self._in_flight):
+            self._merge(FRESH_PENDING)
+        if full and not any(o_full and other > cut for other, o_full in self._in_flight.items()):
+            self._merge(BASE_PENDING)
+
+    def reseed(self, ids: Tensor | None) -> None:
+        """After a restore: nothing is fresh, and `ids` (int64 [n]; None: every row) differ from the baseline."""
+        self._in_flight.clear()
+        self.flags.fill_(BASE if ids is None else 0)
+        if ids is not None and ids.numel():
+            self.flags.index_fill_(0, ids.to(self.flags.device, torch.int64), BASE)
+
+    def clean(self, ids: Tensor) -> Tensor:
+        """Which of `ids` did not change since the last cut was taken: bool [n]."""
+        return (self.flags[ids] & FRESH) == 0
+
+    def _count(self, mode: Mode) -> int:
+        if self._array is not None:
+            return row_kernel.count_rows(self._array, _SELECTS[mode])
+        return int(torch.count_nonzero(self.flags & _SELECTS[mode]))
+
+    def _merge(self, pending: int) -> None:
+        self._shift(pending, left=-1)
+
+    def _shift(self, bits: int, *, left: int) -> None:
+        """Move `bits` of every row one place up (1) or down (-1); what is at the target stays set."""
+        if self._array is not None:
+            row_kernel.move_flags(self._array, bits, left=left > 0)
+        else:
+            moved_on = self.flags & bits
+            moved_on = moved_on << 1 if left > 0 else moved_on >> 1
+            self.flags.bitwise_and_(0xFF ^ bits).bitwise_or_(moved_on)

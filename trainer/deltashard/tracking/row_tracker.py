@@ -1,0 +1,227 @@
+"""How a table learns which of its rows changed: exactly, or a superset, never less.
+
+**Gradients** (`RowTracker`), for optimizers of the whitelist, which change only rows with a gradient. After a step,
+- a sparse gradient lists its rows: they are marked, and nothing else needs to be known. This covers functional and
+  tied lookups, accumulation, closures and gradients that nobody zeroed, for it is the very gradient that was applied;
+- a dense gradient says nothing cheaply (scanning one costs as much as the step itself), so its rows come from the
+  lookups, with proof that they are all of it. A hook on each lookup's autograd node notes the ids *when the gradient
+  flows* (an eval-mode or detached lookup never counts) and the address of the gradient it made. When the sum of one
+  backward pass reaches the parameter, n lookups account for it exactly if it lies at one of their addresses and was
+  added to in place n - 1 times: autograd sums into its first buffer and counts versions. A functional use, another
+  owner of a tied weight or another user's hook breaks that count. From there to the step the gradient must stay as
+  it was (same memory, one version per backward pass): clipping, unscaling, averaging over ranks and a manual edit are
+  seen. Whatever is not proven ends the method for this table: `Untracked`, and the table goes over to hashing.
+
+Rows are marked after the step, not at the lookup: a step that GradScaler skips marks nothing, and a cut between a
+backward pass and its step loses nothing.
+
+**Hashes** (`HashTracker`), for everything else: one 64-bit hash of weights and state per row, kept from cut to cut.
+Exact for any optimizer; costs one read of the table per cut and 8 bytes per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from deltashard.state import row_hash
+from deltashard.state.discovery import FoundTable
+from deltashard.tracking.marks import Marks
+
+
+class Untracked(Exception):
+    """The rows that changed in this step cannot be proven; the message says why."""
+
+
+_SEEN = "_deltashard_version"
+"""Attribute of a gradient: its version right after backward added to it. A tensor put in its place lacks it, even at
+the same address."""
+
+
+def version(tensor: Tensor) -> int:
+    """Torch's own count of in-place writes; `.data` writes, fused and custom kernels do not move it."""
+    return tensor._version  # noqa: SLF001 - there is no other accessor
+
+
+class RowTracker:
+    """Marks the rows of one table from its gradients after every step."""
+
+    def __init__(self, found: FoundTable, marks: Marks) -> None:
+        self._param = found.param
+        self._marks = marks
+        self._handles: list[RemovableHandle] = []
+        self._broken: str | None = None
+        # Of the backward pass under way: ids, address of the gradient, of every lookup.
+        self._flowing: list[tuple[Tensor, int]] = []
+        # Address and version that param.grad will have once the gradient under way was added.
+        self._expected: tuple[int, int] | None = None
+        # Lookups whose gradients are in param.grad: not marked since the last cut, and marked.
+        self._unmarked: list[Tensor] = []
+        self._marked: list[Tensor] = []
+        # The gradient of the step under way, and the rows of a sparse one.
+        self._held: Tensor | None = None
+        self._held_rows: Tensor | None = None
+        lookups = [m for m in found.lookups if not m.sparse]
+        if lookups:
+            hook = _LookupHook(self)
+            self._handles += [m.register_forward_hook(hook, with_kwargs=True) for m in lookups]
+            self._handles.append(self._param.register_hook(self._gradient_arrives))  # type: ignore[no-untyped-call]
+            self._handles.append(self._param.register_post_accumulate_grad_hook(self._gradient_added))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def hold(self) -> None:
+        """The optimizer is about to apply `param.grad`: keep it, a hook of somebody else may drop it."""
+        self._held = grad = self._param.grad
+        self._held_rows = grad._indices()[0] if grad is not None and grad.is_sparse else None  # noqa: SLF001 - indices() refuses uncoalesced gradients
+
+    def stepped(self) -> None:
+        """The optimizer applied the gradient that was held: mark its rows.
+
+        Raises:
+            Untracked: which rows that were is not known.
+        """
+        grad, rows = self._held, self._held_rows
+        self._held = self._held_rows = None
+        if self._param.grad is not grad and self._param.grad is not None:
+            raise Untracked("its gradient was replaced within the optimizer's step")
+        if grad is None:
+            return
+        if rows is not None:
+            self._marks.mark(rows)
+            return
+        if self._broken is not None:
+            raise Untracked(self._broken)
+        if grad.__dict__.get(_SEEN) != version(grad):
+            raise Untracked(
+                "its dense gradient was written outside of backward (clipping, unscaling, averaging, by hand)"
+            )
+        for ids in self._unmarked:
+            self._marks.mark(ids)
+        self._marked += self._unmarked
+        self._unmarked = []
+        if sum(ids.numel() for ids in self._marked) > self._marks.rows:
+            self._marked = [torch.unique(torch.cat([ids.view(-1) for ids in self._marked]))]
+
+    def cut_taken(self) -> None:
+        """Marks were moved to pending: if the gradient still in place is applied again, its rows change again."""
+        self._unmarked += self._marked
+        self._marked = []
+
+    def owns(self, node: Any) -> bool:
+        """Whether the autograd node's first input is the table itself."""
+        edges = node.next_functions
+        return bool(edges) and getattr(edges[0][0], "variable", None) is self._param
+
+    def gradient_flows(self, ids: Tensor, grad: Tensor | None) -> None:
+        """The autograd node of a lookup of `ids` made the dense gradient `grad`."""
+        # Cloned now: before the step the caller may refill its batch in place.
+        self._flowing.append((ids.clone(), 0 if grad is None else grad.data_ptr()))
+
+    def _gradient_arrives(self, grad: Tensor) -> None:
+        flowing, self._flowing = self._flowing, []
+        self._expected = None
+        if grad.is_sparse:
+            return
+        if not flowing:
+            self._broken = (
+                "it gets dense gradients that come from no tracked lookup (functional use, compiled)"
+            )
+        elif version(grad) != len(flowing) - 1 or all(at != grad.data_ptr() for _, at in flowing):
+            self._broken = (
+                "its dense gradient has parts that come from no tracked lookup (functional or tied use)"
+            )
+        present = self._param.grad
+        if present is None:
+            self._unmarked, self._marked = [], []
+        elif present.__dict__.get(_SEEN) != version(present):
+            self._broken = (
+                "its dense gradient was written between two backward passes (zeroed in place, or by hand)"
+            )
+        # Autograd takes the buffer itself, or adds to what is there; whoever else touches it first is seen.
+        self._expected = (
+            (grad.data_ptr(), version(grad))
+            if present is None
+            else (present.data_ptr(), version(present) + 1)
+        )
+        self._unmarked += [ids for ids, _ in flowing]
+
+    def _gradient_added(self, param: Tensor) -> None:
+        grad = param.grad
+        if grad is None or grad.is_sparse:
+            return
+        if self._expected != (grad.data_ptr(), version(grad)):
+            self._broken = "its dense gradient is rewritten by another hook, or mixed with sparse ones"
+        grad.__dict__[_SEEN] = version(grad)
+
+
+class _LookupHook:
+    """The forward hook of lookup modules; a copy or pickle of the model carries one that does nothing."""
+
+    def __init__(self, tracker: RowTracker | None = None) -> None:
+        self._tracker = tracker
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LookupHook:
+        return _LookupHook()
+
+    def __reduce__(self) -> tuple[type[_LookupHook], tuple[()]]:
+        return (_LookupHook, ())
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        tracker = self._tracker
+        if tracker is None or torch.compiler.is_compiling() or not isinstance(output, Tensor):
+            return
+        node = output.grad_fn
+        if node is None:  # no gradient will flow: evaluation, no_grad, a frozen table
+            return
+        # A transformed weight (functional_call, a parametrization) is not this parameter.
+        if not tracker.owns(node):
+            return
+        ids = args[0] if args else kwargs["input"]
+        node.register_hook(lambda grads, _outer: tracker.gradient_flows(ids, grads[0] if grads else None))
+
+
+class HashTracker:
+    """Marks the rows of one table whose hash differs from the one at the last look."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._hashes: Tensor | None = None
+        self._layout: tuple[object, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the kept hashes take."""
+        return 0 if self._hashes is None else self._hashes.numel() * 8
+
+    def begin(self, sections: Sequence[Tensor]) -> row_hash.Hashing:
+        """Begin a look at the weights and row fields `sections`, [R] or [R, D] each: run its jobs, then `end` it."""
+        return row_hash.Hashing(sections, self._seed)
+
+    def end(self, hashing: row_hash.Hashing, sections: Sequence[Tensor], marks: Marks) -> None:
+        """Compare with the last look.
+
+        A first look, or another set of fields than last time, counts as a change of every row.
+        """
+        layout = row_hash.layout(sections)
+        hashes = hashing.result()
+        if self._hashes is None or layout != self._layout:
+            marks.mark_all()
+        else:
+            marks.mark_where(hashes != self._hashes)
+        self._hashes, self._layout = hashes, layout
+
+    def adopt(self, sections: Sequence[Tensor]) -> None:
+        """Take what is there as known (after a restore), without marking."""
+        self._layout = row_hash.layout(sections)
+        self._hashes = row_hash.row_hashes(sections, self._seed)

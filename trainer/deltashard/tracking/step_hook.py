@@ -1,0 +1,124 @@
+"""Hooks on one optimizer: what runs around each of its steps, and nothing that it does not need.
+
+Each optimizer knows its own tables, and of those only the ones that are tracked by gradients: a step costs what its
+own tables cost. Rows are only believed to be those of the gradient when nothing but the optimizer's own step runs
+between these hooks: another hook may run inside of the bracket, and write or drop gradients there, and so may a
+closure. With either, its tables are tracked by hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import optimizer as torch_optimizer
+
+from deltashard.optimizer.whitelist import why_inexact
+
+if TYPE_CHECKING:
+    from deltashard.tracking.first_step import FirstStep
+    from deltashard.tracking.gradient import GradientWatch
+    from deltashard.tracking.tracking import TrackedTable
+
+_GLOBAL_PRE = torch_optimizer._global_optimizer_pre_hooks  # noqa: SLF001 - torch offers no accessor
+_GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as above
+
+
+class Steps:
+    """What all optimizers of one `Tracking` share."""
+
+    __slots__ = ("before_next", "first", "gradients", "inside", "stepped")
+
+    def __init__(self) -> None:
+        self.stepped = False
+        """Whether one of them stepped since the last step boundary."""
+        self.inside: set[Any] = set()
+        """Optimizers whose step began and did not end: while one is left by an exception, it stays here."""
+        self.before_next: list[Callable[[], None]] = []
+        """Called once, before the next step of any of them."""
+        self.first: FirstStep | None = None
+        """Watches the first step after a restore."""
+        self.gradients: GradientWatch | None = None
+        """Watches what becomes of the gradients that were there at the last cut."""
+
+
+class StepHooks:
+    """Those of one optimizer."""
+
+    __slots__ = ("_handles", "_steps", "optimizer", "tables")
+
+    def __init__(self, optimizer: Any, steps: Steps, loaded: Callable[[Any], None]) -> None:
+        """`loaded` is called with the optimizer after its `load_state_dict`."""
+        self.optimizer = optimizer
+        self.tables: list[TrackedTable] = []
+        """Those that it alone owns and that are tracked by gradients."""
+        self._steps = steps
+        self._handles = [
+            optimizer.register_step_pre_hook(self.before),
+            optimizer.register_step_post_hook(self.after),
+            optimizer.register_load_state_dict_post_hook(loaded),
+        ]
+
+    def close(self) -> None:
+        """Remove them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The pre-hook."""
+        steps = self._steps
+        if steps.before_next:
+            calls, steps.before_next = steps.before_next, []
+            for call in calls:
+                call()
+        if steps.gradients is not None:
+            steps.gradients.before(optimizer, closure=has_closure(args, kwargs))
+            if steps.gradients.over:
+                steps.gradients = None
+        if steps.first is not None:
+            steps.first.before(optimizer)
+        if self.tables:
+            reason = why_inexact(optimizer) or why_not_alone(optimizer, args, kwargs)
+            for table in self.tables:
+                try:
+                    table.before_step(reason)
+                except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the step
+                    table.lost(error)
+        steps.inside.add(optimizer)
+
+    def after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        """The post-hook."""
+        steps = self._steps
+        steps.stepped = True
+        for table in self.tables:
+            try:
+                table.after_step()
+            except Exception as error:  # noqa: BLE001 - as above
+                table.lost(error)
+        if steps.first is not None:
+            steps.first.after(optimizer)
+            if steps.first.over:
+                steps.first = None
+        steps.inside.discard(optimizer)  # last of all: without all marks the step is not whole either
+
+
+def why_not_alone(
+    optimizer: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> str | None:
+    """Whose code runs within a step beside the optimizer's own; None: nobody's."""
+    if has_closure(args, kwargs or {}):
+        return "its step evaluates a closure"
+    pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001 - torch offers no accessor
+    if len(pre) == 1 and len(post) == 1 and not _GLOBAL_PRE and not _GLOBAL_POST:
+        return None
+    for hooks in (pre, post, _GLOBAL_PRE, _GLOBAL_POST):
+        for hook in hooks.values():
+            if not isinstance(getattr(hook, "__self__", None), StepHooks):
+                return "another step hook of its optimizer may write rows, or drop gradients, unseen"
+    return None
+
+
+def has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a step's arguments, the optimizer itself first, have a closure."""
+    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None

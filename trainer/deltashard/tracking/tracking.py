@@ -1,0 +1,739 @@
+"""The facade of tracking: which rows a cut must take, and the live tensors it takes them from.
+
+One `TrackedTable` per table of the model. How it is tracked is decided here and may change while training:
+
+    gradients  exactly one optimizer owns it, that optimizer is on the whitelist as it stands (checked before every
+               step), and no lookup renormalises (max_norm)
+    hashes     everything else, and small tables, for which one look per cut costs less than anything per step
+
+A table goes over from gradients to hashes for good when the whitelist stops to hold, when rows cannot be proven, when
+an audit fails or when it is written from outside repeatedly. It is marked whole at that moment, so nothing is missed;
+the reason is logged once. A single write from outside (a version counter or address that moved between our hooks, an
+optimizer's `load_state_dict`) marks the table whole.
+
+Order at a step boundary, all on the training thread:
+
+    step_done()                         every step
+    refresh() -> DirtyCounts            a cut is due: audits, looks at hash tables, refreshes schemas; then counts
+    audit_sample()                      draw the next sample
+    table.prepare_cut(mode)             per table; ... rows are copied ...
+    cut_taken(cut, mode, full=...)      flags move to pending
+    committed(cut, ...) | failed(cut)   whenever the news arrives
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
+from torch import Tensor, nn
+
+from deltashard.optimizer.optimizer_state import OptimizerView, allocate, views_of
+from deltashard.optimizer.whitelist import hookable, innermost, why_inexact
+from deltashard.state.discovery import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
+from deltashard.state.kernel_thread import share
+from deltashard.state.row_hash import Hashing
+from deltashard.tracking.audit import Audit, AuditFault
+from deltashard.tracking.first_step import FirstStep, Report
+from deltashard.tracking.gradient import GradientWatch
+from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection
+from deltashard.tracking.row_tracker import HashTracker, RowTracker, Untracked, version
+from deltashard.tracking.step_hook import StepHooks, Steps, why_not_alone
+
+_log = logging.getLogger("deltashard.tracking")
+
+_JOBS_AT_ONCE = 64
+"""Chunks of hashing, of all tables together, before their results are taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackingSettings:
+    """How tables are found and tracked."""
+
+    tables: TableSettings = field(default_factory=TableSettings)
+    hash_below_bytes: int = 256 << 10
+    """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
+    audit_rows: int = 2048
+    """Rows sampled per table and cut; 0 switches the audit off (see `audit.miss_probability`)."""
+    verify: Literal["sample", "full"] = "sample"
+    """"full": at the first `verify_cuts` cuts every row of tables tracked by gradients is compared, not a sample; rows
+    that changed without a mark are named in the log. It reads the tables twice more for each of those cuts."""
+    verify_cuts: int = 8
+    outside_writes: int = 2
+    """After so many writes from outside a table is tracked by hashes."""
+    seed: int = 0x5EED
+    """Of the hashes and of the audit's samples."""
+
+    def __post_init__(self) -> None:
+        """Raise `UserError` for a word that means nothing."""
+        if self.verify not in ("sample", "full"):
+            raise UserError(
+                f"verify={self.verify!r} means nothing",
+                where="TrackingSettings",
+                remedy='say "full", or leave it out ("sample")',
+            )
+
+    def audited_rows(self, nth: int, rows: int) -> int:
+        """How many of a table's rows the sample after its `nth` cut (from 0) takes."""
+        whole = self.verify == "full" and nth < self.verify_cuts
+        return rows if whole else min(self.audit_rows, rows)
+
+
+class TrackedTable:
+    """One table: its live tensors, its marks and how it is tracked."""
+
+    def __init__(self, found: FoundTable, settings: TrackingSettings) -> None:
+        self.fqn = found.fqn
+        self.found = found
+        self.param = found.param
+        self._lookups = found.lookups
+        self.aliases = found.aliases
+        self.marks = Marks(found.param.shape[0], found.param.device)
+        self.views: list[OptimizerView] = []
+        """Those that hold state of this table, innermost first."""
+        self.sole: Any = None
+        """The optimizer that alone owns this table, else None."""
+        self.reason = ""
+        """Why it is tracked by hashes; empty while it is tracked by gradients."""
+        self.schema_version = 0
+        self._settings = settings
+        self._seed = settings.seed ^ zlib.crc32(found.fqn.encode())
+        self._rows: RowTracker | None = None
+        self._hashes: HashTracker | None = None
+        self._audit = Audit(found.fqn, self._seed)
+        self._samples = 0
+        self._outside = 0
+        self._shares: str | None = None
+        self._signature: tuple[int, ...] = ()
+        self._pinned: list[Any] = []
+        self._schema = self._read_schema()
+
+    # -- what a cut and a restore need
+
+    @property
+    def schema(self) -> TableSchema:
+        """As of the last `refresh`: `schema_version` counts its changes (a lazy field appeared)."""
+        return self._schema
+
+    @property
+    def tracker(self) -> str:
+        """How rows are found: "gradients" or "hashes"."""
+        return "gradients" if self._rows is not None else "hashes"
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The live row fields in schema order: [R], [R, 1] or [R, D], possibly on another device than `param`."""
+        return {name: tensor for name, (_, tensor) in self._fields().items()}
+
+    def scalar_state(self) -> dict[str, Any]:
+        """The table's other optimizer state by canonical key (`step`, factored moments, ...); live values."""
+        found: dict[str, Any] = {}
+        for nth, view in enumerate(self.views):
+            fields = view.fields(self.param)
+            for key, value in (view.state.get(self.param) or {}).items():
+                if str(key) not in fields:
+                    found[_name(str(key), nth)] = value
+        return found
+
+    def allocate_state(self, spec: FieldSpec) -> Tensor:
+        """The live tensor to scatter restored values of `spec` into; see `optimizer_state.allocate`.
+
+        Raises:
+            UserError: no optimizer owns this table.
+        """
+        owner = self.owner_of(spec)
+        if owner is None:
+            raise UserError(
+                f"The checkpoint holds optimizer state {spec.name!r}, but no optimizer of this run would own it",
+                where=self.fqn,
+                remedy="pass the optimizer to the Checkpointer, or restore with weights_only=True",
+            )
+        return allocate(owner, self.param, spec, spec.name.partition("@")[0])
+
+    def owner_of(self, spec: FieldSpec) -> OptimizerView | None:
+        """The optimizer that holds row field `spec`, by the name it is stored under; None: none here would."""
+        nth = int(spec.name.partition("@")[2] or 0)
+        return self.views[nth] if nth < len(self.views) else None
+
+    def prepare_cut(self, mode: Mode) -> RowSelection:
+        """The rows a cut of this mode takes, as of the last `Tracking.refresh`."""
+        return self.marks.select(mode)
+
+    # -- tracking
+
+    def attach(self, owners: Iterable[Any], views: Iterable[OptimizerView]) -> None:
+        """Set the optimizers: those handed over that own this table, and the views that hold its state."""
+        if self._rows is not None and self._signature != self._sign():
+            self._written_outside()  # `sign` below would take it for seen
+        first = self._rows is None and self._hashes is None
+        self.views = list(views)[::-1]
+        owners = list(owners)
+        self.sole = owners[0] if len(owners) == 1 else None
+        reason = self._why_hashes(owners)
+        small = self.param.numel() * self.param.element_size() < self._settings.hash_below_bytes
+        if reason is None and not small:
+            if self._rows is None and self._hashes is None:
+                self._rows = RowTracker(self.found, self.marks)
+        elif self._rows is not None or self._hashes is None:
+            self.go_over(reason or "it is small", quiet=reason is None)
+        if first:  # later `refresh` looks: a field that appeared, or another shape, must not pass for seen
+            self._schema = self._read_schema()
+        self.sign()
+
+    def go_over(self, reason: str, *, quiet: bool = False) -> None:
+        """Track by hashes from now on."""
+        if self._hashes is not None:
+            return
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = None
+        self._hashes = HashTracker(self._seed)
+        self.marks.mark_all()
+        self.reason = reason
+        level = logging.DEBUG if quiet else logging.INFO
+        _log.log(level, "table %s is tracked by row hashes at each cut: %s", self.fqn, reason)
+
+    def before_step(self, inexact: str | None) -> None:
+        """Before the sole owner's step: is the whitelist still true, was the table written from outside?
+
+        `inexact` is what `why_inexact` and `why_not_alone` say of the owner now.
+        """
+        if self._rows is None:
+            return
+        reason = inexact or self._why_not_lookups()
+        if reason is not None:
+            self.go_over(reason)
+        elif self._signature != self._sign():
+            self._written_outside()
+        if self._rows is not None:
+            self._rows.hold()
+
+    def after_step(self) -> None:
+        """After the sole owner's step."""
+        if self._rows is None:
+            return
+        try:
+            if self.param.is_cuda and torch.cuda.is_current_stream_capturing():
+                self.go_over("its optimizer runs inside a CUDA graph, where no hook does")
+                return
+            self._rows.stepped()
+        except Untracked as untracked:
+            self.go_over(str(untracked))
+        signature = self._sign()
+        if len(signature) != len(self._signature) or signature[1::2] != self._signature[1::2]:
+            self.sign()  # state appeared or was re-bound within the step: pin it
+        else:
+            self._signature = signature
+
+    def lost(self, error: Exception) -> None:
+        """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
+        self.go_over(f"its changed rows cannot be told ({type(error).__name__}: {error})")
+
+    def refresh(self) -> None:
+        """Bring marks and schema up to date for a cut; a look at hashes follows.
+
+        Raises:
+            UserError: the weight has another shape than when this Checkpointer was built.
+        """
+        if self.param.shape != (self._schema.rows, self._schema.columns):
+            raise UserError(
+                f"The table was [{self._schema.rows}, {self._schema.columns}] and is {list(self.param.shape)}",
+                where=self.fqn,
+                remedy="nothing is saved until it has its shape again; build a new Checkpointer after changing a table",
+            )
+        if self._rows is not None and self._signature != self._sign():
+            self._written_outside()
+            self.sign()
+        if self._rows is not None and self.marks.flags.device != self.param.device:
+            self.go_over("it moved to another device")
+        if self.marks.flags.device != self.param.device:
+            self.marks = Marks(self.param.shape[0], self.param.device)
+        schema = self._read_schema()
+        if schema != self._schema:
+            self._schema = schema
+            self.schema_version += 1
+            self.marks.mark_all()
+
+    def look(self) -> Hashing | None:
+        """After `refresh`: begin the look at a table that is tracked by hashes; `looked` ends it."""
+        return None if self._hashes is None else self._hashes.begin(self._sections())
+
+    def looked(self, hashing: Hashing) -> None:
+        """All jobs of the look have run: mark what differs."""
+        if self._hashes is not None:
+            self._hashes.end(hashing, self._sections(), self.marks)
+
+    def cut_taken(self, cut: int, *, full: bool) -> None:
+        """See `Marks.cut_taken`."""
+        self.marks.cut_taken(cut, full=full)
+        if self._rows is not None:
+            self._rows.cut_taken()
+
+    def reseed(self, ids: Tensor | None) -> None:
+        """See `Marks.reseed`; call it when weights *and* row fields are restored."""
+        self._schema = self._read_schema()
+        self.marks.reseed(ids)
+        self._audit.forget()
+        if self._hashes is not None:
+            self._hashes.adopt(self._sections())
+        if self._rows is not None:
+            self._rows.cut_taken()
+        self.sign()
+
+    def audit_sample(self) -> None:
+        """Draw the audit's next sample."""
+        count = self._settings.audited_rows(self._samples, self.marks.rows)
+        self._samples += 1
+        if self._rows is not None and count:
+            self._audit.sample(self._sections(), count)
+        else:
+            self._audit.forget()
+
+    def audit_check(self) -> AuditFault | None:
+        """Check the sample; a fault marks everything and ends tracking by gradients."""
+        if self._rows is None:
+            return None
+        fault = self._audit.check(self._sections(), self.marks)
+        if fault is not None:
+            self.go_over("an audit found rows that changed unseen")
+        return fault
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        if self._rows is not None:
+            self._rows.close()
+
+    def found_again(self, found: FoundTable) -> None:
+        """The same parameter; other modules may look it up now."""
+        self.found, self._lookups, self.aliases = found, found.lookups, found.aliases
+
+    def shared_with(self, other: str | None) -> None:
+        """What lies in the same memory, by name; its steps write these rows, too."""
+        self._shares = other
+        if other is not None and (self._rows is not None or self._hashes is not None):
+            self.go_over(self._why_shared(other))
+
+    @staticmethod
+    def _why_shared(other: str) -> str:
+        return f"it shares its memory with {other}"
+
+    def rebind(self, found: FoundTable) -> None:
+        """The model holds another parameter of the same shape now, or another module in this place.
+
+        Raises:
+            UserError: it is of another shape or type.
+        """
+        param = found.param
+        if param.shape != self.param.shape or param.dtype != self.param.dtype:
+            raise UserError(
+                f"The table was {tuple(self.param.shape)} {self.param.dtype} and is {tuple(param.shape)} {param.dtype}",
+                where=self.fqn,
+                remedy="build a new Checkpointer after changing a table",
+            )
+        self.found_again(found)
+        self.param = param
+        _log.warning(
+            "the parameter of table %s was replaced: it is saved whole, as new content. "
+            "The optimizer must be given the new one",
+            self.fqn,
+        )
+        self.go_over("its parameter was replaced", quiet=True)
+        self.marks.mark_all()
+
+    def sign(self) -> None:
+        """Take versions and addresses as they are.
+
+        The memory is pinned meanwhile, so that an address that was seen cannot come back as another tensor's.
+        """
+        self._signature = self._sign()
+        tensors = [self.param, *(v for e in self._entries() for v in e.values() if isinstance(v, Tensor))]
+        self._pinned = (
+            [t.untyped_storage() for t in tensors if t.layout == torch.strided] if self._rows else []
+        )
+
+    def mark_outside(self) -> None:
+        """Someone wrote this table, or its state, outside of an optimizer's step."""
+        if self._rows is not None:
+            self._written_outside()
+            self.sign()
+
+    def rewritten(self) -> None:
+        """We wrote its state ourselves: every row counts as changed."""
+        self.marks.mark_all()
+        self.sign()
+
+    def _written_outside(self) -> None:
+        self.marks.mark_all()
+        self._outside += 1
+        if self._outside >= self._settings.outside_writes:
+            self.go_over("it is written outside of its optimizer's steps")
+        else:
+            _log.warning(
+                "table %s was written outside of its optimizer's step: all of its rows count as changed. "
+                "If this happens again it will be tracked by row hashes",
+                self.fqn,
+            )
+
+    def _why_hashes(self, owners: list[Any]) -> str | None:
+        if len(owners) != 1:
+            return "no optimizer owns it" if not owners else "several optimizers own it"
+        # A wrapper that is no torch optimizer is not on the whitelist either.
+        if self._shares is not None:
+            return self._why_shared(self._shares)
+        return why_inexact(owners[0]) or why_not_alone(owners[0]) or self._why_not_lookups()
+
+    def _why_not_lookups(self) -> str | None:
+        if not self.param.requires_grad:
+            return "it is frozen"
+        for module in self._lookups:
+            if module.max_norm is not None:
+                return "max_norm renormalises rows at lookup"
+        return None
+
+    def _sign(self) -> tuple[int, ...]:
+        if self._rows is None:
+            return ()
+        param = self.param
+        parts = [version(param), param.data_ptr()]
+        for entry in self._entries():
+            for value in entry.values():
+                if isinstance(value, Tensor):
+                    parts.append(version(value))
+                    parts.append(value.data_ptr())
+        return tuple(parts)
+
+    def _entries(self) -> list[Mapping[Any, Any]]:
+        return [entry for view in self.views if (entry := view.target.state.get(self.param))]
+
+    def _fields(self) -> dict[str, tuple[str, Tensor]]:
+        found: dict[str, tuple[str, Tensor]] = {}
+        for nth, view in enumerate(self.views):
+            for key, (kind, tensor) in view.fields(self.param).items():
+                found[_name(key, nth)] = (kind, tensor)
+        return dict(sorted(found.items()))
+
+    def _sections(self) -> list[Tensor]:
+        return [self.param.detach(), *(t for _, t in self._fields().values())]
+
+    def _read_schema(self) -> TableSchema:
+        return TableSchema(
+            fqn=self.fqn,
+            rows=self.param.shape[0],
+            columns=self.param.shape[1],
+            dtype=dtype_name(self.param.dtype),
+            fields=tuple(
+                FieldSpec(name=name, kind=cast("Any", kind), dtype=dtype_name(tensor.dtype))
+                for name, (kind, tensor) in self._fields().items()
+            ),
+        )
+
+
+class Tracking:
+    """All tables of a model under its optimizers."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: Any = (), *, settings: TrackingSettings | None = None
+    ) -> None:
+        """Discover tables and install hooks.
+
+        Args:
+            model: the module whose tables and dense tensors are tracked, wrapped or not.
+            optimizers: one optimizer or an iterable of them; wrappers (Lookahead, ...) are looked into.
+            settings: see `TrackingSettings`.
+
+        Raises:
+            UserError: see `discovery.discover`.
+        """
+        self.settings = settings or TrackingSettings()
+        self.model = model
+        self._handed = _as_list(optimizers)
+        self._hooks: list[StepHooks] = []
+        self.steps = Steps()
+        self.report: Report = lambda _name, _facts: None
+        """Told of events that the log tells as well: state_thrown_away (table, field, repaired), gradient_alive
+        (parameter, optimizer)."""
+        self._inventory = discover(model, self.settings.tables)
+        self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
+        self.by_name = {table.fqn: table for table in self.tables}
+        self.regrown = False
+        """Whether tables came or went since the last cut: the next one is to be full."""
+        self._addresses: list[int] = []
+        self._alive_said = False
+        self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_name)
+        self.left_out: frozenset[str] = frozenset()
+        """Dense tensors that are not saved: a module's own contract says so."""
+        for view in self.optimizers:
+            view.watch_attributes()
+        self.faults = 0
+        """Audit faults since the start."""
+        self._audits = 0
+        self._grouped: list[Tensor] | None = None
+        self._named = self._inventory
+        self._install()
+        self._attach()
+        _live.add(self)
+
+    @property
+    def inventory(self) -> Inventory:
+        """Names, aliases and dense tensors as of the last look."""
+        return self._inventory
+
+    def dense(self, *, look: bool = True) -> dict[str, Tensor]:
+        """Live parameters and persistent buffers that are no tables, by canonical name, read from the model now.
+
+        Without those that are left out. `look=False`: as `refresh` has just found them.
+        """
+        if look:
+            self._inventory = discover(self.model, self.settings.tables)
+        return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self.left_out}
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer stepped since the last `step_done`; always true when no torch optimizer can be asked."""
+        return self.steps.stepped or not self._hooks
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter of the optimizers holds a gradient now."""
+        return any(param.grad is not None for param in _grouped(self.optimizers))
+
+    def step_done(self) -> None:
+        """The loop body's last statement ran; costs nanoseconds."""
+        self.steps.stepped = False
+
+    def refresh(self) -> DirtyCounts:
+        """Bring marks and schemas up to date for a cut and count the rows it would take.
+
+        Raises:
+            UserError: a table's shape or type changed.
+        """
+        self._look()
+        grouped = _grouped(self.optimizers)
+        known = self._grouped
+        if known is None or [*map(id, grouped)] != [*map(id, known)]:
+            self._attach()
+        elif [table.param.data_ptr() for table in self.tables] != self._addresses:
+            self._share()
+        if self.steps.first is not None:
+            self.steps.first.finish()
+            self.steps.first = None
+        for table in self.tables:
+            table.refresh()
+        self._look_at_hashes()
+        self._index()
+        counts = [table.marks.counts() for table in self.tables]
+        return DirtyCounts(
+            commit=sum(c.commit for c in counts),
+            baseline=sum(c.baseline for c in counts),
+            total=sum(c.total for c in counts),
+        )
+
+    def _look_at_hashes(self) -> None:
+        """Many small tables are looked at together; what a look takes meanwhile (8 bytes a row) is bounded."""
+        looks: list[tuple[TrackedTable, Hashing]] = []
+        jobs = 0
+        for table in self.tables:
+            look = table.look()
+            if look is not None:
+                looks.append((table, look))
+                jobs += len(look.jobs)
+            if jobs >= _JOBS_AT_ONCE or table is self.tables[-1]:
+                share([job for _, each in looks for job in each.jobs])
+                for each, done in looks:
+                    each.looked(done)
+                looks, jobs = [], 0
+
+    def schema_versions(self) -> tuple[int, ...]:
+        """Changes whenever a table's schema does: compare after `refresh` with those of the last Attach."""
+        return tuple(table.schema_version for table in self.tables)
+
+    def cut_taken(self, cut: int, mode: Mode, *, full: bool = False) -> None:
+        """Every table's selection was copied for `cut`; `full`: all rows of all tables were (implied by "all")."""
+        for table in self.tables:
+            table.cut_taken(cut, full=full or mode == "all")
+        self.regrown = False
+        if self.steps.gradients is not None:
+            self.steps.gradients.close()
+            self.steps.gradients = None
+        if not self._alive_said:
+            watch = GradientWatch([hooks.optimizer for hooks in self._hooks], self._gradient_alive)
+            self.steps.gradients = None if watch.over else watch
+
+    def committed(self, cut: int, *, baseline: bool) -> None:
+        """The commit of `cut` is known; repeated, late and unknown cuts are harmless."""
+        for table in self.tables:
+            table.marks.committed(cut, baseline=baseline)
+
+    def failed(self, cut: int) -> None:
+        """`cut` failed: its rows are changed rows again."""
+        for table in self.tables:
+            table.marks.failed(cut)
+
+    def reseed(self, table: TrackedTable, ids: Tensor | None) -> None:
+        """`table` was restored; `ids` (int64 [n]) came from delta frames, None: treat every row so."""
+        table.reseed(ids)
+
+    def audit_sample(self) -> None:
+        """Draw fresh samples of rows, at the boundary of a cut and after the check of the last ones."""
+        for table in self.tables:
+            table.audit_sample()
+
+    def audit_before_commit(self) -> list[AuditFault]:
+        """Check the samples before the next cut is prepared; with a fault that cut should be full."""
+        faults = []
+        for table in self.tables:
+            fault = table.audit_check()
+            if fault is not None:
+                _log.error("%s", fault)
+                faults.append(fault)
+        self.faults += len(faults)
+        if self.settings.verify == "full" and self._audits <= self.settings.verify_cuts:
+            if self._audits == self.settings.verify_cuts:
+                _log.info(
+                    'verify="full": %d cuts were compared row by row, %d faults', self._audits, self.faults
+                )
+            self._audits += 1
+        return faults
+
+    def watch_first_step(self) -> None:
+        """After a restore: see `FirstStep`."""
+        first = FirstStep(self.tables, self.report)
+        self.steps.first = None if first.over else first
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        if self.steps.gradients is not None:
+            self.steps.gradients.close()
+            self.steps.gradients = None
+        for hooks in self._hooks:
+            hooks.close()
+        self._hooks.clear()
+        for table in self.tables:
+            table.close()
+
+    def _attach(self) -> None:
+        self._grouped = _grouped(self.optimizers)
+        self._share()
+        for table in self.tables:
+            owners = [o for o in self._handed if any(_owns(x, table.param) for x in (o, *innermost(o)))]
+            table.attach(owners, [v for v in self.optimizers if _owns(v.target, table.param)])
+        self._index()
+
+    def _share(self) -> None:
+        """Tables that lie in one memory with something else are hashed: another's step writes their rows."""
+        self._addresses = [table.param.data_ptr() for table in self.tables]
+        others = sharing(self._inventory)
+        for table in self.tables:
+            table.shared_with(others.get(table.fqn))
+
+    def _index(self) -> None:
+        """Tell the hooks of every optimizer its tables; not within a step, whose hooks go through them."""
+        by_owner: dict[int, list[TrackedTable]] = {}
+        for table in self.tables:
+            if table.tracker == "gradients":
+                by_owner.setdefault(id(table.sole), []).append(table)
+        for hooks in self._hooks:
+            hooks.tables = by_owner.get(id(hooks.optimizer), [])
+
+    def _install(self) -> None:
+        seen: set[int] = set()
+        for handed in self._handed:
+            for optimizer in hookable(handed):
+                if id(optimizer) not in seen:
+                    seen.add(id(optimizer))
+                    self._hooks.append(StepHooks(optimizer, self.steps, self._state_loaded))
+
+    def _state_loaded(self, optimizer: Any) -> None:
+        if any(view.restoring for view in self.optimizers):
+            return
+        for table in self.tables:
+            if table.sole is optimizer:
+                table.mark_outside()
+
+    def _gradient_alive(self, param: Tensor, optimizer: Any) -> None:
+        if self._alive_said:
+            return
+        self._alive_said = True
+        name, kind = self._inventory.names.get(param, "a parameter"), type(optimizer).__name__
+        _log.warning(
+            "the gradient of %s was there at a cut and is used after it (%s steps less often than step() is called, "
+            "applies gradients late, or keeps them). No checkpoint holds .grad: a run that resumes from one goes on "
+            "without it, so not bit for bit. Save where gradients were applied and will be zeroed",
+            name,
+            kind,
+        )
+        self.report("gradient_alive", {"parameter": name, "optimizer": kind})
+
+    def _look(self) -> None:
+        """Find the tables in the model as it is now, by name: modules may be replaced, added or gone.
+
+        Raises:
+            UserError: a table has another shape or type than before.
+        """
+        before, now = self._named, discover(self.model, self.settings.tables)
+        for fqn, table in self.by_name.items():
+            found = now.tables.get(fqn)
+            if found is not None and found.param is not table.param:
+                table.rebind(found)
+            elif found is not None:
+                table.found_again(found)
+        self._inventory = now
+        if [*map(id, before.names)] == [*map(id, now.names)] and self.by_name.keys() == now.tables.keys():
+            return
+        for table in [t for t in self.tables if t.fqn not in now.tables]:
+            table.close()
+            self.tables.remove(table)
+            self.regrown = True
+        for fqn, found in now.tables.items():
+            if fqn not in self.by_name:
+                self.tables.append(TrackedTable(found, self.settings))
+                self.regrown = True
+        self.by_name = {table.fqn: table for table in self.tables}
+        earlier = self.optimizers
+        self.optimizers = views_of(self._handed, now.names, self.by_name)
+        for view in self.optimizers:
+            view.watch_attributes(earlier)
+        self._grouped = None
+        self._named = now
+
+
+def _as_list(optimizers: Any) -> list[Any]:
+    if optimizers is None:
+        return []
+    if isinstance(optimizers, Mapping):
+        return list(optimizers.values())
+    if hasattr(optimizers, "step"):
+        return [optimizers]
+    return list(optimizers)
+
+
+def _grouped(views: Iterable[OptimizerView]) -> list[Tensor]:
+    return [param for view in views for group in view.target.param_groups for param in group["params"]]
+
+
+def _owns(optimizer: Any, param: Tensor) -> bool:
+    return any(p is param for group in getattr(optimizer, "param_groups", ()) for p in group["params"])
+
+
+def _name(key: str, nth: int) -> str:
+    """Canonical name of a state key: the innermost optimizer's as it is, its wrappers' with @1, @2, ..."""
+    return f"{key}@{nth}" if nth else key
+
+
+_live: weakref.WeakSet[Tracking] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    # A forked worker trains nothing of ours: what it runs of the model must not be watched.
+    for tracking in list(_live):
+        tracking.close()
+
+
+os.register_at_fork(after_in_child=_in_child)
