@@ -155,12 +155,12 @@ def _python(code: str, **environment: str) -> str:
 
 USE = """
 import sys, numpy as np
-from deltashard_checkpoint.codecs import kernels, quantizers, decoders, rowids, rowhashes, tuning
+from deltashard_checkpoint.codecs import decoder, kernel_choice, quantizer, row_id, row_kernel, tuning
 b = [np.empty(64, np.uint8) for _ in range(3)]
-quantizers.encode_rows("q4", np.ones((2, 8), np.float32), *b)
-rowids.decode_ids(*rowids.encode_ids(np.array([1, 5, 900])), 3, (0, 1000))
-rowhashes.row_hashes([np.ones((2, 8), np.float32)], 1)
-print(kernels.active().__name__.rpartition(".")[2], "numba" in sys.modules)
+quantizer.encode_rows("q4", np.ones((2, 8), np.float32), *b)
+row_id.decode_ids(*row_id.encode_ids(np.array([1, 5, 900])), 3, (0, 1000))
+row_kernel.row_hashes([np.ones((2, 8), np.float32)], 1)
+print(kernel_choice.active().__name__.rpartition(".")[2], "numba" in sys.modules)
 """
 
 
