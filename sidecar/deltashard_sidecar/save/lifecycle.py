@@ -100,7 +100,7 @@ def reference() -> str:
     lines = [
         "# Life of a save",
         "",
-        "Generated from `sidecar/deltashard_sidecar/lifecycles.py`; do not edit.",
+        "Generated from `sidecar/deltashard_sidecar/save/lifecycle.py`; do not edit.",
         "",
         "```mermaid",
         "stateDiagram-v2",

@@ -156,7 +156,7 @@ PARTS = {
 }
 """Folders whose code runs in an image."""
 ELSEWHERE = {
-    # numba_kernels.py, never loaded; the stores' conformance suite; `deltashard export` to .pt, which says what it lacks
+    # numba_kernel.py, never loaded; the stores' conformance suite; `deltashard export` to .pt, which says what it lacks
     "sidecar": {"numba", "pytest", "torch"},
     "operator": set(),
     "example": {"numba", "pytest"},

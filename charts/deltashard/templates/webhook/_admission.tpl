@@ -1,4 +1,4 @@
-{{/* What the API server does by itself; the same as deltashard_operator/configurations.py, which a test compares. */}}
+{{/* What the API server does by itself; the same as deltashard_operator/kube/webhook_configuration.py, which a test compares. */}}
 
 {{- define "deltashard.admission.selector" -}}
 matchExpressions:

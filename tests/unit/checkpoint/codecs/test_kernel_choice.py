@@ -165,12 +165,12 @@ print(kernel_choice.active().__name__.rpartition(".")[2], "numba" in sys.modules
 
 
 def test_native_kernels_never_import_numba(native):
-    assert _python(USE) == "native_kernels False"
-    assert _python(USE, DELTASHARD_KERNELS="native-default") == "native_kernels False"
+    assert _python(USE) == "native_kernel False"
+    assert _python(USE, DELTASHARD_KERNELS="native-default") == "native_kernel False"
 
 
 def test_the_variable_forces_numba():
-    assert _python(USE, DELTASHARD_KERNELS="numba") == "numba_kernels True"
+    assert _python(USE, DELTASHARD_KERNELS="numba") == "numba_kernel True"
 
 
 def test_an_unknown_choice_is_refused(monkeypatch):
