@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -276,7 +277,7 @@ class Writer:
         if everything:
             found["state/everything"] = golden_tree()
         encoded = {name: typed_tree.encode(tree).to_bytes() for name, tree in found.items()}
-        return encoded | {"state/empty": b""}
+        return encoded | {"empty": b""}
 
     def _blob_frames(self, blobs: Mapping[str, bytes]) -> Iterator[EncodedFrame]:
         for name, data in blobs.items():
@@ -431,9 +432,12 @@ def _write(w: Writer) -> None:
     # Another trainer; its second commit rots.
     w.open()
     items, tags = w.train(ITEMS, range(8, 32), 51), w.train(TAGS, range(60, 140), 52)
-    rows = [w.frame(ITEMS, items, "q8"), w.frame(TAGS, tags, "q8")]
+    rows = [w.frame(ITEMS, items, "q8"), w.frame(TAGS, tags, "q8", step=w.step - 1)]
+    rows.append(
+        w.frame(TAGS, w.train(TAGS, (7, 61, 99), 53), "bf16")
+    )  # a newer step of rows that are there already
     fifth = w.save([Share(everything, rows, fourth)])
-    rows = [w.frame(ITEMS, w.train(ITEMS, (0, 1), 53), "fp32")]
+    rows = [w.frame(ITEMS, w.train(ITEMS, (0, 1), 54), "fp32")]
     w.rot(w.save([Share(everything, rows, fifth)]))
 
     # Two ranks. The second one has not heard of the last commit, so it holds more.
@@ -498,10 +502,13 @@ def _leave_unnamed_fold(w: Writer) -> None:
     name = w.log.listed().folds[0]
     document = _unsealed(w.store.get(f"{RUN}/{folded_state.fold_key(name)}"))
     document["checkpoints"] = document["checkpoints"][:1]
-    data = canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
-    digest = hashlib.sha256(data).hexdigest()[:32]
+    digest = ""
+    while digest < name.digest:  # so that it is the first that a reader comes to
+        document["committed"] += 1
+        data = canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
+        digest = hashlib.sha256(data).hexdigest()[:32]
     w.store.put(f"{RUN}/log/fold-{name.seq:020d}-{digest}.json", data)
 
 
-def _unsealed(data: bytes) -> dict[str, object]:
+def _unsealed(data: bytes) -> dict[str, Any]:
     return {name: value for name, value in json.loads(data).items() if name != "hash"}
