@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -18,10 +19,12 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_proto.v1 import index_pb2
 
 from tests.golden.golden_run import RUN, make_run
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
+PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
 LIVING = (2, 4, 5, 6, 11, 14, 17, 19, 20)
 
 
@@ -110,3 +113,33 @@ def test_it_holds_what_a_reader_must_judge(store: Store) -> None:
     assert [voided_digest(slots[seq].entry) for seq in (13, 16)] == [rotten[:32], stale.hash[:32]]
     named = {named_fold(slot.entry) for slot in slots if isinstance(slot, Sealed)}
     assert [name in named for name in log.listed().folds].count(False) == 1
+
+
+def members(value: object) -> set[str]:
+    """Names of all members of a JSON value, but for those of maps of the user's."""
+    if isinstance(value, list):
+        return {name for each in value for name in members(each)}
+    if not isinstance(value, dict):
+        return set()
+    inner = {
+        name
+        for key, each in value.items()
+        if key not in {"metadata", "fingerprint"}
+        for name in members(each)
+    }
+    return set(value) | inner
+
+
+def test_the_page_names_all_members_of_the_documents() -> None:
+    """A member that the page does not know makes other readers refuse what is written."""
+    documents = [*GOLDEN.glob("run/log/*.json"), *GOLDEN.glob("run/data/**/*.part")]
+    rotten = GOLDEN / "run" / "log" / f"{12:020d}.json"
+    found = {name for path in documents if path != rotten for name in members(json.loads(path.read_text()))}
+    assert {name for name in found if f"`{name}`" not in PAGE} == set()
+
+
+@pytest.mark.parametrize("message", index_pb2.DESCRIPTOR.message_types_by_name)
+def test_the_page_has_the_wire_form_of_the_index(message: str) -> None:
+    (row,) = re.findall(rf"^\| {message} \| (.*) \|$", PAGE, re.MULTILINE)
+    said = {int(number): name for number, name in re.findall(r"(?:^|[·:] )(\d+) (\w+) ", row)}
+    assert said == {f.number: f.name for f in index_pb2.DESCRIPTOR.message_types_by_name[message].fields}
