@@ -9,7 +9,7 @@ repeated messages change nothing. The newest one rides in the metadata of every 
 was given to: a sidecar of that workload that starts while no controller is there goes on under it. A sidecar of another
 workload (a run continued by `run-id`) does not: its user chose anew.
 
-docs/design/021-directives.md has the reasons.
+docs/design/016-directives.md has the reasons.
 """
 
 from __future__ import annotations
