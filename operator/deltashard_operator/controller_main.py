@@ -39,7 +39,7 @@ from deltashard_operator.controller.connection import STALE_S, Freshness, connec
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.fleet.metric import AuthorityMetrics, FleetMetrics
+from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.service import Files, Fleet
 from deltashard_operator.fleet.token_review import Reviewer
 from deltashard_operator.kube.call import ApiUnavailable, Caller
@@ -47,6 +47,7 @@ from deltashard_operator.kube.lease import LeaderOnly, Lease
 from deltashard_operator.main import EXIT_USAGE, api_client
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.tls.authority import Authority, AuthorityOptions
+from deltashard_operator.tls.metric import AuthorityMetrics
 
 EXIT_FAILED = 1
 MAX_LAG_S = 10.0

@@ -22,8 +22,9 @@ from deltashard_checkpoint.errors import UserError
 from kubernetes import client, config
 
 from deltashard_operator import structured_logging
+from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.run_holder import Holders
-from deltashard_operator.admission.webhook import Webhook, WebhookMetrics
+from deltashard_operator.admission.webhook import Webhook
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.policy.policy_cache import PolicyCache
 from deltashard_operator.tls.certificate import Certificate

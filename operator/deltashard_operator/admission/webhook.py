@@ -17,71 +17,23 @@ from typing import Any
 import structlog
 from aiohttp import web
 from deltashard_checkpoint.errors import DeltashardError
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from deltashard_operator.admission import review as admissions
+from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.run_holder import UNKNOWN, Holders
 from deltashard_operator.kube.webhook_configuration import PATH
 from deltashard_operator.policy import workload_policy
 from deltashard_operator.policy.admission_deadline import Deadline
 from deltashard_operator.policy.chart_defaults import Defaults, FleetAuthorityMissing
 from deltashard_operator.policy.policy_cache import PolicyCache, Spec, unavailable
-from deltashard_operator.policy.refusal import CODES, Refusal
+from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.tls.certificate import Certificate, CertificateUnusable
 
 MAX_BODY_BYTES = 16 << 20
 """An object is at most 3 MiB; a review holds it once and a little more."""
 RELOAD_S = 1.0
 """How often the certificate's files are looked at."""
-_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _log = structlog.get_logger("deltashard.webhook")
-
-
-class WebhookMetrics:
-    """Every metric of the webhook; labels are closed sets."""
-
-    def __init__(self) -> None:
-        self.registry = r = CollectorRegistry()
-        self.admissions = Counter(
-            "deltashard_webhook_admissions",
-            "Admissions answered, by kind and by outcome (injected, unchanged, a refusal's code, failed)",
-            ("kind", "outcome"),
-            registry=r,
-        )
-        self.seconds = Histogram(
-            "deltashard_webhook_admission_seconds", "Time to answer one", buckets=_BUCKETS, registry=r
-        )
-        self.holder_looks = Counter(
-            "deltashard_webhook_run_id_looks",
-            "Looks whether a run id is held, by outcome",
-            ("outcome",),
-            registry=r,
-        )
-        for outcome in ("held", "free", "unknown"):
-            self.holder_looks.labels(outcome)
-        self.looks = Counter("deltashard_webhook_policy_looks", "Live reads after a cache miss", registry=r)
-        self.watch_restarts = Counter(
-            "deltashard_webhook_policy_watch_restarts", "Times the policies had to be listed anew", registry=r
-        )
-        self.policies = Gauge("deltashard_webhook_policies", "Policies in the cache", registry=r)
-        self.ready = Gauge("deltashard_webhook_ready", "1 when admissions can be answered", registry=r)
-        self.not_after = Gauge(
-            "deltashard_webhook_certificate_not_after_timestamp_seconds",
-            "End of the serving certificate's validity, Unix time",
-            registry=r,
-        )
-        self.reloads = Counter(
-            "deltashard_webhook_certificate_loads",
-            "Certificates loaded, by outcome",
-            ("outcome",),
-            registry=r,
-        )
-        for kind in ("Job", "Pod", "other"):
-            for outcome in ("injected", "unchanged", "failed", *CODES):
-                self.admissions.labels(kind, outcome)
-        for outcome in ("loaded", "failed"):
-            self.reloads.labels(outcome)
 
 
 class Webhook:
@@ -140,8 +92,8 @@ class Webhook:
 
     async def scrape(self, _request: web.Request) -> web.Response:
         """Metrics."""
-        body = generate_latest(self.metrics.registry)
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        body, content_type = self.metrics.page()
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def mutate(self, request: web.Request) -> web.Response:
         """One AdmissionReview."""

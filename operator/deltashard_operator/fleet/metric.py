@@ -1,7 +1,4 @@
-"""Prometheus metrics of the controller's fleet service and certificate issuer: labels are closed sets.
-
-Both take the registry they shall be in; without one they make their own.
-"""
+"""Prometheus metrics of the controller's fleet service: labels are closed sets."""
 
 from __future__ import annotations
 
@@ -10,12 +7,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from deltashard_operator.fleet import token_review
 from deltashard_operator.fleet.sidecar_stream import ENDS, REFUSALS
 
-CERTIFICATES = ("webhook", "fleet", "fleet_authority")
-AUTHORITY_CAUSES = ("missing", "forbidden", "conflict", "unavailable", "other")
-
 
 class FleetMetrics:
-    """Every metric of the service; labels are closed sets."""
+    """Every metric of the service, in the given registry, else in one of its own."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = r = CollectorRegistry() if registry is None else registry
@@ -66,37 +60,3 @@ class FleetMetrics:
     def reviewed(self, outcome: str, source: str) -> None:
         """For `Reviewer(count=...)`."""
         self.reviews.labels(outcome, source).inc()
-
-
-class AuthorityMetrics:
-    """Every metric of the issuer."""
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self.registry = r = CollectorRegistry() if registry is None else registry
-        self.not_after = Gauge(
-            "deltashard_authority_not_after_timestamp_seconds",
-            "End of the validity of what is stored, Unix time",
-            ("certificate",),
-            registry=r,
-        )
-        self.issued = Counter(
-            "deltashard_authority_issued", "Certificates issued", ("certificate",), registry=r
-        )
-        self.published = Counter(
-            "deltashard_authority_bundles_published", "Bundles written", ("bundle",), registry=r
-        )
-        self.failures = Counter(
-            "deltashard_authority_failures", "Looks that failed, by cause", ("cause",), registry=r
-        )
-        self.checked = Gauge(
-            "deltashard_authority_checked_timestamp_seconds",
-            "When all was last found in order or on its way, Unix time",
-            ("bundle",),
-            registry=r,
-        )
-        for certificate in CERTIFICATES:
-            self.issued.labels(certificate)
-        for bundle in ("webhook", "fleet"):
-            self.published.labels(bundle)
-        for cause in AUTHORITY_CAUSES:
-            self.failures.labels(cause)

@@ -26,9 +26,9 @@ import urllib3
 from deltashard_checkpoint.errors import EnvironmentFault
 from kubernetes import client
 
-from deltashard_operator.fleet.metric import AuthorityMetrics
 from deltashard_operator.kube.webhook_configuration import CONFIGURATION
 from deltashard_operator.tls import issuance, rotation
+from deltashard_operator.tls.metric import AuthorityMetrics
 from deltashard_operator.tls.rotation import AUTHORITY, CERTIFICATE, KEY, NEXT_AUTHORITY, Step, Terms
 
 WEBHOOK_SECRET = "deltashard-webhook-tls"  # noqa: S105 - a name

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from deltashard_operator.admission.webhook import WebhookMetrics
+from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.fleet.metric import AuthorityMetrics, FleetMetrics
+from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE, METRICS_PORT_NAME
 from deltashard_operator.run.watched_run import Run
+from deltashard_operator.tls.metric import AuthorityMetrics
 from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client import CollectorRegistry
 

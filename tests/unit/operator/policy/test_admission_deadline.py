@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.review import Answer
 from deltashard_operator.admission.run_holder import Holders
-from deltashard_operator.admission.webhook import Webhook, WebhookMetrics
+from deltashard_operator.admission.webhook import Webhook
 from deltashard_operator.kube import cluster_name, webhook_configuration
 from deltashard_operator.policy import admission_deadline
 from deltashard_operator.policy.admission_deadline import Deadline

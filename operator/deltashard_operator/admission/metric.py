@@ -1,0 +1,60 @@
+"""Prometheus metrics of the webhook: labels are closed sets."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from deltashard_operator.policy.refusal import CODES
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class WebhookMetrics:
+    """Every metric of the webhook, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = r = CollectorRegistry()
+        self.admissions = Counter(
+            "deltashard_webhook_admissions",
+            "Admissions answered, by kind and by outcome (injected, unchanged, a refusal's code, failed)",
+            ("kind", "outcome"),
+            registry=r,
+        )
+        self.seconds = Histogram(
+            "deltashard_webhook_admission_seconds", "Time to answer one", buckets=_BUCKETS, registry=r
+        )
+        self.holder_looks = Counter(
+            "deltashard_webhook_run_id_looks",
+            "Looks whether a run id is held, by outcome",
+            ("outcome",),
+            registry=r,
+        )
+        for outcome in ("held", "free", "unknown"):
+            self.holder_looks.labels(outcome)
+        self.looks = Counter("deltashard_webhook_policy_looks", "Live reads after a cache miss", registry=r)
+        self.watch_restarts = Counter(
+            "deltashard_webhook_policy_watch_restarts", "Times the policies had to be listed anew", registry=r
+        )
+        self.policies = Gauge("deltashard_webhook_policies", "Policies in the cache", registry=r)
+        self.ready = Gauge("deltashard_webhook_ready", "1 when admissions can be answered", registry=r)
+        self.not_after = Gauge(
+            "deltashard_webhook_certificate_not_after_timestamp_seconds",
+            "End of the serving certificate's validity, Unix time",
+            registry=r,
+        )
+        self.reloads = Counter(
+            "deltashard_webhook_certificate_loads",
+            "Certificates loaded, by outcome",
+            ("outcome",),
+            registry=r,
+        )
+        for kind in ("Job", "Pod", "other"):
+            for outcome in ("injected", "unchanged", "failed", *CODES):
+                self.admissions.labels(kind, outcome)
+        for outcome in ("loaded", "failed"):
+            self.reloads.labels(outcome)
+
+    def page(self) -> tuple[bytes, str]:
+        """Body and content type of `/metrics`."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
