@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.errors import DeltashardError, UserError
+from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
 from deltashard_sidecar.save import lifecycle
@@ -95,7 +96,6 @@ def _serve(config: settings.Settings, log: Logger) -> int:
     from deltashard_sidecar.arena.arena import ArenaKeeper
     from deltashard_sidecar.grpc_server import Server
     from deltashard_sidecar.run.run import Run
-    from deltashard_sidecar.session.session import PROTOCOL_MAX
     from deltashard_sidecar.sidecar import Sidecar
     from deltashard_sidecar.telemetry.metric import Metrics
     from deltashard_sidecar.telemetry.structured_logging import bound
@@ -120,7 +120,7 @@ def _serve(config: settings.Settings, log: Logger) -> int:
         "pid": os.getpid(),
         "epoch": keeper.epoch,
         "metrics_port": None if scraped is None else scraped[1],
-        "protocol": PROTOCOL_MAX,
+        "protocol": TRAINER_PROTOCOL.most,
     }
     write_ready(config.ready_path, facts)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)

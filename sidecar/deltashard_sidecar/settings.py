@@ -20,11 +20,15 @@ from pathlib import Path
 from deltashard_checkpoint.cache.pack_spool import MAX_PACK_BYTES
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.object_key import validate_run
+from deltashard_checkpoint.vocabulary import (
+    CHOICES,
+    DEFAULT_DIFFERENTIAL,
+    DEFAULT_ENCODING,
+    DEFAULT_SEARCH_MODE,
+    DEFAULT_STATE_ENCODING,
+)
 from deltashard_proto.arena_layout import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
 
-ENCODINGS = ("fp32", "fp16", "bf16", "q8", "q4", "q3", "q2")
-STATE_ENCODINGS = ("fp32", "bf16")
-DIFFERENTIALS = ("full", "one-shot", "consecutive", "intermittent")
 _PLAIN_VARIABLES = frozenset({"pod_name", "pod_namespace", "pod_uid", "node_name"})
 _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _YEAR_S = 366 * 86400.0
@@ -90,14 +94,14 @@ class Settings:
     """Save every so many seconds; 0 is off."""
     every_steps: int = 0
     """Save every so many steps; 0 is off."""
-    encoding: str = "q8"
-    """Encoding of embedding weights: fp32 fp16 bf16 q8 q4 q3 q2."""
-    state_encoding: str = "fp32"
-    """Encoding of point-wise optimizer state: fp32 or bf16. Row-wise state is always exact."""
-    search: str = "default"
+    encoding: str = DEFAULT_ENCODING
+    """Encoding of embedding weights: {choices}."""
+    state_encoding: str = DEFAULT_STATE_ENCODING
+    """Encoding of point-wise optimizer state: {choices}. Row-wise state is always exact."""
+    search: str = DEFAULT_SEARCH_MODE
     """Range search of quantized rows: default (what the codecs measured best), plain, or tuned on each table."""
-    differential: str = "intermittent"
-    """Which rows a save holds: full, one-shot, consecutive or intermittent."""
+    differential: str = DEFAULT_DIFFERENTIAL
+    """Which rows a save holds: {choices}."""
     encode_threads: int = 0
     """Threads that encode; 0 is one per core, at most 4."""
     upload_concurrency: int = 4
@@ -167,10 +171,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         validate_run(self.run)
-        _one_of("encoding", self.encoding, ENCODINGS)
-        _one_of("state_encoding", self.state_encoding, STATE_ENCODINGS)
-        _one_of("search", self.search, ("default", "plain", "tuned"))
-        _one_of("differential", self.differential, DIFFERENTIALS)
+        for name, words in CHOICES.items():
+            _one_of(name, getattr(self, name), words)
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
         for name in RANGES:
             _in_range(name, getattr(self, name), where=f"--{name.replace('_', '-')} or {variable_of(name)}")
@@ -287,16 +289,23 @@ def load(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
 
 
 def entries() -> list[tuple[str, str, str, str]]:
-    """(name, type, default, docstring) of every setting, read from this file's source."""
+    """(name, type, default, docstring) of every setting, read from this file's source; words from `vocabulary`."""
     node = ast.parse(inspect.getsource(sys.modules[__name__]))
     body = next(n for n in node.body if isinstance(n, ast.ClassDef) and n.name == "Settings").body
+    defaults = {f.name: f.default for f in fields(Settings)}
     rows = []
     for field, doc in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             assert isinstance(doc, ast.Expr), f"{field.target.id} has no docstring"
             assert isinstance(doc.value, ast.Constant), f"{field.target.id} has no docstring"
+            name = field.target.id
             default = "required" if field.value is None else ast.unparse(field.value)
-            rows.append((field.target.id, ast.unparse(field.annotation), default, str(doc.value.value)))
+            text = str(doc.value.value)
+            if name in CHOICES:
+                default = repr(defaults[name])
+                *words, last = CHOICES[name]
+                text = text.replace("{choices}", f"{', '.join(words)} or {last}")
+            rows.append((name, ast.unparse(field.annotation), default, text))
     return rows
 
 

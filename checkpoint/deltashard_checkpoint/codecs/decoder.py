@@ -11,17 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from deltashard_checkpoint.codecs import kernel_choice
-from deltashard_checkpoint.codecs.encoding import (
-    DTYPES,
-    Encoding,
-    EncodingError,
-    dtype_name,
-    encoding_named,
-    section_bytes,
-)
+from deltashard_checkpoint.codecs.encoding import DTYPES, EncodingError, dtype_name, section_bytes
 from deltashard_checkpoint.codecs.quantizer import MAX_EXPONENT, MIN_EXPONENT, narrowed, widened
 from deltashard_checkpoint.codecs.side_list import read_exceptions
 from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.vocabulary import Encoding, encoding_named
 
 Array = npt.NDArray[np.generic]
 Rows = npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Names and byte layouts of the encodings of weight rows.
+"""Byte layouts of the encodings of weight rows (`vocabulary` has their names).
 
 A frame stores rows [n, D] as three sections of fixed size, each C-contiguous and little-endian:
 
@@ -26,13 +26,13 @@ Two kinds of row are not what that formula says, so that nothing ever decodes as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.vocabulary import ENCODINGS, encoding_named
 
 MAX_COLUMNS = 1 << 20
 """Widest row the codecs take; keeps every offset within a frame far from overflow."""
@@ -47,7 +47,7 @@ DTYPES: dict[str, np.dtype[np.generic]] = {
 
 
 class EncodingError(UserError):
-    """An encoding, dtype, shape or buffer that the codecs cannot take."""
+    """A dtype, shape or buffer that the codecs cannot take."""
 
 
 class SectionBytes(NamedTuple):
@@ -56,56 +56,6 @@ class SectionBytes(NamedTuple):
     scales: int
     biases: int
     codes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoding:
-    """One row of the table in the module docstring."""
-
-    name: str
-    bits: int
-    """Bits per value."""
-    dtype: str | None
-    """Weight dtype held, for raw encodings; None for quantized ones."""
-    scale_bytes: int
-    """Bytes of one scale, and of one bias."""
-
-    @property
-    def quantized(self) -> bool:
-        """Whether rows are codes under a scale and bias."""
-        return self.dtype is None
-
-    @property
-    def qmax(self) -> int:
-        """Largest code."""
-        return (1 << self.bits) - 1
-
-    def row_code_bytes(self, columns: int) -> int:
-        """Bytes of one row's codes (its values, for a raw encoding)."""
-        return -(-columns * self.bits // 8)
-
-
-ENCODINGS: dict[str, Encoding] = {
-    e.name: e
-    for e in (
-        Encoding(name="fp32", bits=32, dtype="float32", scale_bytes=0),
-        Encoding(name="fp16", bits=16, dtype="float16", scale_bytes=0),
-        Encoding(name="bf16", bits=16, dtype="bfloat16", scale_bytes=0),
-        Encoding(name="fp64", bits=64, dtype="float64", scale_bytes=0),
-        Encoding(name="q8", bits=8, dtype=None, scale_bytes=4),
-        Encoding(name="q4", bits=4, dtype=None, scale_bytes=2),
-        Encoding(name="q3", bits=3, dtype=None, scale_bytes=2),
-        Encoding(name="q2", bits=2, dtype=None, scale_bytes=2),
-    )
-}
-
-
-def encoding_named(name: str) -> Encoding:
-    """The `Encoding` of that name; raises `EncodingError` for an unknown one."""
-    found = ENCODINGS.get(name)
-    if found is None:
-        raise EncodingError(f"unknown encoding {name!r}", remedy=f"one of {', '.join(ENCODINGS)}")
-    return found
 
 
 def section_bytes(encoding: str, rows: int, columns: int) -> SectionBytes:

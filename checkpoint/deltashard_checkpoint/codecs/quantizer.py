@@ -26,15 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deltashard_checkpoint.codecs import kernel_choice
-from deltashard_checkpoint.codecs.encoding import (
-    Encoding,
-    EncodingError,
-    dtype_name,
-    encoding_named,
-    raw_encoding,
-    section_bytes,
-)
+from deltashard_checkpoint.codecs.encoding import EncodingError, dtype_name, raw_encoding, section_bytes
 from deltashard_checkpoint.codecs.side_list import exception_bytes, write_exceptions
+from deltashard_checkpoint.vocabulary import Encoding, encoding_named
 
 F32 = npt.NDArray[np.float32]
 Array = npt.NDArray[np.generic]
@@ -134,7 +128,7 @@ def encode_rows(
     """Encode `weights` into the three section buffers, each at least `section_bytes(...)` long.
 
     Args:
-        encoding: fp32 fp16 bf16 fp64 q8 q4 q3 q2.
+        encoding: one of `vocabulary.ENCODINGS`.
         weights: C-contiguous [n, D] float32, float16, float64, or uint16 holding bfloat16 with `dtype="bfloat16"`.
         scales: writable bytes, likewise `biases` and `codes`; more than the section's size is left untouched.
         biases: see `scales`.

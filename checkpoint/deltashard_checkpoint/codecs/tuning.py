@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deltashard_checkpoint.codecs.decoder import decode_rows
-from deltashard_checkpoint.codecs.encoding import EncodingError, dtype_name, encoding_named, section_bytes
+from deltashard_checkpoint.codecs.encoding import EncodingError, dtype_name, section_bytes
 from deltashard_checkpoint.codecs.quantizer import PLAIN, Search, encode_rows, widened
+from deltashard_checkpoint.vocabulary import encoding_named
 
 SAMPLE_FRACTION = 1e-5
 SAMPLE_ROWS = 4096
@@ -104,7 +105,7 @@ def tune(
     """The candidate with the fewest passes whose mean error is within `plateau` of the least error of all.
 
     Args:
-        encoding: q8, q4, q3 or q2.
+        encoding: a quantized one.
         sample: C-contiguous rows [n, D] of one table.
         dtype: of the sample, where the array cannot say it.
         candidates: searches to try. `(PLAIN, *GREEDIES)` is the grid of the paper.

@@ -4,7 +4,7 @@
          0    4  magic "DSFR"
          4    2  version, 1
          6    1  kind: 1 rows, 2 blob, 3 tombstone
-         7    1  encoding of the weights (`ENCODING_CODES`), 0 where there are none
+         7    1  encoding of the weights (`vocabulary.ENCODINGS`), 0 where there are none
          8    1  kind of the row ids (`codecs.rowids`)
          9    1  exponent, signed
         10    2  0
@@ -39,11 +39,12 @@ import numpy.typing as npt
 import xxhash
 from deltashard_proto import arena_layout
 
-from deltashard_checkpoint.codecs import encoding as encodings
 from deltashard_checkpoint.codecs import row_id
+from deltashard_checkpoint.codecs.encoding import MAX_COLUMNS, section_bytes
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
+from deltashard_checkpoint.vocabulary import ENCODING_OF_CODE
 
 MAGIC = b"DSFR"
 VERSION = 1
@@ -58,8 +59,6 @@ MAX_TABLE_ROWS = 1 << 48
 MAX_NAME_BYTES = 4096
 MAX_BLOB_BYTES = 1 << 44
 
-ENCODING_CODES = {"fp32": 1, "fp16": 2, "bf16": 3, "fp64": 4, "q8": 5, "q4": 6, "q3": 7, "q2": 8}
-_ENCODING_NAMES = {code: name for name, code in ENCODING_CODES.items()}
 TABLE_META = struct.Struct("<QIBIIQQB")  # table rows, columns, dtype, column range, row min, row max, fields
 BLOB_META = struct.Struct("<QQQ")  # offset in the blob, bytes of the whole blob, bytes of this chunk
 
@@ -212,10 +211,11 @@ def parse_frame(buffer: bytes | bytearray | memoryview, *, verify: bool = True) 
     encoding = ""
     scale_bytes = bias_bytes = code_bytes = 0
     if kind is FrameKind.ROWS:
-        encoding = _ENCODING_NAMES.get(encoding_code, "")
-        if not encoding:
+        named = ENCODING_OF_CODE.get(encoding_code)
+        if named is None:
             raise CorruptObject(f"unknown encoding {encoding_code}", where=table.fqn)
-        scale_bytes, bias_bytes, code_bytes = encodings.section_bytes(encoding, rows, width)
+        encoding = named.name
+        scale_bytes, bias_bytes, code_bytes = section_bytes(encoding, rows, width)
     elif encoding_code or exponent or exceptions_bytes or stored:
         raise CorruptObject("a tombstone claims weights or fields", where=table.fqn)
     scales, biases, codes = sections.take(scale_bytes), sections.take(bias_bytes), sections.take(code_bytes)
@@ -343,7 +343,7 @@ def _table_meta(view: memoryview) -> tuple[TableSchema, list[str], tuple[int, in
     rows, columns, dtype, col_start, col_stop, row_min, row_max, n = TABLE_META.unpack(
         meta.take(TABLE_META.size)
     )
-    if not (rows <= MAX_TABLE_ROWS and columns <= encodings.MAX_COLUMNS and col_start < col_stop <= columns):
+    if not (rows <= MAX_TABLE_ROWS and columns <= MAX_COLUMNS and col_start < col_stop <= columns):
         raise CorruptObject(f"columns {col_start}:{col_stop} of a table [{rows}, {columns}]", where=fqn)
     if not row_min <= row_max < rows:
         raise CorruptObject(f"rows {row_min} to {row_max} of a table of {rows}", where=fqn)

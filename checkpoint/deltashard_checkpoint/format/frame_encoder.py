@@ -24,6 +24,7 @@ from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format import frame as frames
 from deltashard_checkpoint.format.frame import FrameInfo, FrameKind, aligned
 from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, ENCODINGS, stored_state_dtype
 
 Array = npt.NDArray[np.generic]
 BLOB_CHUNK_BYTES = 4 << 20
@@ -74,7 +75,7 @@ def encode_rows(
     step: int,
     col_start: int = 0,
     col_stop: int | None = None,
-    state_encoding: str = "fp32",
+    state_encoding: str = DEFAULT_STATE_ENCODING,
     search: quantizer.Search | None = None,
     out: bytearray | memoryview | None = None,
 ) -> EncodedFrame:
@@ -85,7 +86,7 @@ def encode_rows(
         ids: global rows, int64 [n] strictly ascending, or a range of step 1.
         weights: [n, D] C-contiguous, of the table's dtype (bfloat16 as uint16), D = col_stop - col_start.
         fields: row-wise [n], point-wise [n, D], of the field's dtype.
-        encoding: fp32 fp16 bf16 fp64 q8 q4 q3 q2; what the frame really has is in `info.encoding`.
+        encoding: one of `vocabulary.ENCODINGS`; what the frame really has is in `info.encoding`.
         step: of the rows.
         col_start: first column held; `col_stop` is one past the last, None: the table's end.
         col_stop: see `col_start`.
@@ -151,7 +152,7 @@ def encode_rows(
     tail[len(encoded.exceptions) :] = bytes(len(tail) - len(encoded.exceptions))
     view = view[:end]
     digest = _seal(
-        view, kind=FrameKind.ROWS, encoding=frames.ENCODING_CODES[name], ids_kind=ids_kind,
+        view, kind=FrameKind.ROWS, encoding=ENCODINGS[name].code, ids_kind=ids_kind,
         exponent=encoded.exponent, meta=len(meta), ids=len(id_bytes), exceptions=len(encoded.exceptions),
         rows=n, step=step,
     )  # fmt: skip
@@ -172,7 +173,7 @@ def encode_row_frames(
     step: int,
     col_start: int = 0,
     col_stop: int | None = None,
-    state_encoding: str = "fp32",
+    state_encoding: str = DEFAULT_STATE_ENCODING,
     search: quantizer.Search | None = None,
 ) -> Iterator[EncodedFrame]:
     """As many frames as the rows need, each in a fresh buffer; arguments and errors of `encode_rows`."""
@@ -217,7 +218,7 @@ def take_rows(frame: frames.Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
         part[:] = data
     layout.clear_padding(view)
     digest = _seal(
-        view, kind=info.kind, encoding=frames.ENCODING_CODES.get(info.encoding, 0), ids_kind=ids_kind,
+        view, kind=info.kind, encoding=ENCODINGS[info.encoding].code if info.encoding else 0, ids_kind=ids_kind,
         exponent=frame.exponent, meta=len(meta), ids=len(id_bytes), exceptions=len(exceptions), rows=n,
         step=info.step,
     )  # fmt: skip
@@ -345,8 +346,6 @@ def _field_dtypes(
             f"fields {sorted(fields)} given, the schema has {sorted(s.name for s in table.fields)}",
             where=table.fqn,
         )
-    if state_encoding not in ("fp32", "bf16"):
-        raise FrameUnfit(f"state encoding {state_encoding!r}", where=table.fqn, remedy="fp32 or bf16")
     stored = []
     for spec in table.fields:
         values = fields[spec.name]
@@ -356,8 +355,9 @@ def _field_dtypes(
                 f"field {values.dtype}{list(values.shape)}, {spec.dtype}{list(shape)} expected",
                 where=f"{table.fqn}.{spec.name}",
             )
-        small = state_encoding == "bf16" and spec.kind == "pointwise" and spec.dtype == "float32"
-        stored.append("bfloat16" if small else spec.dtype)
+        stored.append(
+            stored_state_dtype(state_encoding, pointwise=spec.kind == "pointwise", dtype=spec.dtype)
+        )
     return stored
 
 

@@ -20,6 +20,7 @@ from deltashard_checkpoint.format import element_type, object_key
 from deltashard_checkpoint.format import frame as frames
 from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.vocabulary import ENCODINGS
 
 FORMAT = 1
 MAX_INDEX_BYTES = 1 << 30
@@ -266,7 +267,7 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
         )
     if not 1 <= m.rows <= min(frames.MAX_ROWS, m.row_max - m.row_min + 1):
         raise CorruptObject(f"{m.rows} rows between {m.row_min} and {m.row_max}")
-    if (m.encoding in frames.ENCODING_CODES) is not (kind is FrameKind.ROWS) or (
+    if (m.encoding in ENCODINGS) is not (kind is FrameKind.ROWS) or (
         m.encoding and kind is FrameKind.TOMBSTONE
     ):
         raise CorruptObject(f"encoding {m.encoding[:40]!r} of a {kind.name.lower()} frame")

@@ -17,16 +17,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.chain import lineage
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.vocabulary import differential_named
 
-Policy = Literal["full", "one-shot", "consecutive", "intermittent"]
 Decision = Literal["full", "since_baseline", "since_commit"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
-DEFAULT_POLICY: Policy = "intermittent"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +38,17 @@ class History:
     """S_1 .. S_i: stored bytes of each checkpoint since then over the baseline's."""
 
 
-def decide(policy: str, history: History, *, force_full: bool = False) -> Decision:
-    """What the next cut must hold at least; raises `UserError` for an unknown policy.
+def decide(name: str, history: History, *, force_full: bool = False) -> Decision:
+    """What the next cut must hold at least under the differential of that name; raises `UnknownWord`.
 
     `force_full`: tracking cannot vouch for its marks, or the caller knows the covered checkpoint to be gone.
     """
-    if policy not in POLICIES:
-        raise UserError(f"unknown differential policy {policy!r}", remedy=f"one of {', '.join(POLICIES)}")
-    if force_full or policy == "full" or history.baseline is None:
+    differential = differential_named(name)
+    if force_full or differential == "full" or history.baseline is None:
         return "full"
-    if policy == "consecutive":
+    if differential == "consecutive":
         return "since_commit"
-    if policy == "intermittent" and baseline_pays(history.increments):
+    if differential == "intermittent" and baseline_pays(history.increments):
         return "full"
     return "since_baseline"
 

@@ -32,6 +32,7 @@ import grpc
 import structlog
 from cryptography import x509
 from deltashard_checkpoint.errors import EnvironmentFault
+from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 
@@ -43,7 +44,6 @@ from deltashard_operator.fleet.stranger import host_of
 from deltashard_operator.fleet.token_review import NotAuthentic, PodIdentity, ReviewUnavailable
 from deltashard_operator.tls.certificate import Certificate, CertificateUnusable
 
-PROTOCOL = 1
 """The only one so far."""
 HEARTBEAT_S = 15.0
 REAUTHENTICATE_S = 1800.0
@@ -313,10 +313,9 @@ class Fleet(service.FleetServicer):
         except sidecar_report.BadReport as error:
             raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         match(hello, identity)
-        if not hello.protocol_min <= PROTOCOL <= hello.protocol_max:
-            sentence = (
-                f"this controller speaks protocol {PROTOCOL}, not {hello.protocol_min}..{hello.protocol_max}"
-            )
+        if FLEET_PROTOCOL.common(hello.protocol_min, hello.protocol_max) is None:
+            theirs = f"{hello.protocol_min}..{hello.protocol_max}"
+            sentence = f"this controller speaks protocol {FLEET_PROTOCOL.most}, not {theirs}"
             raise Refusal("no_protocol", grpc.StatusCode.FAILED_PRECONDITION, sentence)
         return hello
 
@@ -414,7 +413,9 @@ class Fleet(service.FleetServicer):
 
     async def _write(self, stream: Stream, context: Any) -> str:
         welcome = wire.Welcome(
-            protocol=PROTOCOL, heartbeat_s=self._heartbeat_s, reauthenticate_s=self._reauthenticate_s
+            protocol=FLEET_PROTOCOL.most,
+            heartbeat_s=self._heartbeat_s,
+            reauthenticate_s=self._reauthenticate_s,
         )
         try:
             async with asyncio.timeout(WRITE_S):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
@@ -100,8 +101,8 @@ class Hello:
     url: str = ""
     node: str = ""
     version: str = ""
-    protocol_min: int = 1
-    protocol_max: int = 1
+    protocol_min: int = FLEET_PROTOCOL.least
+    protocol_max: int = FLEET_PROTOCOL.most
     started_at_s: float = 0.0
 
     @property

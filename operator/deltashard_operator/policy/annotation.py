@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from deltashard_checkpoint.vocabulary import BITS_CHOICES
+
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
@@ -26,8 +28,7 @@ from deltashard_operator.policy.refusal import Refusal
 MIN_ARENA_BYTES = 64 << 20
 MAX_ARENA_BYTES = 1 << 40
 MAX_INTERVAL_S = 7 * 86400.0
-ENCODINGS = {"2": "q2", "3": "q3", "4": "q4", "8": "q8", "16": "bf16", "32": "fp32"}
-"""Bits of a stored weight -> the encoding that has them."""
+_ENCODING_OF = {str(bits): encoding for bits, encoding in BITS_CHOICES.items()}
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 _SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
@@ -40,7 +41,7 @@ TAKES = {
     RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
     ARENA_SIZE: "a quantity from 64Mi to 1Ti, such as 512Mi",
     INTERVAL: "seconds or a duration up to 168h, such as 90s, 5m or 1h; 0 turns the timer off",
-    BITS: f"one of {', '.join(ENCODINGS)}",
+    BITS: f"one of {', '.join(_ENCODING_OF)}",
 }
 """Key -> what it takes, as every refusal says it."""
 
@@ -86,7 +87,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
     if POLICY not in found:
         raise Refusal("BadAnnotation", "it is missing", where=POLICY, remedy=f"it takes {TAKES[POLICY]}")
     arena, interval, bits = found.get(ARENA_SIZE), found.get(INTERVAL), found.get(BITS)
-    if bits is not None and bits not in ENCODINGS:
+    if bits is not None and bits not in _ENCODING_OF:
         raise _wrong(BITS, bits)
     return Annotations(
         policy=_matching(_SUBDOMAIN, POLICY, found[POLICY]),
@@ -94,7 +95,7 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
         run_id=_matching(_LABEL, RUN_ID, found[RUN_ID]) if RUN_ID in found else None,
         arena_bytes=None if arena is None else _arena_bytes(arena),
         every_s=None if interval is None else _interval_s(interval),
-        encoding=None if bits is None else ENCODINGS[bits],
+        encoding=None if bits is None else _ENCODING_OF[bits],
     )
 
 

@@ -15,6 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
+from deltashard_checkpoint.vocabulary import (
+    BITS_CHOICES,
+    DEFAULT_DIFFERENTIAL,
+    DEFAULT_ENCODING,
+    DIFFERENTIALS,
+    ENCODING_CHOICES,
+    ENCODINGS,
+)
+
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
 from deltashard_operator.policy.annotation import MAX_ARENA_BYTES, MIN_ARENA_BYTES, Annotations
@@ -22,8 +31,6 @@ from deltashard_operator.policy.refusal import Refusal
 
 DEFAULT = "default"
 """Policy name that means the chart's default policy where the namespace has none of that name."""
-ENCODINGS = ("fp32", "fp16", "bf16", "q8", "q4", "q3", "q2")
-DIFFERENTIALS = ("full", "one-shot", "consecutive", "intermittent")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
 CACHE_ARENAS = 16
 MAX_CACHE_BYTES = 10 << 30
@@ -31,7 +38,6 @@ MAX_CACHE_BYTES = 10 << 30
 node's disk, and a node that holds a small arena need not have 10 GiB to spare."""
 BLOCK_BYTES = 8 << 20
 """Arenas are whole blocks of the sidecar's default block size."""
-_BITS = {2: "q2", 3: "q3", 4: "q4", 8: "q8", 16: "bf16", 32: "fp32"}
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
 _STORE_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/=-]*)?", re.ASCII)
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+/?", re.ASCII)
@@ -63,8 +69,8 @@ class Policy:
     web_identity: WebIdentity | None = None
     every_s: float = 300.0
     every_steps: int = 0
-    encoding: str = "q8"
-    differential: str = "intermittent"
+    encoding: str = DEFAULT_ENCODING
+    differential: str = DEFAULT_DIFFERENTIAL
     arena_bytes: int = 256 << 20
     cache_bytes: int = 0
     """Disk for the sidecar's cache; never 0 once resolved."""
@@ -143,9 +149,11 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
     resources = sidecar.fields("resources")
     requests, limits = resources.fields("requests"), resources.fields("limits")
     fleet = top.fields("fleet")
-    bits = top.integer("bits", 8, low=2, high=32)
-    if bits not in _BITS:
-        top.fail("bits", f"one of {', '.join(map(str, _BITS))}")
+    bits = top.integer(
+        "bits", ENCODINGS[DEFAULT_ENCODING].bits, low=min(BITS_CHOICES), high=max(BITS_CHOICES)
+    )
+    if bits not in BITS_CHOICES:
+        top.fail("bits", f"one of {', '.join(map(str, BITS_CHOICES))}")
     cpu_request = requests.millis("cpu", 500)
     memory_request = requests.bytes("memory", 512 << 20)
     every_s = top.integer("intervalSeconds", 300, high=7 * 86400)
@@ -159,8 +167,8 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         web_identity=_web_identity(identity) if identity.present else None,
         every_s=float(every_s),
         every_steps=every_steps,
-        encoding=top.choice("encoding", _BITS[bits], ENCODINGS),
-        differential=top.choice("differential", "intermittent", DIFFERENTIALS),
+        encoding=top.choice("encoding", BITS_CHOICES[bits], ENCODING_CHOICES),
+        differential=top.choice("differential", DEFAULT_DIFFERENTIAL, DIFFERENTIALS),
         arena_bytes=whole_blocks(
             top.bytes("arenaSize", 256 << 20, low=MIN_ARENA_BYTES, high=MAX_ARENA_BYTES)
         ),

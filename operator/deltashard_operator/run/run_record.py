@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from deltashard_checkpoint.vocabulary import bits_of
+
 from deltashard_operator.fleet.sidecar_report import PolicyInForce
 from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import failure, phase
@@ -26,7 +28,6 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "CheckpointRun"
 MAX_PODS = 256
 """Listed in a status."""
-BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "q8": 8, "q4": 4, "q3": 3, "q2": 2}
 MATERIAL = frozenset(
     {
         "phase",
@@ -98,7 +99,7 @@ def status(run: Run, now_s: float) -> Document:
         "intervalMilliseconds": _milliseconds(timers.every_s) if progress.policy.encoding else None,
         "everySteps": timers.every_steps or None,
         "encoding": policy.encoding or None,
-        "bits": BITS.get(policy.encoding),
+        "bits": bits_of(policy.encoding),
         "differential": policy.differential or None,
         "directiveGeneration": run.generation or None,
         "storedBytes": progress.stored_bytes or None,

@@ -20,10 +20,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.vocabulary import CHOICES
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.settings import DIFFERENTIALS, ENCODINGS, STATE_ENCODINGS, Settings
+from deltashard_sidecar.settings import Settings
 
 KEY = "deltashard/directive"
 """Of a commit's metadata; the prefix `deltashard/` is not the user's."""
@@ -146,12 +147,8 @@ def recorded(text: str) -> Directive:
 
 def _checked(directive: Directive) -> Directive:
     policy = directive.policy
-    choices = (
-        ("encoding", policy.encoding, ENCODINGS),
-        ("differential", policy.differential, DIFFERENTIALS),
-        ("state_encoding", policy.state_encoding, STATE_ENCODINGS),
-    )
-    for name, value, known in choices:
+    for name in ("encoding", "differential", "state_encoding"):
+        value, known = getattr(policy, name), CHOICES[name]
         if value and value not in known:
             raise BadDirective(
                 f"{name} is {value[:40]!r}",

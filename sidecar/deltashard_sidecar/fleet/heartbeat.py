@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import grpc
+from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.settings import Settings
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
 SHORTEST_S = 1.0
 """Between two heartbeats."""
 LONGEST_S = 300.0
@@ -53,8 +52,8 @@ def refusal(code: grpc.StatusCode, details: str) -> str:
 def hello(settings: Settings, *, version: str, process: str, started_at_s: float) -> fleet.Hello:
     """What nothing can change while this process runs."""
     return fleet.Hello(
-        protocol_min=PROTOCOL_MIN,
-        protocol_max=PROTOCOL_MAX,
+        protocol_min=FLEET_PROTOCOL.least,
+        protocol_max=FLEET_PROTOCOL.most,
         version=version,
         namespace=settings.pod_namespace,
         pod=settings.pod_name,

@@ -8,16 +8,15 @@ threads that bring the same table meanwhile wait for it, so one checkpoint has o
 from __future__ import annotations
 
 import threading
-from typing import Literal
 
 import numpy as np
-from deltashard_checkpoint.codecs.encoding import effective_encoding, encoding_named
+from deltashard_checkpoint.codecs.encoding import effective_encoding
 from deltashard_checkpoint.codecs.quantizer import PLAIN, Search
 from deltashard_checkpoint.codecs.tuning import sample_positions, tune
+from deltashard_checkpoint.vocabulary import encoding_named
 
 from deltashard_sidecar.arena.batch import Rows
 
-Mode = Literal["default", "plain", "tuned"]
 SEED = 7
 
 

@@ -27,6 +27,7 @@ from typing import Protocol
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
+from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
@@ -56,7 +57,7 @@ class Cut:
     stall_budget_s: float
     directive: str
     """For the log entry: what made this cut what it is."""
-    state_encoding: str = "fp32"
+    state_encoding: str = DEFAULT_STATE_ENCODING
     follows: str | None = None
     """The controller's directive in force, as it is recorded with the commit."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from deltashard_checkpoint.codecs.encoding import effective_encoding, section_bytes
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.vocabulary import stored_state_dtype
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.session.session import BadAttach
@@ -28,9 +29,8 @@ def encoded_bytes(request: pb.AttachRequest, *, encoding: str, state_encoding: s
         rows, columns = box.row_stop - box.row_start, box.col_stop - box.col_start
         total += rows * sum(section_bytes(effective_encoding(encoding, table.dtype, columns), 1, columns))
         for field in table.fields:
-            item = element_type.by_name(field.dtype).itemsize_bytes
-            if field.pointwise and state_encoding == "bf16" and field.dtype == "float32":
-                item = 2
+            stored = stored_state_dtype(state_encoding, pointwise=field.pointwise, dtype=field.dtype)
+            item = element_type.by_name(stored).itemsize_bytes
             total += rows * item * (columns if field.pointwise else 1)
     return total
 

@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.index import box_of, table_of
 from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.run.read_ahead import IndexesAhead
 from deltashard_sidecar.session.notice import Notices
 from deltashard_sidecar.session.schedule import Schedule
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
 GRACE_S = 20.0
 """A trainer has so long after Attach to take its writer lock or to watch before it counts as dead."""
 
@@ -94,11 +93,11 @@ class Session:
 
 def check_attach(request: pb.AttachRequest, lines: int) -> int:
     """The protocol version both sides speak; raises `BadAttach` for what cannot be served."""
-    protocol = min(PROTOCOL_MAX, request.protocol_max)
-    if protocol < max(PROTOCOL_MIN, request.protocol_min):
+    protocol = TRAINER_PROTOCOL.common(request.protocol_min, request.protocol_max)
+    if protocol is None:
         raise BadAttach(
             f"no protocol in common: the trainer speaks {request.protocol_min}-{request.protocol_max}, "
-            f"this sidecar {PROTOCOL_MIN}-{PROTOCOL_MAX}",
+            f"this sidecar {TRAINER_PROTOCOL.least}-{TRAINER_PROTOCOL.most}",
             where="attach",
             remedy="use trainer library and sidecar image of neighbouring versions",
         )

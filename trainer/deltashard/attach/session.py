@@ -41,8 +41,6 @@ from deltashard.errors import FencedError, RestoreFailed, SidecarUnavailable, Ta
 
 log = logging.getLogger("deltashard")
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
 ATTACH_DEADLINE_S = 90.0
 OPEN_DEADLINE_S = 330.0
 FIRST_BACK_OFF_S = 0.05

@@ -17,6 +17,7 @@ import torch
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.format.index import box_message, table_message, table_of
 from deltashard_checkpoint.format.schema import Box
+from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 from deltashard_proto.arena_layout import STEP
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -44,8 +45,8 @@ class Resuming(Boundary):
     def _attach_request(self) -> pb.AttachRequest:
         tables = [table.schema for table in self._tracking.tables]
         request = pb.AttachRequest(
-            protocol_min=1,
-            protocol_max=1,
+            protocol_min=TRAINER_PROTOCOL.least,
+            protocol_max=TRAINER_PROTOCOL.most,
             rank=0,
             local_rank=0,
             world_size=1,

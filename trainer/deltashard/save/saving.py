@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.format.typed_tree import EncodedTree
+from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
 from deltashard_proto.arena_layout import STALL_NS
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -251,7 +252,7 @@ class Saving(Resuming):
     ) -> Callable[[int, Any, list[torch.Tensor]], None]:
         contents = self._contents
         assert contents is not None
-        state_encoding = begun.state_encoding or self._policy.state_encoding or "fp32"
+        state_encoding = begun.state_encoding or self._policy.state_encoding or DEFAULT_STATE_ENCODING
 
         def observe(position: int, ids: Any, parts: list[torch.Tensor]) -> None:
             contents.batch(

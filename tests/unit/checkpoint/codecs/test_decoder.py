@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from deltashard_checkpoint.codecs.decoder import decode_rows, decode_scatter, scatter
-from deltashard_checkpoint.codecs.encoding import DTYPES, ENCODINGS, EncodingError, section_bytes
+from deltashard_checkpoint.codecs.encoding import DTYPES, EncodingError, section_bytes
 from deltashard_checkpoint.codecs.quantizer import narrowed, widened
 from deltashard_checkpoint.codecs.side_list import read_exceptions, write_exceptions
 from deltashard_checkpoint.errors import CorruptObject
+from deltashard_checkpoint.vocabulary import ENCODINGS
 
 from tests.unit.checkpoint.codecs.support import odd_rows, store
 

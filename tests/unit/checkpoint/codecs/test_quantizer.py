@@ -7,7 +7,6 @@ import pytest
 import torch
 from deltashard_checkpoint.codecs.encoding import (
     DTYPES,
-    ENCODINGS,
     EncodingError,
     effective_encoding,
     raw_encoding,
@@ -23,6 +22,7 @@ from deltashard_checkpoint.codecs.quantizer import (
     widened,
 )
 from deltashard_checkpoint.codecs.side_list import exception_bytes
+from deltashard_checkpoint.vocabulary import ENCODINGS, UnknownWord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -251,7 +251,7 @@ def test_no_rows_are_fine(kernel_set, encoding):
 def test_what_cannot_be_taken_is_said():
     x = np.ones((4, 8), np.float32)
     room = [np.empty(s, np.uint8) for s in section_bytes("q4", 4, 8)]
-    with pytest.raises(EncodingError, match="unknown encoding"):
+    with pytest.raises(UnknownWord, match="unknown encoding"):
         encode_rows("q5", x, *room)
     with pytest.raises(EncodingError, match="C-contiguous"):
         encode_rows("q4", np.ones((4, 16), np.float32)[:, ::2], *room)

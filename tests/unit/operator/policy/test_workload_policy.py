@@ -6,18 +6,10 @@ from typing import Any
 
 import pytest
 from deltashard_operator.policy import workload_policy
-from deltashard_operator.policy.annotation import ENCODINGS, Annotations
+from deltashard_operator.policy.annotation import Annotations
 from deltashard_operator.policy.refusal import Refusal
-from deltashard_sidecar import settings
 
 from tests.unit.operator import samples
-
-
-def test_choices_are_the_sidecars() -> None:
-    """What a policy may say is what the sidecar takes."""
-    assert workload_policy.ENCODINGS == settings.ENCODINGS
-    assert workload_policy.DIFFERENTIALS == settings.DIFFERENTIALS
-    assert set(ENCODINGS.values()) <= set(settings.ENCODINGS)
 
 
 def test_a_whole_policy_is_read() -> None:
