@@ -7,9 +7,13 @@ and `InternalBug` (ours: please report). Modules define their own errors as subc
 
 from __future__ import annotations
 
+from deltashard_proto.cause import Cause
+
 
 class DeltashardError(Exception):
-    """Base of all deltashard errors: `what` happened, `where`, and the `remedy`."""
+    """Base of all deltashard errors: `what` happened, `where`, and the `remedy`; `cause` is one of a closed set."""
+
+    cause: str = Cause.ERROR
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
         self.what = what
@@ -38,6 +42,8 @@ class InternalBug(DeltashardError):
 class FormatError(EnvironmentFault):
     """Bytes that were read are not what the format allows."""
 
+    cause = Cause.CORRUPT
+
 
 class CorruptObject(FormatError):
     """A hash, length or field of a stored object is wrong (truncation, bit flips)."""
@@ -45,6 +51,8 @@ class CorruptObject(FormatError):
 
 class UnsupportedVersion(FormatError):
     """The object was written by a newer format than this library reads."""
+
+    cause = Cause.ERROR
 
 
 class ForeignObject(FormatError):

@@ -1,1 +1,1 @@
-"""The contracts between the parts: generated messages and services (`v1`), the layout of the arena (`arena_layout`)."""
+"""The contracts between the parts: generated messages and services (`v1`), the arena (`arena_layout`), `cause`."""

@@ -1,8 +1,8 @@
 """gRPC over a unix socket: messages in, plain method calls on the `Sidecar`, errors to status codes. Nothing else.
 
-A failed call carries `{error class}: {what} [where] -- {remedy}` as its details. Codes: FAILED_PRECONDITION, NOT_FOUND,
-ALREADY_EXISTS and PERMISSION_DENIED are the caller's to mend; ABORTED is fenced; UNAVAILABLE may be tried again;
-DATA_LOSS is a log or run that cannot be read.
+A failed call carries `{error class}: {what} [where] -- {remedy}` as its details and its cause as trailing metadata.
+Codes: FAILED_PRECONDITION, NOT_FOUND, ALREADY_EXISTS and PERMISSION_DENIED are the caller's to mend; ABORTED is fenced;
+UNAVAILABLE may be tried again; DATA_LOSS is a log or run that cannot be read.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.stores.abc import AccessDenied
 from deltashard_checkpoint.write.attempt import NothingRestorable
 from deltashard_checkpoint.write.commit import FencedError
+from deltashard_proto.cause import to_metadata
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1 import trainer_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -66,6 +67,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     def _fail(self, name: str, context: grpc.ServicerContext, error: DeltashardError) -> NoReturn:
         self._sidecar.explain(f"{name}.refused", error)
+        context.set_trailing_metadata(to_metadata(error.cause))
         context.abort(code_of(error), f"{type(error).__name__}: {error}")
         raise AssertionError  # abort has raised
 

@@ -20,17 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.crash_point import crash_point
-from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UnsupportedVersion
+from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError
 from deltashard_checkpoint.format.frame import FrameKind
 from deltashard_checkpoint.format.index import box_message, box_of, frame_message, table_message
 from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.log.chain import ChainIncomplete, CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import plan_restore, went_on
 from deltashard_checkpoint.restore.fetcher import Fetcher
-from deltashard_checkpoint.restore.plan import IncompletePlan, Plan, Request, SchemaMismatch, Want
+from deltashard_checkpoint.restore.plan import IncompletePlan, Plan, Request, Want
 from deltashard_proto.arena_layout import ALIGN
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
@@ -78,16 +78,21 @@ def baseline_under(plan: Plan) -> int:
     return max((frame.seq for frame in rows if frame.baseline), default=0)
 
 
-def cause_of(error: BaseException) -> str:
+def cause_of(error: BaseException) -> Cause:
     """Invalid (fall back), unavailable (try again), not_found, mismatch, or error."""
-    kinds: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = (
-        (CheckpointNotFound, "not_found"),
-        ((IncompletePlan, SchemaMismatch), "mismatch"),
-        (UnsupportedVersion, "error"),
-        ((FormatError, ChainIncomplete), "invalid"),
-        (EnvironmentFault, "unavailable"),
-    )
-    return next((cause for kind, cause in kinds if isinstance(error, kind)), "error")
+    match error:
+        case DeltashardError(cause=Cause.NOT_FOUND):
+            return Cause.NOT_FOUND
+        case DeltashardError(cause=Cause.MISMATCH):
+            return Cause.MISMATCH
+        case FormatError(cause=Cause.CORRUPT):
+            return Cause.INVALID
+        case FormatError():  # written by a newer version: nothing is wrong with it
+            return Cause.ERROR
+        case EnvironmentFault():
+            return Cause.UNAVAILABLE
+        case _:
+            return Cause.ERROR
 
 
 class Restore:
@@ -183,15 +188,17 @@ class Restore:
             yield pb.RestoreReply(done=done)
         except DeltashardError as error:
             cause = cause_of(error)
-            if (cause == "not_found" and self._other is not None) or (cause == "invalid" and self._moved()):
-                cause = "moved"
+            if (cause is Cause.NOT_FOUND and self._other is not None) or (
+                cause is Cause.INVALID and self._moved()
+            ):
+                cause = Cause.MOVED
             metrics.restores.labels(cause).inc()
             self._log.warning("restore.failed", cause=cause, **explain(error))
-            yield pb.RestoreReply(failed=pb.RestoreReply.Failed(cause=cause, message=str(error)))
+            yield _failed(cause, str(error))
         except Exception as error:  # noqa: BLE001 - ours, and the trainer must hear of it
-            metrics.restores.labels("error").inc()
+            metrics.restores.labels(Cause.ERROR).inc()
             self._log.error("restore.unexpected", exc_info=error)
-            yield pb.RestoreReply(failed=pb.RestoreReply.Failed(cause="error", message=repr(error)))
+            yield _failed(Cause.ERROR, repr(error))
         finally:
             self._wait_for_reader(alive)
 
@@ -285,6 +292,10 @@ class Restore:
             self._keeper.read_all(self._session.local_rank)
         else:
             self._keeper.quarantine(self._session.local_rank, Use.SERVING)
+
+
+def _failed(cause: Cause, message: str) -> pb.RestoreReply:
+    return pb.RestoreReply(failed=pb.RestoreReply.Failed(cause=cause, message=message, code=cause.code))
 
 
 def _at_once() -> Callable[[], bool]:

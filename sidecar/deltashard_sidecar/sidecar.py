@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
-from deltashard_checkpoint.write.commit import FencedError, TakenOver
+from deltashard_checkpoint.write.commit import FencedError
 from deltashard_proto.arena_layout import LINES
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
@@ -62,9 +63,10 @@ class RankTaken(UserError):
 class Refused(Exception):
     """A save is not begun; `reply` says why."""
 
-    def __init__(self, cut: int, cause: str, message: str) -> None:
+    def __init__(self, cut: int, cause: Cause, message: str) -> None:
         super().__init__(message)
-        self.reply = pb.SaveReply(failed=pb.SaveReply.Failed(cut=cut, cause=cause, message=message))
+        failed = pb.SaveReply.Failed(cut=cut, cause=cause, message=message, code=cause.code)
+        self.reply = pb.SaveReply(failed=failed)
 
 
 ENCODE_NICENESS = 10
@@ -198,7 +200,7 @@ class Sidecar(Orders):
         save.stream_over.wait(5.0)
         same = old is not None and old.pid == request.pid and request.HasField("attempt")
         if not same and not save.over.wait(self.settings.attach_deadline_s):
-            save.cancel("superseded", "a new trainer attached and this save did not end in time")
+            save.cancel(Cause.SUPERSEDED, "a new trainer attached and this save did not end in time")
 
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
         """Open an attempt for a session; raises what the log raises."""
@@ -209,8 +211,7 @@ class Sidecar(Orders):
         try:
             reply = self.run.open(request, session, step_seen=step_seen)
         except FencedError as error:
-            cause = "taken_over" if isinstance(error, TakenOver) else "fenced"
-            self.reports.fenced(cause, str(error), step=step_seen)
+            self.reports.fenced(Cause(error.cause), str(error), step=step_seen)
             raise
         with self._lock:
             session.attempt = reply.attempt
@@ -244,17 +245,17 @@ class Sidecar(Orders):
         """Begin a save; raises `Refused`, or `UnknownSession`."""
         session = self.sessions.get(begin.session)
         if self.stopping:
-            raise Refused(begin.cut, "stopping", "the sidecar is stopping")
+            raise Refused(begin.cut, Cause.STOPPING, "the sidecar is stopping")
         if session.fenced:
             raise Refused(begin.cut, session.fenced_cause, session.fenced)
         if session.attempt is None:
-            raise Refused(begin.cut, "invalid", "no attempt is open: restore() first")
+            raise Refused(begin.cut, Cause.INVALID, "no attempt is open: restore() first")
         self._make_way(session, begin)
         self.keeper.copies_stopped(session.local_rank)
         with self._lock:
             running = self._saves.get(session.local_rank)
             if running is not None and not (running.over.is_set() and running.stream_over.is_set()):
-                raise Refused(begin.cut, "busy", "another save of this rank is in flight")
+                raise Refused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
             in_force = self.in_force
             policy = in_force.policy
             covers, directive = self.run.decide(session, begin, policy)
@@ -321,13 +322,13 @@ class Sidecar(Orders):
         if running is None:
             return
         if begin.urgent and running.staging and not running.cut.urgent:
-            running.cancel("superseded", f"an urgent save ({begin.reason}) takes its place")
+            running.cancel(Cause.SUPERSEDED, f"an urgent save ({begin.reason}) takes its place")
         brief = running.staging or running.life.ended
         patience_s = URGENT_WAIT_S if begin.urgent else BRIEF_WAIT_S if brief else 0.0
         if running.over.wait(patience_s) and running.stream_over.wait(BRIEF_WAIT_S):
             return
         self.metrics.skipped.inc()
-        raise Refused(begin.cut, "busy", f"cut {running.cut.cut} is {running.life.state.value.lower()}")
+        raise Refused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.life.state.value.lower()}")
 
     def _save_ended(self, save: Save) -> None:
         """A save committed or failed: tell the trainer, the timer and the metrics."""
@@ -369,7 +370,7 @@ class Sidecar(Orders):
                         cut.attempt,
                         self.run.newest_attempt(current),
                         current.fenced,
-                        taken_over=current.fenced_cause == "taken_over",
+                        taken_over=current.fenced_cause is Cause.TAKEN_OVER,
                     )
                 )
             current.notices.post(notice)
@@ -416,7 +417,7 @@ class Sidecar(Orders):
         now_s = time.monotonic()
         for save in list(self._saves.values()):
             if save.staging and now_s - save.heard_s > self.settings.stream_idle_s:
-                save.cancel("deadline", f"the trainer said nothing for {self.settings.stream_idle_s} s")
+                save.cancel(Cause.DEADLINE, f"the trainer said nothing for {self.settings.stream_idle_s} s")
         self.metrics.spooled.set(self.run.cache_bytes())
         self.run.forget_others(self._sessions_in_use)
         if self.sessions.all() or self.in_flight():
@@ -467,7 +468,7 @@ class Sidecar(Orders):
             while not (hurry.is_set() or save.over.wait(0.05)) and time.monotonic() < deadline_s:
                 pass
         for save in self.in_flight():
-            save.cancel("stopping", "the sidecar had to stop before this save was durable")
+            save.cancel(Cause.STOPPING, "the sidecar had to stop before this save was durable")
         self.closings.end_all()
         for session in self.sessions.all():
             self.sessions.close(session)

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from deltashard_proto.cause import Cause
+
 from deltashard_checkpoint.errors import EnvironmentFault
 
 PACK_BYTES = 64 << 20
@@ -27,6 +29,8 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 class CacheFull(EnvironmentFault):
     """The cache directory's disk or byte budget has no room that could be made by evicting."""
+
+    cause = Cause.UNAVAILABLE
 
 
 class CacheUnusable(EnvironmentFault):

@@ -17,6 +17,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from deltashard_proto.cause import Cause
+
 from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.entry import Part
@@ -25,6 +27,8 @@ from deltashard_checkpoint.log.run_state import RunState
 
 class CheckpointNotFound(UserError):
     """No live checkpoint answers to the seq, step or pin that was asked for."""
+
+    cause = Cause.NOT_FOUND
 
 
 class ChainIncomplete(FormatError):

@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
+from deltashard_proto.cause import Cause
+
 from deltashard_checkpoint.backoff import Clocks, Patience
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, FormatError, UnsupportedVersion
@@ -70,6 +72,8 @@ _probed: weakref.WeakSet[Store] = weakref.WeakSet()
 
 class LogGap(EnvironmentFault):
     """The listing lacks an entry: entries are never deleted, so something else did that, or the listing is stale."""
+
+    cause = Cause.LOG_LOST
 
 
 class LogWentBack(LogGap):

@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from deltashard_proto.cause import Cause
+
 from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
 from deltashard_checkpoint.format import element_type, frame
 from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
@@ -33,6 +35,8 @@ MAX_GAP_BYTES = 64 << 10
 class IncompletePlan(UserError):
     """What is stored does not fill what is wanted; `missing` has the boxes, in the target's coordinates."""
 
+    cause = Cause.MISMATCH
+
     def __init__(
         self, what: str, *, missing: tuple[Box, ...] = (), where: str = "", remedy: str = ""
     ) -> None:
@@ -42,6 +46,8 @@ class IncompletePlan(UserError):
 
 class SchemaMismatch(UserError):
     """A stored table and the model's table of that name differ in columns, types or fields."""
+
+    cause = Cause.MISMATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from deltashard_proto.cause import Cause
+
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError, EnvironmentFault, UserError
 
 Buffer = bytes | bytearray | memoryview
@@ -26,6 +28,8 @@ class StoreUnavailable(EnvironmentFault):
     A put that raises this may still have happened: only reading back tells.
     """
 
+    cause = Cause.UNAVAILABLE
+
 
 class ObjectNotFound(DeltashardError):
     """The store answered for sure that no object has this key (a confirmed 404)."""
@@ -38,17 +42,25 @@ class ObjectExists(DeltashardError):
 class AccessDenied(UserError):
     """Wrong, expired or insufficient credentials."""
 
+    cause = Cause.DENIED
+
 
 class CredentialsMissing(AccessDenied):
     """There are no credentials to sign a request with: the file or token is absent or empty. It may yet appear."""
+
+    cause = Cause.MISSING
 
 
 class BucketMissing(UserError):
     """The bucket or root does not exist."""
 
+    cause = Cause.BUCKET_MISSING
+
 
 class StoreFull(EnvironmentFault):
     """Quota or disk full."""
+
+    cause = Cause.FULL
 
 
 class ConditionalPutUnsupported(UserError):
@@ -57,6 +69,8 @@ class ConditionalPutUnsupported(UserError):
 
 class ClockSkew(UserError):
     """The store refuses our signature because the two clocks differ too much."""
+
+    cause = Cause.CLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

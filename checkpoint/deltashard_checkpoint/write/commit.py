@@ -22,6 +22,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from deltashard_proto.cause import Cause
+
 from deltashard_checkpoint.backoff import Patience
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, ForeignObject, UnsupportedVersion
@@ -42,6 +44,8 @@ _REPORT_KEY = re.compile(r"data/\d{20}/\d{8}/(\d{5})-[0-9a-z]{8,32}-([0-9a-f]{32
 
 class FencedError(EnvironmentFault):
     """A newer attempt is open: this trainer's run is over, it must neither save nor open an attempt again."""
+
+    cause = Cause.FENCED
 
     def __init__(self, attempt: int, by: int, run: str, *, workload: str = "", pod: str = "") -> None:
         """`workload` or `pod`: UID of what opened the newer attempt, where it is another one."""
@@ -67,6 +71,8 @@ class FencedError(EnvironmentFault):
 class TakenOver(FencedError):
     """Another workload (Job, JobSet, ...) holds the run now: for this workload it is over, restarts included."""
 
+    cause = Cause.TAKEN_OVER
+
 
 def fencing(state: RunState, attempt: int) -> FencedError | None:
     """Why `attempt` can commit no more, if a newer one is open. Pure."""
@@ -82,9 +88,13 @@ def fencing(state: RunState, attempt: int) -> FencedError | None:
 class Abandoned(EnvironmentFault):
     """This cut will never be committed; its rows are still marked and the next cut holds them."""
 
+    cause = Cause.ABANDONED
+
 
 class PartsMissing(EnvironmentFault):
     """The deadline ended before every rank had uploaded its part."""
+
+    cause = Cause.DEADLINE
 
     def __init__(self, ranks: Sequence[int], where: str) -> None:
         self.ranks = tuple(ranks)

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from deltashard_proto.cause import Cause
+
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.cache.pack_spool import PACK_BYTES, PackSpool
 from deltashard_checkpoint.crash_point import crash_point, is_armed
@@ -37,6 +39,8 @@ DEFAULT_UPLOADS = 4
 
 class UploadFailed(EnvironmentFault):
     """A pack or index could not be put; the cut it belongs to is lost, and the next one covers its rows."""
+
+    cause = Cause.UNAVAILABLE
 
 
 class PartAborted(EnvironmentFault):

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
+from deltashard_proto.cause import heard
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
@@ -304,7 +305,7 @@ def _incident(number: int, message: wire.Incident) -> Incident:
         id=number,
         kind=_kind(message.kind),
         at_s=_number(message.at_s),
-        cause=_text(message.cause, MAX_WORD),
+        cause=_text(heard(message), MAX_WORD),
         message=_text(message.message, MAX_TEXT),
         step=_count(message.step),
         lost_steps=_count(message.lost_steps),

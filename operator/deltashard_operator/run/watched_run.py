@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from deltashard_proto.cause import Cause
+
 from deltashard_operator.fleet.sidecar_report import Heartbeat, Hello, Incident, IncidentKind, PolicyInForce
 from deltashard_operator.run import failure
 from deltashard_operator.run.condition import Condition
@@ -24,8 +26,6 @@ from deltashard_operator.run.phase import Phase
 
 V = TypeVar("V")
 MAX_NAME = 63
-TAKEN_OVER = "taken_over"
-"""Cause of an incident: another workload (the same `run-id`) trains the run now, and this one is over."""
 NO_POLICY = PolicyInForce()
 NO_WISH = Wish()
 
@@ -307,7 +307,7 @@ def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> t
     newest_attempt = run.progress.attempts.get(_part(run, hello.pod_uid, heartbeat.run), 0)
     replaced = heartbeat.attempt < newest_attempt or (pod is not None and not pod.alive)
     for incident in fresh:
-        if incident.kind is IncidentKind.FENCED and replaced and incident.cause != TAKEN_OVER:
+        if incident.kind is IncidentKind.FENCED and replaced and incident.cause != Cause.TAKEN_OVER:
             text = f"pod {hello.pod}, which was replaced: {incident.message or 'its trainer was ended'}"
             notices.append(Notice(reason="Fenced", message=text))
             continue

@@ -25,37 +25,37 @@ _sym_db = _symbol_database.Default()
 from deltashard_proto.v1 import trainer_pb2 as deltashard__proto_dot_v1_dot_trainer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64\x65ltashard_proto/v1/fleet.proto\x12\rdeltashard.v1\x1a!deltashard_proto/v1/trainer.proto\"\xb8\x02\n\x05Hello\x12\x14\n\x0cprotocol_min\x18\x01 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x0b\n\x03pod\x18\x05 \x01(\t\x12\x0f\n\x07pod_uid\x18\x06 \x01(\t\x12\x0c\n\x04node\x18\x07 \x01(\t\x12\x15\n\rworkload_kind\x18\x08 \x01(\t\x12\x15\n\rworkload_name\x18\t \x01(\t\x12\x14\n\x0cworkload_uid\x18\n \x01(\t\x12\x0b\n\x03run\x18\x0b \x01(\t\x12\r\n\x05index\x18\x0c \x01(\t\x12\x0f\n\x07replica\x18\r \x01(\t\x12\x0e\n\x06policy\x18\x0e \x01(\t\x12\x0b\n\x03url\x18\x0f \x01(\t\x12\x0f\n\x07process\x18\x10 \x01(\t\x12\x14\n\x0cstarted_at_s\x18\x11 \x01(\x01\"6\n\x04Rank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\xa2\x01\n\x08Incident\x12\n\n\x02id\x18\x01 \x01(\x04\x12)\n\x04kind\x18\x02 \x01(\x0e\x32\x1b.deltashard.v1.IncidentKind\x12\x0c\n\x04\x61t_s\x18\x03 \x01(\x01\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x12\n\nlost_steps\x18\x07 \x01(\x04\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\"\xba\x03\n\tHeartbeat\x12\x0b\n\x03run\x18\x01 \x01(\t\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.deltashard.v1.Phase\x12\"\n\x05ranks\x18\x03 \x03(\x0b\x32\x13.deltashard.v1.Rank\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x04\x12*\n\x0blast_commit\x18\x05 \x01(\x0b\x32\x15.deltashard.v1.Commit\x12\x18\n\x10last_commit_at_s\x18\x06 \x01(\x01\x12%\n\x06policy\x18\x07 \x01(\x0b\x32\x15.deltashard.v1.Policy\x12\x14\n\x0cstored_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x63heckpoints\x18\t \x01(\x04\x12\x10\n\x08restores\x18\n \x01(\x04\x12\x14\n\x0csaves_failed\x18\x0b \x01(\x04\x12\x1d\n\x15saves_failed_in_a_row\x18\x0c \x01(\x04\x12\x10\n\x08store_ok\x18\r \x01(\x08\x12\x16\n\x0e\x63redentials_ok\x18\x0e \x01(\x08\x12\x11\n\tdirective\x18\x0f \x01(\x04\x12*\n\tincidents\x18\x10 \x03(\x0b\x32\x17.deltashard.v1.Incident\"m\n\rReportRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.deltashard.v1.HelloH\x00\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x18.deltashard.v1.HeartbeatH\x00\x42\x06\n\x04kind\"J\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x18\n\x10reauthenticate_s\x18\x03 \x01(\x01\"V\n\tDirective\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12%\n\x06policy\x18\x02 \x01(\x0b\x32\x15.deltashard.v1.Policy\x12\x0e\n\x06timers\x18\x03 \x01(\x08\"\xe9\x01\n\x0bReportReply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.deltashard.v1.WelcomeH\x00\x12-\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x1e.deltashard.v1.ReportReply.AckH\x00\x12-\n\tdirective\x18\x03 \x01(\x0b\x32\x18.deltashard.v1.DirectiveH\x00\x12\x30\n\x08save_now\x18\x04 \x01(\x0b\x32\x1c.deltashard.v1.SaveRequestedH\x00\x1a\x17\n\x03\x41\x63k\x12\x10\n\x08incident\x18\x01 \x01(\x04\x42\x06\n\x04kind\"C\n\rSaveRequested\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06urgent\x18\x02 \x01(\x08\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01*\x92\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_WAITING\x10\x01\x12\x13\n\x0fPHASE_RESTORING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x10\n\x0cPHASE_SAVING\x10\x04\x12\x10\n\x0cPHASE_CLOSED\x10\x05\x12\x12\n\x0ePHASE_STOPPING\x10\x06*\xad\x02\n\x0cIncidentKind\x12\x1d\n\x19INCIDENT_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16INCIDENT_KIND_RESTORED\x10\x01\x12\x1d\n\x19INCIDENT_KIND_SAVE_FAILED\x10\x02\x12\x18\n\x14INCIDENT_KIND_FENCED\x10\x03\x12 \n\x1cINCIDENT_KIND_TRACKING_FAULT\x10\x04\x12\x1b\n\x17INCIDENT_KIND_FELL_BACK\x10\x05\x12%\n!INCIDENT_KIND_CREDENTIALS_MISSING\x10\x06\x12#\n\x1fINCIDENT_KIND_STORE_UNAVAILABLE\x10\x07\x12\x1e\n\x1aINCIDENT_KIND_TRAINER_LOST\x10\x08\x32O\n\x05\x46leet\x12\x46\n\x06Report\x12\x1c.deltashard.v1.ReportRequest\x1a\x1a.deltashard.v1.ReportReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x64\x65ltashard_proto/v1/fleet.proto\x12\rdeltashard.v1\x1a!deltashard_proto/v1/trainer.proto\"\xb8\x02\n\x05Hello\x12\x14\n\x0cprotocol_min\x18\x01 \x01(\r\x12\x14\n\x0cprotocol_max\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x11\n\tnamespace\x18\x04 \x01(\t\x12\x0b\n\x03pod\x18\x05 \x01(\t\x12\x0f\n\x07pod_uid\x18\x06 \x01(\t\x12\x0c\n\x04node\x18\x07 \x01(\t\x12\x15\n\rworkload_kind\x18\x08 \x01(\t\x12\x15\n\rworkload_name\x18\t \x01(\t\x12\x14\n\x0cworkload_uid\x18\n \x01(\t\x12\x0b\n\x03run\x18\x0b \x01(\t\x12\r\n\x05index\x18\x0c \x01(\t\x12\x0f\n\x07replica\x18\r \x01(\t\x12\x0e\n\x06policy\x18\x0e \x01(\t\x12\x0b\n\x03url\x18\x0f \x01(\t\x12\x0f\n\x07process\x18\x10 \x01(\t\x12\x14\n\x0cstarted_at_s\x18\x11 \x01(\x01\"6\n\x04Rank\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\x04\"\xc6\x01\n\x08Incident\x12\n\n\x02id\x18\x01 \x01(\x04\x12)\n\x04kind\x18\x02 \x01(\x0e\x32\x1b.deltashard.v1.IncidentKind\x12\x0c\n\x04\x61t_s\x18\x03 \x01(\x01\x12\r\n\x05\x63\x61use\x18\x04 \x01(\t\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x0c\n\x04step\x18\x06 \x01(\x04\x12\x12\n\nlost_steps\x18\x07 \x01(\x04\x12\x0f\n\x07seconds\x18\x08 \x01(\x01\x12\"\n\x04\x63ode\x18\t \x01(\x0e\x32\x14.deltashard.v1.Cause\"\xba\x03\n\tHeartbeat\x12\x0b\n\x03run\x18\x01 \x01(\t\x12#\n\x05phase\x18\x02 \x01(\x0e\x32\x14.deltashard.v1.Phase\x12\"\n\x05ranks\x18\x03 \x03(\x0b\x32\x13.deltashard.v1.Rank\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x04\x12*\n\x0blast_commit\x18\x05 \x01(\x0b\x32\x15.deltashard.v1.Commit\x12\x18\n\x10last_commit_at_s\x18\x06 \x01(\x01\x12%\n\x06policy\x18\x07 \x01(\x0b\x32\x15.deltashard.v1.Policy\x12\x14\n\x0cstored_bytes\x18\x08 \x01(\x04\x12\x13\n\x0b\x63heckpoints\x18\t \x01(\x04\x12\x10\n\x08restores\x18\n \x01(\x04\x12\x14\n\x0csaves_failed\x18\x0b \x01(\x04\x12\x1d\n\x15saves_failed_in_a_row\x18\x0c \x01(\x04\x12\x10\n\x08store_ok\x18\r \x01(\x08\x12\x16\n\x0e\x63redentials_ok\x18\x0e \x01(\x08\x12\x11\n\tdirective\x18\x0f \x01(\x04\x12*\n\tincidents\x18\x10 \x03(\x0b\x32\x17.deltashard.v1.Incident\"m\n\rReportRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.deltashard.v1.HelloH\x00\x12-\n\theartbeat\x18\x02 \x01(\x0b\x32\x18.deltashard.v1.HeartbeatH\x00\x42\x06\n\x04kind\"J\n\x07Welcome\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\x12\x18\n\x10reauthenticate_s\x18\x03 \x01(\x01\"V\n\tDirective\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12%\n\x06policy\x18\x02 \x01(\x0b\x32\x15.deltashard.v1.Policy\x12\x0e\n\x06timers\x18\x03 \x01(\x08\"\xe9\x01\n\x0bReportReply\x12)\n\x07welcome\x18\x01 \x01(\x0b\x32\x16.deltashard.v1.WelcomeH\x00\x12-\n\x03\x61\x63k\x18\x02 \x01(\x0b\x32\x1e.deltashard.v1.ReportReply.AckH\x00\x12-\n\tdirective\x18\x03 \x01(\x0b\x32\x18.deltashard.v1.DirectiveH\x00\x12\x30\n\x08save_now\x18\x04 \x01(\x0b\x32\x1c.deltashard.v1.SaveRequestedH\x00\x1a\x17\n\x03\x41\x63k\x12\x10\n\x08incident\x18\x01 \x01(\x04\x42\x06\n\x04kind\"C\n\rSaveRequested\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0e\n\x06urgent\x18\x02 \x01(\x08\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01*\x92\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_WAITING\x10\x01\x12\x13\n\x0fPHASE_RESTORING\x10\x02\x12\x12\n\x0ePHASE_TRAINING\x10\x03\x12\x10\n\x0cPHASE_SAVING\x10\x04\x12\x10\n\x0cPHASE_CLOSED\x10\x05\x12\x12\n\x0ePHASE_STOPPING\x10\x06*\xad\x02\n\x0cIncidentKind\x12\x1d\n\x19INCIDENT_KIND_UNSPECIFIED\x10\x00\x12\x1a\n\x16INCIDENT_KIND_RESTORED\x10\x01\x12\x1d\n\x19INCIDENT_KIND_SAVE_FAILED\x10\x02\x12\x18\n\x14INCIDENT_KIND_FENCED\x10\x03\x12 \n\x1cINCIDENT_KIND_TRACKING_FAULT\x10\x04\x12\x1b\n\x17INCIDENT_KIND_FELL_BACK\x10\x05\x12%\n!INCIDENT_KIND_CREDENTIALS_MISSING\x10\x06\x12#\n\x1fINCIDENT_KIND_STORE_UNAVAILABLE\x10\x07\x12\x1e\n\x1aINCIDENT_KIND_TRAINER_LOST\x10\x08\x32O\n\x05\x46leet\x12\x46\n\x06Report\x12\x1c.deltashard.v1.ReportRequest\x1a\x1a.deltashard.v1.ReportReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'deltashard_proto.v1.fleet_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PHASE']._serialized_start=1647
-  _globals['_PHASE']._serialized_end=1793
-  _globals['_INCIDENTKIND']._serialized_start=1796
-  _globals['_INCIDENTKIND']._serialized_end=2097
+  _globals['_PHASE']._serialized_start=1683
+  _globals['_PHASE']._serialized_end=1829
+  _globals['_INCIDENTKIND']._serialized_start=1832
+  _globals['_INCIDENTKIND']._serialized_end=2133
   _globals['_HELLO']._serialized_start=86
   _globals['_HELLO']._serialized_end=398
   _globals['_RANK']._serialized_start=400
   _globals['_RANK']._serialized_end=454
   _globals['_INCIDENT']._serialized_start=457
-  _globals['_INCIDENT']._serialized_end=619
-  _globals['_HEARTBEAT']._serialized_start=622
-  _globals['_HEARTBEAT']._serialized_end=1064
-  _globals['_REPORTREQUEST']._serialized_start=1066
-  _globals['_REPORTREQUEST']._serialized_end=1175
-  _globals['_WELCOME']._serialized_start=1177
-  _globals['_WELCOME']._serialized_end=1251
-  _globals['_DIRECTIVE']._serialized_start=1253
-  _globals['_DIRECTIVE']._serialized_end=1339
-  _globals['_REPORTREPLY']._serialized_start=1342
-  _globals['_REPORTREPLY']._serialized_end=1575
-  _globals['_REPORTREPLY_ACK']._serialized_start=1544
-  _globals['_REPORTREPLY_ACK']._serialized_end=1567
-  _globals['_SAVEREQUESTED']._serialized_start=1577
-  _globals['_SAVEREQUESTED']._serialized_end=1644
-  _globals['_FLEET']._serialized_start=2099
-  _globals['_FLEET']._serialized_end=2178
+  _globals['_INCIDENT']._serialized_end=655
+  _globals['_HEARTBEAT']._serialized_start=658
+  _globals['_HEARTBEAT']._serialized_end=1100
+  _globals['_REPORTREQUEST']._serialized_start=1102
+  _globals['_REPORTREQUEST']._serialized_end=1211
+  _globals['_WELCOME']._serialized_start=1213
+  _globals['_WELCOME']._serialized_end=1287
+  _globals['_DIRECTIVE']._serialized_start=1289
+  _globals['_DIRECTIVE']._serialized_end=1375
+  _globals['_REPORTREPLY']._serialized_start=1378
+  _globals['_REPORTREPLY']._serialized_end=1611
+  _globals['_REPORTREPLY_ACK']._serialized_start=1580
+  _globals['_REPORTREPLY_ACK']._serialized_end=1603
+  _globals['_SAVEREQUESTED']._serialized_start=1613
+  _globals['_SAVEREQUESTED']._serialized_end=1680
+  _globals['_FLEET']._serialized_start=2135
+  _globals['_FLEET']._serialized_end=2214
 # @@protoc_insertion_point(module_scope)

@@ -95,7 +95,7 @@ class Rank(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class Incident(_message.Message):
-    __slots__ = ("id", "kind", "at_s", "cause", "message", "step", "lost_steps", "seconds")
+    __slots__ = ("id", "kind", "at_s", "cause", "message", "step", "lost_steps", "seconds", "code")
     ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class Incident(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     LOST_STEPS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     id: int
     kind: IncidentKind
     at_s: float
@@ -112,7 +113,8 @@ class Incident(_message.Message):
     step: int
     lost_steps: int
     seconds: float
-    def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[IncidentKind, str]] = ..., at_s: _Optional[float] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+    code: _trainer_pb2.Cause
+    def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[IncidentKind, str]] = ..., at_s: _Optional[float] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., seconds: _Optional[float] = ..., code: _Optional[_Union[_trainer_pb2.Cause, str]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("run", "phase", "ranks", "attempt", "last_commit", "last_commit_at_s", "policy", "stored_bytes", "checkpoints", "restores", "saves_failed", "saves_failed_in_a_row", "store_ok", "credentials_ok", "directive", "incidents")

@@ -1,11 +1,79 @@
 from deltashard_proto.v1 import index_pb2 as _index_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CAUSE_UNSPECIFIED: _ClassVar[Cause]
+    CAUSE_ABORTED: _ClassVar[Cause]
+    CAUSE_STALL_BUDGET: _ClassVar[Cause]
+    CAUSE_BROKEN: _ClassVar[Cause]
+    CAUSE_BUSY: _ClassVar[Cause]
+    CAUSE_FENCED: _ClassVar[Cause]
+    CAUSE_TAKEN_OVER: _ClassVar[Cause]
+    CAUSE_STOPPING: _ClassVar[Cause]
+    CAUSE_SUPERSEDED: _ClassVar[Cause]
+    CAUSE_DEADLINE: _ClassVar[Cause]
+    CAUSE_INVALID: _ClassVar[Cause]
+    CAUSE_UNAVAILABLE: _ClassVar[Cause]
+    CAUSE_ABANDONED: _ClassVar[Cause]
+    CAUSE_CORRUPT: _ClassVar[Cause]
+    CAUSE_LOG_LOST: _ClassVar[Cause]
+    CAUSE_ERROR: _ClassVar[Cause]
+    CAUSE_MOVED: _ClassVar[Cause]
+    CAUSE_NOT_FOUND: _ClassVar[Cause]
+    CAUSE_MISMATCH: _ClassVar[Cause]
+    CAUSE_MISSING: _ClassVar[Cause]
+    CAUSE_DENIED: _ClassVar[Cause]
+    CAUSE_BUCKET_MISSING: _ClassVar[Cause]
+    CAUSE_FULL: _ClassVar[Cause]
+    CAUSE_CLOCK: _ClassVar[Cause]
+    CAUSE_REFUSED: _ClassVar[Cause]
+    CAUSE_LOST: _ClassVar[Cause]
+    CAUSE_AUDIT: _ClassVar[Cause]
+    CAUSE_DAMAGED_LOG: _ClassVar[Cause]
+CAUSE_UNSPECIFIED: Cause
+CAUSE_ABORTED: Cause
+CAUSE_STALL_BUDGET: Cause
+CAUSE_BROKEN: Cause
+CAUSE_BUSY: Cause
+CAUSE_FENCED: Cause
+CAUSE_TAKEN_OVER: Cause
+CAUSE_STOPPING: Cause
+CAUSE_SUPERSEDED: Cause
+CAUSE_DEADLINE: Cause
+CAUSE_INVALID: Cause
+CAUSE_UNAVAILABLE: Cause
+CAUSE_ABANDONED: Cause
+CAUSE_CORRUPT: Cause
+CAUSE_LOG_LOST: Cause
+CAUSE_ERROR: Cause
+CAUSE_MOVED: Cause
+CAUSE_NOT_FOUND: Cause
+CAUSE_MISMATCH: Cause
+CAUSE_MISSING: Cause
+CAUSE_DENIED: Cause
+CAUSE_BUCKET_MISSING: Cause
+CAUSE_FULL: Cause
+CAUSE_CLOCK: Cause
+CAUSE_REFUSED: Cause
+CAUSE_LOST: Cause
+CAUSE_AUDIT: Cause
+CAUSE_DAMAGED_LOG: Cause
+
+class Refusal(_message.Message):
+    __slots__ = ("cause", "code")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    code: Cause
+    def __init__(self, cause: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("protocol_min", "protocol_max", "rank", "local_rank", "world_size", "attempt", "tables", "boxes", "fingerprint", "pid", "blob_bytes")
@@ -301,14 +369,16 @@ class SaveReply(_message.Message):
         cut: int
         def __init__(self, cut: _Optional[int] = ...) -> None: ...
     class Failed(_message.Message):
-        __slots__ = ("cut", "cause", "message")
+        __slots__ = ("cut", "cause", "message", "code")
         CUT_FIELD_NUMBER: _ClassVar[int]
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
+        CODE_FIELD_NUMBER: _ClassVar[int]
         cut: int
         cause: str
         message: str
-        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+        code: Cause
+        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
@@ -406,12 +476,14 @@ class RestoreReply(_message.Message):
         baseline_seq: int
         def __init__(self, cache_bytes: _Optional[int] = ..., store_bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., baseline_seq: _Optional[int] = ...) -> None: ...
     class Failed(_message.Message):
-        __slots__ = ("cause", "message")
+        __slots__ = ("cause", "message", "code")
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
+        CODE_FIELD_NUMBER: _ClassVar[int]
         cause: str
         message: str
-        def __init__(self, cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+        code: Cause
+        def __init__(self, cause: _Optional[str] = ..., message: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FILLED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -431,14 +503,16 @@ class WatchRequest(_message.Message):
 class Notice(_message.Message):
     __slots__ = ("committed", "save_failed", "save_now", "policy", "fenced")
     class SaveFailed(_message.Message):
-        __slots__ = ("cut", "cause", "message")
+        __slots__ = ("cut", "cause", "message", "code")
         CUT_FIELD_NUMBER: _ClassVar[int]
         CAUSE_FIELD_NUMBER: _ClassVar[int]
         MESSAGE_FIELD_NUMBER: _ClassVar[int]
+        CODE_FIELD_NUMBER: _ClassVar[int]
         cut: int
         cause: str
         message: str
-        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+        code: Cause
+        def __init__(self, cut: _Optional[int] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
     class SaveNow(_message.Message):
         __slots__ = ("reason", "deadline_s", "urgent")
         REASON_FIELD_NUMBER: _ClassVar[int]

@@ -15,6 +15,7 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES, sections
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 Array = npt.NDArray[np.generic]
@@ -22,6 +23,8 @@ Array = npt.NDArray[np.generic]
 
 class BadBatch(UserError):
     """A batch descriptor does not fit its block, its table or its blob."""
+
+    cause = Cause.INVALID
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

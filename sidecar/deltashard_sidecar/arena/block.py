@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from deltashard_checkpoint.errors import InternalBug, UserError
+from deltashard_proto.cause import Cause
 
 RESERVED_PER_RANK = 2
 MIN_BLOCKS_PER_RANK = 4
@@ -43,6 +44,8 @@ class BlockError(InternalBug):
 
 class NotGranted(UserError):
     """A trainer named a block it was not granted (an older epoch's, another rank's, or one it already closed)."""
+
+    cause = Cause.INVALID
 
 
 @dataclass(slots=True)

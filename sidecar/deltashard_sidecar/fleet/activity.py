@@ -9,6 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from deltashard_sidecar.save.save import Save
     from deltashard_sidecar.session.session import Session
 
-FENCED = ("fenced", "taken_over")
+FENCED = frozenset({Cause.FENCED, Cause.TAKEN_OVER})
 """Causes of a save's failure that end the trainer's run."""
 
 
@@ -47,7 +48,7 @@ class Reports:
             return
         self.incidents.add(
             fleet.INCIDENT_KIND_TRAINER_LOST,
-            cause="lost",
+            cause=Cause.LOST,
             message=f"the trainer of rank {session.rank} went away at step {step} without detaching",
             step=step,
         )
@@ -58,7 +59,7 @@ class Reports:
             why = reply.log_damage or "newer checkpoints are not whole"
             self.incidents.add(
                 fleet.INCIDENT_KIND_FELL_BACK,
-                cause="damaged_log" if reply.log_damage else "invalid",
+                cause=Cause.DAMAGED_LOG if reply.log_damage else Cause.INVALID,
                 message=f"attempt {reply.attempt} goes back to step {reply.step}, past newer checkpoints: {why}",
                 step=reply.step,
             )
@@ -88,13 +89,13 @@ class Reports:
         """The trainer's audit found rows that changed without a mark."""
         self.incidents.add(
             fleet.INCIDENT_KIND_TRACKING_FAULT,
-            cause="audit",
+            cause=Cause.AUDIT,
             message=f"rows of {tables} table(s) changed without a mark: the save of step {step} holds every row, and "
             "such tables are tracked by hashes from now on",
             step=step,
         )
 
-    def fenced(self, cause: str, message: str, *, step: int) -> None:
+    def fenced(self, cause: Cause, message: str, *, step: int) -> None:
         """Another process trains this run now."""
         self.incidents.add(fleet.INCIDENT_KIND_FENCED, cause=cause, message=message, step=step)
 

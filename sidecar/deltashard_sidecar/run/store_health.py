@@ -18,17 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.stores.abc import (
-    AccessDenied,
-    BucketMissing,
-    ClockSkew,
-    CredentialsMissing,
-    ObjectExists,
-    ObjectNotFound,
-    StoreFull,
-    StoreUnavailable,
-)
+from deltashard_checkpoint.errors import DeltashardError, UserError
+from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.telemetry.incident import Incidents
@@ -39,26 +31,23 @@ UNAVAILABLE_AFTER_S = 3.0
 UNAVAILABLE_TRIES = 3
 KINDS = {"put": "write", "put_if_absent": "write", "get": "read", "get_into": "read", "head": "read"}
 """Operation -> the kind of call it is; others are a kind by themselves."""
-OF_ONE_KIND = frozenset({"denied", "full", "refused"})
+OF_ONE_KIND = frozenset({Cause.DENIED, Cause.FULL, Cause.REFUSED})
 """Causes that say nothing about other kinds of calls."""
-UNANSWERED = frozenset({"missing", "unavailable"})
+UNANSWERED = frozenset({Cause.MISSING, Cause.UNAVAILABLE})
 """Causes for which no request reached the store."""
 
 _ANSWERS = (ObjectNotFound, ObjectExists)
-_CAUSES: tuple[tuple[type[Exception], str], ...] = (
-    (CredentialsMissing, "missing"),
-    (AccessDenied, "denied"),
-    (BucketMissing, "bucket_missing"),
-    (StoreFull, "full"),
-    (ClockSkew, "clock"),
-    (StoreUnavailable, "unavailable"),
-    (UserError, "refused"),
+_CAUSES = frozenset(
+    [Cause.MISSING, Cause.DENIED, Cause.BUCKET_MISSING, Cause.FULL, Cause.CLOCK, Cause.UNAVAILABLE]
 )
 
 
-def cause_of(error: Exception | None) -> str:
-    """Why the store did not serve; empty when the fault, if any, is not the store's. Pure."""
-    return next((cause for kind, cause in _CAUSES if isinstance(error, kind)), "")
+def cause_of(error: Exception | None) -> Cause | None:
+    """Why the store did not serve; None when the fault, if any, is not the store's. Pure."""
+    known = next(
+        (cause for cause in _CAUSES if isinstance(error, DeltashardError) and error.cause == cause), None
+    )
+    return known or (Cause.REFUSED if isinstance(error, UserError) else None)
 
 
 class StoreHealth:
@@ -77,7 +66,7 @@ class StoreHealth:
         self._log = log
         self._clock = clock
         self._lock = threading.Lock()
-        self._causes: dict[str, str] = {}
+        self._causes: dict[str, Cause] = {}
         """Why the newest call of a kind was not served, where it was not. Replaced, never changed in place."""
         self._failures = 0
         self._failing_since_s = 0.0
@@ -85,22 +74,22 @@ class StoreHealth:
     @property
     def store_ok(self) -> bool:
         """Whether the store serves every kind of call, as far as that is its own business."""
-        return set(self._causes.values()) <= {"missing"}
+        return set(self._causes.values()) <= {Cause.MISSING}
 
     @property
     def credentials_ok(self) -> bool:
         """Whether there are credentials at all."""
-        return "missing" not in self._causes.values()
+        return Cause.MISSING not in self._causes.values()
 
     def attempted(self, operation: str, seconds: float, error: Exception | None) -> None:  # noqa: ARG002 - protocol
         """See `StoreObserver.attempted`."""
         cause, kind = cause_of(error), KINDS.get(operation, operation)
-        if not cause:
+        if cause is None:
             if (self._causes or self._failures) and (error is None or isinstance(error, _ANSWERS)):
                 self._recovered(kind)
             return
         assert error is not None
-        if cause == "unavailable":  # every other error is an answer
+        if cause is Cause.UNAVAILABLE:  # every other error is an answer
             self._metrics.retries.inc()
         with self._lock:
             now_s = self._clock()
@@ -110,7 +99,7 @@ class StoreHealth:
             lasting = (
                 self._failures >= UNAVAILABLE_TRIES and now_s - self._failing_since_s >= UNAVAILABLE_AFTER_S
             )
-            if cause == "unavailable" and not lasting:
+            if cause is Cause.UNAVAILABLE and not lasting:
                 return
             others = {
                 key: each
@@ -121,7 +110,7 @@ class StoreHealth:
             self._causes = {**others, kind: cause}
             if told:
                 return
-        missing = cause == "missing"
+        missing = cause is Cause.MISSING
         self._log.error("credentials.missing" if missing else "store.failing", cause=cause, **explain(error))
         self._incidents.add(
             fleet.INCIDENT_KIND_CREDENTIALS_MISSING if missing else fleet.INCIDENT_KIND_STORE_UNAVAILABLE,

@@ -28,6 +28,7 @@ from typing import Protocol
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
 from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
@@ -93,29 +94,29 @@ class Sink(Protocol):
 class Cancelled(EnvironmentFault):
     """The sidecar gave a save up: its deadline passed, or it stops."""
 
+    cause = Cause.DEADLINE
 
-CAUSES: tuple[tuple[str, str], ...] = (
-    ("TakenOver", "taken_over"),
-    ("FencedError", "fenced"),
-    ("Abandoned", "abandoned"),
-    ("LogGap", "log_lost"),
-    ("StoreUnavailable", "unavailable"),
-    ("CacheFull", "unavailable"),
-    ("UploadFailed", "unavailable"),
-    ("PartsMissing", "deadline"),
-    ("Cancelled", "deadline"),
-    ("BadBatch", "invalid"),
-    ("NotGranted", "invalid"),
+
+CAUSES = frozenset(
+    [
+        Cause.TAKEN_OVER,
+        Cause.FENCED,
+        Cause.ABANDONED,
+        Cause.LOG_LOST,
+        Cause.UNAVAILABLE,
+        Cause.DEADLINE,
+        Cause.INVALID,
+    ]
 )
+"""Causes of errors that are a save's as they stand."""
 
 
-def cause_of(error: BaseException) -> str:
-    """The short, closed-set name of why a save failed."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    for name, cause in CAUSES:
-        if name in names:
-            return cause
-    return "error"
+def cause_of(error: BaseException) -> Cause:
+    """Cause of a save that `error` ended; whatever is not of `CAUSES` is an error."""
+    return next(
+        (cause for cause in CAUSES if isinstance(error, DeltashardError) and error.cause == cause),
+        Cause.ERROR,
+    )
 
 
 class Save:
@@ -140,7 +141,7 @@ class Save:
         self.begun_s = time.monotonic()
         self.heard_s = self.begun_s
         self.commit: pb.Commit | None = None
-        self.failure: tuple[str, str] = ("", "")
+        self.failure: tuple[Cause, str] = (Cause.ERROR, "")
         self.stream_over = threading.Event()
         self.over = threading.Event()
         self._sink = sink
@@ -324,15 +325,16 @@ class Save:
 
     def _abort(self, cause: str) -> None:
         self._stopped_copying = True
-        known = cause if cause == "stall_budget" else "aborted"
-        self.session.stall_aborts = self.session.stall_aborts + 1 if cause == "stall_budget" else 0
+        stalled = cause == Cause.STALL_BUDGET
+        known = Cause.STALL_BUDGET if stalled else Cause.ABORTED
+        self.session.stall_aborts = self.session.stall_aborts + 1 if stalled else 0
         self._end(Event.ABORT, known, cause or "the trainer aborted the save")
 
     def _stream_ended(self) -> None:
         with self._lock:
             staging = self.life.state is State.STAGING
         if staging:
-            self._end(Event.BREAK, "broken", "the stream ended before the seal")
+            self._end(Event.BREAK, Cause.BROKEN, "the stream ended before the seal")
         self._keeper.on_free(self.session.local_rank, None)
         if not self._sealed:
             if self._stopped_copying:
@@ -379,11 +381,11 @@ class Save:
             self._log.error("save.unexpected", exc_info=error)
         self._end(Event.FAIL, cause_of(error), str(error))
 
-    def cancel(self, cause: str, message: str) -> None:
+    def cancel(self, cause: Cause, message: str) -> None:
         """The sidecar gives this save up; no-op when it has ended."""
         self._end(Event.FAIL, cause, message)
 
-    def _end(self, event: Event, cause: str, message: str) -> None:
+    def _end(self, event: Event, cause: Cause, message: str) -> None:
         with self._lock:
             if self.life.ended:
                 return
@@ -394,7 +396,7 @@ class Save:
         self._log.warning("save.failed", cause=cause, message=message, state=was.value)
         self._metrics.failed(cause)
         if was is State.STAGING:
-            failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message)
+            failed = pb.SaveReply.Failed(cut=self.cut.cut, cause=cause, message=message, code=cause.code)
             self._outbox.put(pb.SaveReply(failed=failed))
             self._outbox.put(None)
         else:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 LIMIT = 256
@@ -59,9 +60,9 @@ def committed(commit: pb.Commit) -> pb.Notice:
     return pb.Notice(committed=commit)
 
 
-def save_failed(cut: int, cause: str, message: str) -> pb.Notice:
+def save_failed(cut: int, cause: Cause, message: str) -> pb.Notice:
     """A staged save will never commit."""
-    return pb.Notice(save_failed=pb.Notice.SaveFailed(cut=cut, cause=cause, message=message))
+    return pb.Notice(save_failed=pb.Notice.SaveFailed(cut=cut, cause=cause, message=message, code=cause.code))
 
 
 def save_now(reason: str, *, deadline_s: float, urgent: bool) -> pb.Notice:

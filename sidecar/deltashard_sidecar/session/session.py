@@ -16,6 +16,7 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.index import box_of, table_of
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.run.read_ahead import IndexesAhead
@@ -57,7 +58,7 @@ class Session:
     """Whether its process was ever seen to hold the writer lock."""
     fenced: str = ""
     """Why this attempt can never commit again; empty while it can."""
-    fenced_cause: str = "fenced"
+    fenced_cause: Cause = Cause.FENCED
     """With `fenced`: fenced, or taken_over by another workload."""
     stall_aborts: int = 0
     """Saves in a row that the trainer aborted for their stall budget."""

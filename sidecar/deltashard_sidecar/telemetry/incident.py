@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -40,7 +41,7 @@ class Incidents:
         lost_steps: int = 0,
         seconds: float = 0.0,
     ) -> None:
-        """Keep one more."""
+        """Keep one more; `cause` is a `Cause`, or the source of a restore."""
         with self._lock:
             self._newest += 1
             self._kept.append(
@@ -49,6 +50,7 @@ class Incidents:
                     kind=kind,
                     at_s=time.time(),
                     cause=cause,
+                    code=cause.code if isinstance(cause, Cause) else None,
                     message=message[:MAX_TEXT],
                     step=step,
                     lost_steps=lost_steps,

@@ -12,27 +12,29 @@ from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
 
 from deltashard_checkpoint.stores.hedge import OUTCOMES
+from deltashard_proto.cause import Cause
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 CAUSES = frozenset(
     [
-        "aborted",
-        "stall_budget",
-        "broken",
-        "busy",
-        "fenced",
-        "taken_over",
-        "stopping",
-        "superseded",
-        "deadline",
-        "invalid",
-        "unavailable",
-        "abandoned",
-        "corrupt",
-        "log_lost",
-        "error",
+        Cause.ABORTED,
+        Cause.STALL_BUDGET,
+        Cause.BROKEN,
+        Cause.BUSY,
+        Cause.FENCED,
+        Cause.TAKEN_OVER,
+        Cause.STOPPING,
+        Cause.SUPERSEDED,
+        Cause.DEADLINE,
+        Cause.INVALID,
+        Cause.UNAVAILABLE,
+        Cause.ABANDONED,
+        Cause.CORRUPT,
+        Cause.LOG_LOST,
+        Cause.ERROR,
     ]
 )
+"""Causes of failed saves, as their metric is labelled."""
 FLEET_CAUSES = frozenset(
     [
         "token",
@@ -172,7 +174,7 @@ class Metrics:
             self.hedges.labels(outcome)
         for cause in sorted(FLEET_CAUSES):
             self.fleet_refusals.labels(cause)
-        for cause in sorted(CAUSES | {"other"}):
+        for cause in sorted([*CAUSES, "other"]):
             self.failures.labels(cause)
 
     def watch_blocks(self, counts: Callable[[], dict[str, int]], uses: Iterable[str]) -> None:

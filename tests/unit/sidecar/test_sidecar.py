@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar import sidecar as sidecars
@@ -116,7 +117,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
     stream.join(60.0)
     assert first.over.is_set()
-    second.cancel("test", "it is over")
+    second.cancel(Cause.STOPPING, "it is over")
 
 
 def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
@@ -135,7 +136,7 @@ def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
         first.start()
         first.read(iter(()))
     second = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=2, step=2))
-    second.cancel("test", "it is over")
+    second.cancel(Cause.STOPPING, "it is over")
 
 
 def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:
@@ -189,7 +190,7 @@ def test_what_a_save_held_back_is_given_up_with_it_though_its_stream_goes_on(
     def messages() -> Iterator[pb.SaveRequest]:
         yield from map(rows, blocks[:3])
         before = sidecar.keeper.counts()["free"]
-        save.cancel("deadline", "the trainer said nothing")
+        save.cancel(Cause.DEADLINE, "the trainer said nothing")
         freed.append(sidecar.keeper.counts()["free"] - before)
 
     save.read(messages())

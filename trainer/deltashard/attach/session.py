@@ -32,6 +32,7 @@ from typing import Any
 
 import grpc
 from deltashard_proto.arena_layout import Arena
+from deltashard_proto.cause import Cause, from_metadata
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
@@ -125,10 +126,10 @@ def translate(
 ) -> Exception:
     """The trainer's error for a failed call: fenced, the user's to mend, or the surroundings'."""
     code, message = details(error)
-    named = _named(message)
-    if named == "TakenOver":
+    cause = cause_of(error)
+    if cause == Cause.TAKEN_OVER:
         return TakenOver(message.removeprefix("TakenOver: "), where=where)
-    if code == grpc.StatusCode.ABORTED or named == "FencedError":
+    if code == grpc.StatusCode.ABORTED or cause == Cause.FENCED:
         return FencedError(
             f"a newer attempt has taken over this run: {message}",
             where=where,
@@ -163,9 +164,13 @@ class _NotNow(Exception):
     """The sidecar is stopping, or was gone between look and call."""
 
 
-def _named(message: str) -> str:
-    """The error class that the sidecar put before its message."""
-    return message.split(":", 1)[0]
+_NAMED = {"TakenOver": Cause.TAKEN_OVER, "FencedError": Cause.FENCED}
+
+
+def cause_of(error: grpc.RpcError) -> str:
+    """Why the sidecar refused a call. An older one says only its error class, in the details: whether fenced."""
+    said = from_metadata(error.trailing_metadata()) if isinstance(error, grpc.Call) else ""
+    return said or _NAMED.get(details(error)[1].split(":", 1)[0], "")
 
 
 class Session:

@@ -27,6 +27,7 @@ from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.index import box_message, box_of
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_proto.cause import Cause, heard
 from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import Tensor
 
@@ -109,13 +110,14 @@ def read_frames(
             elif kind == "done":
                 return plan, reply.done
             elif kind == "failed":
-                if reply.failed.cause == "invalid":
+                cause = heard(reply.failed)
+                if cause == Cause.INVALID:
                     raise InvalidCheckpoint(reply.failed.message, where=f"checkpoint {want.seq}")
-                if reply.failed.cause == "mismatch":
+                if cause == Cause.MISMATCH:
                     raise CheckpointMismatch(reply.failed.message, where=f"checkpoint {want.seq}")
-                raised = RunWentOn if reply.failed.cause == "moved" else RestoreFailed
+                raised = RunWentOn if cause == Cause.MOVED else RestoreFailed
                 raise raised(
-                    f"{reply.failed.cause}: {reply.failed.message}",
+                    f"{cause}: {reply.failed.message}",
                     where=f"checkpoint {want.seq}",
                     remedy="the checkpoint is not lost: call restore() again once the store can be reached",
                 )

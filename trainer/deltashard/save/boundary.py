@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deltashard_proto.arena_layout import STEP
+from deltashard_proto.cause import heard
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.interruption import leaves
@@ -166,7 +167,8 @@ class Boundary:
             self._committed(Commit.of(notice.committed))
         elif kind == "save_failed":
             failed = notice.save_failed
-            self._flight_failed(failed.cut, failed.cause, CutFailed(failed.cause, failed.message))
+            cause = heard(failed)
+            self._flight_failed(failed.cut, cause, CutFailed(cause, failed.message))
         elif kind == "save_now":
             if notice.save_now.urgent:
                 self._hurry(notice.save_now.reason or "urgent")

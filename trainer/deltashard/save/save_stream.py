@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 
 import grpc
+from deltashard_proto.cause import Cause, heard
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.session import Link, details
@@ -166,7 +167,7 @@ class SaveStream:
                 if kind == "staged":
                     end, settled = None, True
                 elif kind == "failed":
-                    end, settled = CutFailed(reply.failed.cause or "error", reply.failed.message), True
+                    end, settled = CutFailed(heard(reply.failed) or Cause.ERROR, reply.failed.message), True
                     self._in.put(end)
                 elif not self._sealed:
                     self._in.put(reply)

@@ -18,6 +18,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.format.typed_tree import EncodedTree
 from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
 from deltashard_proto.arena_layout import STALL_NS
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.interruption import leaves
@@ -55,8 +56,8 @@ class Saving(Resuming):
         try:
             self._cut_now(link, reason, urgent=urgent, latest_s=latest_s)
         except CutFailed as failure:
-            if failure.cause in ("fenced", "taken_over"):
-                kind = TakenOver if failure.cause == "taken_over" else FencedError
+            if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
+                kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
                 self._session.fence(kind(str(failure), remedy="end this process; the newer one trains on"))
                 self._apply_events()
             if failure.cause == "silent" and (silent := self._session.link) is not None:
@@ -122,7 +123,7 @@ class Saving(Resuming):
         except BaseException as error:
             if self._contents is not None:
                 self._contents.dropped()
-            if isinstance(error, CutFailed) and error.cause == "busy":
+            if isinstance(error, CutFailed) and error.cause == Cause.BUSY:
                 self._requests = handles + self._requests
             else:
                 flight.failed(
@@ -236,8 +237,8 @@ class Saving(Resuming):
         except BaseException as error:
             if writer is not None:
                 writer.stop()
-            stalled = isinstance(error, CutFailed) and error.cause == "deadline" and writer is not None
-            stream.abort("stall_budget" if stalled else type(error).__name__)
+            stalled = isinstance(error, CutFailed) and error.cause == Cause.DEADLINE and writer is not None
+            stream.abort(Cause.STALL_BUDGET if stalled else type(error).__name__)
             raise
         for handle in flight.handles:
             handle.step, handle.cut = flight.step, flight.cut

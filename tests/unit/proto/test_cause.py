@@ -1,0 +1,172 @@
+"""Causes on the wire: one closed set, and peers of other versions are understood."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from deltashard.attach.session import cause_of, translate
+from deltashard.errors import FencedError, SidecarUnavailable, TakenOver, UserError
+from deltashard_checkpoint.cache.pack_spool import CacheFull
+from deltashard_checkpoint.errors import CorruptObject, DeltashardError, EnvironmentFault, UnsupportedVersion
+from deltashard_checkpoint.log.chain import ChainIncomplete, CheckpointNotFound
+from deltashard_checkpoint.log.commit_log import AppendUnknown, LogStopped, LogWentBack
+from deltashard_checkpoint.restore.plan import SchemaMismatch
+from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
+    BucketMissing,
+    ClockSkew,
+    CredentialsMissing,
+    StoreFull,
+    StoreUnavailable,
+)
+from deltashard_checkpoint.stores.s3.error_code import RequestRefused
+from deltashard_checkpoint.write.commit import Abandoned
+from deltashard_checkpoint.write.part_writer import UploadFailed
+from deltashard_operator.fleet.sidecar_report import heartbeat_of
+from deltashard_proto.cause import METADATA, Cause, from_metadata, heard, to_metadata
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar import restore
+from deltashard_sidecar.arena.batch import BadBatch
+from deltashard_sidecar.arena.block import NotGranted
+from deltashard_sidecar.run import store_health
+from deltashard_sidecar.save import save
+from deltashard_sidecar.session import notice
+from deltashard_sidecar.settings import SettingError
+from deltashard_sidecar.telemetry.incident import Incidents
+from deltashard_sidecar.telemetry.metric import Metrics
+
+
+def test_the_causes_are_those_of_the_contract() -> None:
+    """Every member has its number on the wire, every number its member, and the word is the name."""
+    assert {cause.code for cause in Cause} == set(pb.Cause.keys()) - {"CAUSE_UNSPECIFIED"}
+    assert all(cause.value == cause.name.lower() for cause in Cause)
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_a_cause_is_said_twice(cause: Cause) -> None:
+    """As a code, and as the word that an older peer reads: both mean the same."""
+    failed = notice.save_failed(1, cause, "why").save_failed
+    assert (failed.cause, pb.Cause.Name(failed.code)) == (str(cause), cause.code)
+    failed.ClearField("cause")
+    assert heard(failed) is cause
+
+
+@pytest.mark.parametrize(
+    "message", [pb.SaveReply.Failed, pb.Notice.SaveFailed, pb.RestoreReply.Failed, fleet.Incident]
+)
+def test_an_older_or_newer_peer_is_heard_by_its_word(message: type) -> None:
+    """One that knows no code, one with a code that is not known here, one with a word that is not, one that says nothing."""
+    assert heard(message(cause="taken_over")) is Cause.TAKEN_OVER
+    assert heard(message(cause="eclipse", code=999)) == "eclipse"
+    assert heard(message(cause="eclipse")) == "eclipse"
+    assert heard(message()) == ""
+
+
+def test_an_older_controller_and_trainer_read_the_word() -> None:
+    """What an incident says in words does not depend on the enum; a restore's source is no cause."""
+    incidents = Incidents(Metrics())
+    incidents.add(fleet.INCIDENT_KIND_FENCED, cause=Cause.TAKEN_OVER, message="")
+    incidents.add(fleet.INCIDENT_KIND_RESTORED, cause="cache", message="")
+    fenced, restored = incidents.kept()
+    assert (fenced.cause, fenced.code) == ("taken_over", pb.CAUSE_TAKEN_OVER)
+    assert (restored.cause, restored.code) == ("cache", pb.CAUSE_UNSPECIFIED)
+    assert [each.cause for each in heartbeat_of(fleet.Heartbeat(incidents=[fenced, restored])).incidents] == [
+        "taken_over",
+        "cache",
+    ]
+
+
+class Failed(grpc.RpcError, grpc.Call):  # type: ignore[misc]
+    """A call that ended so."""
+
+    def __init__(
+        self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...] | None
+    ) -> None:
+        self._said = code, details, metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._said[0]
+
+    def details(self) -> str:
+        return self._said[1]
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...] | None:
+        return self._said[2]
+
+
+Failed.__abstractmethods__ = frozenset()
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("cause", "code", "details", "kind", "text"),
+    [
+        (Cause.TAKEN_OVER, grpc.StatusCode.ABORTED, "TakenOver: x", TakenOver, "x [open]"),
+        (
+            Cause.FENCED, grpc.StatusCode.ABORTED, "FencedError: x", FencedError,
+            "a newer attempt has taken over this run: FencedError: x [open] -- end this process; the newer one trains on",
+        ),
+        (Cause.ERROR, grpc.StatusCode.NOT_FOUND, "UnknownSession: x", UserError, "UnknownSession: x [open]"),
+        (
+            Cause.ERROR, grpc.StatusCode.UNAVAILABLE, "Stopping: x", SidecarUnavailable,
+            "UNAVAILABLE: Stopping: x [open] -- look at the sidecar's log",
+        ),
+    ],
+)  # fmt: skip
+def test_a_refused_call_is_the_same_error_from_an_older_sidecar(
+    older: bool, cause: Cause, code: grpc.StatusCode, details: str, kind: type, text: str
+) -> None:
+    """Which says its error class in the details and nothing in metadata."""
+    metadata = (("other", b""),) if older else to_metadata(cause)
+    error = translate(Failed(code, details, metadata), where="open")
+    assert type(error) is kind
+    assert str(error) == text
+
+
+def test_a_call_that_nobody_answered_has_no_cause() -> None:
+    """No metadata at all."""
+    assert cause_of(Failed(grpc.StatusCode.UNAVAILABLE, "connection refused", None)) == ""
+    assert from_metadata(to_metadata("no word of ours")) is Cause.ERROR
+    assert to_metadata(Cause.FENCED)[0][0] == METADATA
+
+
+@pytest.mark.parametrize(
+    ("error", "of_save", "of_restore", "of_store"),
+    [
+        (AppendUnknown("x"), "unavailable", "unavailable", "unavailable"),
+        (StoreUnavailable("x"), "unavailable", "unavailable", "unavailable"),
+        (CacheFull("x"), "unavailable", "unavailable", None),
+        (UploadFailed("x"), "unavailable", "unavailable", None),
+        (Abandoned("x"), "abandoned", "unavailable", None),
+        (LogWentBack("x"), "log_lost", "unavailable", None),
+        (LogStopped("x"), "error", "invalid", None),
+        (CorruptObject("x"), "error", "invalid", None),
+        (ChainIncomplete("x"), "error", "invalid", None),
+        (UnsupportedVersion("x"), "error", "error", None),
+        (BadBatch("x"), "invalid", "error", "refused"),
+        (NotGranted("x"), "invalid", "error", "refused"),
+        (save.Cancelled("x"), "deadline", "unavailable", None),
+        (CheckpointNotFound("x"), "error", "not_found", "refused"),
+        (SchemaMismatch("x"), "error", "mismatch", "refused"),
+        (CredentialsMissing("x"), "error", "error", "missing"),
+        (AccessDenied("x"), "error", "error", "denied"),
+        (BucketMissing("x"), "error", "error", "bucket_missing"),
+        (StoreFull("x"), "error", "unavailable", "full"),
+        (ClockSkew("x"), "error", "error", "clock"),
+        (RequestRefused("x"), "error", "error", "refused"),
+        (SettingError("x"), "error", "error", "refused"),
+        (EnvironmentFault("x"), "error", "unavailable", None),
+        (DeltashardError("x"), "error", "error", None),
+        (ValueError("x"), "error", "error", None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
+def test_what_an_error_is_called(
+    error: Exception, of_save: str, of_restore: str, of_store: str | None
+) -> None:
+    """As the cause of a failed save, of a failed restore, and of a store that does not serve."""
+    assert save.cause_of(error) == of_save
+    assert restore.cause_of(error) == of_restore
+    if not isinstance(error, (CacheFull, UploadFailed)):  # no store raises these
+        assert store_health.cause_of(error) == of_store
