@@ -1,4 +1,10 @@
-"""An AdmissionReview in, an AdmissionReview out. Pure: the policy comes from a function the caller gives.
+"""An AdmissionReview in, an AdmissionReview out: `parse`, then `answer`. Pure; `resolution` stands between the two.
+
+    parse(body) -> Request | Answer         the object, its kind, its annotations, read once
+    resolution.resolve(request) -> Resolved its policy, or why it may not be admitted: what the API has to be asked for
+    answer(resolved) -> Answer              the injected object as a patch, and warnings
+
+What needs no look at the API is answered by `parse`: an object to leave alone, a manifest that contradicts itself.
 
 Nothing but the CREATE of an annotated Job or pod is ever changed or refused; the webhook configuration's conditions
 keep everything else away, and what comes anyway is admitted untouched. A refusal carries its code as the status'
@@ -8,25 +14,23 @@ failure policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from deltashard_checkpoint.errors import UserError
 
 from deltashard_operator import VERSION
-from deltashard_operator.admission import numbering as numberings
-from deltashard_operator.admission import reinjection, warning, workload_kind
+from deltashard_operator.admission import reinjection, run_claim, warning, workload_kind
 from deltashard_operator.admission.injection import inject, is_injected
-from deltashard_operator.admission.numbering import Numbering
+from deltashard_operator.admission.run_claim import RunClaim
+from deltashard_operator.admission.workload_kind import Target
 from deltashard_operator.kube import json_patch, run_identity
-from deltashard_operator.policy import annotation as notes
-from deltashard_operator.policy import workload_policy
+from deltashard_operator.policy import annotation
+from deltashard_operator.policy.annotation import Annotations
 from deltashard_operator.policy.refusal import Refusal
-
-Spec = Mapping[str, Any]
-SpecOf = Callable[[str, str], Spec]
-"""(namespace, name) -> the policy's merged spec; raises `Refusal` when there is none."""
+from deltashard_operator.policy.workload_policy import Policy
 
 
 class BadReview(UserError):
@@ -34,8 +38,30 @@ class BadReview(UserError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The CREATE of an annotated Job or pod."""
+
+    uid: str
+    """The review's, which its answer bears."""
+    namespace: str
+    target: Target
+    annotations: Annotations
+    claim: RunClaim | None
+    """The older run it asks to go on with; None: it begins a new one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A request, and what the API and the chart have to say to it."""
+
+    request: Request
+    policy: Policy | Refusal
+    """The policy to inject by, or why the workload may not be admitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The review to send back, and what happened, for metrics."""
+    """The review to send back, and what happened, for log and metrics."""
 
     review: dict[str, Any]
     kind: str
@@ -43,92 +69,71 @@ class Answer:
     outcome: str
     """injected, unchanged, or the code of a refusal."""
     sentence: str = ""
+    """What a refused user reads."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What has to be known to answer a request."""
+def parse(body: bytes) -> Request | Answer:
+    """What is asked for, or the answer where nothing has to be looked up for it.
 
-    namespace: str
-    name: str
-    """Of the policy."""
-    run_id: str = ""
-    """The run that the user wants to go on with; empty: a new one."""
-    workload_uid: str = ""
-    """Of the workload, where it exists already (a JobSet, a StatefulSet)."""
-    numbering: Numbering | None = None
-    """How its pods are numbered, each of which may be a run of its own."""
-
-
-def asked(review: Mapping[str, Any]) -> Asked | None:
-    """What has to be known to answer, or None when the answer needs nothing; raises `BadReview`."""
-    request = _request(review)
-    found = _annotated(request)
-    if found is None:
-        return None
+    Raises:
+        ValueError: the body is no JSON.
+        BadReview: it is no review.
+    """
+    request = _request(json.loads(body))
+    uid, namespace = request["uid"], str(request.get("namespace", ""))
+    group, kind = (str((request.get("kind") or {}).get(key, "")) for key in ("group", "kind"))
+    target = workload_kind.target(group, kind, request["object"]) if _is_create(request) else None
+    if target is None or not annotation.opted_in(*target.annotations):
+        return _unchanged(uid, kind if kind in {"Job", "Pod"} else "other")
     try:
-        said = notes.read(*found.annotations)
-    except Refusal:
-        return None  # `answer` says so
-    return Asked(
-        namespace=str(request.get("namespace", "")),
-        name=said.policy,
-        run_id=said.run_id or "",
-        workload_uid=run_identity.workload_uid(found.kind, request["object"]),
-        numbering=numberings.of_object(found.kind, request["object"]),
-    )
-
-
-def answer(review: Mapping[str, Any], spec_of: SpecOf) -> Answer:
-    """The answer to a review; raises `BadReview`, or `InternalBug` for a fault of ours."""
-    request = _request(review)
-    kind = str((request.get("kind") or {}).get("kind", ""))
-    kind = kind if kind in {"Job", "Pod"} else "other"
-    found = _annotated(request)
-    if found is None:
-        return Answer(review=_reply(request, allowed=True), kind=kind, outcome="unchanged")
-    try:
-        return _injected(request, found, spec_of)
+        said = annotation.read(*target.annotations)
+        workload_kind.check(target)
+        if is_injected(target.template):
+            reinjection.check(target.template, said, target.recipe)
     except Refusal as refusal:
-        status = {
-            "code": 503 if refusal.code == "PolicyUnavailable" else 422,
-            "reason": refusal.code,
-            "message": refusal.sentence,
-        }
-        reply = _reply(request, allowed=False, status=status)
-        return Answer(review=reply, kind=kind, outcome=refusal.code, sentence=refusal.sentence)
+        return _refused(uid, kind, refusal)
+    claim = None
+    if said.run_id is not None:
+        claim = RunClaim(
+            namespace=namespace,
+            run_id=said.run_id,
+            workload_uid=run_identity.workload_uid(kind, target.document),
+            numbering=run_claim.numbering_of_object(kind, target.document),
+        )
+    return Request(uid=uid, namespace=namespace, target=target, annotations=said, claim=claim)
 
 
-def _injected(request: Mapping[str, Any], found: workload_kind.Target, spec_of: SpecOf) -> Answer:
-    said = notes.read(*found.annotations)
-    document = request["object"]
-    workload_kind.check(found.kind, document)
-    if is_injected(found.template):
-        reinjection.check(found.template, said, found.recipe)
-    policy = workload_policy.resolve(
-        said.policy, spec_of(str(request.get("namespace", "")), said.policy), said
-    )
-    keep_grace = workload_kind.states_grace(document, found.grace_path)
-    after = inject(found.template, policy, found.recipe, keep_grace=keep_grace)
-    operations = json_patch.additions(document, found.put(document, after))
-    if after == found.template:
-        return Answer(review=_reply(request, allowed=True), kind=found.kind, outcome="unchanged")
-    warnings = warning.of_workload(found.kind, document, found.template, policy, keep_grace=keep_grace)
-    reply = _reply(
-        request,
+def answer(resolved: Resolved) -> Answer:
+    """The object with its sidecar, or the refusal; raises `InternalBug` for a fault of ours."""
+    request, policy = resolved.request, resolved.policy
+    uid, target = request.uid, request.target
+    if isinstance(policy, Refusal):
+        return _refused(uid, target.kind, policy)
+    keep_grace = workload_kind.states_grace(target)
+    try:
+        template = inject(target.template, policy, target.recipe, keep_grace=keep_grace)
+    except Refusal as refusal:
+        return _refused(uid, target.kind, refusal)
+    if template == target.template:
+        return _unchanged(uid, target.kind)
+    operations = json_patch.additions(target.document, target.put(template, request.annotations.run_id))
+    warnings = warning.of_workload(target, policy, keep_grace=keep_grace)
+    review = _review(
+        uid,
         allowed=True,
         patchType="JSONPatch",
         patch=json_patch.encoded(operations),
         auditAnnotations={"injected": VERSION, "policy": policy.name},
         **({"warnings": list(warnings)} if warnings else {}),
     )
-    return Answer(review=reply, kind=found.kind, outcome="injected")
+    return Answer(review=review, kind=target.kind, outcome="injected")
 
 
-def _request(review: Mapping[str, Any]) -> Mapping[str, Any]:
+def _request(review: object) -> Mapping[str, Any]:
     request = review.get("request") if isinstance(review, Mapping) else None
     if (
-        not isinstance(request, Mapping)
+        not isinstance(review, Mapping)
+        or not isinstance(request, Mapping)
         or not isinstance(request.get("uid"), str)
         or review.get("apiVersion") != "admission.k8s.io/v1"
     ):
@@ -136,22 +141,32 @@ def _request(review: Mapping[str, Any]) -> Mapping[str, Any]:
     return request
 
 
-def _annotated(request: Mapping[str, Any]) -> workload_kind.Target | None:
-    document = request.get("object")
-    if (
-        request.get("operation") != "CREATE"
-        or request.get("subResource")
-        or not isinstance(document, Mapping)
-    ):
-        return None
-    kind = request.get("kind") or {}
-    found = workload_kind.target(str(kind.get("group", "")), str(kind.get("kind", "")), document)
-    return found if found is not None and notes.opted_in(*found.annotations) else None
+def _is_create(request: Mapping[str, Any]) -> bool:
+    """Whether an object of its own is created, not a subresource of one."""
+    return (
+        request.get("operation") == "CREATE"
+        and not request.get("subResource")
+        and isinstance(request.get("object"), Mapping)
+    )
 
 
-def _reply(request: Mapping[str, Any], *, allowed: bool, **more: Any) -> dict[str, Any]:
+def _unchanged(uid: str, kind: str) -> Answer:
+    return Answer(review=_review(uid, allowed=True), kind=kind, outcome="unchanged")
+
+
+def _refused(uid: str, kind: str, refusal: Refusal) -> Answer:
+    status = {
+        "code": 503 if refusal.code == "PolicyUnavailable" else 422,
+        "reason": refusal.code,
+        "message": refusal.sentence,
+    }
+    review = _review(uid, allowed=False, status=status)
+    return Answer(review=review, kind=kind, outcome=refusal.code, sentence=refusal.sentence)
+
+
+def _review(uid: str, *, allowed: bool, **more: Any) -> dict[str, Any]:
     return {
         "apiVersion": "admission.k8s.io/v1",
         "kind": "AdmissionReview",
-        "response": {"uid": request["uid"], "allowed": allowed, **more},
+        "response": {"uid": uid, "allowed": allowed, **more},
     }

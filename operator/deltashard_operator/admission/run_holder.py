@@ -8,7 +8,7 @@ A run is held by another workload that lives, as the API has it now:
   whether it ended or is gone, because Finished is the controller's word and comes late, or not at all while there is
   no controller. Of other kinds the controller's word counts, and the refusal says how to overrule it.
 
-A numbered pod's run has its number at the end (`numbering`), so `exp-1` is held, too, by a workload of run id `exp`
+A numbered pod's run has its number at the end (`run_claim`), so `exp-1` is held, too, by a workload of run id `exp`
 with a pod 1, and the other way round.
 
 When the API cannot be asked the workload is admitted: the log's fencing decides in the end, as it does for two that are
@@ -23,16 +23,17 @@ from typing import Any
 import urllib3
 from kubernetes import client
 
-from deltashard_operator.admission import numbering as numberings
-from deltashard_operator.admission.numbering import Numbering
-from deltashard_operator.admission.review import Asked
+from deltashard_operator.admission import run_claim
+from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.kube.cluster_name import RUN_ID
 from deltashard_operator.policy.admission_deadline import Deadline
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import observed_object
+from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.run_record import GROUP, PLURAL, VERSION, run_label
 
 UNKNOWN = (client.ApiException, urllib3.exceptions.HTTPError, OSError)
+Document = dict[str, Any]
 
 
 class Holders:
@@ -42,97 +43,101 @@ class Holders:
         self._objects = client.CustomObjectsApi(api)
         self._pods = client.CoreV1Api(api)
 
-    def refusal(self, asked: Asked, deadline: Deadline) -> Refusal | None:
+    def refusal(self, claim: RunClaim, deadline: Deadline) -> Refusal | None:
         """Why a workload may not have the run it asks for, or None when it may.
 
         Raises one of `UNKNOWN` when the API cannot be asked.
         """
-        own, namespace = asked.workload_uid, asked.namespace
-        for found in self._list("batch", "v1", namespace, "jobs", asked, deadline):
-            job = observed_object.job_of(found)
-            if job.outcome or job.workload.uid == own:
-                continue
-            run_id = (found["metadata"].get("labels") or {}).get(RUN_ID, "")
-            if run_id == asked.run_id:
-                return _taken(run_id, job.workload.called)
-            if (shared := _shared(asked, run_id, numberings.of_job(found))) is not None:
-                return _shares(shared, run_id, asked, job.workload.called)
-        for found in self._list(GROUP, VERSION, namespace, PLURAL, asked, deadline):
-            spec, phase = found["spec"], (found.get("status") or {}).get("phase")
-            run_id, reference = spec["runId"], spec["workload"]
-            workload = observed_object.Workload(
-                namespace=namespace,
-                kind=reference["kind"],
-                name=reference["name"],
-                uid=reference["uid"],
-                api_version=reference.get("apiVersion", ""),
-            )
-            same = run_id == asked.run_id
-            numbering = numberings.of_kind(workload.group_kind)
-            if phase == "Finished" or workload.uid == own:
-                continue
-            if workload.native == "Job" and not same:
-                numbering = Numbering()  # until its Job says otherwise
-            shared = _shared(asked, run_id, numbering)
-            if not same and shared is None:
-                continue
-            record = found["metadata"]["name"]
-            if workload.native:
-                live = self._live(namespace, workload, deadline)
-                if live is None:
-                    continue
-                record = ""
-                if workload.native == "Job" and not same:
-                    shared = _shared(asked, run_id, numberings.of_job(live))
-            if same:
-                return _taken(run_id, workload.called, record=record)
-            if shared is not None:
-                return _shares(shared, run_id, asked, workload.called, record=record)
+        for job in self._list("batch", "v1", "jobs", claim, deadline):
+            refusal = _held_by_job(claim, job)
+            if refusal is not None:
+                return refusal
+        for record in self._list(GROUP, VERSION, PLURAL, claim, deadline):
+            refusal = self._held_by_record(claim, record, deadline)
+            if refusal is not None:
+                return refusal
         return None
 
+    def _held_by_record(self, claim: RunClaim, record: Document, deadline: Deadline) -> Refusal | None:
+        """The refusal for the sake of a CheckpointRun's workload."""
+        workload, run_id = _workload_of(claim.namespace, record), record["spec"]["runId"]
+        finished = (record.get("status") or {}).get("phase") == "Finished"
+        if finished or workload.uid == claim.workload_uid:
+            return None
+        same, is_job = run_id == claim.run_id, workload.native == "Job"
+        numbering = run_claim.numbering_of_kind(workload.group_kind)
+        if is_job and not same:
+            numbering = Numbering()  # until its Job says otherwise
+        shared = claim.shared(run_id, numbering)
+        if not same and shared is None:
+            return None
+        name = record["metadata"]["name"]
+        if workload.native:
+            live = self._live(workload, deadline)
+            if live is None:
+                return None
+            name = ""
+            if is_job and not same:
+                shared = claim.shared(run_id, run_claim.numbering_of_job(live))
+        if same:
+            return _taken(run_id, workload.called, record=name)
+        return _shares(shared, run_id, claim, workload.called, record=name) if shared is not None else None
+
     def _list(
-        self, group: str, version: str, namespace: str, plural: str, asked: Asked, deadline: Deadline
-    ) -> list[dict[str, Any]]:
+        self, group: str, version: str, plural: str, claim: RunClaim, deadline: Deadline
+    ) -> list[Document]:
         """Objects whose run may be the one that is asked for; of numbered pods any may."""
-        ids = ",".join(map(run_label, (asked.run_id, *numberings.bases(asked.run_id))))
-        found: Any = self._objects.list_namespaced_custom_object(
+        ids = ",".join(map(run_label, (claim.run_id, *run_claim.bases(claim.run_id))))
+        page: Any = self._objects.list_namespaced_custom_object(
             group,
             version,
-            namespace,
+            claim.namespace,
             plural,
-            label_selector=RUN_ID if asked.numbering is not None else f"{RUN_ID} in ({ids})",
+            label_selector=RUN_ID if claim.numbering is not None else f"{RUN_ID} in ({ids})",
             _request_timeout=deadline.left_s(),
         )
-        return list(found["items"])
+        return list(page["items"])
 
-    def _live(
-        self, namespace: str, workload: observed_object.Workload, deadline: Deadline
-    ) -> Mapping[str, Any] | None:
+    def _live(self, workload: Workload, deadline: Deadline) -> Mapping[str, Any] | None:
         """This very Job (or {} for a pod) where it is there and has not ended."""
-        name, timeout_s = workload.name, deadline.left_s()
+        name, namespace, timeout_s = workload.name, workload.namespace, deadline.left_s()
         try:
             if workload.native == "Pod":
                 pod: Any = self._pods.read_namespaced_pod(name, namespace, _request_timeout=timeout_s)
                 lives = pod.metadata.uid == workload.uid and pod.status.phase not in {"Succeeded", "Failed"}
                 return {} if lives else None
-            found: Any = self._objects.get_namespaced_custom_object(
+            document: Any = self._objects.get_namespaced_custom_object(
                 "batch", "v1", namespace, "jobs", name, _request_timeout=timeout_s
             )
         except client.ApiException as error:
             if error.status == 404:
                 return None
             raise
-        job = observed_object.job_of(found)
-        return found if job.uid == workload.uid and not job.outcome else None
+        job = observed_object.job_of(document)
+        return document if job.uid == workload.uid and not job.outcome else None
 
 
-def _shared(asked: Asked, run_id: str, numbering: Numbering | None) -> str | None:
-    """A run that one of the workload's pods and one of another's would both train; None when there is none."""
-    if numbering is not None and numbering.holds(run_id, asked.run_id):
-        return asked.run_id
-    if asked.numbering is not None and asked.numbering.holds(asked.run_id, run_id):
-        return run_id
-    return None
+def _held_by_job(claim: RunClaim, document: Document) -> Refusal | None:
+    """The refusal for the sake of a Job with a run id's label."""
+    job = observed_object.job_of(document)
+    if job.outcome or job.workload.uid == claim.workload_uid:
+        return None
+    run_id = (document["metadata"].get("labels") or {}).get(RUN_ID, "")
+    if run_id == claim.run_id:
+        return _taken(run_id, job.workload.called)
+    shared = claim.shared(run_id, run_claim.numbering_of_job(document))
+    return _shares(shared, run_id, claim, job.workload.called) if shared is not None else None
+
+
+def _workload_of(namespace: str, record: Document) -> Workload:
+    reference = record["spec"]["workload"]
+    return Workload(
+        namespace=namespace,
+        kind=reference["kind"],
+        name=reference["name"],
+        uid=reference["uid"],
+        api_version=reference.get("apiVersion", ""),
+    )
 
 
 def _taken(run_id: str, called: str, *, record: str = "") -> Refusal:
@@ -145,9 +150,9 @@ def _taken(run_id: str, called: str, *, record: str = "") -> Refusal:
     )
 
 
-def _shares(shared: str, run_id: str, asked: Asked, called: str, *, record: str = "") -> Refusal:
+def _shares(shared: str, run_id: str, claim: RunClaim, called: str, *, record: str = "") -> Refusal:
     gone = f"; if it is gone, delete CheckpointRun {record}" if record else ""
-    numbered = run_id if shared == asked.run_id else asked.run_id
+    numbered = run_id if shared == claim.run_id else claim.run_id
     return Refusal(
         "RunIdTaken",
         f"run {shared!r} would be shared with {called}, which is not finished: the pods of run {numbered!r} are "

@@ -8,15 +8,14 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from deltashard_operator.admission import injection, workload_kind
+from deltashard_operator.admission.workload_kind import Target
 from deltashard_operator.kube.cluster_name import SIDECAR
 from deltashard_operator.policy.workload_policy import Policy
 
 
-def of_workload(
-    kind: str, document: Mapping[str, Any], template: Mapping[str, Any], policy: Policy, *, keep_grace: bool
-) -> tuple[str, ...]:
-    """What to warn the author of an injected workload about; `template` is as it was written."""
-    spec = template.get("spec") or {}
+def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[str, ...]:
+    """What to warn the author of an injected workload about, by what was written."""
+    spec = target.template.get("spec") or {}
     warnings = []
     grace_s = spec.get("terminationGracePeriodSeconds", injection.DEFAULT_GRACE_S)
     kept = grace_s != injection.DEFAULT_GRACE_S or keep_grace
@@ -34,14 +33,14 @@ def of_workload(
             "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
             "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
         )
-    unknown = workload_kind.unknown_owner(kind, document)
+    unknown = workload_kind.unknown_owner(target)
     if unknown:
         warnings.append(
             f"deltashard: {unknown} is not supported: if it makes its pods anew they may not go on with their run, "
             "and several of its pods would fence one another; use run-id, and one pod"
         )
-    if kind == "Job":
-        job = document.get("spec") or {}
+    if target.kind == "Job":
+        job = target.document.get("spec") or {}
         if job.get("podReplacementPolicy") == "Failed" or job.get("podFailurePolicy"):
             warnings.append(
                 "deltashard: with podFailurePolicy or podReplacementPolicy Failed, a pod on a lost node is not "

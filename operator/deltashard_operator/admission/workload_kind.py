@@ -63,23 +63,27 @@ KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One object at its CREATE, taken apart for injection."""
+    """An object at its CREATE, taken apart for injection."""
 
     kind: str
+    """Job or Pod."""
+    document: Mapping[str, Any]
     annotations: tuple[Mapping[str, str], ...]
+    """Every map that may hold ours."""
     template: Document
+    """The pod template; a pod is its own."""
     recipe: IdentityRecipe
     grace_path: tuple[str, ...]
     """Where the object states its grace period."""
 
-    def put(self, document: Document, template: Document) -> Document:
-        """The object with this template in the place of its own."""
+    def put(self, template: Document, run_id: str | None) -> Document:
+        """The object with this template in the place of its own, and the labels by which it is found."""
+        document = self.document
         if self.kind == "Pod":
             return {**document, **template}
         spec = {**document["spec"], "template": template}
         metadata = labelled(document.get("metadata") or {})
-        run_id = next((each[RUN_ID] for each in self.annotations if RUN_ID in each), "")
-        if run_id:  # by which `run_holder` finds who has a run, without a controller
+        if run_id is not None:  # by which `run_holder` finds who has a run, without a controller
             metadata["labels"][RUN_ID] = run_id
         return {**document, "metadata": metadata, "spec": spec}
 
@@ -92,6 +96,7 @@ def target(group: str, kind: str, document: Mapping[str, Any]) -> Target | None:
         template = {key: document[key] for key in ("metadata", "spec") if key in document}
         return Target(
             kind=kind,
+            document=document,
             annotations=(own,),
             template=template,
             recipe=run_identity.of_pod(document),
@@ -101,6 +106,7 @@ def target(group: str, kind: str, document: Mapping[str, Any]) -> Target | None:
         template = dict((document.get("spec") or {}).get("template") or {})
         return Target(
             kind=kind,
+            document=document,
             annotations=(own, (template.get("metadata") or {}).get("annotations") or {}),
             template=template,
             recipe=run_identity.of_job(template, document),
@@ -109,9 +115,9 @@ def target(group: str, kind: str, document: Mapping[str, Any]) -> Target | None:
     return None
 
 
-def check(kind: str, document: Mapping[str, Any]) -> None:
+def check(target: Target) -> None:
     """Raise `Refusal` (Unsupported) for a pod of a kind whose pods are nobody's continuation."""
-    owner = owner_reference.controller_of(document) if kind == "Pod" else None
+    owner = owner_reference.controller_of(target.document) if target.kind == "Pod" else None
     if owner is not None and owner.group_kind in owner_reference.UNFIT:
         raise Refusal(
             "Unsupported",
@@ -121,22 +127,22 @@ def check(kind: str, document: Mapping[str, Any]) -> None:
         )
 
 
-def unknown_owner(kind: str, document: Mapping[str, Any]) -> str:
+def unknown_owner(target: Target) -> str:
     """Kind and group of a pod's controller where that is none we know; empty elsewhere."""
-    owner = owner_reference.controller_of(document) if kind == "Pod" else None
+    owner = owner_reference.controller_of(target.document) if target.kind == "Pod" else None
     if owner is None or owner.group_kind in {owner_reference.JOB, owner_reference.STATEFUL_SET}:
         return ""
     return f"{owner.kind} of {owner.api_version}"
 
 
-def states_grace(document: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+def states_grace(target: Target) -> bool:
     """Whether the user's own manifest is known to state the grace period.
 
     The API's default cannot be told from a written 30 in the object. But an applied manifest leaves its trace:
     kubectl's annotation, or the fields that a server-side apply owns. What was applied may not change, or applying it
     again fails.
     """
-    metadata = document.get("metadata") or {}
+    metadata, path = target.document.get("metadata") or {}, target.grace_path
     try:
         applied = json.loads((metadata.get("annotations") or {}).get(LAST_APPLIED, "null"))
     except ValueError:

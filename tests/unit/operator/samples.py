@@ -10,7 +10,9 @@ from typing import Any
 
 import jsonpatch
 from deltashard_operator.admission import review as admissions
+from deltashard_operator.admission.review import Answer, Request, Resolved
 from deltashard_operator.policy.annotation import Annotations
+from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.policy.workload_policy import Policy, merged, resolve
 
 DEFAULTS: dict[str, Any] = {
@@ -56,8 +58,25 @@ def answer(
     document: Mapping[str, Any], spec: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> dict[str, Any]:
     """The webhook's `response` for an object, every policy being `spec` over the defaults."""
-    found = admissions.answer(review(document, **kwargs), lambda _ns, _name: merged(spec or {}, DEFAULTS))
-    return found.review["response"]
+    return answered(parsed(document, **kwargs), spec).review["response"]
+
+
+def parsed(document: Mapping[str, Any], **kwargs: Any) -> Request | Answer:
+    """The request for an object, or its answer where nothing has to be looked up."""
+    return admissions.parse(json.dumps(review(document, **kwargs)).encode())
+
+
+def answered(request: Request | Answer, spec: Mapping[str, Any] | None = None) -> Answer:
+    """The answer to a request, every policy being `spec` over the defaults."""
+    if isinstance(request, Answer):
+        return request
+    name = request.annotations.policy
+    found: Policy | Refusal
+    try:
+        found = resolve(name, merged(spec or {}, DEFAULTS), request.annotations)
+    except Refusal as refusal:
+        found = refusal
+    return admissions.answer(Resolved(request=request, policy=found))
 
 
 def operations(response: Mapping[str, Any]) -> list[dict[str, Any]]:

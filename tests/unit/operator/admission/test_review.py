@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.admission import review
+from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.policy.refusal import Refusal
 
@@ -87,8 +88,10 @@ def test_a_job_that_names_its_run_is_found_by_it(on: str) -> None:
 )
 def test_everything_else_is_admitted_untouched(document: dict[str, Any]) -> None:
     """Not annotated, or not ours to inject: no patch, no refusal, no policy asked for."""
-    assert review.asked(samples.review(document)) is None
-    assert samples.answer(document) == {"uid": "0b4f3c1e-0000-0000-0000-000000000001", "allowed": True}
+    untouched = samples.parsed(document)
+    assert isinstance(untouched, review.Answer)
+    assert untouched.outcome == "unchanged"
+    assert untouched.review["response"] == {"uid": "0b4f3c1e-0000-0000-0000-000000000001", "allowed": True}
 
 
 def test_only_create_counts() -> None:
@@ -108,17 +111,39 @@ def test_a_refusal_has_code_and_sentence() -> None:
     )
 
 
-def test_a_missing_policy_refuses_by_name() -> None:
-    """The function that finds policies raises; its sentence reaches the user."""
-
-    def nowhere(namespace: str, name: str) -> review.Spec:
-        raise Refusal("PolicyNotFound", f"no {name} in {namespace}", where=cluster_name.POLICY)
-
-    document = job({cluster_name.POLICY: "mine"})
-    assert review.asked(samples.review(document)) == review.Asked(namespace="team-a", name="mine")
-    answer = review.answer(samples.review(document), nowhere)
+def test_a_workload_without_a_policy_is_refused_by_the_policys_name() -> None:
+    """What resolving found instead of a policy reaches the user."""
+    request = samples.parsed(job({cluster_name.POLICY: "mine"}))
+    assert isinstance(request, review.Request)
+    assert (request.namespace, request.annotations.policy, request.claim) == ("team-a", "mine", None)
+    nowhere = Refusal("PolicyNotFound", "no mine in team-a", where=cluster_name.POLICY)
+    answer = review.answer(review.Resolved(request=request, policy=nowhere))
     assert answer.outcome == "PolicyNotFound"
     assert "no mine in team-a" in answer.review["response"]["status"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("annotations", "code"),
+    [({cluster_name.BITS: "7"}, "BadAnnotation"), ({cluster_name.ARENA_SIZE: "1Gi"}, "CopiedManifest")],
+)
+def test_a_manifest_that_contradicts_itself_is_refused_without_asking_the_api(
+    annotations: dict[str, str], code: str
+) -> None:
+    """Neither its policy nor the holder of its run could make it better."""
+    document = job(OPT_IN)
+    document = samples.applied(document, samples.answer(document))
+    document["metadata"]["annotations"] |= annotations
+    refused = samples.parsed(document)
+    assert isinstance(refused, review.Answer)
+    assert refused.outcome == code
+
+
+def test_a_run_id_is_claimed_with_all_its_pods() -> None:
+    """The claim is of the namespace, and of every number that a pod may have."""
+    indexed = {"completionMode": "Indexed", "completions": 3}
+    request = samples.parsed(job({**OPT_IN, cluster_name.RUN_ID: "nightly"}, spec=indexed))
+    assert isinstance(request, review.Request)
+    assert request.claim == RunClaim(namespace="team-a", run_id="nightly", numbering=Numbering(count=3))
 
 
 def test_a_pod_is_labelled_once() -> None:
@@ -169,4 +194,4 @@ def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
 def test_what_is_no_review_is_not_answered(body: Any) -> None:
     """It is the caller's fault, and said so."""
     with pytest.raises(review.BadReview):
-        review.answer(body, lambda _ns, _name: {})
+        review.parse(json.dumps(body).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ async def _admitted(folder: Path, policy: str, *, known: bool) -> tuple[Answer, 
             defaults=Defaults(folder / "policy.yaml", None),
             metrics=metrics,
         )
-        answer = webhook.answer(samples.review(job), Deadline(0.5))
+        answer = webhook.answer(json.dumps(samples.review(job)).encode(), Deadline(0.5))
         return await asyncio.wait_for(answer, PATIENCE_S), metrics
 
 

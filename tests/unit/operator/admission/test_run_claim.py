@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from deltashard_operator.admission import numbering as numberings
-from deltashard_operator.admission.numbering import Numbering
-from deltashard_operator.admission.review import Asked
+from deltashard_operator.admission import run_claim
+from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.kube import owner_reference
 from deltashard_operator.policy.admission_deadline import Deadline
@@ -59,72 +58,72 @@ def test_the_names_of_numbered_pods(numbering: Numbering, base: str, run: str, h
 
 
 def test_which_run_ids_a_name_may_be_a_pods_of() -> None:
-    assert numberings.bases("exp-1-2-3") == ("exp-1-2", "exp-1")
-    assert numberings.bases("exp-01") == ()
-    assert numberings.bases("exp") == ()
+    assert run_claim.bases("exp-1-2-3") == ("exp-1-2", "exp-1")
+    assert run_claim.bases("exp-01") == ()
+    assert run_claim.bases("exp") == ()
 
 
 def test_what_is_numbered() -> None:
-    assert numberings.of_job(job("j")) is None
-    assert numberings.of_job(job("j", pods=3)) == Numbering(count=3)
-    assert numberings.of_job(job("ads-w-0", pods=3, owner=JOBSET)) == Numbering(count=3, replica="w-0")
-    assert numberings.of_kind(owner_reference.STATEFUL_SET) == Numbering()
-    assert numberings.of_kind(("batch.volcano.sh", "Job")) is None
+    assert run_claim.numbering_of_job(job("j")) is None
+    assert run_claim.numbering_of_job(job("j", pods=3)) == Numbering(count=3)
+    assert run_claim.numbering_of_job(job("ads-w-0", pods=3, owner=JOBSET)) == Numbering(
+        count=3, replica="w-0"
+    )
+    assert run_claim.numbering_of_kind(owner_reference.STATEFUL_SET) == Numbering()
+    assert run_claim.numbering_of_kind(("batch.volcano.sh", "Job")) is None
 
 
 class Objects(Holders):
-    """Answers from lists, by the selectors' own words; the real thing is asked in `test_webhooks`."""
+    """Answers from lists, by the selectors' own words; the real thing is asked in `test_webhook`."""
 
     def __init__(self, jobs: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
         self._found = {"jobs": jobs, "checkpointruns": records}
 
-    def _list(
-        self, _group: str, _version: str, _namespace: str, plural: str, *_: Any
-    ) -> list[dict[str, Any]]:
+    def _list(self, _group: str, _version: str, plural: str, *_: Any) -> list[dict[str, Any]]:
         return self._found[plural]
 
-    def _live(self, _namespace: str, workload: Any, _deadline: Deadline) -> dict[str, Any] | None:
+    def _live(self, workload: Any, _deadline: Deadline) -> dict[str, Any] | None:
         return next((each for each in self._found["jobs"] if each["metadata"]["uid"] == workload.uid), None)
 
 
 @pytest.mark.parametrize(
-    ("jobs", "records", "asked", "said"),
+    ("jobs", "records", "claim", "said"),
     [
-        ([job("a", "exp", pods=3)], [], Asked(namespace="n", name="p", run_id="exp-1"), "Job a"),
-        ([job("a", "exp", pods=3)], [], Asked(namespace="n", name="p", run_id="exp-3"), ""),
-        ([job("a", "exp")], [], Asked(namespace="n", name="p", run_id="exp-1"), ""),
-        ([job("a", "exp-1")], [], Asked(namespace="n", name="p", run_id="exp"), ""),
+        ([job("a", "exp", pods=3)], [], RunClaim(namespace="n", run_id="exp-1"), "Job a"),
+        ([job("a", "exp", pods=3)], [], RunClaim(namespace="n", run_id="exp-3"), ""),
+        ([job("a", "exp")], [], RunClaim(namespace="n", run_id="exp-1"), ""),
+        ([job("a", "exp-1")], [], RunClaim(namespace="n", run_id="exp"), ""),
         (
             [job("a", "exp-1")],
             [],
-            Asked(namespace="n", name="p", run_id="exp", numbering=Numbering(count=2)),
+            RunClaim(namespace="n", run_id="exp", numbering=Numbering(count=2)),
             "Job a",
         ),
         (
             [],
             [record("exp", "StatefulSet", "apps/v1")],
-            Asked(namespace="n", name="p", run_id="exp-7"),
+            RunClaim(namespace="n", run_id="exp-7"),
             "StatefulSet w",
         ),
         (  # named after its Job's UID: a run id that a person copied
             [job("w", pods=2)],
             [record("w-uid", "Job", "batch/v1")],
-            Asked(namespace="n", name="p", run_id="w-uid-1"),
+            RunClaim(namespace="n", run_id="w-uid-1"),
             "Job w",
         ),
-        ([], [record("w-uid", "Job", "batch/v1")], Asked(namespace="n", name="p", run_id="w-uid-1"), ""),
+        ([], [record("w-uid", "Job", "batch/v1")], RunClaim(namespace="n", run_id="w-uid-1"), ""),
         (
             [],
             [record("exp", "Job", "batch.volcano.sh/v1")],
-            Asked(namespace="n", name="p", run_id="exp"),
+            RunClaim(namespace="n", run_id="exp"),
             "Job.batch",
         ),
     ],
 )
 def test_a_run_is_nobody_elses_while_its_workload_lives(
-    jobs: list[dict[str, Any]], records: list[dict[str, Any]], asked: Asked, said: str
+    jobs: list[dict[str, Any]], records: list[dict[str, Any]], claim: RunClaim, said: str
 ) -> None:
-    refusal = Objects(jobs, records).refusal(asked, Deadline())
+    refusal = Objects(jobs, records).refusal(claim, Deadline())
     assert (refusal is None) == (said == "")
     if refusal is not None:
         assert refusal.code == "RunIdTaken"

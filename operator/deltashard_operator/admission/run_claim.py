@@ -1,0 +1,90 @@
+"""The runs that a workload claims: its run id, and, where its pods are numbered, one run of each pod. Pure.
+
+A numbered pod's run is `{run}-{index}`, in a JobSet `{run}-{replica}-{index}`. These names are where checkpoints lie,
+so they are what they are; but they are also names that another workload may ask for by `run-id`. Pod 1 of `exp` and a
+workload with the run id `exp-1` are one run in the store.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_operator.kube import owner_reference, run_identity
+
+_SUFFIX = re.compile(r"-(0|[1-9][0-9]*)\Z", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbering:
+    """How a workload's pods are numbered."""
+
+    count: int | None = None
+    """How many numbers there are, from 0 on; None: any number may come."""
+    replica: str | None = None
+    """Which Job of a JobSet; empty: any."""
+
+    def holds(self, base: str, run: str) -> bool:
+        """Whether one of the pods of a workload with the run id `base` trains `run`."""
+        head, _, number = run.rpartition("-")
+        if not _SUFFIX.search(f"-{number}") or (self.count is not None and int(number) >= self.count):
+            return False
+        if self.replica is None:
+            return head == base
+        if self.replica:
+            return head == f"{base}-{self.replica}"
+        return head.startswith(f"{base}-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunClaim:
+    """An older run that a workload asks to go on with, by `run-id`."""
+
+    namespace: str
+    run_id: str
+    workload_uid: str = ""
+    """UID of the workload that asks, where it exists already (a JobSet, a StatefulSet)."""
+    numbering: Numbering | None = None
+    """How its pods are numbered; None: they are not."""
+
+    def shared(self, run_id: str, numbering: Numbering | None) -> str | None:
+        """The run that a pod of this workload and one of another (its run id, its numbering) would both train."""
+        if numbering is not None and numbering.holds(run_id, self.run_id):
+            return self.run_id
+        if self.numbering is not None and self.numbering.holds(self.run_id, run_id):
+            return run_id
+        return None
+
+
+def numbering_of_job(job: Mapping[str, Any]) -> Numbering | None:
+    """Numbering of a Job's pods; None without completionMode Indexed."""
+    spec = job.get("spec") or {}
+    if spec.get("completionMode") != "Indexed":
+        return None
+    return Numbering(count=int(spec.get("completions") or 1), replica=run_identity.replica_of(job) or None)
+
+
+def numbering_of_kind(kind: owner_reference.GroupKind) -> Numbering | None:
+    """Numbering of the pods of a workload that is known by its kind alone."""
+    return {owner_reference.STATEFUL_SET: Numbering(), owner_reference.JOBSET: Numbering(replica="")}.get(
+        kind
+    )
+
+
+def numbering_of_object(kind: str, document: Mapping[str, Any]) -> Numbering | None:
+    """Numbering that a Job or a pod at its CREATE belongs to."""
+    if kind == "Job":
+        return numbering_of_job(document)
+    of_stateful_set = owner_reference.is_controlled_by(document, owner_reference.STATEFUL_SET) is not None
+    return Numbering() if of_stateful_set else None
+
+
+def bases(run: str) -> tuple[str, ...]:
+    """Run ids of which this run may be a pod's: without one number, and without two."""
+    shorter: list[str] = []
+    while len(shorter) < 2 and (match := _SUFFIX.search(run)):
+        run = run[: match.start()]
+        shorter.append(run)
+    return tuple(shorter)
