@@ -43,7 +43,7 @@ test-fast: venv servers
 
 # The chart alone, which `test` has, too: Helm's lint, its README, every value, and releases on a real API server.
 charts: venv servers
-	$(RUN) -m pytest tests/unit/charts tests/unit/operator/test_chart_tests.py --numprocesses 2 --dist loadfile
+	$(RUN) -m pytest tests/integration/charts tests/integration/operator/test_chart_test.py --numprocesses 2 --dist loadfile
 
 # A real Kubernetes on this machine, as root: it changes the host while it runs, and puts it back.
 test-cluster: venv servers

@@ -31,9 +31,10 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.load import admissions, measures, workloads  # noqa: E402
-from tests.load.processes import Usage  # noqa: E402
-from tests.load.systems import System  # noqa: E402
+from tests.load.simulation import admission, workload  # noqa: E402
+from tests.load.simulation import measure as measures  # noqa: E402
+from tests.load.simulation.process import Usage  # noqa: E402
+from tests.load.simulation.system import System  # noqa: E402
 
 PODS_EACH = 5
 NODES = 100
@@ -102,13 +103,13 @@ def steady(system: System) -> dict[str, Any]:
 
 def losses(system: System) -> dict[str, Any]:
     """A pod of every tenth run evicted, then one of every tenth killed."""
-    by_run = {pod.job_uid: pod for pod in workloads.living(system.plane)}
+    by_run = {pod.job_uid: pod for pod in workload.living(system.plane)}
     victims = list(by_run.values())
     found: dict[str, Any] = {}
     share = len(victims) // 10
     for name, how, chosen in (
-        ("evicted", workloads.evict, victims[:share]),
-        ("killed", workloads.kill, victims[share : 2 * share]),
+        ("evicted", workload.evict, victims[:share]),
+        ("killed", workload.kill, victims[share : 2 * share]),
     ):
         begun_s = time.monotonic()
         found[name] = measures.spread(system.lose(chosen, how))
@@ -121,7 +122,7 @@ def losses(system: System) -> dict[str, Any]:
 def admitted(system: System) -> dict[str, Any]:
     """A steady rate of admissions, while everything trains."""
     before = system.usages()
-    outcome = admissions.admit(system.plane, system.webhook.metrics, per_s=PER_S, lasts_s=LASTS_S)
+    outcome = admission.admit(system.plane, system.webhook.metrics, per_s=PER_S, lasts_s=LASTS_S)
     return {
         "asked_per_s": PER_S,
         "reached_per_s": round(len(outcome.latencies_s) / outcome.lasted_s, 1),
@@ -167,7 +168,7 @@ def storm(system: System) -> dict[str, Any]:
 
 
 def _jobs(system: System) -> set[str]:
-    return {pod.job_uid for pod in workloads.living(system.plane)}
+    return {pod.job_uid for pod in workload.living(system.plane)}
 
 
 def write(found: dict[str, Any]) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import progress
-from tests.machines import patience
-from tests.minio import MinioServer
-from tests.tools import MISSING
+from tests.support import progress
+from tests.support.machine import patience
+from tests.support.server.minio_server import MinioServer
+from tests.support.tool import MISSING
 
 # How long a busy machine may take to answer a cut says nothing about what is tested either.
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")

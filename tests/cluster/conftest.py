@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from tests.cluster import clusters
-from tests.cluster.benches import Bench
-from tests.cluster.hosts import HOST_ADDRESS
-from tests.cluster.references import Reference
-from tests.cluster.reports import sections
-from tests.cluster.stages import Stage, turn
-from tests.cluster.witnesses import Witness
-from tests.machines import limit_s
-from tests.minio import MinioServer
+from tests.cluster.kubernetes import cluster
+from tests.cluster.kubernetes.host import HOST_ADDRESS
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.reference import Reference
+from tests.cluster.scenario.report import sections
+from tests.cluster.scenario.stage import Stage, turn
+from tests.cluster.scenario.witness import Witness
+from tests.support.machine import limit_s
+from tests.support.server.minio_server import MinioServer
 
 CI = os.environ.get("CI", "").lower() in {"1", "true"}
 _STAGE = pytest.StashKey[Stage]()
@@ -38,7 +38,7 @@ def _why_not() -> str:
     """Why these tests do not run; empty when they do."""
     if os.environ.get("DELTASHARD_TEST_CLUSTER") not in {"1", "full"}:
         return "it changes the host while it runs, so ask for it: `make test-cluster`"
-    lacks = clusters.missing()
+    lacks = cluster.missing()
     return f"this machine lacks {', '.join(lacks)}" if lacks else ""
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.apis import ApiError, Object
-from tests.cluster.benches import Bench
-from tests.cluster.images import TAG, TRAINER
-from tests.cluster.jobs import RESTRICTED, SIDECAR
+from tests.cluster.kubernetes.api import ApiError, Object
+from tests.cluster.kubernetes.image import TAG, TRAINER
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.job import RESTRICTED, SIDECAR
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 

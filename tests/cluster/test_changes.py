@@ -9,10 +9,10 @@ import time
 import pytest
 from deltashard_operator.tls import authority, issuance
 
-from tests.cluster.benches import Bench
-from tests.cluster.loads import AdmissionLoad
-from tests.cluster.processes import wait_until
-from tests.cluster.systems import NAMESPACE
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.load import AdmissionLoad
+from tests.cluster.scenario.system import NAMESPACE
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 

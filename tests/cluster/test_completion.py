@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.benches import Bench
-from tests.cluster.jobs import SIDECAR
-from tests.cluster.processes import wait_until
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.job import SIDECAR
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 

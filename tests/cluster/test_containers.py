@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.cluster.benches import Bench
-from tests.cluster.jobs import SIDECAR
-from tests.cluster.processes import wait_until
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.job import SIDECAR
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 

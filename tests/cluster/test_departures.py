@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.apis import Api, Object
-from tests.cluster.benches import NO_TIMER, Bench
-from tests.cluster.images import TAG, TRAINER
-from tests.cluster.jobs import RESTRICTED
-from tests.cluster.processes import wait_until
+from tests.cluster.kubernetes.api import Api, Object
+from tests.cluster.kubernetes.image import TAG, TRAINER
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.job import RESTRICTED
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 

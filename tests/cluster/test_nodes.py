@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.benches import NO_TIMER, Bench
-from tests.cluster.clusters import HARMED
-from tests.cluster.jobs import TrainingJob
-from tests.cluster.processes import wait_until
-from tests.cluster.references import checkpoints
-from tests.cluster.witnesses import Event
-from tests.machines import limit_s
+from tests.cluster.kubernetes.cluster import HARMED
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.job import TrainingJob
+from tests.cluster.scenario.reference import checkpoints
+from tests.cluster.scenario.witness import Event
+from tests.support.machine import limit_s
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 

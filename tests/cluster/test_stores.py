@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.benches import Bench
-from tests.cluster.jobs import TrainingJob, credentials
-from tests.cluster.processes import wait_until
-from tests.cluster.tenants import Tenant, admin_of
-from tests.cluster.witnesses import Event
-from tests.minio import MinioServer
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.job import TrainingJob, credentials
+from tests.cluster.scenario.tenant import Tenant, admin_of
+from tests.cluster.scenario.witness import Event
+from tests.support.server.minio_server import MinioServer
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import images
-from tests.cluster.apis import ApiError, Object
-from tests.cluster.benches import Bench
-from tests.cluster.images import OLD_TAG, OLD_VERSION, TAG, TRAINER
-from tests.cluster.jobs import RESTRICTED, SIDECAR
-from tests.cluster.processes import wait_until
-from tests.cluster.references import command_line
-from tests.cluster.stages import Stage
-from tests.cluster.systems import CHART, CONTROLLER, NAMESPACE, RELEASE, WEBHOOK
-from tests.load import audits
-from tests.machines import limit_s
+from tests.cluster.kubernetes import image
+from tests.cluster.kubernetes.api import ApiError, Object
+from tests.cluster.kubernetes.image import OLD_TAG, OLD_VERSION, TAG, TRAINER
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.job import RESTRICTED, SIDECAR
+from tests.cluster.scenario.reference import command_line
+from tests.cluster.scenario.stage import Stage
+from tests.cluster.scenario.system import CHART, CONTROLLER, NAMESPACE, RELEASE, WEBHOOK
+from tests.load.simulation import audit
+from tests.support.machine import limit_s
 
 pytestmark = [
     pytest.mark.alone,
@@ -124,11 +124,11 @@ def test_nobody_there(bench: Bench) -> None:
 
 def test_what_the_controller_wrote(stage: Stage, stage_turn: None) -> None:
     """In all that happened so far, nothing of any user's: the API server's own record of every write says so."""
-    asked = list(audits.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
+    asked = list(audit.requests(stage.cluster.audit_log, f"system:serviceaccount:{NAMESPACE}:{CONTROLLER}"))
     statuses = [each for each in asked if each.resource == "checkpointruns/status" and each.status == 200]
     assert statuses, "it was at work"
     # A namespace that is being deleted refuses the Event that tells of it: refusals are no findings here.
-    assert not audits.findings(each for each in asked if each.status < 400)
+    assert not audit.findings(each for each in asked if each.status < 400)
 
 
 def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
     assert "initContainers" not in made["spec"]["template"]["spec"]
     job.delete()
 
-    archive = images.build(tmp_path / "old.tar", tag=OLD_TAG, version=OLD_VERSION)
+    archive = image.build(tmp_path / "old.tar", tag=OLD_TAG, version=OLD_VERSION)
     for node in cluster.nodes.values():
         if not node.pool:
             node.ctr("images", "import", archive)

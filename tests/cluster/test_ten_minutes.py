@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import pages, published
-from tests.cluster.stages import Stage
-from tests.cluster.systems import NAMESPACE
-from tests.tools import ROOT, built
+from tests.cluster.scenario import page
+from tests.cluster.scenario.stage import Stage
+from tests.cluster.scenario.system import NAMESPACE
+from tests.support import published
+from tests.support.tool import ROOT, built
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(1200, func_only=True)]
 
@@ -47,8 +48,8 @@ def test_every_command_of_the_page_does_what_it_says(empty_cluster: Stage, tmp_p
         (programs / name).symlink_to(built(name))
     kubeconfig = tmp_path / "kubeconfig"
     shutil.copy(empty_cluster.cluster.kubeconfig, kubeconfig)
-    steps = pages.read((ROOT / "docs" / "kubernetes" / "ten-minutes.md").read_text())
-    pages.run(
+    steps = page.read((ROOT / "docs" / "kubernetes" / "ten-minutes.md").read_text())
+    page.run(
         steps,
         folder=ROOT,
         environment={

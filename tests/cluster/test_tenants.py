@@ -6,11 +6,11 @@ import secrets
 
 import pytest
 
-from tests.cluster.apis import Object
-from tests.cluster.benches import Bench
-from tests.cluster.jobs import TrainingJob
-from tests.cluster.processes import wait_until
-from tests.cluster.tenants import Tenant
+from tests.cluster.kubernetes.api import Object
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.job import TrainingJob
+from tests.cluster.scenario.tenant import Tenant
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 

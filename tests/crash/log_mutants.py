@@ -430,7 +430,7 @@ MUTANTS = (
         marked=False,
         patches=(
             (retention, "closure", _closure_is_itself),
-            (replay.lineages, "closure", _closure_is_itself),
+            (replay.chain, "closure", _closure_is_itself),
         ),
     ),
     Mutant(

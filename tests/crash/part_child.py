@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.unit.checkpoint.format.samples import Model, Run, schema, whole
+from tests.support.checkpoint.sample import Model, Run, schema, whole
 
 
 def model_at(step: int) -> Model:

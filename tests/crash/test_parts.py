@@ -14,7 +14,7 @@ from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.crash.part_child import model_at
-from tests.unit.checkpoint.format.samples import RUN
+from tests.support.checkpoint.sample import RUN
 
 
 def _child(directory: Path, first: int, saves: int, crash_at: str = "") -> tuple[int, list[int]]:

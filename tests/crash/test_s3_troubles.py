@@ -27,10 +27,10 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli.target import Target
 from deltashard_cli.verification import verify
 
-from tests.machines import limit_s
-from tests.minio import MinioServer
-from tests.sidecar_client import Model, SaveRefused, SidecarProcess, Trainer, same, until
-from tests.troubles import TroubledS3, by_seed
+from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, until
+from tests.support.machine import limit_s
+from tests.support.server.minio_server import MinioServer
+from tests.support.server.troubled_s3 import TroubledS3, by_seed
 
 pytestmark = [pytest.mark.minio, pytest.mark.slow]
 

@@ -22,7 +22,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.sidecar_client import (
+from tests.support.fake_trainer import (
     Model,
     SaveRefused,
     SidecarProcess,
@@ -286,7 +286,7 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, {tests!r})
-from tests.sidecar_client import Model, Trainer
+from tests.support.fake_trainer import Model, Trainer
 
 stage = sys.argv[2]
 def die(at):

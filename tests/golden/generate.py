@@ -16,9 +16,9 @@ from deltashard_checkpoint.format import frame as frames
 from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.format.index import encode_index
 
+from tests.golden.golden_case import golden_index, golden_tree
 from tests.golden.golden_run import RUN, make_run
-from tests.unit.checkpoint.format.golden_cases import golden_index, golden_tree
-from tests.unit.checkpoint.format.samples import sample_frames
+from tests.support.checkpoint.sample import sample_frames
 
 HERE = Path(__file__).parent / f"v{frames.VERSION}"
 

@@ -50,8 +50,8 @@ from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartReport, PartsMissing, commit_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
-from tests.unit.checkpoint.format.golden_cases import golden_tree
-from tests.unit.checkpoint.format.samples import box, fixed, tombstone, whole
+from tests.golden.golden_case import golden_tree
+from tests.support.checkpoint.sample import box, fixed, tombstone, whole
 
 RUN = "run"
 """Its name, and that of its folder in `tests/golden/v1`: a copy of that folder's parent is the store."""

@@ -18,7 +18,7 @@ from deltashard.save import ask, save_stream, saving
 from torch import nn
 
 from tests.incidents.toys import Run, newest_step
-from tests.sidecar_client import SidecarProcess, sidecar, until
+from tests.support.fake_trainer import SidecarProcess, sidecar, until
 
 
 def state_of(pid: int | None) -> str:

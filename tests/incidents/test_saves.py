@@ -16,8 +16,8 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_sidecar.main import notify
 
 from tests.incidents.toys import ROWS, Run, assert_holds, newest_step, stored
-from tests.minio import MinioServer, wait_for
-from tests.proxies import FaultyProxy
+from tests.support.server.faulty_proxy import FaultyProxy
+from tests.support.server.minio_server import MinioServer, wait_for
 
 
 @pytest.mark.minio

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from kubernetes import client, config
 
-from tests.apiserver import Rest
-from tests.load import audits, planes
-from tests.load.planes import CONTROLLER, SYSTEM, Plane
+from tests.load.simulation import audit, control_plane
+from tests.load.simulation.control_plane import CONTROLLER, SYSTEM, Plane
+from tests.support.server.apiserver import Rest
 
 ROLE = {
     "apiVersion": "rbac.authorization.k8s.io/v1",
@@ -47,7 +47,7 @@ def controller(plane: Plane) -> Iterator[client.ApiClient]:
 
 
 def _found(plane: Plane) -> list[str]:
-    return audits.findings(audits.requests(plane.audit_log, planes.account(CONTROLLER)))
+    return audit.findings(audit.requests(plane.audit_log, control_plane.account(CONTROLLER)))
 
 
 def _eventually(rest: Rest, act: Callable[[], Any]) -> None:
@@ -62,7 +62,7 @@ def _eventually(rest: Rest, act: Callable[[], Any]) -> None:
             return False
         return True
 
-    planes.wait_for(done, what="rights in force", timeout_s=planes.PATIENCE_S)
+    control_plane.wait_for(done, what="rights in force", timeout_s=control_plane.PATIENCE_S)
 
 
 def test_what_the_controller_must_not_write_is_found(plane: Plane, controller: client.ApiClient) -> None:
@@ -86,7 +86,7 @@ def test_what_the_controller_must_not_write_is_found(plane: Plane, controller: c
     )
     client.AuthenticationV1Api(controller).create_token_review(review)
     assert _found(plane) == []
-    counted = audits.counts(audits.requests(plane.audit_log, planes.account(CONTROLLER)))
+    counted = audit.counts(audit.requests(plane.audit_log, control_plane.account(CONTROLLER)))
     assert counted == {"get batch/jobs": 1, "create authentication.k8s.io/tokenreviews": 1}
 
     annotated = {"metadata": {"annotations": {"deltashard.io/seen": "yes"}}}
@@ -122,7 +122,7 @@ def test_what_the_controller_must_not_write_is_found(plane: Plane, controller: c
 def test_a_name_or_a_namespace_more_is_a_finding(changes: dict[str, Any], expected: list[str]) -> None:
     """Its own Secrets by name, in its own namespace, by update: nothing beside."""
     fields: dict[str, Any] = {
-        "user": planes.account(CONTROLLER),
+        "user": control_plane.account(CONTROLLER),
         "verb": "update",
         "group": "",
         "resource": "secrets",
@@ -130,11 +130,11 @@ def test_a_name_or_a_namespace_more_is_a_finding(changes: dict[str, Any], expect
         "name": "deltashard-fleet-tls",
         "status": 200,
     }
-    assert audits.findings([audits.Request(**(fields | changes))]) == expected
+    assert audit.findings([audit.Request(**(fields | changes))]) == expected
 
 
 def test_a_log_without_the_user_says_nothing(tmp_path: Path) -> None:
     """Requests of others are none of the controller's."""
     line = '{"stage":"ResponseComplete","verb":"patch","requestURI":"/x","user":{"username":"someone"}}\n'
     (tmp_path / "audit.jsonl").write_text(line)
-    assert list(audits.requests(tmp_path / "audit.jsonl", planes.account(CONTROLLER))) == []
+    assert list(audit.requests(tmp_path / "audit.jsonl", control_plane.account(CONTROLLER))) == []

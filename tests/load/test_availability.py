@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from deltashard_operator.kube import cluster_name
 
-from tests.apiserver import Reply
-from tests.load import planes, workloads
-from tests.load.operators import Controller, Webhook
-from tests.load.planes import Plane
-from tests.minio import wait_for
-from tests.tools import built
+from tests.load.simulation import control_plane, workload
+from tests.load.simulation.control_plane import Plane
+from tests.load.simulation.operator_process import Controller, Webhook
+from tests.support.server.apiserver import Reply
+from tests.support.server.minio_server import wait_for
+from tests.support.tool import built
 
 TEAM = "team"
 
@@ -36,7 +36,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
         try:
             controller.start()
             webhook.start()
-            workloads.make(plane, [TEAM], runs=1, pods=2)
+            workload.make(plane, [TEAM], runs=1, pods=2)
             for how in ("client", "server"):
                 assert _apply(plane, how).returncode == 0
         finally:
@@ -49,7 +49,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
 
 
 def _asked(plane: Plane, name: str, kind: str = "Job") -> Reply:
-    document = workloads.job(name, pods=1, node="node-0")
+    document = workload.job(name, pods=1, node="node-0")
     if kind == "Pod":
         metadata = {"name": name, "annotations": {cluster_name.POLICY: "default"}}
         document = {
@@ -63,7 +63,7 @@ def _asked(plane: Plane, name: str, kind: str = "Job") -> Reply:
 
 def _apply(plane: Plane, how: str) -> subprocess.CompletedProcess[str]:
     manifest = plane.folder / f"{how}.json"
-    manifest.write_text(json.dumps(workloads.job(f"by-{how}", pods=1, node="node-1")))
+    manifest.write_text(json.dumps(workload.job(f"by-{how}", pods=1, node="node-1")))
     command = [
         built("kubectl"), f"--kubeconfig={plane.apiserver.kubeconfig}", f"--namespace={TEAM}", "apply",
         f"--server-side={'true' if how == 'server' else 'false'}", f"--filename={manifest}",
@@ -85,7 +85,7 @@ def test_jobs_of_others_run(plane: Plane, annotations: dict[str, str] | None) ->
     name = (
         f"free-{len(annotations or {})}-{annotations is None:d}-{cluster_name.BITS in (annotations or {}):d}"
     )
-    document = workloads.job(name, pods=1, node="node-0")
+    document = workload.job(name, pods=1, node="node-0")
     metadata: dict[str, Any] = {"name": name}
     if annotations is not None:
         metadata["annotations"] = annotations
@@ -96,7 +96,7 @@ def test_jobs_of_others_run(plane: Plane, annotations: dict[str, str] | None) ->
         found = plane.rest("GET", path).document["items"]
         return [pod["status"].get("phase") for pod in found] == ["Running"]
 
-    wait_for(running, what=f"the pod of {name}", timeout_s=planes.PATIENCE_S)
+    wait_for(running, what=f"the pod of {name}", timeout_s=control_plane.PATIENCE_S)
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -128,15 +128,15 @@ def test_an_unchanged_manifest_is_applied_again(plane: Plane, how: str) -> None:
 
 def test_a_lost_pod_of_a_training_is_replaced(plane: Plane) -> None:
     """Its template has the sidecar since the Job was made."""
-    mine = [pod for pod in workloads.living(plane) if pod.job == "train-0"]
+    mine = [pod for pod in workload.living(plane) if pod.job == "train-0"]
     assert len(mine) == 2
-    workloads.evict(plane, mine[0])
+    workload.evict(plane, mine[0])
 
     def replaced() -> bool:
-        found = [pod for pod in workloads.living(plane) if pod.job == "train-0"]
+        found = [pod for pod in workload.living(plane) if pod.job == "train-0"]
         return len(found) == 2 and mine[0] not in found
 
-    planes.until(replaced, what="the replacement", timeout_s=planes.PATIENCE_S)
+    control_plane.until(replaced, what="the replacement", timeout_s=control_plane.PATIENCE_S)
     path = f"/api/v1/namespaces/{TEAM}/pods?labelSelector={cluster_name.JOB_NAME_LABEL}%3Dtrain-0"
     for pod in plane.rest("GET", path).document["items"]:
         assert [each["name"] for each in pod["spec"]["initContainers"]] == [cluster_name.SIDECAR]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.load import admissions, measures, planes, workloads
-from tests.load.systems import System
+from tests.load.simulation import admission, control_plane, measure, workload
+from tests.load.simulation.system import System
 
 RUNS, PODS_EACH, NODES = 100, 5, 20
 EVERY_S = 60.0
@@ -36,7 +36,7 @@ def test_every_run_is_reported_training(system: System) -> None:
     """One CheckpointRun a Job, with the step and the checkpoint its sidecars tell of and all of its pods."""
     print(system.took_s)
     assert system.view.training() == sum(system.view.phases().values()) == RUNS
-    for job_uid in {pod.job_uid for pod in workloads.living(system.plane)}:
+    for job_uid in {pod.job_uid for pod in workload.living(system.plane)}:
         status = system.view.status(job_uid)
         assert len(status["pods"]) == PODS_EACH, status
         assert status["lastCommittedStep"] > 0, status
@@ -46,8 +46,8 @@ def test_every_run_is_reported_training(system: System) -> None:
 
 def test_no_admission_fails(system: System) -> None:
     """Dry runs of annotated Jobs and pods at a rate: each gets its sidecar, and the webhook is quick."""
-    outcome = admissions.admit(system.plane, system.webhook.metrics, per_s=20, lasts_s=10)
-    print(measures.spread(outcome.latencies_s), outcome.webhook, outcome.hooks)
+    outcome = admission.admit(system.plane, system.webhook.metrics, per_s=20, lasts_s=10)
+    print(measure.spread(outcome.latencies_s), outcome.webhook, outcome.hooks)
     assert not outcome.failures
     assert len(outcome.latencies_s) == 200
     # An injected pod is shown again, since the API server puts its own volume into the container that is new.
@@ -57,15 +57,15 @@ def test_no_admission_fails(system: System) -> None:
 
 def test_a_lost_pod_shows_in_its_run(system: System) -> None:
     """Evicted or out of memory: within a bound in the status of its run and of no other; then its successor trains."""
-    by_run = {pod.job_uid: pod for pod in workloads.living(system.plane)}
+    by_run = {pod.job_uid: pod for pod in workload.living(system.plane)}
     victims = list(by_run.values())[: RUNS // 4]
     evicted = {pod.uid for pod in victims[::2]}
 
-    def end(plane: planes.Plane, pod: workloads.Pod) -> None:
-        (workloads.evict if pod.uid in evicted else workloads.kill)(plane, pod)
+    def end(plane: control_plane.Plane, pod: workload.Pod) -> None:
+        (workload.evict if pod.uid in evicted else workload.kill)(plane, pod)
 
     seconds = system.lose(victims, end)
-    print(measures.spread(seconds))
+    print(measure.spread(seconds))
     assert max(seconds.values()) < LOSS_SHOWS_S
     system.wait_streams(system.pods)
     system.view.wait_training(RUNS)
@@ -83,18 +83,20 @@ def test_a_controller_that_comes_back_finds_all_as_it_was(system: System) -> Non
 
 
 def _jobs(system: System) -> set[str]:
-    return {pod.job_uid for pod in workloads.living(system.plane)}
+    return {pod.job_uid for pod in workload.living(system.plane)}
 
 
 def test_a_finished_job_finishes_its_run(system: System) -> None:
     """All pods of some Jobs succeed: their runs are Finished, the others train on."""
     done = sorted(_jobs(system))[:3]
-    pods = [pod for pod in workloads.living(system.plane) if pod.job_uid in done]
+    pods = [pod for pod in workload.living(system.plane) if pod.job_uid in done]
     for swarm in system.swarms:
         swarm.remove([pod.uid for pod in pods])
-    workloads.in_threads(lambda pod: workloads.complete(system.plane, pod), pods)
+    workload.in_threads(lambda pod: workload.complete(system.plane, pod), pods)
     system.view.wait(
-        lambda view: view.phases()["Finished"] == len(done), "Finished runs", timeout_s=planes.PATIENCE_S
+        lambda view: view.phases()["Finished"] == len(done),
+        "Finished runs",
+        timeout_s=control_plane.PATIENCE_S,
     )
     assert system.view.training() == RUNS - len(done)
     assert {system.view.status(uid)["finishedReason"] for uid in done} == {"Completed"}

@@ -7,15 +7,15 @@ import math
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from tests.load import measures
+from tests.load.simulation import measure
 
 
 def test_quantiles_are_samples() -> None:
     """By nearest rank, in any order; of nothing there is none."""
     samples = [float(n) for n in range(100, 0, -1)]
-    assert [measures.quantile(samples, q) for q in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
-    assert measures.quantile([7.0], 0.99) == 7.0
-    assert math.isnan(measures.quantile([], 0.5))
+    assert [measure.quantile(samples, q) for q in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
+    assert measure.quantile([7.0], 0.99) == 7.0
+    assert math.isnan(measure.quantile([], 0.5))
 
 
 def test_pages_are_read_by_name_and_labels() -> None:
@@ -28,18 +28,18 @@ def test_pages_are_read_by_name_and_labels() -> None:
     counter.labels("bad", "api").inc(5)
     times.labels("job").observe(3.5)
     before = generate_latest(registry).decode()
-    assert measures.value(before, "asked_total", outcome="good") == 7
-    assert measures.value(before, "asked_total") == 12
-    assert measures.value(before, "nobody_total") == 0
+    assert measure.value(before, "asked_total", outcome="good") == 7
+    assert measure.value(before, "asked_total") == 12
+    assert measure.value(before, "nobody_total") == 0
     for seconds in (0.5, 1.5, 1.5, 100.0):
         times.labels("job").observe(seconds)
     times.labels("pod").observe(0.1)
     after = generate_latest(registry).decode()
-    came = measures.histogram(after, "took_seconds", kind="job").since(
-        measures.histogram(before, "took_seconds", kind="job")
+    came = measure.histogram(after, "took_seconds", kind="job").since(
+        measure.histogram(before, "took_seconds", kind="job")
     )
     assert came.count == 4
     assert came.quantile(0.25) == pytest.approx(1.0)
     assert came.quantile(0.5) == pytest.approx(1.5)
     assert came.quantile(1.0) == 4.0, "the last bound that is finite"
-    assert math.isnan(measures.histogram(after, "took_seconds", kind="x").quantile(0.5))
+    assert math.isnan(measure.histogram(after, "took_seconds", kind="x").quantile(0.5))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.minio import wait_for
-from tests.tools import ROOT
+from tests.support.server.minio_server import wait_for
+from tests.support.tool import ROOT
 
 
 @pytest.mark.parametrize("terminal", [False, True])

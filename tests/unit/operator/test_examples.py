@@ -19,10 +19,10 @@ from deltashard_operator.kube import cluster_name
 from deltashard_operator.policy.annotation import Annotations
 from deltashard_operator.policy.workload_policy import merged, resolve
 
-from tests.apiserver import ApiServer, Rest
-from tests.cluster.published import MINIO, PUBLISHED
-from tests.minio import ROOT
-from tests.unit.operator import samples
+from tests.support.operator import sample
+from tests.support.published import MINIO, PUBLISHED
+from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.minio_server import ROOT
 from tests.unit.operator.test_goldens import _annotated
 
 EXAMPLES = ROOT / "examples" / "kubernetes"
@@ -105,9 +105,9 @@ def admitted(path: Path) -> dict[str, Any]:
 def injected(path: Path) -> dict[str, Any]:
     """The same after its admission."""
     document = admitted(path)
-    response = samples.answer(document, merged(POLICY["spec"], DEFAULTS))
+    response = sample.answer(document, merged(POLICY["spec"], DEFAULTS))
     assert response["allowed"], response
-    return samples.applied(document, response)
+    return sample.applied(document, response)
 
 
 def pod_of(document: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import yaml
 from deltashard_operator.admission.workload_kind import KINDS
 from deltashard_operator.kube import cluster_name
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 FOLDER = Path(__file__).parents[2] / "golden" / "pods"
 CASES = sorted(path.name.removesuffix(".in.yaml") for path in FOLDER.glob("*.in.yaml"))
@@ -30,9 +30,9 @@ def test_admission_gives_the_golden_object(case: str, monkeypatch: pytest.Monkey
     """The patch, applied by a library of others, makes the object on record."""
     monkeypatch.setattr("deltashard_operator.admission.injection.VERSION", "0.1.0")
     document = _documents(case)[-1]
-    response = samples.answer(document)
+    response = sample.answer(document)
     assert response["allowed"], response
-    result = samples.applied(document, response)
+    result = sample.applied(document, response)
     path = FOLDER / f"{case}.out.yaml"
     if os.environ.get("DELTASHARD_GOLDEN") == "write":
         path.write_text(yaml.safe_dump(result, sort_keys=False, width=110))

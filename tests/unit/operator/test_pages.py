@@ -12,8 +12,8 @@ from deltashard_operator.policy import annotation, policy_cache, workload_policy
 from deltashard_operator.policy.refusal import CODES
 from deltashard_operator.run import condition
 
-from tests.minio import ROOT
-from tests.unit.operator import samples
+from tests.support.operator import sample
+from tests.support.server.minio_server import ROOT
 from tests.unit.operator.test_examples import WORKLOADS, documents
 
 PAGES = ROOT / "docs" / "kubernetes"
@@ -61,7 +61,7 @@ def test_every_code_has_its_section() -> None:
 def _job(
     notes: dict[str, str] | None = None, marks: dict[str, str] | None = None, **spec: Any
 ) -> dict[str, Any]:
-    template = samples.template(**spec)
+    template = sample.template(**spec)
     template["metadata"]["annotations"] = marks or {}
     return {
         "apiVersion": "batch/v1",
@@ -71,8 +71,8 @@ def _job(
     }
 
 
-COPIED = samples.applied(
-    _job({"deltashard.io/run-id": "nightly"}), samples.answer(_job({"deltashard.io/run-id": "nightly"}))
+COPIED = sample.applied(
+    _job({"deltashard.io/run-id": "nightly"}), sample.answer(_job({"deltashard.io/run-id": "nightly"}))
 )
 COPIED["metadata"]["annotations"]["deltashard.io/run-id"] = "weekly"
 REFUSED = {
@@ -110,7 +110,7 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
     elif code == "RunIdTaken":
         said = run_holder._taken("nightly", "Job nightly-29012345").sentence
     else:
-        response = samples.answer(REFUSED[code], {"intervalSeconds": -1} if code == "BadPolicy" else None)
+        response = sample.answer(REFUSED[code], {"intervalSeconds": -1} if code == "BadPolicy" else None)
         assert response["status"]["reason"] == code
         said = response["status"]["message"]
     assert f"```console\n{said}\n```" in TROUBLES_PAGE

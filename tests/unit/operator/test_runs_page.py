@@ -12,7 +12,7 @@ from deltashard_operator.run.judgement import _EVENTS
 from deltashard_operator.run.phase import Phase
 from prometheus_client.metrics_core import Metric
 
-from tests.minio import ROOT
+from tests.support.server.minio_server import ROOT
 
 PAGE = (ROOT / "docs" / "kubernetes" / "runs.md").read_text()
 

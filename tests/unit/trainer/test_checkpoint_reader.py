@@ -26,7 +26,7 @@ from deltashard_cli import target as targets
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runs import HALF, ITEMS, WrittenRun
+from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from deltashard_checkpoint.cache.cache_dir import own, sweep
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.cache.pack_spool import CacheUnusable
 
-from tests.unit.checkpoint.format.samples import open_descriptors
+from tests.support.checkpoint.sample import open_descriptors
 
 PACK = 640
 

@@ -12,7 +12,7 @@ import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.cache.pack_spool import CacheFull, CacheUnusable
 
-from tests.unit.checkpoint.format.samples import open_descriptors
+from tests.support.checkpoint.sample import open_descriptors
 
 
 def _put(cache: PackCache, key: str, data: bytes, *, unpin: bool = True) -> None:

@@ -22,7 +22,7 @@ from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.format.samples import Model, sample_frames, schema, whole
+from tests.support.checkpoint.sample import Model, sample_frames, schema, whole
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 

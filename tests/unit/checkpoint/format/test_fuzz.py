@@ -28,7 +28,7 @@ from deltashard_checkpoint.log import entry_codec
 from deltashard_checkpoint.restore.frame_applier import BlobsTooLarge, FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import SchemaMismatch
 
-from tests.unit.checkpoint.format.samples import RUN, sample_frames, schema, whole
+from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
 
 SAMPLES = {name: bytes(frame.data) for name, frame in sample_frames().items()}
 LIMIT_BYTES = 192 << 20

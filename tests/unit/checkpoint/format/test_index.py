@@ -12,8 +12,8 @@ from deltashard_proto.v1 import index_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.format.golden_cases import TOKEN, golden_index
-from tests.unit.checkpoint.format.samples import RUN
+from tests.golden.golden_case import TOKEN, golden_index
+from tests.support.checkpoint.sample import RUN
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1" / "part.index"
 

@@ -17,7 +17,7 @@ from deltashard_checkpoint.format.typed_tree import Tagged, Tensor, UnsupportedV
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.format.golden_cases import golden_tree
+from tests.golden.golden_case import golden_tree
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1" / "state.tree"
 

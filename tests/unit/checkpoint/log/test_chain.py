@@ -19,7 +19,7 @@ from deltashard_checkpoint.log.chain import (
 )
 from deltashard_checkpoint.log.entry import Compacted, Part
 
-from tests.unit.checkpoint.log.builders import WHOLE, Run, part, rows
+from tests.support.checkpoint.run_builder import WHOLE, Run, part, rows
 
 
 def walked(run: Run, seq: int, boxes=None) -> list[tuple[int, int, list[tuple[int, int]]]]:

@@ -22,7 +22,7 @@ from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.log.builders import TOKEN, WHOLE, part
+from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part
 
 HASH = "ab" * 32
 COMMON = {"previous": HASH, "writer": "w-1", "at_s": 1.25}

@@ -18,7 +18,7 @@ from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write import commit as commits
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
-from tests.unit.checkpoint.log.builders import Run
+from tests.support.checkpoint.run_builder import Run
 
 ROWS, COLUMNS = 300, 16
 TABLE = TableSchema(

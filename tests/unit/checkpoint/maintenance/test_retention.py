@@ -16,7 +16,7 @@ from deltashard_checkpoint.maintenance.retention import Retention, append_retire
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.log.builders import Run
+from tests.support.checkpoint.run_builder import Run
 
 
 def chains(run: Run, attempt: int, count: int = 4) -> list[tuple[int, int]]:

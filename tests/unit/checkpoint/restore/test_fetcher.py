@@ -19,7 +19,7 @@ from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 
-from tests.unit.checkpoint.format.samples import RUN, Model, Run, schema, whole
+from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import SchemaMismatch, Want
 
-from tests.unit.checkpoint.format.samples import RUN, Model, Run, box, schema, tombstone, whole
+from tests.support.checkpoint.sample import RUN, Model, Run, box, schema, tombstone, whole
 
 
 def _target(table: TableSchema, held: Box | None = None, dtype=np.float32) -> TableTarget:

@@ -20,7 +20,7 @@ from deltashard_checkpoint.restore.plan import IncompletePlan, SchemaMismatch, W
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.format.samples import RUN, Model, Run, box, schema, tombstone, whole
+from tests.support.checkpoint.sample import RUN, Model, Run, box, schema, tombstone, whole
 
 TOKEN = "0123456789abcdef"
 

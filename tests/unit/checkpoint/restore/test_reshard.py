@@ -15,7 +15,7 @@ from deltashard_checkpoint.restore.plan import Want
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpoint.format.samples import RUN, Model, Run, box, schema
+from tests.support.checkpoint.sample import RUN, Model, Run, box, schema
 
 TABLE = schema(rows=90, columns=12)
 

@@ -18,7 +18,7 @@ from deltashard_checkpoint.write.attempt import (
 )
 from deltashard_checkpoint.write.commit import FencedError, TakenOver
 
-from tests.unit.checkpoint.log.builders import Run
+from tests.support.checkpoint.run_builder import Run
 from tests.unit.checkpoint.log.test_entry import resealed
 
 

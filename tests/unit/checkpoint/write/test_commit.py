@@ -7,7 +7,7 @@ from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.write import commit as commits
 from deltashard_checkpoint.write.commit import Abandoned, FencedError, PartsMissing, commit_part
 
-from tests.unit.checkpoint.log.builders import TABLE, TOKEN, Run, rows
+from tests.support.checkpoint.run_builder import TABLE, TOKEN, Run, rows
 
 HALVES = [rows(0, 4), rows(4, 8)]
 

@@ -4,7 +4,7 @@ import pytest
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.write.differential import History, baseline_pays, decide, history
 
-from tests.unit.checkpoint.log.builders import Run
+from tests.support.checkpoint.run_builder import Run
 
 PAPER = (0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46, 0.48)
 

@@ -21,7 +21,7 @@ from deltashard_checkpoint.stores.retry import RetryingStore
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.part_writer import PartAborted, PartTarget, PartWriter, UploadFailed
 
-from tests.unit.checkpoint.format.samples import RUN, Model, open_descriptors, schema, wait_until, whole
+from tests.support.checkpoint.sample import RUN, Model, open_descriptors, schema, wait_until, whole
 
 TABLE = schema(rows=4000)
 TOKEN = "0123456789abcdef"

@@ -10,14 +10,14 @@ from deltashard_operator.admission.injection import group_of, inject
 from deltashard_operator.kube import cluster_name, run_identity
 from deltashard_operator.policy.refusal import Refusal
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 
 def injected(template: dict[str, Any], spec: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
     """The template, injected under a policy; keyword arguments are annotations (`keep_grace` aside)."""
     keep = kwargs.pop("keep_grace", False)
     before = copy.deepcopy(template)
-    result = inject(template, samples.policy(spec, **kwargs), run_identity.JOB, keep_grace=keep)
+    result = inject(template, sample.policy(spec, **kwargs), run_identity.JOB, keep_grace=keep)
     assert template == before, "the argument is not touched"
     return result
 
@@ -30,7 +30,7 @@ def refusal(template: dict[str, Any], **kwargs: Any) -> Refusal:
 
 def test_twice_is_once() -> None:
     """A marked template is left alone, even by another version or under another policy."""
-    once = injected(samples.template())
+    once = injected(sample.template())
     assert injected(once) == once
     once["metadata"]["annotations"][cluster_name.INJECTED] = "0.0.1"
     assert injected(once, {"arenaSize": "1Gi"}) == once
@@ -38,18 +38,18 @@ def test_twice_is_once() -> None:
 
 def test_a_taken_name_is_refused_with_a_code() -> None:
     """A container of our name without our marker is somebody else's; a marker without it is a stray."""
-    taken = samples.template(containers=[{"name": "deltashard-sidecar"}])
+    taken = sample.template(containers=[{"name": "deltashard-sidecar"}])
     assert refusal(taken).code == "ContainerNameTaken"
-    init = samples.template(initContainers=[{"name": "deltashard-sidecar"}])
+    init = sample.template(initContainers=[{"name": "deltashard-sidecar"}])
     assert refusal(init).code == "ContainerNameTaken"
-    stray = samples.template()
+    stray = sample.template()
     stray["metadata"]["annotations"] = {cluster_name.INJECTED: "0.1.0"}
     assert refusal(stray).code == "MarkerWithoutSidecar"
 
 
 def test_the_named_container_gets_the_socket_and_nobody_else() -> None:
     """Volume and variable go to one container only; an unknown name lists the known ones."""
-    template = samples.template(containers=[{"name": "a"}, {"name": "b"}], initContainers=[{"name": "i"}])
+    template = sample.template(containers=[{"name": "a"}, {"name": "b"}], initContainers=[{"name": "i"}])
     result = injected(template, container="b")["spec"]
     assert result["containers"][0] == {"name": "a"}
     assert result["initContainers"][1] == {"name": "i"}
@@ -61,9 +61,9 @@ def test_the_named_container_gets_the_socket_and_nobody_else() -> None:
 
 def test_credentials_and_tokens_are_mounted_in_the_sidecar_alone() -> None:
     """The training container sees neither the Secret nor a token, and no key is in any environment."""
-    result = injected(samples.template())["spec"]
+    result = injected(sample.template())["spec"]
     assert [m["name"] for m in result["containers"][0]["volumeMounts"]] == ["deltashard-shm"]
-    mounts = {m["name"]: m for m in samples.sidecar_of({"spec": result})["volumeMounts"]}
+    mounts = {m["name"]: m for m in sample.sidecar_of({"spec": result})["volumeMounts"]}
     assert mounts["deltashard-store"]["readOnly"]
     assert mounts["deltashard-token"]["readOnly"]
     store = next(v for v in result["volumes"] if v["name"] == "deltashard-store")
@@ -76,12 +76,12 @@ def test_credentials_and_tokens_are_mounted_in_the_sidecar_alone() -> None:
 def test_web_identity_takes_the_place_of_the_secret() -> None:
     """A projected token of its own audience, and the variables S3 clients know."""
     store = {"url": "s3://bucket", "webIdentity": {"audience": "minio", "stsEndpoint": "http://minio:9000"}}
-    result = injected(samples.template(), {"store": store})
+    result = injected(sample.template(), {"store": store})
     sources = next(v for v in result["spec"]["volumes"] if v["name"] == "deltashard-token")["projected"][
         "sources"
     ]
     assert {s["serviceAccountToken"]["audience"] for s in sources} == {"deltashard-fleet", "minio"}
-    values = samples.expanded(samples.sidecar_of(result), {})
+    values = sample.expanded(sample.sidecar_of(result), {})
     assert values["AWS_WEB_IDENTITY_TOKEN_FILE"] == "/var/run/secrets/deltashard/store"
     assert "AWS_SHARED_CREDENTIALS_FILE" not in values
     assert not any(v["name"] == "deltashard-store" for v in result["spec"]["volumes"])
@@ -89,18 +89,18 @@ def test_web_identity_takes_the_place_of_the_secret() -> None:
 
 def test_grace_is_raised_from_the_default_only() -> None:
     """30 is the API's default; any other value, and a 30 known to be written, is the user's."""
-    assert injected(samples.template())["spec"]["terminationGracePeriodSeconds"] == 120
+    assert injected(sample.template())["spec"]["terminationGracePeriodSeconds"] == 120
     assert (
-        injected(samples.template(terminationGracePeriodSeconds=30))["spec"]["terminationGracePeriodSeconds"]
+        injected(sample.template(terminationGracePeriodSeconds=30))["spec"]["terminationGracePeriodSeconds"]
         == 120
     )
     for kept in (0, 29, 31, 600):
-        result = injected(samples.template(terminationGracePeriodSeconds=kept))
+        result = injected(sample.template(terminationGracePeriodSeconds=kept))
         assert result["spec"]["terminationGracePeriodSeconds"] == kept
-    result = injected(samples.template(terminationGracePeriodSeconds=30), keep_grace=True)
+    result = injected(sample.template(terminationGracePeriodSeconds=30), keep_grace=True)
     assert result["spec"]["terminationGracePeriodSeconds"] == 30
-    assert samples.expanded(samples.sidecar_of(result), {})["DELTASHARD_TERM_DEADLINE_S"] == "25"
-    low = injected(samples.template(), {"gracePeriodSeconds": 20})
+    assert sample.expanded(sample.sidecar_of(result), {})["DELTASHARD_TERM_DEADLINE_S"] == "25"
+    low = injected(sample.template(), {"gracePeriodSeconds": 20})
     assert "terminationGracePeriodSeconds" not in low["spec"]
 
 
@@ -116,17 +116,17 @@ def test_grace_is_raised_from_the_default_only() -> None:
 )
 def test_the_shared_group(context: dict[str, Any] | None, group: int, after: dict[str, Any]) -> None:
     """An existing group is reused, one is appended only where there is none; the sidecar's files belong to it."""
-    template = samples.template(**({} if context is None else {"securityContext": context}))
+    template = sample.template(**({} if context is None else {"securityContext": context}))
     result = injected(template)
     assert result["spec"]["securityContext"] == after
-    security = samples.sidecar_of(result)["securityContext"]
+    security = sample.sidecar_of(result)["securityContext"]
     assert (security["runAsGroup"], security["runAsUser"]) == (group, 65532)
     assert group_of(result["spec"]) == group, "the same answer after injection"
 
 
 def test_openshift_chooses_the_user() -> None:
     """A null runAsUser in the policy leaves it out."""
-    security = samples.sidecar_of(injected(samples.template(), {"sidecar": {"runAsUser": None}}))[
+    security = sample.sidecar_of(injected(sample.template(), {"sidecar": {"runAsUser": None}}))[
         "securityContext"
     ]
     assert "runAsUser" not in security
@@ -135,12 +135,11 @@ def test_openshift_chooses_the_user() -> None:
 
 def test_first_but_behind_the_mesh() -> None:
     """Before every init container, so that they can be long; behind istio-proxy, without which there is no network."""
-    template = samples.template(initContainers=[{"name": "a"}, {"name": "istio-proxy"}, {"name": "b"}])
+    template = sample.template(initContainers=[{"name": "a"}, {"name": "istio-proxy"}, {"name": "b"}])
     order = [c["name"] for c in injected(template)["spec"]["initContainers"]]
     assert order == ["a", "istio-proxy", "deltashard-sidecar", "b"]
     order = [
-        c["name"]
-        for c in injected(samples.template(initContainers=[{"name": "a"}]))["spec"]["initContainers"]
+        c["name"] for c in injected(sample.template(initContainers=[{"name": "a"}]))["spec"]["initContainers"]
     ]
     assert order == ["deltashard-sidecar", "a"]
 
@@ -150,10 +149,10 @@ def test_first_but_behind_the_mesh() -> None:
 )
 def test_any_meshs_proxy_goes_first(proxy: str) -> None:
     """The sidecar has no network before it; and a proxy that is an ordinary container does not train."""
-    template = samples.template(initContainers=[{"name": "a"}, {"name": proxy}, {"name": "b"}])
+    template = sample.template(initContainers=[{"name": "a"}, {"name": proxy}, {"name": "b"}])
     order = [c["name"] for c in injected(template)["spec"]["initContainers"]]
     assert order == ["a", proxy, "deltashard-sidecar", "b"]
-    proxy_first = samples.template(containers=[{"name": proxy}, {"name": "t"}])
+    proxy_first = sample.template(containers=[{"name": proxy}, {"name": "t"}])
     assert "env" not in injected(proxy_first)["spec"]["containers"][0]
 
 
@@ -161,7 +160,7 @@ def test_the_probe_waits_longer_for_a_larger_arena() -> None:
     """Touching a terabyte takes longer than touching a hundred megabytes."""
 
     def patience(size: str) -> int:
-        probe = samples.sidecar_of(injected(samples.template(), {"arenaSize": size}))["startupProbe"]
+        probe = sample.sidecar_of(injected(sample.template(), {"arenaSize": size}))["startupProbe"]
         return probe["failureThreshold"] * probe["periodSeconds"]
 
     assert patience("64Mi") >= 120
@@ -170,21 +169,21 @@ def test_the_probe_waits_longer_for_a_larger_arena() -> None:
 
 def test_host_network_takes_no_port_of_the_node() -> None:
     """No declared port, metrics off or on a port the policy chose."""
-    off = samples.sidecar_of(injected(samples.template(hostNetwork=True)))
+    off = sample.sidecar_of(injected(sample.template(hostNetwork=True)))
     assert "ports" not in off
-    assert samples.expanded(off, {})["DELTASHARD_METRICS_PORT"] == "-1"
+    assert sample.expanded(off, {})["DELTASHARD_METRICS_PORT"] == "-1"
     policy = {"sidecar": {"hostNetworkMetricsPort": 19464}}
-    chosen = samples.sidecar_of(injected(samples.template(hostNetwork=True), policy))
+    chosen = sample.sidecar_of(injected(sample.template(hostNetwork=True), policy))
     assert "ports" not in chosen
-    assert samples.expanded(chosen, {})["DELTASHARD_METRICS_PORT"] == "19464"
+    assert sample.expanded(chosen, {})["DELTASHARD_METRICS_PORT"] == "19464"
 
 
 def test_a_port_the_user_declares_is_left_to_the_user() -> None:
     """Metrics give way."""
-    template = samples.template(containers=[{"name": "t", "ports": [{"containerPort": 9464}]}])
-    sidecar = samples.sidecar_of(injected(template))
+    template = sample.template(containers=[{"name": "t", "ports": [{"containerPort": 9464}]}])
+    sidecar = sample.sidecar_of(injected(template))
     assert "ports" not in sidecar
-    assert samples.expanded(sidecar, {})["DELTASHARD_METRICS_PORT"] == "-1"
+    assert sample.expanded(sidecar, {})["DELTASHARD_METRICS_PORT"] == "-1"
 
 
 def test_declared_volumes_size_ours() -> None:
@@ -194,11 +193,11 @@ def test_declared_volumes_size_ours() -> None:
         {"name": "deltashard-cache", "emptyDir": {"sizeLimit": "100Gi"}},
         {"name": "deltashard-store", "csi": {"driver": "secrets-store.csi.k8s.io"}},
     ]
-    result = injected(samples.template(volumes=volumes))
+    result = injected(sample.template(volumes=volumes))
     assert result["spec"]["volumes"][:3] == volumes
     assert [v["name"] for v in result["spec"]["volumes"][3:]] == ["deltashard-token"]
-    sidecar = samples.sidecar_of(result)
-    assert samples.expanded(sidecar, {})["DELTASHARD_CACHE_BYTES"] == str((100 << 30) * 9 // 10)
+    sidecar = sample.sidecar_of(result)
+    assert sample.expanded(sidecar, {})["DELTASHARD_CACHE_BYTES"] == str((100 << 30) * 9 // 10)
     assert sidecar["resources"]["requests"]["ephemeral-storage"] == "100Gi"
 
 
@@ -217,7 +216,7 @@ def test_declared_volumes_size_ours() -> None:
 )
 def test_a_declared_volume_that_cannot_serve_is_refused(volume: dict[str, Any], said: str) -> None:
     """With what it should be."""
-    found = refusal(samples.template(volumes=[volume]))
+    found = refusal(sample.template(volumes=[volume]))
     assert found.code == "VolumeUnfit"
     assert said in found.sentence
 
@@ -229,21 +228,21 @@ def test_a_taken_mount_or_variable_is_refused_and_our_own_respected() -> None:
         "volumeMounts": [{"name": "deltashard-shm", "mountPath": "/run/deltashard/"}],
         "env": [{"name": "DELTASHARD_SOCKET", "value": cluster_name.SOCKET_PATH}],
     }
-    assert injected(samples.template(containers=[ours]))["spec"]["containers"] == [ours]
+    assert injected(sample.template(containers=[ours]))["spec"]["containers"] == [ours]
     mount = {"name": "t", "volumeMounts": [{"name": "x", "mountPath": "/run/deltashard"}]}
-    assert refusal(samples.template(containers=[mount])).code == "MountTaken"
+    assert refusal(sample.template(containers=[mount])).code == "MountTaken"
     variable = {"name": "t", "env": [{"name": "DELTASHARD_SOCKET", "value": "/tmp/s"}]}
-    assert refusal(samples.template(containers=[variable])).code == "VariableTaken"
+    assert refusal(sample.template(containers=[variable])).code == "VariableTaken"
 
 
 def test_what_cannot_be_injected_at_all() -> None:
     """Windows pods, and templates without containers."""
-    assert refusal(samples.template(os={"name": "windows"})).code == "Unsupported"
+    assert refusal(sample.template(os={"name": "windows"})).code == "Unsupported"
     assert refusal({"spec": {}}).code == "BadTemplate"
 
 
 def test_pull_secrets_are_added_once() -> None:
     """The policy's, where the pod has not got them."""
-    assert injected(samples.template())["spec"]["imagePullSecrets"] == [{"name": "pull"}]
-    both = injected(samples.template(imagePullSecrets=[{"name": "own"}, {"name": "pull"}]))["spec"]
+    assert injected(sample.template())["spec"]["imagePullSecrets"] == [{"name": "pull"}]
+    both = injected(sample.template(imagePullSecrets=[{"name": "own"}, {"name": "pull"}]))["spec"]
     assert both["imagePullSecrets"] == [{"name": "own"}, {"name": "pull"}]

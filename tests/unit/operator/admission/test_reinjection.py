@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 OWNER = {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "online", "uid": "u-1", "controller": True}
 
@@ -18,16 +18,16 @@ def job(**notes: str) -> dict[str, Any]:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": "exp", "annotations": {"deltashard.io/policy": "default", **said}},
-        "spec": {"template": samples.template()},
+        "spec": {"template": sample.template()},
     }
 
 
 def injected(document: dict[str, Any]) -> dict[str, Any]:
-    return samples.applied(document, samples.answer(document))
+    return sample.applied(document, sample.answer(document))
 
 
 def refusal(document: dict[str, Any]) -> str:
-    response = samples.answer(document)
+    response = sample.answer(document)
     assert not response["allowed"]
     assert response["status"]["reason"] == "CopiedManifest"
     message: str = response["status"]["message"]
@@ -41,7 +41,7 @@ def refusal(document: dict[str, Any]) -> str:
 def test_what_is_as_it_was_said_is_let_through(notes: dict[str, str]) -> None:
     """The webhook is called again when another one changed something behind it."""
     document = injected(job(**notes))
-    again = samples.answer(document)
+    again = sample.answer(document)
     assert again["allowed"]
     assert "patch" not in again
 
@@ -75,7 +75,7 @@ def test_a_pod_that_was_copied_from_a_workloads_is_refused() -> None:
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
-        **samples.template(),
+        **sample.template(),
         "metadata": {
             "name": "online-0",
             "annotations": {"deltashard.io/policy": "default"},
@@ -83,7 +83,7 @@ def test_a_pod_that_was_copied_from_a_workloads_is_refused() -> None:
         },
     }
     mine = injected(pod)
-    assert samples.answer(mine)["allowed"]
+    assert sample.answer(mine)["allowed"]
     copied = copy.deepcopy(mine)
     del copied["metadata"]["ownerReferences"]
     assert "another workload" in refusal(copied)

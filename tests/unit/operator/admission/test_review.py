@@ -11,7 +11,7 @@ from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.policy.refusal import Refusal
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 
 def job(
@@ -21,12 +21,12 @@ def job(
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": "j", **({"annotations": annotations} if annotations is not None else {})},
-        "spec": {"template": samples.template(**pod), **(spec or {})},
+        "spec": {"template": sample.template(**pod), **(spec or {})},
     }
 
 
 def pod(annotations: dict[str, str], **spec: Any) -> dict[str, Any]:
-    template = samples.template(**spec)
+    template = sample.template(**spec)
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -41,14 +41,14 @@ OPT_IN = {cluster_name.POLICY: "default"}
 def test_an_annotated_job_is_labelled_and_its_template_injected() -> None:
     """The controller finds it by the label; the operations only add."""
     document = job(OPT_IN)
-    response = samples.answer(document)
-    assert {o["op"] for o in samples.operations(response)} == {"add"}
-    result = samples.applied(document, response)
+    response = sample.answer(document)
+    assert {o["op"] for o in sample.operations(response)} == {"add"}
+    result = sample.applied(document, response)
     assert result["metadata"]["labels"] == {cluster_name.MANAGED_BY: "deltashard"}
     notes = result["spec"]["template"]["metadata"]["annotations"]
     assert notes[cluster_name.POLICY] == "default"
     assert cluster_name.INJECTED in notes
-    again = samples.answer(result)
+    again = sample.answer(result)
     assert again["allowed"]
     assert "patch" not in again
 
@@ -62,7 +62,7 @@ def test_a_job_that_names_its_run_is_found_by_it(on: str) -> None:
         document["metadata"]["annotations"] = notes
     else:
         document["spec"]["template"].setdefault("metadata", {})["annotations"] = notes
-    result = samples.applied(document, samples.answer(document))
+    result = sample.applied(document, sample.answer(document))
     assert result["metadata"]["labels"] == {
         cluster_name.MANAGED_BY: "deltashard",
         cluster_name.RUN_ID: "nightly",
@@ -88,7 +88,7 @@ def test_a_job_that_names_its_run_is_found_by_it(on: str) -> None:
 )
 def test_everything_else_is_admitted_untouched(document: dict[str, Any]) -> None:
     """Not annotated, or not ours to inject: no patch, no refusal, no policy asked for."""
-    untouched = samples.parsed(document)
+    untouched = sample.parsed(document)
     assert isinstance(untouched, review.Answer)
     assert untouched.outcome == "unchanged"
     assert untouched.review["response"] == {"uid": "0b4f3c1e-0000-0000-0000-000000000001", "allowed": True}
@@ -96,13 +96,13 @@ def test_everything_else_is_admitted_untouched(document: dict[str, Any]) -> None
 
 def test_only_create_counts() -> None:
     """An update of an annotated Job is nobody's to change."""
-    assert samples.answer(job(OPT_IN), operation="UPDATE")["allowed"]
-    assert "patch" not in samples.answer(job(OPT_IN), operation="UPDATE")
+    assert sample.answer(job(OPT_IN), operation="UPDATE")["allowed"]
+    assert "patch" not in sample.answer(job(OPT_IN), operation="UPDATE")
 
 
 def test_a_refusal_has_code_and_sentence() -> None:
     """The status' reason is the code, the message says what to do."""
-    response = samples.answer(job({**OPT_IN, cluster_name.BITS: "7"}))
+    response = sample.answer(job({**OPT_IN, cluster_name.BITS: "7"}))
     assert response["allowed"] is False
     assert response["status"]["reason"] == "BadAnnotation"
     assert response["status"]["code"] == 422
@@ -113,7 +113,7 @@ def test_a_refusal_has_code_and_sentence() -> None:
 
 def test_a_workload_without_a_policy_is_refused_by_the_policys_name() -> None:
     """What resolving found instead of a policy reaches the user."""
-    request = samples.parsed(job({cluster_name.POLICY: "mine"}))
+    request = sample.parsed(job({cluster_name.POLICY: "mine"}))
     assert isinstance(request, review.Request)
     assert (request.namespace, request.annotations.policy, request.claim) == ("team-a", "mine", None)
     nowhere = Refusal("PolicyNotFound", "no mine in team-a", where=cluster_name.POLICY)
@@ -131,9 +131,9 @@ def test_a_manifest_that_contradicts_itself_is_refused_without_asking_the_api(
 ) -> None:
     """Neither its policy nor the holder of its run could make it better."""
     document = job(OPT_IN)
-    document = samples.applied(document, samples.answer(document))
+    document = sample.applied(document, sample.answer(document))
     document["metadata"]["annotations"] |= annotations
-    refused = samples.parsed(document)
+    refused = sample.parsed(document)
     assert isinstance(refused, review.Answer)
     assert refused.outcome == code
 
@@ -141,7 +141,7 @@ def test_a_manifest_that_contradicts_itself_is_refused_without_asking_the_api(
 def test_a_run_id_is_claimed_with_all_its_pods() -> None:
     """The claim is of the namespace, and of every number that a pod may have."""
     indexed = {"completionMode": "Indexed", "completions": 3}
-    request = samples.parsed(job({**OPT_IN, cluster_name.RUN_ID: "nightly"}, spec=indexed))
+    request = sample.parsed(job({**OPT_IN, cluster_name.RUN_ID: "nightly"}, spec=indexed))
     assert isinstance(request, review.Request)
     assert request.claim == RunClaim(namespace="team-a", run_id="nightly", numbering=Numbering(count=3))
 
@@ -149,24 +149,24 @@ def test_a_run_id_is_claimed_with_all_its_pods() -> None:
 def test_a_pod_is_labelled_once() -> None:
     """A pod is its own template."""
     document = pod(OPT_IN)
-    result = samples.applied(document, samples.answer(document))
+    result = sample.applied(document, sample.answer(document))
     assert result["metadata"]["labels"] == {cluster_name.MANAGED_BY: "deltashard"}
     assert result["spec"]["initContainers"][0]["name"] == cluster_name.SIDECAR
 
 
 def test_warnings() -> None:
     """A grace period too short for the policy, a port that is taken, a policy that strands pods of lost nodes, pods that look alike."""
-    assert "warnings" not in samples.answer(job(OPT_IN))
-    (grace,) = samples.answer(job(OPT_IN, terminationGracePeriodSeconds=45))["warnings"]
+    assert "warnings" not in sample.answer(job(OPT_IN))
+    (grace,) = sample.answer(job(OPT_IN, terminationGracePeriodSeconds=45))["warnings"]
     assert "terminationGracePeriodSeconds is 45 s and policy default asks for 120 s" in grace
     ports = [{"name": "t", "ports": [{"containerPort": 9464}]}]
-    (port,) = samples.answer(job(OPT_IN, containers=ports))["warnings"]
+    (port,) = sample.answer(job(OPT_IN, containers=ports))["warnings"]
     assert "port 9464" in port
-    (stuck,) = samples.answer(job(OPT_IN, spec={"podReplacementPolicy": "Failed"}))["warnings"]
+    (stuck,) = sample.answer(job(OPT_IN, spec={"podReplacementPolicy": "Failed"}))["warnings"]
     assert "lost node" in stuck
-    (alike,) = samples.answer(job(OPT_IN, spec={"parallelism": 2}))["warnings"]
+    (alike,) = sample.answer(job(OPT_IN, spec={"parallelism": 2}))["warnings"]
     assert "completionMode Indexed" in alike
-    assert "warnings" not in samples.answer(job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}))
+    assert "warnings" not in sample.answer(job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}))
     assert all(len(w) <= 200 for w in (grace, port, stuck, alike))
 
 
@@ -179,12 +179,12 @@ def test_an_applied_grace_period_of_thirty_is_the_users() -> None:
     path = {"f:spec": {"f:template": {"f:spec": {"f:terminationGracePeriodSeconds": {}}}}}
     server_side["metadata"]["managedFields"] = [{"operation": "Apply", "fieldsV1": path}]
     for document in (client_side, server_side):
-        response = samples.answer(document)
-        result = samples.applied(document, response)
+        response = sample.answer(document)
+        result = sample.applied(document, response)
         assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 30
         assert "may not end in time" in response["warnings"][0]
     server_side["metadata"]["managedFields"][0]["operation"] = "Update"  # holds defaults, too
-    result = samples.applied(server_side, samples.answer(server_side))
+    result = sample.applied(server_side, sample.answer(server_side))
     assert result["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 120
 
 

@@ -8,7 +8,7 @@ import pytest
 from deltashard_operator.admission import sidecar_resource
 from deltashard_operator.policy.refusal import Refusal
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 GUARANTEED = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"cpu": "1000m", "memory": "1024Mi"}}
 
@@ -25,7 +25,7 @@ def spec(
 
 
 def ours(of: dict[str, Any], policy: dict[str, Any] | None = None, cache: int = 10 << 30) -> dict[str, Any]:
-    return sidecar_resource.of_sidecar(of, samples.policy(policy), cache_volume_bytes=cache).document()
+    return sidecar_resource.of_sidecar(of, sample.policy(policy), cache_volume_bytes=cache).document()
 
 
 def test_everything_is_stated() -> None:

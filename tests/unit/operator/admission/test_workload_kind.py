@@ -15,7 +15,7 @@ from deltashard_operator.run import observed_object, watched_run
 from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.watched_run import Run
 
-from tests.unit.operator import samples
+from tests.support.operator import sample as samples
 from tests.unit.operator.controller.test_controller_races import Api, controller_of
 
 Document = dict[str, Any]

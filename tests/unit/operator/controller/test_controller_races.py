@@ -20,7 +20,7 @@ from deltashard_operator.kube.call import Answer, Caller
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.run import run_record
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 Document = dict[str, Any]
 UID = "0b4f3c1e-0000-4000-8000-000000000001"
@@ -202,7 +202,7 @@ def test_a_removal_that_is_refused_is_tried_again_after_a_pause() -> None:
 
 def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tmp_path: Path) -> None:
     """A new controller: sidecars and pods may come before the namespace's own `default` does. No directive of the chart's."""
-    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(samples.DEFAULTS))
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
 
     async def scenario() -> None:
         api = Api()

@@ -13,7 +13,7 @@ from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run.directive import decided, differs
 from deltashard_operator.run.observed_object import Wish
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_a_write_that_fails_waits_longer_each_time_but_never_over_a_minute() -> 
 
 def test_a_run_does_what_its_policy_says_and_before_that_what_its_annotations_say() -> None:
     spec = {"intervalSeconds": 60, "bits": 4, "everySteps": 7, "differential": "full"}
-    wanted = decided(spec, samples.DEFAULTS, Wish())
+    wanted = decided(spec, sample.DEFAULTS, Wish())
     assert wanted == PolicyInForce(every_s=60.0, every_steps=7, encoding="q4", differential="full")
     wish = Wish(overrides=((INTERVAL, "5m"), (BITS, "8")))
-    assert decided(spec, samples.DEFAULTS, wish).every_s == 300.0
-    assert decided(spec, samples.DEFAULTS, wish).encoding == "q8"
+    assert decided(spec, sample.DEFAULTS, wish).every_s == 300.0
+    assert decided(spec, sample.DEFAULTS, wish).encoding == "q8"
     with pytest.raises(Refusal):
-        decided({"intervalSeconds": -1}, samples.DEFAULTS, Wish())
+        decided({"intervalSeconds": -1}, sample.DEFAULTS, Wish())
 
 
 def test_only_what_a_directive_can_say_is_compared() -> None:

@@ -10,7 +10,7 @@ from deltashard_operator.admission.injection import inject
 from deltashard_operator.kube import cluster_name, run_identity
 from deltashard_sidecar import settings
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 UID = "7f0e4f0a-1c52-4c43-9d3c-3f5d1df1a001"
 OWNER_UID = "11111111-1c52-4c43-9d3c-3f5d1df1a001"
@@ -35,14 +35,14 @@ def environment(
     template: dict[str, Any], recipe: run_identity.IdentityRecipe, **annotations: Any
 ) -> dict[str, str]:
     """The sidecar's environment in a running pod."""
-    injected = inject(template, samples.policy(**annotations), recipe)
-    return samples.expanded(samples.sidecar_of(injected), FIELDS)
+    injected = inject(template, sample.policy(**annotations), recipe)
+    return sample.expanded(sample.sidecar_of(injected), FIELDS)
 
 
 def pod(labels: dict[str, str], *owners: dict[str, Any]) -> dict[str, Any]:
     return {
         "metadata": {"labels": labels, "ownerReferences": list(owners)},
-        "spec": samples.template()["spec"],
+        "spec": sample.template()["spec"],
     }
 
 
@@ -58,7 +58,7 @@ OF_JOBSET = owner("JobSet", api="jobset.x-k8s.io/v1alpha2")
 
 def test_a_job_is_one_run_for_all_its_pods() -> None:
     """The run is the Job's name and UID under its namespace: nothing of the pod is in it."""
-    template = samples.template()
+    template = sample.template()
     values = environment(template, run_identity.of_job(template))
     assert values["DELTASHARD_RUN"] == f"team-a/dlrm-{UID}"
     assert values["DELTASHARD_OWNER"] == values["DELTASHARD_RUN"]
@@ -67,7 +67,7 @@ def test_a_job_is_one_run_for_all_its_pods() -> None:
 
 def test_a_run_id_names_the_run_whoever_runs_it() -> None:
     """With run-id neither run nor owner has a UID in it: a new Job goes on with the older one's run."""
-    template = samples.template()
+    template = sample.template()
     values = environment(template, run_identity.of_job(template), run_id="nightly")
     assert values["DELTASHARD_RUN"] == values["DELTASHARD_OWNER"] == "team-a/nightly"
     assert values["DELTASHARD_WORKLOAD_UID"] == UID
@@ -76,12 +76,12 @@ def test_a_run_id_names_the_run_whoever_runs_it() -> None:
 def test_a_jobs_pod_injected_by_itself_has_the_jobs_identity() -> None:
     """Whether the Job or its pod was injected makes no other run."""
     recipe = run_identity.of_pod(pod(JOB_LABELS, OF_JOB))
-    assert recipe == run_identity.of_job(samples.template())
+    assert recipe == run_identity.of_job(sample.template())
 
 
 def test_a_jobsets_child_belongs_to_the_jobset() -> None:
     """A JobSet makes its Jobs anew when it restarts: the run is the JobSet's, the replica says which Job."""
-    template = samples.template()
+    template = sample.template()
     template["metadata"]["labels"] = JOBSET_LABELS
     values = environment(template, run_identity.of_job(template))
     assert values["DELTASHARD_RUN"] == f"team-a/ads-{OWNER_UID}"
@@ -91,7 +91,7 @@ def test_a_jobsets_child_belongs_to_the_jobset() -> None:
 
 def test_a_jobset_that_is_too_old_to_label_its_uid_is_known_by_the_jobs_owner() -> None:
     """Restarted, it makes a Job of the same name and another UID: that is the same run, and its pods have the same names."""
-    template = samples.template()
+    template = sample.template()
     runs = []
     for uid in ("first", "second"):
         metadata = {"name": "online-workers-1", "uid": uid, "ownerReferences": [OF_JOBSET]}
@@ -134,7 +134,7 @@ def test_a_pod_of_nobody_is_its_own_workload() -> None:
 @pytest.mark.parametrize("run_id", [None, "nightly"])
 def test_the_sidecar_takes_the_environment(run_id: str | None) -> None:
     """The sidecar's own reader accepts every value, and each of our variables is one it knows or one it is given by name."""
-    template = samples.template()
+    template = sample.template()
     values = environment(template, run_identity.of_job(template), run_id=run_id)
     read = settings.load([], values)
     assert read.run == validate_run(values["DELTASHARD_RUN"])

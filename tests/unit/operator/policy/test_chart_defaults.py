@@ -8,7 +8,7 @@ import pytest
 import yaml
 from deltashard_operator.policy.chart_defaults import BadDefaults, Defaults, FleetAuthorityMissing
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 
 def defaults(folder: Path, content: object, fleet_ca: Path | None = None) -> Defaults:
@@ -19,7 +19,7 @@ def defaults(folder: Path, content: object, fleet_ca: Path | None = None) -> Def
 
 def test_the_file_is_the_spec(tmp_path: Path) -> None:
     """Nothing is added to it; without a file there is nothing under the policies."""
-    assert defaults(tmp_path, samples.DEFAULTS).spec() == samples.DEFAULTS
+    assert defaults(tmp_path, sample.DEFAULTS).spec() == sample.DEFAULTS
     assert Defaults(None, None).spec() == {}
     assert not Defaults(None, None).has_store()
 
@@ -27,13 +27,13 @@ def test_the_file_is_the_spec(tmp_path: Path) -> None:
 def test_the_authority_is_read_again_when_it_changed(tmp_path: Path) -> None:
     """Rotation reaches the next admission; a file that vanishes leaves what was read; one that never was is said."""
     ca = tmp_path / "ca.crt"
-    found = defaults(tmp_path, samples.DEFAULTS, ca)
+    found = defaults(tmp_path, sample.DEFAULTS, ca)
     with pytest.raises(FleetAuthorityMissing, match="is the controller running"):
         found.spec()
     assert "cannot be read" in found.unready()[0]
     ca.write_text("first")
     assert found.unready() == []
-    assert found.spec()["fleet"] == {**samples.DEFAULTS["fleet"], "ca": "first"}
+    assert found.spec()["fleet"] == {**sample.DEFAULTS["fleet"], "ca": "first"}
     ca.write_text("second, longer")
     assert found.spec()["fleet"]["ca"] == "second, longer"
     ca.unlink()

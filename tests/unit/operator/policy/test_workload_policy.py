@@ -9,12 +9,12 @@ from deltashard_operator.policy import workload_policy
 from deltashard_operator.policy.annotation import Annotations
 from deltashard_operator.policy.refusal import Refusal
 
-from tests.unit.operator import samples
+from tests.support.operator import sample
 
 
 def test_a_whole_policy_is_read() -> None:
     """Every field arrives where it belongs."""
-    policy = samples.policy(
+    policy = sample.policy(
         {
             "store": {
                 "url": "s3://bkt/p",
@@ -57,7 +57,7 @@ def test_a_whole_policy_is_read() -> None:
 
 def test_annotations_win() -> None:
     """The user's word for one workload stands over its policy."""
-    policy = samples.policy(
+    policy = sample.policy(
         {"bits": 8}, encoding="q2", every_s=7.5, arena_bytes=65 << 20, container="c", run_id="r"
     )
     assert (policy.encoding, policy.every_s, policy.arena_bytes) == ("q2", 7.5, 72 << 20)
@@ -66,7 +66,7 @@ def test_annotations_win() -> None:
 
 def test_a_policys_encoding_is_not_mixed_with_the_defaults_bits() -> None:
     """Two ways to say one thing are one field."""
-    merged = workload_policy.merged({"bits": 4}, {**samples.DEFAULTS, "encoding": "fp32"})
+    merged = workload_policy.merged({"bits": 4}, {**sample.DEFAULTS, "encoding": "fp32"})
     assert workload_policy.read("p", merged).encoding == "q4"
 
 
@@ -102,7 +102,7 @@ def test_a_policys_encoding_is_not_mixed_with_the_defaults_bits() -> None:
 def test_a_wrong_field_is_refused_by_its_path(spec: dict[str, Any], path: str) -> None:
     """The sentence names policy and field, shows the value and says what it takes."""
     with pytest.raises(Refusal) as caught:
-        samples.policy(spec)
+        sample.policy(spec)
     assert caught.value.code == "BadPolicy"
     assert caught.value.sentence.startswith(f"CheckpointPolicy default: {path}")
 
@@ -128,4 +128,4 @@ def test_the_cache_is_as_large_as_stated_or_in_proportion_to_the_arena(
     spec: dict[str, Any], arena_bytes: int | None, cache_bytes: int
 ) -> None:
     """A node that has little to spare is not asked for 10 GiB by a small arena; nobody is asked for more than that."""
-    assert samples.policy(spec, arena_bytes=arena_bytes).cache_bytes == cache_bytes
+    assert sample.policy(spec, arena_bytes=arena_bytes).cache_bytes == cache_bytes

@@ -1,0 +1,99 @@
+"""The Kubernetes API over HTTPS with a client certificate: JSON in, JSON out, nothing remembered.
+
+A few lines of urllib3 instead of a client library: tests post manifests as users write them, and the library would
+take longer to import than the cluster to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import urllib3
+
+from tests.support.machine import limit_s
+
+Object = dict[str, Any]
+
+
+class ApiError(Exception):
+    """The apiserver refused; `code` is the HTTP status."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+class Api:
+    """Calls as one user."""
+
+    def __init__(self, server: str, *, ca: Path, certificate: tuple[Path, Path]) -> None:
+        self._server = server
+        self._http = urllib3.PoolManager(
+            maxsize=8,
+            ca_certs=str(ca),
+            cert_file=str(certificate[0]),
+            key_file=str(certificate[1]),
+            timeout=urllib3.Timeout(connect=limit_s(5), read=limit_s(30)),
+            retries=False,
+        )
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._http.clear()
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, content_type: str = "application/json"
+    ) -> str:
+        """The reply's text; raises `ApiError`."""
+        data = None if body is None else json.dumps(body)
+        reply = self._http.request(
+            method, f"{self._server}{path}", body=data, headers={"Content-Type": content_type}
+        )
+        text = reply.data.decode()
+        if reply.status >= 300:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                text = json.loads(text)["message"]
+            raise ApiError(reply.status, text)
+        return text
+
+    def get(self, path: str) -> Object:
+        """An object, or a list's document."""
+        found: Object = json.loads(self.call("GET", path))
+        return found
+
+    def find(self, path: str) -> Object | None:
+        """An object, or None when there is none."""
+        try:
+            return self.get(path)
+        except ApiError as error:
+            if error.code == 404:
+                return None
+            raise
+
+    def items(self, path: str) -> list[Object]:
+        """What a list holds."""
+        found: list[Object] = self.get(path)["items"]
+        return found
+
+    def create(self, path: str, body: Object) -> Object:
+        """Post an object to its collection."""
+        made: Object = json.loads(self.call("POST", path, body))
+        return made
+
+    def delete(self, path: str, **options: Any) -> None:
+        """Delete an object; nothing when it is gone already."""
+        try:
+            self.call("DELETE", path, {"kind": "DeleteOptions", "apiVersion": "v1", **options})
+        except ApiError as error:
+            if error.code != 404:
+                raise
+
+    def ready(self) -> bool:
+        """Whether the apiserver says that it serves."""
+        try:
+            return self.call("GET", "/readyz") == "ok"
+        except (ApiError, urllib3.exceptions.HTTPError):
+            return False

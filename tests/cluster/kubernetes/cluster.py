@@ -1,0 +1,207 @@
+"""A whole Kubernetes on one machine, from binaries, in seconds.
+
+It is etcd, apiserver, controller-manager, scheduler, kube-proxy, DNS, and nodes. Everything listens on loopback or on
+the bridge; everything is ended by pid; the host is put back.
+
+One cluster at a time: paths and addresses are fixed. What an earlier run left (it was killed) is cleaned up first. The
+process that called `up` calls `down`; others `attach` to what is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import urllib3
+
+from tests.cluster.kubernetes import flag
+from tests.cluster.kubernetes.api import Api
+from tests.cluster.kubernetes.certificate import Authority
+from tests.cluster.kubernetes.flag import SERVER
+from tests.cluster.kubernetes.host import NETWORK, Host
+from tests.cluster.kubernetes.node import CNI_BINARIES, Node, shims_of, write_network
+from tests.cluster.kubernetes.process import ClusterError, Ledger, Server, run, wait_until
+from tests.support import tool
+from tests.support.server.port import free_port
+
+FOLDER = Path("/var/lib/deltashard-cluster")
+PROGRAMS = ("containerd", "runc", "ctr", "iptables", "ip")
+PACKAGES = ("containerd", "runc", "containernetworking-plugins", "iptables", "iproute2")
+NODES = ("n1", "n2", "m1", "m2")
+"""Nodes whose names begin with m are for scenarios that harm nodes: only pods that ask for them get there."""
+HARMED = "harmed"
+"""Pool of those nodes."""
+TOOLS = ("minio", "etcd", "kubernetes", "kubectl", "coredns", "helm")
+
+
+def missing() -> list[str]:
+    """Why no cluster can run here; empty when one can."""
+    lacks = [] if os.geteuid() == 0 else ["root"]
+    lacks += [f"the program {name}" for name in PROGRAMS if shutil.which(name) is None]
+    if not Path(CNI_BINARIES, "bridge").exists():
+        lacks.append(f"the CNI plugins in {CNI_BINARIES}")
+    if lacks and lacks != ["root"]:
+        lacks.append(f"(Debian: apt-get install {' '.join(PACKAGES)})")
+    lacks += [f"{name} (`make servers` builds it)" for name in TOOLS if tool.found(name) is None]
+    return lacks
+
+
+class Cluster:
+    """The control plane and its nodes."""
+
+    def __init__(self) -> None:
+        self.kubeconfig = FOLDER / "certificates" / "admin.kubeconfig"
+        self.audit_log = FOLDER / flag.AUDIT_LOG
+        self.timings_s: dict[str, float] = {}
+        self.api: Api
+        self._servers: list[Server] = []
+        self._host, self._ledger = Host(FOLDER), Ledger(FOLDER / "processes.jsonl")
+        self.nodes = {
+            name: Node(
+                name,
+                f"{NETWORK}.{number + 2}",
+                folder=FOLDER,
+                network=FOLDER / "network",
+                ledger=self._ledger,
+                host=self._host,
+                pool=HARMED if name.startswith("m") else "",
+            )
+            for number, name in enumerate(NODES)
+        }
+
+    def attach(self) -> None:
+        """Use the cluster that another process of the tests has up."""
+        certificates = FOLDER / "certificates"
+        admin = certificates / "admin.crt", certificates / "admin.key"
+        self.api = Api(SERVER, ca=certificates / "ca.crt", certificate=admin)
+        for node in self.nodes.values():
+            node.attach()
+
+    def up(self, images: Sequence[Path]) -> None:
+        """Start everything; returns when every node is Ready and pods can be created."""
+        etcd, kubernetes, coredns = tool.built("etcd"), tool.built("kubernetes"), tool.built("coredns")
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(FOLDER.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ClusterError("another test run has its cluster up on this machine") from None
+        clean_up()
+        FOLDER.mkdir(parents=True)
+        began_s = time.monotonic()
+        self._host.prepare([node.address for node in self.nodes.values()])
+        authority = Authority(FOLDER / "certificates")
+        authority.issue("admin", user="admin", group="system:masters")
+        authority.kubeconfig("admin", server=SERVER, user="admin", group="system:masters")
+        write_network(FOLDER / "network")
+        for node in self.nodes.values():
+            node.prepare(authority, server=SERVER, kubelet=kubernetes / "kubelet")
+        self.attach()
+        url = f"http://127.0.0.1:{free_port()}"
+        self._serve("etcd", etcd, flag.etcd(FOLDER, url))
+        self._wait_answer(f"{url}/health")
+        self._serve("kube-apiserver", kubernetes, flag.apiserver(FOLDER, authority, url))
+        for node in self.nodes.values():
+            node.start_runtime(images)
+        self._servers[-1].wait_ready(self.api.ready, timeout_s=90)
+        self.timings_s["apiserver ready"] = time.monotonic() - began_s
+        self._serve("kube-controller-manager", kubernetes, flag.controller_manager(FOLDER, authority))
+        self._serve("kube-scheduler", kubernetes, flag.scheduler(FOLDER, authority))
+        self._serve("kube-proxy", kubernetes, flag.proxy(FOLDER, authority, list(self.nodes)))
+        words, ready = flag.dns(FOLDER, self.kubeconfig)
+        self._serve("coredns", coredns, words)
+        self._wait_answer(ready)
+        for node in self.nodes.values():
+            # One after the other: each takes /var/lib/kubelet/device-plugins/kubelet.sock from the one before.
+            node.kubelet.start()
+            self._wait_node(node)
+        wait_until(
+            lambda: self.api.find("/api/v1/namespaces/default/serviceaccounts/default"),
+            timeout_s=60,
+            what="the default service account",
+        )
+        self.timings_s["nodes ready"] = time.monotonic() - began_s
+
+    def remember(self, name: str, pid: int) -> None:
+        """A process of the test's own that must end with the cluster, also when the test is killed."""
+        self._ledger.add(name, pid)
+
+    def kubectl(self, *arguments: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
+        """Run kubectl as a user of the cluster does; returns its output, raises `ClusterError` with what it said."""
+        return run(
+            tool.built("kubectl"),
+            f"--kubeconfig={self.kubeconfig}",
+            *arguments,
+            check=check,
+            timeout_s=timeout_s,
+        )
+
+    def _wait_node(self, node: Node) -> None:
+        def ready() -> bool:
+            for server in (*self._servers, node.kubelet):
+                if not server.alive:
+                    raise ClusterError(f"{server.name} ended:\n{server.tail()}")
+            return self.node_ready(node.name)
+
+        wait_until(ready, timeout_s=120, what=lambda: f"node {node.name} Ready\n{node.kubelet.tail()}")
+
+    def node_ready(self, name: str) -> bool:
+        """Whether the control plane holds the node for Ready."""
+        found = self.api.find(f"/api/v1/nodes/{name}")
+        conditions = found["status"].get("conditions", ()) if found else ()
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+    def _serve(self, name: str, binary: Path, words: Sequence[str]) -> None:
+        program = binary / name if binary.is_dir() else binary
+        server = Server(name, [program, *words], folder=FOLDER, ledger=self._ledger)
+        server.start()
+        self._servers.append(server)
+
+    def _wait_answer(self, url: str) -> None:
+        """Until the server started last answers a GET with 200."""
+        with urllib3.PoolManager(retries=False, timeout=2) as http:
+
+            def healthy() -> bool:
+                try:
+                    return http.request("GET", url).status == 200
+                except urllib3.exceptions.HTTPError:
+                    return False
+
+            self._servers[-1].wait_ready(healthy)
+
+    def down(self) -> list[str]:
+        """End everything; returns what could not be put back (empty is well)."""
+        with contextlib.suppress(AttributeError):
+            self.api.close()
+        for node in self.nodes.values():
+            with contextlib.suppress(AttributeError):  # it was not reached
+                node.stop()
+        for server in reversed(self._servers):
+            server.stop()
+        left = clean_up()
+        os.close(self._lock)
+        FOLDER.with_suffix(".lock").unlink(missing_ok=True)
+        return left
+
+
+def clean_up() -> list[str]:
+    """End and undo what the record of a cluster on this machine names; returns what is left all the same."""
+    if not FOLDER.exists():
+        return []
+    Ledger(FOLDER / "processes.jsonl").end_all()
+    host = Host(FOLDER)
+    for pid, started in shims_of(FOLDER):
+        if started is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+    for cgroup in {path.name for path in Path("/sys/fs/cgroup").glob("**/dsk-n*") if path.is_dir()}:
+        host.remove_cgroup(cgroup)
+    host.unmount()
+    left = host.restore()
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    return left + ([str(FOLDER)] if FOLDER.exists() else [])

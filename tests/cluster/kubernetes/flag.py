@@ -1,0 +1,165 @@
+"""Command lines and configuration files of the control plane. Pure but for the files they write.
+
+Everything listens on loopback or on the bridge. etcd does not sync to the disk: a cluster lives for minutes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.kubernetes.certificate import Authority
+from tests.cluster.kubernetes.host import HOST_ADDRESS, NETWORK, SERVICES
+from tests.support.server.minio_server import free_port
+
+SERVER = f"https://{HOST_ADDRESS}:6443"
+AUDIT_LOG = "audit.jsonl"
+"""Every write that the apiserver took, one JSON event a line: who, what, which object."""
+
+
+def etcd(folder: Path, client: str) -> list[str]:
+    """Flags of etcd that serves at the URL `client`."""
+    peer = f"http://127.0.0.1:{free_port()}"
+    return [
+        f"--data-dir={folder / 'etcd'}", "--name=node0", f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}", f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=node0={peer}", "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]  # fmt: skip
+
+
+def _audit_policy() -> dict[str, Any]:
+    """Writes by anybody, without their bodies; leases and reviews are noise."""
+    leases = [{"group": "coordination.k8s.io", "resources": ["leases"]}]
+    reviews = [
+        {"group": "authorization.k8s.io", "resources": ["subjectaccessreviews"]},
+        {"group": "authentication.k8s.io", "resources": ["tokenreviews"]},
+    ]
+    return {
+        "apiVersion": "audit.k8s.io/v1",
+        "kind": "Policy",
+        "omitStages": ["RequestReceived"],
+        "rules": [
+            {"level": "None", "verbs": ["get", "list", "watch"]},
+            {"level": "None", "resources": leases + reviews},
+            {"level": "Metadata"},
+        ],
+    }
+
+
+def apiserver(folder: Path, authority: Authority, etcd_url: str) -> list[str]:
+    """Flags of kube-apiserver."""
+    names = [
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+        "kubernetes.default.svc.cluster.local",
+    ]
+    serving = authority.issue(
+        "apiserver", user="kube-apiserver", alternatives=["127.0.0.1", HOST_ADDRESS, "10.96.0.1", *names]
+    )
+    kubelets = authority.issue("apiserver-kubelets", user="kube-apiserver", group="system:masters")
+    front = authority.issue("front-proxy", user="front-proxy")
+    public, private = authority.account_keys()
+    ca = authority.file
+    policy = folder / "audit-policy.json"
+    policy.write_text(json.dumps(_audit_policy()))
+    return [
+        f"--etcd-servers={etcd_url}", f"--bind-address={HOST_ADDRESS}",
+        f"--advertise-address={HOST_ADDRESS}", "--secure-port=6443",
+        f"--tls-cert-file={serving[0]}", f"--tls-private-key-file={serving[1]}", f"--client-ca-file={ca}",
+        f"--service-account-key-file={public}", f"--service-account-signing-key-file={private}",
+        "--service-account-issuer=https://kubernetes.default.svc", "--allow-privileged",
+        f"--service-cluster-ip-range={SERVICES}", f"--kubelet-client-certificate={kubelets[0]}",
+        f"--kubelet-client-key={kubelets[1]}", f"--kubelet-certificate-authority={ca}",
+        "--kubelet-preferred-address-types=InternalIP", "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction", "--enable-aggregator-routing=true",
+        "--shutdown-delay-duration=0s", f"--requestheader-client-ca-file={ca}",
+        "--requestheader-username-headers=X-Remote-User", "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-", "--requestheader-allowed-names=front-proxy",
+        f"--proxy-client-cert-file={front[0]}", f"--proxy-client-key-file={front[1]}",
+        f"--audit-policy-file={policy}", f"--audit-log-path={folder / AUDIT_LOG}",
+        "--audit-log-mode=blocking-strict",  # an event is in the file before its request is answered
+    ]  # fmt: skip
+
+
+def _config(authority: Authority, name: str) -> Path:
+    return authority.kubeconfig(name, server=SERVER, user=f"system:{name}")
+
+
+def controller_manager(folder: Path, authority: Authority) -> list[str]:
+    """Flags of kube-controller-manager, which gives a node up after 6 s."""
+    ca, key = authority.file, authority.key_file
+    return [
+        f"--kubeconfig={_config(authority, 'kube-controller-manager')}", "--bind-address=127.0.0.1",
+        f"--secure-port={free_port()}", f"--cert-dir={folder / 'controller-manager'}",
+        "--use-service-account-credentials", f"--root-ca-file={ca}",
+        f"--service-account-private-key-file={authority.folder / 'accounts.key'}",
+        f"--cluster-signing-cert-file={ca}", f"--cluster-signing-key-file={key}", "--leader-elect=false",
+        "--node-monitor-period=1s", "--node-monitor-grace-period=6s", "--kube-api-qps=200",
+        "--kube-api-burst=400",
+    ]  # fmt: skip
+
+
+def scheduler(folder: Path, authority: Authority) -> list[str]:
+    """Flags of kube-scheduler."""
+    return [
+        f"--kubeconfig={_config(authority, 'kube-scheduler')}", "--bind-address=127.0.0.1",
+        f"--secure-port={free_port()}", f"--cert-dir={folder / 'scheduler'}", "--leader-elect=false",
+    ]  # fmt: skip
+
+
+def proxy(folder: Path, authority: Authority, nodes: Sequence[str]) -> list[str]:
+    """Flags of kube-proxy; one serves all nodes, which share the host's network."""
+    config = {
+        "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
+        "kind": "KubeProxyConfiguration",
+        "clientConnection": {"kubeconfig": str(_config(authority, "kube-proxy"))},
+        "mode": "iptables",
+        "bindAddress": HOST_ADDRESS,
+        "clusterCIDR": f"{NETWORK}.0/24",
+        "hostnameOverride": nodes[0],
+        "healthzBindAddress": f"127.0.0.1:{free_port()}",
+        "metricsBindAddress": f"127.0.0.1:{free_port()}",
+        "nodePortAddresses": ["127.0.0.0/8"],
+        "iptables": {
+            "masqueradeAll": True,
+            "localhostNodePorts": False,
+            "minSyncPeriod": "100ms",
+            "syncPeriod": "30s",
+        },
+        "conntrack": {
+            "maxPerCore": 0,
+            "min": 0,
+            "tcpEstablishedTimeout": "0s",
+            "tcpCloseWaitTimeout": "0s",
+        },
+    }
+    path = folder / "kube-proxy.json"
+    path.write_text(json.dumps(config))
+    return [f"--config={path}"]
+
+
+def dns(folder: Path, kubeconfig: Path) -> tuple[list[str], str]:
+    """Flags of CoreDNS, which runs on the host at port 53 of the bridge, and the URL that says when it is ready.
+
+    A name outside of the cluster does not exist: there is no way out.
+    """
+    port = free_port()
+    corefile = folder / "Corefile"
+    corefile.write_text(
+        f""".:53 {{
+    bind {HOST_ADDRESS}
+    errors
+    ready 127.0.0.1:{port}
+    cache 5
+    kubernetes cluster.local in-addr.arpa {{
+        kubeconfig {kubeconfig}
+        ttl 5
+    }}
+}}
+"""
+    )
+    return ["-conf", str(corefile)], f"http://127.0.0.1:{port}/ready"

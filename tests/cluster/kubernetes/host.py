@@ -1,0 +1,183 @@
+"""What a cluster changes on its host, all of it undone by `restore`.
+
+It is a bridge with its addresses, a route, iptables rules, sysctls that kubelet and kube-proxy set, cgroups, mounts, and
+folders whose paths Kubernetes hard-codes.
+
+The pods' network is a bridge of our own without a way out: the pods have no default route, the bridge alone may forward,
+and what leaves it for another interface is dropped (a ClusterIP that nobody translated would else follow the host's
+default route). Restoring works from a file, so that it also works for a test run that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.cluster.kubernetes.process import ClusterError, run
+
+BRIDGE = "dsk0"
+NETWORK = "10.85.0"
+HOST_ADDRESS = f"{NETWORK}.1"
+SERVICES = "10.96.0.0/16"
+SYSCTLS = (
+    "vm/overcommit_memory",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+    "net/ipv4/conf/all/route_localnet",
+    "net/ipv4/ip_forward",
+)
+"""Set by kubelet and kube-proxy."""
+FOLDERS = (
+    "/var/lib/kubelet",
+    "/var/log/containers",
+    "/var/log/pods",
+    "/var/lib/cni",
+    "/run/containerd",
+)
+"""Made by kubelet, CNI and shims wherever their own folders lie; removed when they were not there before."""
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+class Host:
+    """The changes, and the way back; `folder` keeps the record."""
+
+    def __init__(self, folder: Path) -> None:
+        self._record = folder / "host.json"
+        self._folder = folder
+
+    def prepare(self, addresses: Sequence[str]) -> None:
+        """Bridge with the host's and the nodes' addresses, route to services, and the drop of what would leave."""
+        if Path("/sys/class/net", BRIDGE).exists():
+            raise ClusterError(f"an interface {BRIDGE} exists and is not ours: ip link delete {BRIDGE}")
+        record = {
+            "sysctls": {name: Path("/proc/sys", name).read_text().strip() for name in SYSCTLS},
+            "folders": [name for name in FOLDERS if not Path(name).exists()],
+            "rules": sorted(_rules()),
+        }
+        self._record.write_text(json.dumps(record))
+        run("ip", "link", "add", BRIDGE, "type", "bridge")
+        for address in (HOST_ADDRESS, *addresses):
+            run("ip", "address", "add", f"{address}/24", "dev", BRIDGE)
+        run("ip", "link", "set", BRIDGE, "up")
+        run("ip", "route", "add", SERVICES, "dev", BRIDGE)
+        Path(f"/proc/sys/net/ipv4/conf/{BRIDGE}/forwarding").write_text("1")
+        run("iptables", "-w", "-I", "FORWARD", "-i", BRIDGE, "!", "-o", BRIDGE, "-j", "DROP")
+
+    def make_cgroup(self, name: str) -> None:
+        """A cgroup in every hierarchy; a v1 cpuset is useless until it is told its processors."""
+        for hierarchy in _hierarchies():
+            folder = hierarchy / name
+            folder.mkdir(exist_ok=True)
+            for setting in ("cpuset.cpus", "cpuset.mems"):
+                if (folder / setting).exists() and hierarchy != CGROUPS:
+                    (folder / setting).write_text((hierarchy / setting).read_text())
+            # A node does not starve beside whatever else the machine does: it counts as much as many processes.
+            for setting, most in (("cpu.shares", "65536"), ("cpu.weight", "10000")):
+                if (folder / setting).exists():
+                    (folder / setting).write_text(most)
+
+    def processes_of(self, name: str) -> list[int]:
+        """Every process in the cgroup and below."""
+        # One hierarchy is enough: containers are members of all of them.
+        folder = (_hierarchies()[0] if _hierarchies() == [CGROUPS] else CGROUPS / "memory") / name
+        return [pid for each in _with_below(folder) for pid in _members(each)]
+
+    def remove_cgroup(self, name: str) -> None:
+        """Remove it and what is below; whatever still runs in it is killed first."""
+        for hierarchy in _hierarchies():
+            ends_s = time.monotonic() + 10
+            folder = hierarchy / name
+            while folder.exists() and time.monotonic() < ends_s:
+                for each in _with_below(folder):
+                    with contextlib.suppress(OSError):
+                        if (each / "freezer.state").exists():
+                            (each / "freezer.state").write_text("THAWED")
+                    for pid in _members(each):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, 9)
+                    with contextlib.suppress(OSError):
+                        each.rmdir()
+                time.sleep(0.02)
+
+    def unmount(self) -> None:
+        """Every mount below our folder, the deepest first."""
+        mounts = [
+            line.split()[1].replace("\\040", " ") for line in Path("/proc/mounts").read_text().splitlines()
+        ]
+        for mount in sorted((m for m in mounts if m.startswith(f"{self._folder}/")), key=len, reverse=True):
+            run("umount", "-l", mount, check=False)
+
+    def restore(self) -> list[str]:
+        """Put everything back; returns what differs all the same (empty is well)."""
+        if not self._record.exists():
+            return []
+        record = json.loads(self._record.read_text())
+        run("ip", "link", "delete", BRIDGE, check=False)
+        _drop_rules(keep=set(record["rules"]))
+        for name, value in record["sysctls"].items():
+            path = Path("/proc/sys", name)
+            if path.read_text().strip() != value:
+                path.write_text(value)
+        for name in record["folders"]:
+            shutil.rmtree(name, ignore_errors=True)
+        left = [f"rule {rule}" for rule in sorted(_rules() - set(record["rules"]))]
+        left += [
+            f"sysctl {name}"
+            for name, value in record["sysctls"].items()
+            if Path("/proc/sys", name).read_text().strip() != value
+        ]
+        left += [name for name in record["folders"] if Path(name).exists()]
+        left += [f"interface {BRIDGE}"] if Path("/sys/class/net", BRIDGE).exists() else []
+        self._record.unlink()
+        return left
+
+
+def _hierarchies() -> list[Path]:
+    if (CGROUPS / "cgroup.controllers").exists():
+        return [CGROUPS]
+    return [
+        folder
+        for folder in sorted(CGROUPS.iterdir())
+        if folder.is_dir() and (folder / "cgroup.procs").exists()
+    ]
+
+
+def _with_below(folder: Path) -> list[Path]:
+    """The folder and all below, the deepest first; what goes meanwhile (a container's end) is passed over."""
+    return [Path(root) for root, _, _ in os.walk(folder, topdown=False)]
+
+
+def _members(cgroup: Path) -> list[int]:
+    """Processes of one cgroup; none when it is gone."""
+    try:
+        return [int(pid) for pid in (cgroup / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+def _rules() -> set[str]:
+    """Every rule and chain of both families, as `program table spec`."""
+    found = set()
+    for program in ("iptables", "ip6tables"):  # kube-proxy writes both
+        for table in ("filter", "nat", "mangle"):
+            for line in run(program, "-w", "-t", table, "-S", check=program == "iptables").splitlines():
+                found.add(f"{program} {table} {line}")
+    return found
+
+
+def _drop_rules(keep: set[str]) -> None:
+    """Delete the rules that were not there before, then their chains."""
+    ours = [rule.split(" ", 3) for rule in _rules() - keep]
+    for program, table, how, spec in ours:
+        if how == "-A":
+            # As the program quotes it: comments have spaces.
+            run(program, "-w", "-t", table, "-D", *shlex.split(spec))
+    for program, table, how, spec in ours:
+        if how == "-N":
+            run(program, "-w", "-t", table, "-X", spec)

@@ -1,0 +1,189 @@
+"""Servers that the cluster is made of: started, waited for, ended by pid, and findable again after a test run was killed.
+
+Every process is written to a ledger file before anything depends on it, with its start time from /proc: so a later run
+can end what an earlier one left behind and can never hit a process that merely got the same number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.support.machine import limit_s
+
+
+class ClusterError(Exception):
+    """The cluster cannot be built, or something in it did not happen in time."""
+
+
+def wait_until(
+    condition: Callable[[], object], *, timeout_s: float, what: str | Callable[[], str], every_s: float = 0.05
+) -> None:
+    """Poll until `condition()` is true; raises `ClusterError` that says `what` did not happen.
+
+    `timeout_s` is for an idle machine: this one may take longer (`machines.patience`).
+    """
+    timeout_s = limit_s(timeout_s)
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends_s:
+            raise ClusterError(f"not within {timeout_s:.0f} s: {what() if callable(what) else what}")
+        time.sleep(every_s)
+
+
+def start_time(pid: int) -> str | None:
+    """When the process began, in the kernel's ticks; None when there is none (or only its zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] == "Z" else fields[19]
+
+
+def end(pid: int, started: str | None, *, timeout_s: float = 10.0) -> None:
+    """SIGTERM, then SIGKILL; nothing when the number belongs to another process by now."""
+    timeout_s = limit_s(timeout_s)
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        if start_time(pid) != started or started is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, how)
+            os.kill(pid, signal.SIGCONT)  # a stopped process would not hear it
+        ends_s = time.monotonic() + timeout_s
+        while start_time(pid) == started and time.monotonic() < ends_s:
+            time.sleep(0.01)
+
+
+class Ledger:
+    """The processes that were started, in a file: also how one process of the tests finds what another started."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> list[tuple[str, int, str]]:
+        """(name, pid, start time), oldest first."""
+        if not self.path.exists():
+            return []
+        rows = (json.loads(line) for line in self.path.read_text().splitlines())
+        return [(row["name"], row["pid"], row["started"]) for row in rows]
+
+    def add(self, name: str, pid: int) -> None:
+        """Remember a process."""
+        with self.path.open("a") as file:
+            file.write(json.dumps({"name": name, "pid": pid, "started": start_time(pid)}) + "\n")
+
+    def newest(self, name: str) -> tuple[int, str] | None:
+        """(pid, start time) of the newest process of a name."""
+        found = [(pid, started) for each, pid, started in self.read() if each == name]
+        return found[-1] if found else None
+
+    def end_all(self) -> None:
+        """End what still runs, newest first."""
+        for _name, pid, started in reversed(self.read()):
+            end(pid, started)
+        self.path.unlink(missing_ok=True)
+
+
+class Server:
+    """One long-running process with a log file; `start` after `kill` begins it anew.
+
+    It may have been started by another process of the tests: the ledger tells which one it is.
+    """
+
+    def __init__(self, name: str, command: Sequence[str | Path], *, folder: Path, ledger: Ledger) -> None:
+        self.name = name
+        self.command = [str(word) for word in command]
+        self.log = folder / f"{name}.log"
+        self._ledger = ledger
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def _process(self) -> tuple[int, str] | None:
+        """(pid, start time) while it runs."""
+        if self._child is not None:
+            self._child.poll()  # reaps it
+        found = self._ledger.newest(self.name)
+        return found if found and start_time(found[0]) == found[1] else None
+
+    @property
+    def pid(self) -> int:
+        """Its process id; raises `ClusterError` when it is not running."""
+        if (found := self._process()) is None:
+            raise ClusterError(f"{self.name} does not run")
+        return found[0]
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process() is not None
+
+    def start(self) -> None:
+        """Start it in a session of its own; returns at once."""
+        with self.log.open("ab") as log:
+            self._child = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"},
+            )
+        self._ledger.add(self.name, self._child.pid)
+        with contextlib.suppress(
+            OSError
+        ):  # where sessions share the processors, a busy machine's do not starve it
+            Path(f"/proc/{self._child.pid}/autogroup").write_text("-10")
+
+    def wait_ready(self, condition: Callable[[], object], *, timeout_s: float = 60.0) -> None:
+        """Wait for `condition()`; a process that ended meanwhile fails at once, with its last words."""
+
+        def settled() -> bool:
+            if not self.alive:
+                raise ClusterError(f"{self.name} ended:\n{self.tail()}")
+            return bool(condition())
+
+        wait_until(settled, timeout_s=timeout_s, what=lambda: f"{self.name} ready:\n{self.tail()}")
+
+    def tail(self, size_bytes: int = 3000) -> str:
+        """The end of its log."""
+        return self.log.read_bytes()[-size_bytes:].decode(errors="replace") if self.log.exists() else ""
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if it lives."""
+        if found := self._process():
+            os.kill(found[0], number)
+
+    def stop(self) -> None:
+        """End it, with patience."""
+        if found := self._process():
+            end(*found)
+        self._reap()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the end."""
+        if found := self._process():
+            os.kill(found[0], signal.SIGKILL)
+            wait_until(lambda: self._process() is None, timeout_s=10, what=f"{self.name} ended")
+        self._reap()
+
+    def _reap(self) -> None:
+        if self._child is not None:
+            self._child.wait(limit_s(10))
+        self._child = None
+
+
+def run(*command: str | Path, check: bool = True, timeout_s: float = 120.0) -> str:
+    """Run a command, return its output; raises `ClusterError` with what it said.
+
+    `timeout_s` is for an idle machine: this one may take longer.
+    """
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s(timeout_s), check=False)
+    if check and done.returncode:
+        raise ClusterError(f"{' '.join(map(str, command))}: {done.returncode}\n{done.stderr or done.stdout}")
+    return done.stdout

@@ -1,0 +1,179 @@
+"""What one scenario works with: namespaces and a bucket of its own, its Jobs, and the questions that all scenarios ask."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.cluster.kubernetes.api import Object
+from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.job import TrainingJob, credentials, policy, training_job
+from tests.cluster.scenario.reference import Reference, checkpoints, command_line, exported, newest_step
+from tests.cluster.scenario.stage import Stage
+from tests.cluster.scenario.witness import Event, Witness
+from tests.cluster.trainers.model import digest_of
+from tests.support.server.minio_server import MinioServer
+
+ENDLESS = 1_000_000
+NO_TIMER = {"deltashard.io/interval": "1h"}
+"""What is committed is committed because of the notice."""
+
+
+class Bench:
+    """Made for one scenario by the fixture of this name, which ends what is left of it."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        witness: Witness,
+        reference: Reference,
+        *,
+        name: str,
+        minio: MinioServer,
+        folder: Path,
+    ) -> None:
+        self.stage, self.witness, self.reference = stage, witness, reference
+        self.namespace = name
+        self.minio = minio
+        self.bucket = minio.new_bucket()
+        self.namespaces: list[str] = []
+        self.jobs: list[TrainingJob] = []
+        self.folder = folder
+        self._began_s = time.monotonic()
+        self.namespace_with_store(name)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster."""
+        return self.stage.cluster
+
+    @property
+    def url(self) -> str:
+        """The scenario's store, as the command line takes it."""
+        return self.minio.url(self.bucket)
+
+    def namespace_with_store(
+        self,
+        name: str,
+        *,
+        bucket: str = "",
+        keys: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        **spec: Any,
+    ) -> None:
+        """A namespace under PodSecurity restricted, with a Secret `store` and a CheckpointPolicy `training`."""
+        api = self.cluster.api
+        enforce = {"pod-security.kubernetes.io/enforce": "restricted"}
+        metadata = {"name": name, "labels": enforce | dict(labels or {})}
+        api.create("/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+        self.namespaces.append(name)
+        secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "store"}}
+        data = credentials(self.minio.environment if keys is None else keys)
+        api.create(f"/api/v1/namespaces/{name}/secrets", {**secret, "data": data})
+        self.policy(name, "training", bucket=bucket, **spec)
+        wait_until(
+            lambda: api.find(f"/api/v1/namespaces/{name}/serviceaccounts/default"),
+            timeout_s=60,
+            what=f"the service account of {name}",
+        )
+
+    def policy(self, namespace: str, name: str, *, bucket: str = "", **spec: Any) -> None:
+        """A CheckpointPolicy for the scenario's store."""
+        url, endpoint = f"s3://{bucket or self.bucket}", self.minio.endpoint
+        self.cluster.api.create(
+            f"/apis/deltashard.io/v1alpha1/namespaces/{namespace}/checkpointpolicies",
+            policy(name, url=url, endpoint=endpoint, **spec),
+        )
+
+    def manifest(
+        self,
+        name: str,
+        *,
+        steps: int = ENDLESS,
+        pace_s: float = 0.05,
+        notes: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> Object:
+        """A training Job's manifest, as its user writes it."""
+        return training_job(
+            name, witness=self.witness.address, steps=steps, pace_s=pace_s, notes=notes or {}, **more
+        )
+
+    def job(self, name: str, *, namespace: str = "", **more: Any) -> TrainingJob:
+        """A training Job, applied; deleted with its namespace."""
+        made = TrainingJob(
+            api=self.cluster.api,
+            namespace=namespace or self.namespace,
+            manifest=self.manifest(name, **more),
+        )
+        made.apply()
+        self.jobs.append(made)
+        self.note(f"{name} applied")
+        return made
+
+    def began(self, job: TrainingJob, life: int, *, timeout_s: float = 240.0) -> Event:
+        """The begin of a Job's trainer number `life`, counted from 0."""
+        event = self.witness.began(job.key, life, timeout_s=timeout_s)
+        self.note(f"{job.name}: life {life} on {event['node']} from step {event['step']} ({event['source']})")
+        return event
+
+    def wait_commits(self, job: TrainingJob, *, beyond: int = 0, count: int = 1, url: str = "") -> int:
+        """Wait for `count` commits of steps beyond `beyond`; returns the newest step."""
+
+        def enough() -> bool:
+            return sum(each.step > beyond for each in checkpoints(url or self.url, job.run)) >= count
+
+        wait_until(
+            enough, timeout_s=120, what=f"{count} commits of {job.run} beyond step {beyond}", every_s=0.3
+        )
+        return self.newest(job, url=url)
+
+    def newest(self, job: TrainingJob, *, url: str = "") -> int:
+        """Step of the newest committed checkpoint."""
+        return newest_step(url or self.url, job.run)
+
+    def assert_resumed(self, event: Event, *, at_least: int = 1) -> None:
+        """The trainer came back to exactly what the uninterrupted training was at that step."""
+        assert event["step"] >= at_least, event
+        assert event["exact"] is True
+        assert event["digest"] == self.reference.digest(event["step"])
+
+    def assert_left_well(
+        self, job: TrainingJob, life: Event, number: int, leave: Callable[[], object]
+    ) -> Event:
+        """Make a pod leave: it commits in its grace period, and the next loses at most one step. Returns the next life."""
+        self.witness.wait_step(life["life"], life["step"] + 30, timeout_s=120)
+        leave()
+        job.wait_gone(life["pod"], timeout_s=90)
+        done = self.witness.last_step(life["life"])
+        self.note(f"{life['pod']} left at step {done}")
+        assert self.newest(job) >= done - 1
+        successor = self.began(job, number)
+        assert successor["pod"] != life["pod"]
+        self.assert_resumed(successor, at_least=done - 1)
+        return successor
+
+    def assert_store_whole(self, job: TrainingJob, *, url: str = "") -> None:
+        """Every byte of the run checks out, and its newest checkpoint is the reference's state at that step."""
+        url = url or self.url
+        command_line("verify", url, "--run", job.run, "--deep")
+        step, found = exported(url, job.run, self.folder)
+        weights = {name: found[name] for name in self.reference.names}
+        assert digest_of(weights) == self.reference.weights_digest(step), f"step {step}"
+
+    def note(self, what: str) -> None:
+        """Print when something happened, for whoever reads a report."""
+        print(f"{time.monotonic() - self._began_s:6.1f} s  {what}")
+
+    def clear(self) -> None:
+        """Delete everything; the namespaces go on their own time, their pods at once."""
+        for name in self.namespaces:
+            api = self.cluster.api
+            with contextlib.suppress(Exception):
+                api.call("DELETE", f"/apis/batch/v1/namespaces/{name}/jobs?propagationPolicy=Background")
+                api.call("DELETE", f"/api/v1/namespaces/{name}/pods?gracePeriodSeconds=1")
+            api.delete(f"/api/v1/namespaces/{name}")

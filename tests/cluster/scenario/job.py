@@ -1,0 +1,275 @@
+"""Training Jobs as users write them: plain Jobs with the one annotation, a CheckpointPolicy, a Secret; and what is asked about them.
+
+Nothing here knows of sidecars: the webhook puts them in.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.cluster.kubernetes.api import Api, Object
+from tests.cluster.kubernetes.image import TAG, TRAINER
+from tests.cluster.kubernetes.node import POOL
+from tests.cluster.kubernetes.process import ClusterError, wait_until
+
+SIDECAR = "deltashard-sidecar"
+POLICY = "deltashard.io/policy"
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+    "runAsNonRoot": True,
+}
+"""What PodSecurity *restricted* wants of a container."""
+BACK_SOON = [
+    {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 2}
+    for why in ("not-ready", "unreachable")
+]
+"""A pod of a lost node is given up after 2 s, not after 5 min."""
+
+
+def _field(name: str, path: str) -> Object:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def policy(name: str, *, url: str, endpoint: str, secret: str = "store", **spec: Any) -> Object:
+    """A CheckpointPolicy: every second, exact, small."""
+    store = {"url": url, "endpoint": endpoint, "secretName": secret}
+    document = {"store": store, "intervalSeconds": 1, "encoding": "fp32", "arenaSize": "64Mi"}
+    document |= {"cacheSize": "256Mi", "gracePeriodSeconds": 30, **spec}
+    return {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": name},
+        "spec": document,
+    }
+
+
+def credentials(keys: Mapping[str, str]) -> dict[str, str]:
+    """The data of a Secret with a store's credentials, as an AWS credentials file."""
+    text = "[default]\n" + "".join(f"{key.lower()} = {value}\n" for key, value in keys.items())
+    return {"credentials": base64.b64encode(text.encode()).decode()}
+
+
+def training_job(
+    name: str,
+    *,
+    witness: str,
+    steps: int,
+    pace_s: float,
+    notes: Mapping[str, str],
+    pool: str = "",
+    container: Mapping[str, Any] | None = None,
+    pod: Mapping[str, Any] | None = None,
+    spec: Mapping[str, Any] | None = None,
+) -> Object:
+    """A Job that trains; `container`, `pod` and `spec` replace fields of these."""
+    env = {"STEPS": str(steps), "PACE_S": str(pace_s), "WITNESS": witness}
+    trainer: Object = {
+        "name": "trainer",
+        "image": f"{TRAINER}:{TAG}",
+        "imagePullPolicy": "Never",
+        "args": ["/app/train.py"],
+        "env": [
+            *({"name": key, "value": value} for key, value in env.items()),
+            _field("POD_NAME", "metadata.name"),
+            _field("POD_NAMESPACE", "metadata.namespace"),
+            _field("NODE_NAME", "spec.nodeName"),
+        ],
+        "resources": {"requests": {"cpu": "10m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "securityContext": {**RESTRICTED, "runAsUser": 1001, "runAsGroup": 1001},
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+        **(container or {}),
+    }
+    template: Object = {
+        "restartPolicy": "OnFailure",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [trainer],
+        "tolerations": copy.deepcopy(BACK_SOON),
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+        **(pod or {}),
+    }
+    if pool:
+        template["nodeSelector"] = {POOL: pool}
+        template["tolerations"] += [{"key": POOL, "value": pool, "effect": "NoSchedule"}]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "annotations": {POLICY: "training", **notes}},
+        "spec": {"backoffLimit": 20, "template": {"spec": template}, **(spec or {})},
+    }
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingJob:
+    """One Job, in its namespace, and its life there."""
+
+    api: Api
+    namespace: str
+    manifest: Object
+    uid: str = ""
+    """Once it is applied."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return str(self.manifest["metadata"]["name"])
+
+    @property
+    def key(self) -> str:
+        """Its name to the witness."""
+        return f"{self.namespace}/{self.name}"
+
+    @property
+    def run_id(self) -> str:
+        """Its run's name: of the workload, unless the user says another."""
+        named = self.manifest["metadata"].get("annotations", {}).get("deltashard.io/run-id")
+        return str(named or f"{self.name}-{self.uid}")
+
+    @property
+    def run(self) -> str:
+        """Name of the run on the store."""
+        return f"{self.namespace}/{self.run_id}"
+
+    @property
+    def _path(self) -> str:
+        return f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{self.name}"
+
+    def apply(self) -> None:
+        """Create it."""
+        made = self.api.create(f"/apis/batch/v1/namespaces/{self.namespace}/jobs", self.manifest)
+        self.uid = made["metadata"]["uid"]
+
+    def get(self) -> Object:
+        """The Job as it is now."""
+        return self.api.get(self._path)
+
+    def patch(self, change: Object) -> None:
+        """Merge a change into it."""
+        self.api.call("PATCH", self._path, change, content_type="application/merge-patch+json")
+
+    def checkpoint_run(self) -> Object | None:
+        """The CheckpointRun that tells of it, found by its spec; None when there is none (yet)."""
+        path = f"/apis/deltashard.io/v1alpha1/namespaces/{self.namespace}/checkpointruns"
+        return next(
+            (each for each in self.api.items(path) if each["spec"]["workload"]["uid"] == self.uid), None
+        )
+
+    def events(self) -> list[Object]:
+        """Events about the Job, its pods and its run."""
+        found = self.api.items(f"/api/v1/namespaces/{self.namespace}/events")
+        return [each for each in found if each["involvedObject"]["name"].startswith(self.name)]
+
+    def wait_event(self, reason: str, *, timeout_s: float = 120.0) -> Object:
+        """The first Event with this reason, waiting for it if need be."""
+        found: list[Object] = []
+
+        def told() -> bool:
+            found[:] = [each for each in self.events() if each["reason"] == reason][:1]
+            return bool(found)
+
+        wait_until(
+            told, timeout_s=timeout_s, every_s=0.3,
+            what=lambda: f"Event {reason} of {self.name}; there are "
+            f"{sorted({each['reason'] for each in self.events()})}",
+        )  # fmt: skip
+        return found[0]
+
+    def wait_condition(self, kind: str, status: str = "True", *, timeout_s: float = 120.0) -> Object:
+        """A condition of the CheckpointRun, waiting for it if need be."""
+        found: list[Object] = []
+
+        def told() -> bool:
+            run = self.checkpoint_run() or {}
+            found[:] = [
+                each
+                for each in run.get("status", {}).get("conditions", ())
+                if each["type"] == kind and each["status"] == status
+            ]
+            return bool(found)
+
+        wait_until(
+            told, timeout_s=timeout_s, every_s=0.3,
+            what=lambda: f"condition {kind} {status} of {self.name}: "
+            f"{json.dumps((self.checkpoint_run() or {}).get('status'))}",
+        )  # fmt: skip
+        return found[0]
+
+    def wait_phase(self, *phases: str, timeout_s: float = 120.0) -> None:
+        """Until the CheckpointRun says one of them."""
+        wait_until(
+            lambda: ((self.checkpoint_run() or {}).get("status") or {}).get("phase") in phases,
+            timeout_s=timeout_s, every_s=0.3,
+            what=lambda: f"{self.name} {phases}: {json.dumps((self.checkpoint_run() or {}).get('status'))}",
+        )  # fmt: skip
+
+    def delete(self) -> None:
+        """Delete it and its pods, and wait until they are gone."""
+        self.api.delete(self._path, propagationPolicy="Background")
+        wait_until(lambda: not self.pods(), timeout_s=90, what=f"the pods of {self.name} gone")
+
+    def conditions(self) -> dict[str, str]:
+        """The Job's conditions, type to status."""
+        found = self.get()["status"].get("conditions", ())
+        return {each["type"]: each["status"] for each in found}
+
+    def wait_complete(self, *, timeout_s: float = 180.0) -> None:
+        """Wait until the Job is Complete; raises at once when it failed."""
+
+        def complete() -> bool:
+            conditions = self.conditions()
+            if conditions.get("Failed") == "True":
+                raise ClusterError(f"Job {self.name} failed: {self.get()['status']}")
+            return conditions.get("Complete") == "True"
+
+        wait_until(complete, timeout_s=timeout_s, what=lambda: f"{self.name} complete: {self.pods()}")
+
+    def pods(self) -> list[Object]:
+        """Its pods, the terminating ones included."""
+        return self.api.items(
+            f"/api/v1/namespaces/{self.namespace}/pods?labelSelector=batch.kubernetes.io/job-name%3D{self.name}"
+        )
+
+    def pod(self, name: str) -> Object | None:
+        """One pod, None when it is gone."""
+        return self.api.find(f"/api/v1/namespaces/{self.namespace}/pods/{name}")
+
+    def wait_gone(self, pod: str, *, timeout_s: float) -> None:
+        """Wait until a pod is gone."""
+        wait_until(lambda: self.pod(pod) is None, timeout_s=timeout_s, what=f"pod {pod} gone")
+
+    def log(self, pod: str, container: str, *, previous: bool = False) -> str:
+        """A container's log."""
+        query = f"container={container}&previous={str(previous).lower()}"
+        return self.api.call("GET", f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log?{query}")
+
+    def container(self, pod: str, name: str) -> dict[str, Any]:
+        """The status of one container, native sidecars included."""
+        found = self.pod(pod)
+        if found is None:
+            raise ClusterError(f"pod {pod} is gone")
+        status = found["status"]
+        for each in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+            if each["name"] == name:
+                return dict(each)
+        raise ClusterError(f"pod {pod} has no container {name} yet")
+
+    def evict(self, pod: str) -> None:
+        """Ask for its eviction, as a drain or an autoscaler does."""
+        body = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": self.namespace},
+        }
+        self.api.create(f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", body)
+
+    def delete_pod(self, pod: str) -> None:
+        """What `kubectl delete pod` does."""
+        self.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}")

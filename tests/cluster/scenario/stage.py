@@ -1,0 +1,78 @@
+"""What every scenario shares: the cluster, a MinIO on its bridge, the chart installed by Helm. Built once, used by many processes.
+
+The tests run in several processes at once (pytest-xdist's workers). The process that controls them builds the stage
+before they start and takes it down after they ended; each of them attaches. A scenario that harms what all use takes
+the stage for itself (`exclusive`), the others share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.cluster.kubernetes import image
+from tests.cluster.kubernetes.cluster import FOLDER, Cluster
+from tests.cluster.kubernetes.host import HOST_ADDRESS
+from tests.cluster.scenario.system import System
+from tests.support.server.minio_server import MinioServer
+
+_FACTS = FOLDER / "stage.json"
+_TURNS = FOLDER / "turns.lock"
+
+
+class Stage:
+    """Cluster, store and system, between `build` and `strike`; `attach` from elsewhere."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster()
+        self.minio: MinioServer
+        self.system = System(self.cluster)
+        self._scratch = Path(tempfile.mkdtemp(prefix="deltashard-stage-"))
+
+    def build(self) -> None:
+        """Start everything."""
+        began_s = time.monotonic()
+        archive = image.build(self._scratch / "images.tar")
+        timings = self.cluster.timings_s
+        timings["images built"] = time.monotonic() - began_s
+        self.cluster.up([archive])
+        self.minio = MinioServer(self._scratch / "minio", host=HOST_ADDRESS)
+        self.minio.directory.mkdir()
+        self.minio.start()
+        self.cluster.remember("minio", self.minio.pid)
+        facts = {
+            "port": self.minio.port,
+            "access_key": self.minio.access_key,
+            "secret_key": self.minio.secret_key,
+        }
+        _FACTS.write_text(json.dumps(facts))
+        _TURNS.touch()
+        self.system.install()
+        timings["everything ready"] = time.monotonic() - began_s
+
+    def attach(self) -> None:
+        """Use what another process built."""
+        self.cluster.attach()
+        facts = json.loads(_FACTS.read_text())
+        self.minio = MinioServer(self._scratch, host=HOST_ADDRESS)
+        self.minio.port = facts["port"]
+        self.minio.access_key, self.minio.secret_key = facts["access_key"], facts["secret_key"]
+
+    def strike(self) -> list[str]:
+        """End everything; returns what of the host is not as it was (empty is well)."""
+        with contextlib.suppress(AttributeError):  # it was not reached
+            self.minio.stop()
+        return self.cluster.down()
+
+
+@contextlib.contextmanager
+def turn(*, exclusive: bool) -> Iterator[None]:
+    """Hold the stage together with others, or alone."""
+    with _TURNS.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        yield

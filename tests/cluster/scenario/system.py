@@ -1,0 +1,105 @@
+"""deltashard in the cluster, as an administrator has it: the chart, by Helm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.cluster.kubernetes.api import Object
+from tests.cluster.kubernetes.image import OPERATOR, ROOT, SIDECAR, TAG
+from tests.cluster.kubernetes.process import run, wait_until
+from tests.support.machine import limit_s
+from tests.support.tool import built
+
+if TYPE_CHECKING:
+    from tests.cluster.kubernetes.cluster import Cluster
+
+NAMESPACE = "deltashard-system"
+RELEASE = "deltashard"
+CHART = ROOT / "charts" / "deltashard"
+WEBHOOK, CONTROLLER = "deltashard-webhook", "deltashard-controller"
+
+
+class System:
+    """The release, in its namespace."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def helm(self, *words: str | Path, timeout_s: float = 240.0) -> str:
+        """Run Helm against the cluster."""
+        return run(
+            built("helm"), f"--kubeconfig={self._cluster.kubeconfig}", f"--namespace={NAMESPACE}", *words,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+
+    def install(
+        self, *, tag: str = TAG, chart: Path = CHART, values: Mapping[str, Any] | None = None
+    ) -> None:
+        """Have this chart installed, whatever is there; returns when a Job would be injected and old pods are gone.
+
+        It brings back what was deleted. A webhook that leaves answers for a while yet, and as it always did.
+        """
+        self.helm("upgrade", "--install", RELEASE, chart, "--create-namespace", *_values(tag, values))
+        self.wait_ready()
+        wait_until(
+            lambda: not any("deletionTimestamp" in pod["metadata"] for pod in self.pods()),
+            timeout_s=120,
+            what="the old pods gone",
+            every_s=0.3,
+        )
+
+    def uninstall(self) -> None:
+        """Uninstall the chart if it is there; returns when its objects are gone."""
+        # Helm gives up before it is killed, which would leave a release that cannot be installed again.
+        self.helm("uninstall", RELEASE, "--wait", "--ignore-not-found", f"--timeout={limit_s(200):.0f}s")
+
+    def wait_ready(self) -> None:
+        """Until both Deployments have all their replicas, of the newest template."""
+        for name in (WEBHOOK, CONTROLLER):
+            wait_until(lambda name=name: self.is_ready(name), timeout_s=180, what=self.told, every_s=0.3)
+
+    def is_ready(self, name: str) -> bool:
+        """Whether a Deployment is complete."""
+        found = self.deployment(name)
+        wanted, status = found["spec"]["replicas"], found["status"]
+        return bool(
+            status.get("observedGeneration", 0) >= found["metadata"]["generation"]
+            and status.get("replicas", 0) == wanted
+            and status.get("updatedReplicas", 0) == wanted
+            and status.get("readyReplicas", 0) == wanted
+        )
+
+    def deployment(self, name: str) -> Object:
+        """A Deployment of the system."""
+        return self._cluster.api.get(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/{name}")
+
+    def pods(self) -> list[Object]:
+        """Pods of both Deployments; the pod that `helm test` leaves is none of them."""
+        found = self._cluster.api.items(f"/api/v1/namespaces/{NAMESPACE}/pods")
+        return [pod for pod in found if pod["metadata"]["name"].startswith((f"{WEBHOOK}-", f"{CONTROLLER}-"))]
+
+    def webhooks(self) -> list[Object]:
+        """The webhook's pods."""
+        return [pod for pod in self.pods() if pod["metadata"]["name"].startswith(f"{WEBHOOK}-")]
+
+    def told(self) -> str:
+        """Why it may not be ready."""
+        states = [
+            {each["name"]: each["state"] for each in pod["status"].get("containerStatuses", ())}
+            for pod in self.pods()
+        ]
+        return f"{RELEASE} ready: {json.dumps(states)}"
+
+
+def _values(tag: str, more: Mapping[str, Any] | None) -> list[str]:
+    requests = {"cpu": "50m", "memory": "128Mi"}
+    values = {
+        "image": {"repository": OPERATOR, "tag": tag, "pullPolicy": "Never"},
+        "sidecarImage": {"repository": SIDECAR, "tag": tag, "pullPolicy": "Never"},
+        "defaultPolicy": {"sidecar": {"resources": {"requests": requests}}},
+        **(more or {}),
+    }
+    return [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]

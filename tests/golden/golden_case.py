@@ -1,0 +1,46 @@
+"""The index and the tree that golden files exist of; frames are `samples.sample_frames`."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+from deltashard_checkpoint.format import object_key, typed_tree
+from deltashard_checkpoint.format.frame import FrameKind, parse_frame
+from deltashard_checkpoint.format.index import Index, Pack, Place
+
+from tests.support.checkpoint.sample import RUN, sample_frames, schema, whole
+
+TOKEN = "0123456789abcdef"
+
+
+def golden_index() -> Index:
+    """An index over all sample frames, in one pack."""
+    places, tables, at = [], {}, 0
+    for frame in sample_frames().values():
+        places.append(Place(pack=0, offset=at, info=frame.info))
+        at += frame.info.length
+        table = parse_frame(frame.data).table
+        if table is not None and frame.info.kind is FrameKind.ROWS:
+            tables[table.fqn] = table
+    return Index(
+        run=RUN, attempt=3, cut=2, step=20, rank=1, token=TOKEN, tables=tuple(tables.values()),
+        packs=(Pack(key=object_key.pack_key(attempt=3, cut=2, rank=1, token=TOKEN, n=0), bytes=at),),
+        places=tuple(places), boxes=(whole(schema()),), covers=1, raw_bytes=12345,
+    )  # fmt: skip
+
+
+def golden_tree() -> dict[Any, Any]:
+    """A value of every type of the tree codec."""
+    counts = defaultdict(int)
+    counts["x"] = 2
+    return {
+        "scalars": [None, True, False, 0, -1, 255, -(2**200), 0.5, float("inf"), 1 - 2j, "grün", b"\x00\xff", bytearray(b"ab")],
+        ("tuple", 1): (1, (2, ())), -5: {"b": 1, "a": 2}, 2.5: OrderedDict(z=1, y=2), frozenset({1, 2}): {3, "3", (3,)},
+        "counter": Counter("aab"), "default": counts, "queue": deque([1, 2], 5), "range": range(1, 9, 2),
+        "arrays": [np.arange(6, dtype=np.int32).reshape(2, 3), np.zeros((0, 4), np.float16), np.array(7.0), np.array(["a", "bc"])],
+        "numpy": [np.float32(1.25), np.int64(-3), np.bool_(True)],
+        "tensors": [typed_tree.Tensor(dtype="bfloat16", shape=(2, 2), data=bytes(range(8))), typed_tree.Tensor(dtype="float32", shape=(), data=bytes(4))],
+        "tagged": typed_tree.Tagged(tag="torch.Size", value=(1, 2)),
+    }  # fmt: skip

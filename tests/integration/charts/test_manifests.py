@@ -1,0 +1,209 @@
+"""Every object the chart can make is taken by a real API server: no unknown field, and fit for PodSecurity `restricted`.
+
+The custom resources of others are their own definitions, see `crds/README.md`.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_operator import chart_test, controller_main, main
+
+from tests.integration.charts.helm import CERTIFICATE, NAMESPACE, Document, Rendering, render
+from tests.support.server.apiserver import Rest
+from tests.support.server.minio_server import ROOT, wait_for
+
+MONITORING = {
+    "podMonitor": {"enabled": True},
+    "serviceMonitor": {"enabled": True},
+    "rules": {"enabled": True},
+    "dashboard": {"enabled": True, "annotations": {"folder": "Training"}},
+}
+TOLERATION = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+TERM = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"a": "b"}}}
+PLACED = {
+    "nodeSelector": {"pool": "system"},
+    "tolerations": [TOLERATION],
+    "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [TERM]}},
+    "priorityClassName": "system-cluster-critical",
+    "podLabels": {"team": "training"},
+    "podAnnotations": {"team": "training"},
+}
+VALUES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": {
+        "commonLabels": {"team": "training"},
+        "imagePullSecrets": ["pull"],
+        "defaultPolicy": {"store": {"url": "s3://bucket/prefix", "secretName": "store"}},
+        "webhook": PLACED,
+        "controller": PLACED,
+        "networkPolicies": {"enabled": True, "metricsFrom": [{"podSelector": {"matchLabels": {"a": "b"}}}]},
+        "monitoring": MONITORING,
+    },
+    "cert-manager": {"certificates": {"mode": "cert-manager"}},
+    "an issuer of yours": {
+        "certificates": {
+            "mode": "cert-manager",
+            "certManager": {"issuerRef": {"name": "company", "kind": "ClusterIssuer"}},
+        }
+    },
+    "certificates of yours": {
+        "certificates": {"mode": "existing", "existing": {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}}
+    },
+    "no user": {"runAsUser": None},
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(http: Rest) -> Rest:
+    """The API server with the definitions of others, and the release's namespace, which is `restricted`."""
+    root = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+    folder = Path(__file__).parent / "crds"
+    for path in sorted(folder.glob("*.json")):
+        definition = json.loads(path.read_text(encoding="utf-8"))
+        assert http("POST", root, definition).status == 201, path
+        spec = definition["spec"]
+        place = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
+        wait_for(lambda place=place: http("GET", place).status == 200, what=place)
+    http.namespace(NAMESPACE, {"pod-security.kubernetes.io/enforce": "restricted"})
+    rendering = render()
+    for account in [*rendering.all("ServiceAccount"), *rendering.all("ServiceAccount", hook=True)]:
+        assert http("POST", f"{collection(account)}?fieldValidation=Strict", account).status == 201
+    return http
+
+
+def collection(document: Document) -> str:
+    """Where objects of a kind are made."""
+    group, _, version = document["apiVersion"].rpartition("/")
+    kind, namespace = document["kind"].lower(), document["metadata"].get("namespace")
+    plural = kind[:-1] + "ies" if kind.endswith("cy") else kind + "s"
+    place = f"/namespaces/{namespace}" if namespace else ""
+    return f"/{'apis/' + group if group else 'api'}/{version}{place}/{plural}"
+
+
+def pods(rendering: Rendering) -> list[Document]:
+    """The pods that the chart's Deployments would make, and its test's."""
+    made = []
+    for deployment in rendering.all("Deployment"):
+        template = deployment["spec"]["template"]
+        metadata = {**template["metadata"], "name": "pod", "namespace": NAMESPACE}
+        made.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
+    return made
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_the_api_server_takes_it(prepared: Rest, name: str) -> None:
+    """Each object as it is written, hooks included."""
+    rendering = render(VALUES[name])
+    for document in rendering.documents:
+        place = f"{collection(document)}?fieldValidation=Strict"
+        if document["kind"] == "ServiceAccount":
+            metadata = {**document["metadata"], "name": "another"}  # pods need the ones that are there
+            document = {**document, "metadata": metadata}  # noqa: PLW2901
+        reply = prepared("POST", place, document, dry_run=True)
+        assert reply.status == 201, (document["kind"], document["metadata"]["name"], reply.document)
+        assert reply.warnings == [], (document["kind"], document["metadata"]["name"])
+
+
+@pytest.mark.parametrize("name", ["defaults", "everything", "certificates of yours"])
+def test_pods_are_restricted(prepared: Rest, name: str) -> None:
+    """As the namespace enforces; the service accounts are the chart's."""
+    rendering = render(VALUES[name])
+    made = pods(rendering)
+    assert len(made) == 2
+    for document in made:
+        document["spec"].pop("priorityClassName", None)  # names the class of a cluster that has one
+        reply = prepared("POST", collection(document), document, dry_run=True)
+        assert reply.status == 201, reply.document
+        container = reply.document["spec"]["containers"][0]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+
+
+def test_an_unknown_field_would_be_seen(prepared: Rest) -> None:
+    """Of the foreign definitions, too: the check can fail."""
+    monitor = render(VALUES["everything"]).find("PodMonitor")
+    place = f"{collection(monitor)}?fieldValidation=Strict"
+    spoilt = {**monitor, "spec": {**monitor["spec"], "typo": 1}}
+    assert prepared("POST", place, spoilt, dry_run=True).status == 400
+
+
+def test_selectors_meet_what_they_select() -> None:
+    """Services, budgets, spread and policies select the pods of their Deployment and no other."""
+    rendering = render(VALUES["everything"])
+    labels = {
+        deployment["metadata"]["name"]: deployment["spec"]["template"]["metadata"]["labels"]
+        for deployment in rendering.all("Deployment")
+    }
+
+    def selected(selector: dict[str, str]) -> list[str]:
+        return [name for name, has in labels.items() if selector.items() <= has.items()]
+
+    webhook, controller = ["deltashard-webhook"], ["deltashard-controller"]
+    assert selected(rendering.find("Service", "deltashard-webhook")["spec"]["selector"]) == webhook
+    assert selected(rendering.find("Service", "deltashard-fleet")["spec"]["selector"]) == controller
+    assert selected(rendering.find("PodDisruptionBudget")["spec"]["selector"]["matchLabels"]) == webhook
+    for name, owners in (("webhook", webhook), ("controller", controller), ("test", [])):
+        policy = rendering.find("NetworkPolicy", f"deltashard-{name}")
+        assert selected(policy["spec"]["podSelector"]["matchLabels"]) == owners
+    for deployment in rendering.all("Deployment"):
+        name = deployment["metadata"]["name"]
+        assert selected(deployment["spec"]["selector"]["matchLabels"]) == [name]
+        for each in deployment["spec"]["template"]["spec"].get("topologySpreadConstraints", []):
+            assert selected(each["labelSelector"]["matchLabels"]) == [name]
+
+
+def test_ports_by_name_are_there() -> None:
+    """What services, probes, monitors and policies call by name, the containers have."""
+    rendering = render(VALUES["everything"])
+    for service, deployment in (
+        ("deltashard-webhook", "deltashard-webhook"),
+        ("deltashard-fleet", "deltashard-controller"),
+    ):
+        spec = rendering.find("Deployment", deployment)["spec"]["template"]["spec"]
+        container = spec["containers"][0]
+        names = {port["name"] for port in container["ports"]}
+        ports = rendering.find("Service", service)["spec"]["ports"]
+        assert {port["targetPort"] for port in ports} == names
+        probes = (container["readinessProbe"], container["livenessProbe"])
+        assert {probe["httpGet"]["port"] for probe in probes} <= names
+        (endpoint,) = rendering.find("ServiceMonitor")["spec"]["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in ports}
+        policy = rendering.find("NetworkPolicy", deployment)
+        allowed = {rule["ports"][0]["port"] for rule in policy["spec"]["ingress"]}
+        assert allowed == names
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_flags_are_those_of_the_programs(name: str) -> None:
+    """Each program reads what the chart passes; paths lie in what is mounted; scripts are the package's."""
+    rendering = render(VALUES[name])
+    specs = [each["spec"]["template"]["spec"] for each in rendering.all("Deployment")]
+    specs.append(rendering.find("Pod", "deltashard-test", hook=True)["spec"])
+    readers: dict[str, Callable[[list[str]], Any]] = {
+        "deltashard-webhook": lambda argv: main.read_options(argv, {}),
+        "deltashard-controller": lambda argv: controller_main.read_options(argv, {}),
+        "deltashard-chart-test": chart_test.read_options,
+    }
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    seen = set()
+    for spec in specs:
+        (container,) = spec["containers"]
+        (program,) = container["command"]
+        assert program in scripts
+        options = readers[program](container["args"])
+        seen.add(program)
+        mounts = {mount["mountPath"] for mount in container.get("volumeMounts", [])}
+        assert {mount["name"] for mount in container.get("volumeMounts", [])} == {
+            volume["name"] for volume in spec.get("volumes", [])
+        }
+        for field in ("certificate_dir", "default_policy", "fleet_ca"):
+            path = getattr(options, field, None)
+            if path is None or getattr(options, "certificates", "") == "builtin":
+                continue
+            assert str(path) in mounts or str(path.parent) in mounts, (program, field)
+    assert seen == set(readers)

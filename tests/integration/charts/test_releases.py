@@ -1,0 +1,473 @@
+"""Install, upgrade, uninstall and install again, by Helm on a real API server; no pod runs, so no webhook answers."""
+
+from __future__ import annotations
+
+import base64
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deltashard_operator.kube import webhook_configuration
+from kubernetes import client, watch
+
+from tests.integration.charts.helm import CERTIFICATE, NAMESPACE, RELEASE, HelmRefused, Release, render
+from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.minio_server import wait_for
+
+CA = base64.b64encode(b"the authority").decode()
+DATA = {"tls.crt": base64.b64encode(b"certificate").decode(), "tls.key": base64.b64encode(b"key").decode()}
+SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
+CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
+MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+
+
+@pytest.fixture
+def release(apiserver: ApiServer, http: Rest, tmp_path: Path) -> Any:
+    """A release that is gone when the test ends; what Helm keeps is kept."""
+    release = Release(apiserver.kubeconfig, tmp_path)
+    yield release
+    if RELEASE in release("list", "--short"):
+        release.uninstall()
+
+
+def job(*, annotated: bool) -> dict[str, Any]:
+    """A Job, to be created in a dry run."""
+    annotations = {"annotations": {"deltashard.io/policy": "default"}} if annotated else {}
+    spec = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}]}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"generateName": "train-", **annotations},
+        "spec": {"template": {"spec": spec}},
+    }
+
+
+def pod() -> dict[str, Any]:
+    """A pod without any annotations map."""
+    spec = job(annotated=False)["spec"]["template"]["spec"]
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "pod-"}, "spec": spec}
+
+
+def as_the_controller_does(http: Rest) -> None:
+    """Fill what the chart leaves empty, as the controller does in mode builtin."""
+    webhooks = [
+        {"name": w["name"], "clientConfig": {"caBundle": CA}} for w in _configuration(http)["webhooks"]
+    ]
+    assert http("PATCH", CONFIGURATION, {"webhooks": webhooks}, content=STRATEGIC).status == 200
+    for name in ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"):
+        assert http("PATCH", f"{SECRETS}/{name}", {"data": DATA}, content=MERGE).status == 200
+    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
+    assert http("PATCH", path, {"data": {"ca.crt": "pem"}}, content=MERGE).status == 200
+
+
+def _configuration(http: Rest) -> dict[str, Any]:
+    return http("GET", CONFIGURATION).document
+
+
+def bundles(http: Rest) -> set[str | None]:
+    """The authorities the API server knows the webhook by."""
+    return {w["clientConfig"].get("caBundle") for w in _configuration(http)["webhooks"]}
+
+
+def kept(http: Rest) -> bool:
+    """Whether everything the controller issued is as it was."""
+    secrets = ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca")
+    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
+    return all(http("GET", f"{SECRETS}/{name}").document.get("data") == DATA for name in secrets) and http(
+        "GET", path
+    ).document.get("data") == {"ca.crt": "pem"}
+
+
+def test_what_is_installed_is_what_was_rendered(release: Release, http: Rest) -> None:
+    """Every object is there, and the API server took each as it was written."""
+    release.install()
+    for document in render().documents:
+        if "helm.sh/hook" in document["metadata"].get("annotations", {}):
+            continue
+        reply = http("GET", path_of(document))
+        assert reply.status == 200, document
+        assert covers(reply.document, document), (document, reply.document)
+
+
+def test_an_upgrade_keeps_what_the_controller_wrote(release: Release, http: Rest) -> None:
+    """Authority and certificates outlive upgrades that change their very objects, a rollback, and a no-op."""
+    release.install()
+    assert bundles(http) == {None}
+    as_the_controller_does(http)
+    changed = {
+        "webhook": {"failurePolicy": "Ignore", "exemptNamespaces": ["other"]},
+        "commonLabels": {"a": "b"},
+    }
+    release.upgrade(changed)
+    assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Ignore", "Ignore"]
+    assert _configuration(http)["metadata"]["labels"]["a"] == "b"
+    assert bundles(http) == {CA}
+    assert kept(http)
+    release.upgrade(changed)
+    release("rollback", RELEASE, "1")
+    assert [w["failurePolicy"] for w in _configuration(http)["webhooks"]] == ["Fail", "Fail"]
+    assert bundles(http) == {CA}
+    assert kept(http)
+
+
+def test_others_never_notice(release: Release, http: Rest) -> None:
+    """FailurePolicy Fail and no webhook: Jobs and pods that are not annotated come through, annotated ones do not."""
+    release.install()
+    as_the_controller_does(http)
+    refused = eventually(lambda: http.create(job(annotated=True), dry_run=True), lambda r: r.status == 500)
+    for _ in range(3):
+        assert http.create(job(annotated=False), dry_run=True).status == 201
+        assert http.create(pod(), dry_run=True).status == 201
+    assert "jobs.deltashard.io" in refused.document["message"]
+    count = re.compile(
+        r"^apiserver_admission_webhook_rejection_count\{(.*jobs.deltashard.io.*)\} [1-9]", re.MULTILINE
+    )
+    found = eventually(lambda: count.search(metrics(http)), bool)  # what the alert WebhookErrors reads
+    assert 'error_type="calling_webhook_error"' in found[1]
+
+
+def metrics(http: Rest) -> str:
+    """The API server's own."""
+    return http._pool.request("GET", f"{http._url}/metrics").data.decode()
+
+
+def test_from_one_certificate_mode_to_another_and_back(release: Release, http: Rest) -> None:
+    """An authority of yours takes the place of ours at once; back, the field is empty, and the controller's again."""
+    release.install()
+    as_the_controller_does(http)
+    existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
+    release.upgrade({"certificates": {"mode": "existing", "existing": existing}})
+    assert bundles(http) == {base64.b64encode(CERTIFICATE.encode()).decode()}
+    assert http("GET", f"{SECRETS}/deltashard-fleet-ca").document["data"] == DATA  # pods that run know it
+    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/deltashard-fleet-ca"
+    assert http("GET", path).document["data"] == {"ca.crt": CERTIFICATE}
+    release.upgrade()
+    assert bundles(http) == {None}
+    assert http("GET", f"{SECRETS}/deltashard-fleet-ca").document["data"] == DATA
+
+
+def test_notes(release: Release) -> None:
+    """What a user reads: how to wait, what policy there is, what to be warned of."""
+    notes = release.install()
+    assert "There is no default policy with a store" in notes
+    assert "rollout status" in notes
+    policy = {"store": {"url": "s3://bucket/prefix", "secretName": "store"}}
+    notes = release.upgrade({"defaultPolicy": policy, "webhook": {"replicas": 1, "failurePolicy": "Ignore"}})
+    assert "keeps checkpoints in s3://bucket/prefix" in notes
+    assert "needs the Secret store with" in notes
+    assert "while that pod is away, annotated Jobs get no sidecar" in notes
+
+
+def test_without_a_webhook_the_policies_still_refuse(release: Release, http: Rest) -> None:
+    """With failurePolicy Ignore an annotated Job would train without checkpoints; it is told to come again."""
+    release.install({"webhook": {"failurePolicy": "Ignore"}})
+
+    refused = eventually(
+        lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 422
+    )
+    assert "deltashard-jobs-have-sidecar" in refused.document["message"]
+    assert http.create(job(annotated=False), dry_run=True).status == 201
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_uninstall_takes_the_webhook_away_first(
+    release: Release, apiserver: ApiServer, http: Rest, *, hooks: bool
+) -> None:
+    """Before the pods that answer it, so that no annotated Job is ever refused for their absence.
+
+    By itself, without the chart's hooks, Helm does it the other way round.
+    """
+    release.install()
+    as_the_controller_does(http)
+    since = http("GET", "/api/v1/namespaces").document["metadata"]["resourceVersion"]  # of the whole store
+    release.uninstall(*(() if hooks else ("--no-hooks",)))
+    with apiserver.api() as api:
+        admission = client.AdmissionregistrationV1Api(api)
+        n = 2 if hooks else 1  # the hooks' stand-ins are deleted, too
+        webhook = deletions(admission.list_mutating_webhook_configuration, since, n)
+        bindings = deletions(admission.list_validating_admission_policy_binding, since, 3 * n)
+        deployments = deletions(client.AppsV1Api(api).list_deployment_for_all_namespaces, since, 2)
+    assert set(webhook) == {"deltashard-webhook"}
+    assert set(deployments) == {"deltashard-webhook", "deltashard-controller"}
+    assert len(bindings) == 3
+    first_deployment = min(min(at) for at in deployments.values())
+    if not hooks:
+        assert min(webhook["deltashard-webhook"]) > first_deployment
+        return
+    assert max(min(at) for at in bindings.values()) < min(webhook["deltashard-webhook"])
+    assert max(webhook["deltashard-webhook"]) < first_deployment
+
+
+def test_everything_that_has_a_say_in_admissions_has_its_hook(release: Release) -> None:
+    """Under the very same kind and name, or it would not go first."""
+    release.install()
+    documents = [document for document in yaml.safe_load_all(release("get", "hooks", RELEASE)) if document]
+    hooks = {
+        (document["kind"], document["metadata"]["name"])
+        for document in documents
+        if document["metadata"]["annotations"]["helm.sh/hook"] == "pre-delete"
+    }
+    acting = ("MutatingWebhookConfiguration", "ValidatingAdmissionPolicyBinding")
+    assert hooks == {
+        (kind, document["metadata"]["name"]) for kind in acting for document in render().all(kind)
+    }
+
+
+def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Release, http: Rest) -> None:
+    """Resources, runs and certificates stay; nothing is left that has a say in admissions."""
+    release.install()
+    as_the_controller_does(http)
+    policy = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "kept"},
+        "spec": {"store": {"url": "s3://bucket/prefix"}},
+    }
+    eventually(lambda: http.create(policy), lambda reply: reply.status in {201, 409})
+    release.uninstall()
+    root = "/apis/admissionregistration.k8s.io/v1"
+    for kind in (
+        "mutatingwebhookconfigurations",
+        "validatingadmissionpolicies",
+        "validatingadmissionpolicybindings",
+    ):
+        names = [item["metadata"]["name"] for item in http("GET", f"{root}/{kind}").document["items"]]
+        assert not [name for name in names if "deltashard" in name]
+    assert eventually(
+        lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 201
+    )
+    assert kept(http)
+    path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointpolicies/kept"
+    assert http("GET", path).document["spec"] == policy["spec"]
+    left = [
+        document
+        for document in render().documents
+        if http("GET", path_of(document)).status == 200
+        and document["metadata"].get("annotations", {}).get("helm.sh/resource-policy") != "keep"
+    ]
+    assert left == []
+
+
+def test_install_again(release: Release, http: Rest) -> None:
+    """Helm takes over what it had kept, as it was left."""
+    release.install()
+    as_the_controller_does(http)
+    release.uninstall()
+    release.install()
+    assert kept(http)
+    assert bundles(http) == {None}  # the controller's to write again
+
+
+def test_one_release_for_a_cluster(release: Release, apiserver: ApiServer, tmp_path: Path) -> None:
+    """A second one would fight over the same names; Helm says so, and installs nothing."""
+    release.install()
+    second = Release(apiserver.kubeconfig, tmp_path, name="second", namespace="elsewhere")
+    with pytest.raises(HelmRefused, match="deltashard"):
+        second.install()
+    assert _all_configurations(apiserver) == ["deltashard-webhook"]
+
+
+def _all_configurations(apiserver: ApiServer) -> list[str]:
+    with apiserver.http() as http:
+        items = http("GET", CONFIGURATION.rpartition("/")[0]).document["items"]
+    return [item["metadata"]["name"] for item in items]
+
+
+def eventually(ask: Any, good: Any) -> Any:
+    """The first answer that is good: the API server takes a moment to heed new resources and policies."""
+    answers: list[Any] = []
+
+    def met() -> bool:
+        answers[:] = [ask()]
+        return bool(good(answers[0]))
+
+    wait_for(met, what=f"a good answer in place of {answers}")
+    return answers[0]
+
+
+def deletions(listing: Any, since: str, n: int) -> dict[str, list[int]]:
+    """Revisions at which objects of ours were deleted, by name, once `n` were seen."""
+    found: dict[str, list[int]] = {}
+    for event in watch.Watch().stream(listing, resource_version=since, timeout_seconds=120):
+        metadata = event["object"].metadata
+        if event["type"] == "DELETED" and "deltashard" in metadata.name:
+            found.setdefault(metadata.name, []).append(int(metadata.resource_version))
+            if sum(map(len, found.values())) == n:
+                return found
+    pytest.fail(f"{n} deletions were not seen, only {found}")
+
+
+def path_of(document: dict[str, Any]) -> str:
+    """Where an object is."""
+    group, _, version = document["apiVersion"].rpartition("/")
+    kind, metadata = document["kind"].lower(), document["metadata"]
+    plural = kind[:-1] + "ies" if kind.endswith("cy") else kind + "s"
+    place = f"/namespaces/{metadata['namespace']}" if "namespace" in metadata else ""
+    return f"/{'apis/' + group if group else 'api'}/{version}{place}/{plural}/{metadata['name']}"
+
+
+def covers(whole: Any, part: Any) -> bool:
+    """Whether everything of `part` is in `whole`, which may have more (defaults, what others wrote)."""
+    match part:
+        case dict():
+            return isinstance(whole, dict) and all(
+                k in whole and covers(whole[k], v) for k, v in part.items()
+            )
+        case list():
+            return (
+                isinstance(whole, list)
+                and len(whole) == len(part)
+                and all(covers(*pair) for pair in zip(whole, part, strict=True))
+            )
+    return bool(whole == part)
+
+
+def test_names_are_those_of_the_code() -> None:
+    """The webhook's configuration has the name by which the controller patches it."""
+    assert (
+        render().find("MutatingWebhookConfiguration")["metadata"]["name"]
+        == webhook_configuration.CONFIGURATION
+    )
+
+
+def allowed(http: Rest, account: str, namespace: str, verb: str, resource: str, name: str = "") -> bool:
+    """Whether an account of the release may do that, as the API server sees it."""
+    group, _, rest = resource.rpartition("/") if resource.count("/") else ("", "", resource)
+    plural, _, subresource = rest.partition(":")
+    attributes = {"verb": verb, "group": group, "resource": plural, "subresource": subresource, "name": name}
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SubjectAccessReview",
+        "spec": {
+            "user": f"system:serviceaccount:{NAMESPACE}:{account}",
+            "groups": [
+                "system:serviceaccounts",
+                f"system:serviceaccounts:{NAMESPACE}",
+                "system:authenticated",
+            ],
+            "resourceAttributes": {**attributes, "namespace": namespace},
+        },
+    }
+    reply = http("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", review)
+    assert reply.status == 201
+    return bool(reply.document["status"]["allowed"])
+
+
+READ = {"get", "list", "watch"}
+RIGHTS: dict[str, dict[str, set[str]]] = {
+    "deltashard-webhook": {
+        "deltashard.io/checkpointpolicies": READ,
+        "deltashard.io/checkpointruns": {"list"},
+        "batch/jobs": {"get", "list"},
+        "pods": {"get"},
+    },
+    "deltashard-controller": {
+        "batch/jobs": READ,
+        "pods": READ,
+        "nodes": READ,
+        "deltashard.io/checkpointpolicies": READ,
+        "deltashard.io/checkpointruns": READ | {"create", "delete"},
+        "deltashard.io/checkpointruns:status": {"patch"},
+        "events": {"create", "patch"},
+        "authentication.k8s.io/tokenreviews": {"create"},
+    },
+}
+"""All that they may do in any namespace."""
+RESOURCES = {resource for rights in RIGHTS.values() for resource in rights} | {
+    "secrets",
+    "configmaps",
+    "namespaces",
+    "serviceaccounts",
+    "serviceaccounts:token",
+    "pods:exec",
+    "pods:eviction",
+    "pods:status",
+    "batch/jobs:status",
+    "apps/deployments",
+    "apps/statefulsets",
+    "coordination.k8s.io/leases",
+    "apiextensions.k8s.io/customresourcedefinitions",
+    "admissionregistration.k8s.io/mutatingwebhookconfigurations",
+    "admissionregistration.k8s.io/validatingadmissionpolicies",
+    "rbac.authorization.k8s.io/clusterroles",
+}
+VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
+OWN = {
+    "secrets": ("deltashard-webhook-tls", "deltashard-fleet-tls", "deltashard-fleet-ca"),
+    "configmaps": ("deltashard-fleet-ca",),
+    "coordination.k8s.io/leases": ("deltashard-controller",),
+}
+
+
+def test_rights_are_the_least(release: Release, http: Rest) -> None:
+    """In another namespace: just the table. In its own, the controller has its certificates, by name, besides."""
+    release.install()
+    for account, rights in RIGHTS.items():
+        eventually(
+            lambda account=account: allowed(http, account, "team-a", "list", "deltashard.io/checkpointruns"),
+            bool,
+        )
+        for resource in sorted(RESOURCES):
+            for namespace in ("team-a", NAMESPACE):
+                may = {verb for verb in VERBS if allowed(http, account, namespace, verb, resource)}
+                assert may == rights.get(resource, set()), (account, namespace, resource)
+    for resource, names in OWN.items():
+        for name in (*names, "another"):
+            for account in RIGHTS:
+                may = {verb for verb in VERBS if allowed(http, account, NAMESPACE, verb, resource, name)}
+                has = account == "deltashard-controller" and name != "another"
+                assert may == ({"get", "update"} if has else set()), (account, resource, name)
+    configurations_ = "admissionregistration.k8s.io/mutatingwebhookconfigurations"
+    for name, rights in (("deltashard-webhook", {"get", "patch"}), ("another", set())):
+        may = {v for v in VERBS if allowed(http, "deltashard-controller", "", v, configurations_, name)}
+        assert may == rights
+
+
+@pytest.mark.parametrize("mode", ["cert-manager", "existing"])
+def test_no_secret_is_the_controller_s_when_others_issue(mode: str) -> None:
+    """Neither Secrets nor the webhook's configuration."""
+    existing = {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}
+    roles = render({"certificates": {"mode": mode, "existing": existing}})
+    resources = {
+        resource
+        for role in [*roles.all("ClusterRole"), *roles.all("Role")]
+        for rule in role["rules"]
+        for resource in rule["resources"]
+    }
+    assert not resources & {"secrets", "configmaps", "mutatingwebhookconfigurations"}
+
+
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_the_test_s_rights_last_as_long_as_it_runs(release: Release, http: Rest, phase: str) -> None:
+    """While its pod runs, its account may create Jobs in one namespace; afterwards, however it ended, there is none.
+
+    The test plays the kubelet.
+    """
+    release.install()
+    created = "batch/jobs"
+    assert not allowed(http, "deltashard-test", "default", "create", created)
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/deltashard-test"
+    with ThreadPoolExecutor(1) as pool:
+        test = pool.submit(release, "test", RELEASE, "--timeout", "3m")
+        wait_for(lambda: test.done() or http("GET", path).status == 200, what="the test's pod", timeout_s=120)
+        assert eventually(lambda: allowed(http, "deltashard-test", "default", "create", created), bool)
+        for resource in sorted(RESOURCES):
+            may = {verb for verb in VERBS if allowed(http, "deltashard-test", "default", verb, resource)}
+            assert may == ({"create"} if resource == created else set()), resource
+        assert not allowed(http, "deltashard-test", "team-a", "create", created)
+        status = {"status": {"phase": phase}}
+        assert http("PATCH", f"{path}/status", status, content=MERGE).status == 200
+        if phase == "Succeeded":
+            assert "Phase:          Succeeded" in test.result(180)
+        else:
+            with pytest.raises(HelmRefused, match="failed"):
+                test.result(180)
+    root = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
+    left = (f"{root}/roles", f"{root}/rolebindings", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts")
+    assert [http("GET", f"{each}/deltashard-test").status for each in left] == [404, 404, 404]
+    assert http("GET", path).status == 200  # its log can be read
+    assert http("DELETE", f"{path}?gracePeriodSeconds=0").status == 200

@@ -1,0 +1,642 @@
+"""The command line on file:// and real MinIO stores, whole and broken."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_cli.main import main
+from deltashard_cli.output import age, size
+
+from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
+from tests.support.server.minio_server import free_port
+
+RUN = "team/run-1"
+Cli = Callable[..., tuple[int, str]]
+SCRIPT = Path(sys.executable).parent / "deltashard"
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the entry point; (exit code, stdout and stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, shown.out + shown.err
+
+    return run
+
+
+def answer(cli: Cli, *arguments: object) -> Any:
+    """The JSON of a command that must succeed (0) or find something (1)."""
+    code, text = cli(*arguments, "--json")
+    assert code in {0, 1}, text
+    return json.JSONDecoder().raw_decode(text)[0]  # a warning may follow, on stderr
+
+
+@pytest.fixture(params=["file", "minio"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store, empty."""
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    found = request.getfixturevalue("minio_url")
+    assert isinstance(found, str)
+    return found
+
+
+@pytest.fixture
+def file_url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+def write(url: str, directory: Path, run: str = RUN) -> WrittenRun:
+    """Three checkpoints in a chain: full, delta, delta in 8 bits."""
+    written = WrittenRun(open_store(url), run, directory)
+    first = written.save(step=100, pins=("best",), metadata={"git": "abc"})
+    second = written.save(written.train(), step=200, covers=first)
+    written.save(written.train(), step=300, covers=second, encoding="q8")
+    written.close()
+    return written
+
+
+@pytest.fixture
+def run(url: str, tmp_path: Path) -> WrittenRun:
+    return write(url, tmp_path)
+
+
+@pytest.fixture
+def file_run(file_url: str, tmp_path: Path) -> Iterator[WrittenRun]:
+    return write(file_url, tmp_path)
+
+
+def at(url: str, run: str = RUN) -> str:
+    """URL/RUN."""
+    base, question, query = url.partition("?")
+    return f"{base.rstrip('/')}/{run}{question}{query}"
+
+
+def objects(store: Store, suffix: str) -> list[str]:
+    return [found.key for found in store.list(RUN) if found.key.endswith(suffix)]
+
+
+# -- looking ----------------------------------------------------------------------------------------------------
+
+
+def test_ls_of_a_root_and_of_a_run(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
+    """A root lists runs; a run, however it is named, lists checkpoints."""
+    write(url, tmp_path / "other", "solo")
+    runs = answer(cli, "ls", url)["runs"]
+    assert [(one["run"], one["newest_step"], one["checkpoints"], one["stopped"]) for one in runs] == [
+        ("solo", 300, 3, None),
+        (RUN, 300, 3, None),
+    ]
+    for arguments in ((at(url),), (url, "--run", RUN)):
+        found = answer(cli, "ls", *arguments)
+        assert [one["step"] for one in found["checkpoints"]] == [100, 200, 300]
+        assert [one["kind"] for one in found["checkpoints"]] == ["full", "delta", "delta"]
+        assert [one["chain"] for one in found["checkpoints"]] == [[2], [3, 2], [4, 3, 2]]
+        assert found["checkpoints"][0]["pins"] == ["best"]
+        assert found["checkpoints"][2]["encodings"] == ["q8"]
+    code, text = cli("ls", at(url))
+    assert code == 0
+    assert "delta on 3" in text
+    assert "3 live checkpoints of 3 committed in 1 attempt" in text
+    assert "solo" in cli("ls", url)[1]
+
+
+def test_inspect_and_plan(cli: Cli, url: str, run: WrittenRun) -> None:
+    """One checkpoint in full, and what its restore reads; a root with one run needs no --run."""
+    found = answer(cli, "inspect", url, "-c", "step:100")
+    assert found["metadata"] == {"git": "abc"}
+    assert [(t["table"], t["held_rows"], t["encodings"]) for t in found["tables"]] == [
+        (ITEMS.fqn, ITEMS.rows, ["fp32"]),
+        (HALF.fqn, HALF.rows, ["bf16"]),
+    ]
+    assert set(found["blobs"]) == {"dense/mlp.0.weight", "dense/odd", "meta", "optim/0"}
+    plan = answer(cli, "plan", url)
+    assert [line["seq"] for line in plan["lines"]] == [4, 3, 2]
+    assert plan["blobs"] == 4
+    assert sum(line["bytes"] for line in plan["lines"]) == plan["bytes"]
+    one = answer(cli, "plan", url, "--table", HALF.fqn, "--weights-only")
+    assert [(line["seq"], line["rows"]) for line in one["lines"] if line["rows"]] == [(2, HALF.rows)]
+    for command in ("inspect", "plan"):
+        code, text = cli(command, url)
+        assert code == 0
+        assert ITEMS.fqn in text or "requests" in text
+
+
+def test_which(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
+    """latest, N, seq:N, step:N, pin:NAME; anything else is the caller's mistake, and what there is is listed."""
+    for which, step in (("latest", 300), ("3", 200), ("seq:3", 200), ("step:200", 200), ("pin:best", 100)):
+        assert answer(cli, "inspect", file_url, "-c", which)["summary"]["step"] == step
+    for which in ("99", "pin:none", "none", "yesterday", "seq:x"):
+        code, text = cli("inspect", file_url, "-c", which)
+        assert code == 2, text
+    assert "seq 4 (step 300)" in cli("inspect", file_url, "-c", "99")[1]
+
+
+# -- checking ---------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_verifies(cli: Cli, url: str, run: WrittenRun) -> None:
+    """Shallow and deep: nothing found, everything counted, exit 0."""
+    shallow = answer(cli, "verify", url)
+    assert shallow["ok"] is True
+    assert (shallow["entries"], shallow["checkpoints"], shallow["indexes"]) == (5, [2, 3, 4], 3)
+    deep = answer(cli, "verify", "--deep", url)
+    assert deep["ok"] is True
+    assert deep["restored"] == [2, 3, 4]
+    assert deep["frames"] == shallow["frames"] > 10
+    code, text = cli("verify", "--deep", url)
+    assert code == 0
+    assert text.startswith("ok: 5 log entries, 3 live checkpoints")
+
+
+def test_a_flipped_bit_is_found_by_deep_only(cli: Cli, url: str, run: WrittenRun) -> None:
+    """Exit 1, with the pack, the frame and the checkpoints that need it; what does not need it still restores."""
+    (pack, *_) = [key for key in objects(run.store, ".pack") if "/00000003/" in key]
+    data = bytearray(run.store.get(pack))
+    data[len(data) // 3] ^= 4
+    run.store.put(pack, data)
+    assert answer(cli, "verify", url)["ok"] is True
+    found = answer(cli, "verify", "--deep", url)
+    assert found["ok"] is False
+    (problem,) = found["problems"]
+    assert problem["object"] == pack.removeprefix(f"{RUN}/")
+    assert "hash" in problem["what"]
+    assert problem["checkpoints"] == [4]
+    assert found["restored"] == [2, 3]
+    code, text = cli("verify", "--deep", url)
+    assert code == 1
+    assert "1 problem" in text
+    assert cli("verify", "--deep", url, "-c", "3")[0] == 0
+    code, text = cli("restore", url, "unused-directory")
+    assert code == 1
+    assert "wrong hash" in text
+    assert not Path("unused-directory").exists()
+
+
+def test_missing_and_short_packs(cli: Cli, url: str, run: WrittenRun) -> None:
+    """Found without reading contents; the baseline's loss breaks every checkpoint built on it."""
+    base = [key for key in objects(run.store, ".pack") if "/00000001/" in key]
+    run.store.delete(base[:1])
+    run.store.put(base[1], run.store.get(base[1])[:-64])
+    found = answer(cli, "verify", url)
+    assert [(p["object"], p["checkpoints"]) for p in found["problems"]] == [
+        (base[0].removeprefix(f"{RUN}/"), [2, 3, 4]),
+        (base[1].removeprefix(f"{RUN}/"), [2, 3, 4]),
+    ]
+    assert "does not exist" in found["problems"][0]["what"]
+    assert "bytes" in found["problems"][1]["what"]
+    code, text = cli("verify", url)
+    assert code == 1
+    assert "2 problems" in text
+
+
+def test_a_broken_index(cli: Cli, url: str, run: WrittenRun) -> None:
+    """Named, with who needs it; a missing one too."""
+    (index,) = [key for key in objects(run.store, ".index") if "/00000002/" in key]
+    data = run.store.get(index)
+    run.store.put(index, data[:-3])
+    for _ in ("damaged", "missing"):
+        (problem,) = answer(cli, "verify", url)["problems"]
+        assert problem["object"] == index.removeprefix(f"{RUN}/")
+        assert problem["checkpoints"] == [3, 4]
+        run.store.delete([index])
+
+
+def test_a_gap_in_the_log(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
+    """An entry that vanished: exit 1 and the slot's name, from every command."""
+    file_run.store.delete([f"{RUN}/{entry_key(3)}"])
+    found = answer(cli, "verify", "--run", RUN, file_url)
+    assert found["ok"] is False
+    assert "log entry 3 is missing" in found["problems"][0]["what"]
+    assert cli("verify", "--run", RUN, file_url)[0] == 1
+
+
+def test_a_damaged_log_entry(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
+    """The entry is named; what was committed before it is still checked, listed and restored."""
+    key = f"{RUN}/{entry_key(4)}"
+    file_run.store.put(key, file_run.store.get(key).replace(b'"step":300', b'"step":301'))
+    found = answer(cli, "verify", "--deep", file_url)
+    assert [problem["object"] for problem in found["problems"]] == [entry_key(4)]
+    assert found["restored"] == [2, 3]
+    assert "cannot be followed past entry 4" in cli("ls", at(file_url))[1]
+    assert answer(cli, "ls", file_url)["runs"][0]["stopped"].startswith("entry 4")
+
+
+@pytest.mark.parametrize("damage", ["flip", "empty", "garbage after it"])
+def test_no_command_is_silent_about_a_damaged_log(
+    cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, damage: str
+) -> None:
+    """Whatever reads a checkpoint reads the one before the damage, says so on stderr and in JSON, and ends with 1."""
+    bad = 5 if damage == "garbage after it" else 4
+    key = f"{RUN}/{entry_key(bad)}"
+    whole = bytearray() if bad == 5 else bytearray(file_run.store.get(key))
+    if damage == "flip":
+        whole[len(whole) // 2] ^= 1
+    file_run.store.put(key, {"flip": bytes(whole), "empty": b"", "garbage after it": b"rubbish"}[damage])
+    said = f"the log cannot be followed past entry {bad}: "
+    for number, arguments in enumerate(
+        (
+            ("ls", at(file_url)),
+            ("ls", file_url),
+            ("inspect", file_url),
+            ("plan", file_url),
+            ("diff", file_url, "2", "2"),
+            ("restore", file_url, tmp_path / "restored{}"),
+            ("export", file_url, tmp_path / "exported{}.safetensors"),
+            ("compact", file_url, "--dry-run"),
+        )
+    ):
+        for as_json in (False, True):
+            given = [str(one).replace("{}", f"{number}{as_json}") for one in arguments]
+            code, text = cli(*given, *(["--json"] if as_json else []))
+            assert code == 1, (given, text)
+            assert f"warning: {said}" in text or f"warning: {RUN}: {said}" in text
+            if as_json:
+                assert said in json.JSONDecoder().raw_decode(text)[0]["warning"]
+    for command in (("gc", file_url), ("compact", file_url), ("inspect", file_url, "-c", "seq:9")):
+        code, text = cli(*command)
+        assert code == 1, text
+        assert said in text
+    assert "error: " in text
+
+
+def test_a_log_without_its_first_entry_is_a_damaged_run_not_none(
+    cli: Cli, url: str, run: WrittenRun, tmp_path: Path
+) -> None:
+    """Every way to say the run leads to the gap; with a folded state behind it only `verify` minds."""
+    run.store.delete([f"{RUN}/{entry_key(0)}"])
+    for arguments in (
+        ("ls", at(url)),
+        ("inspect", url),
+        ("plan", url, "--run", RUN),
+        ("gc", at(url), "--dry-run"),
+    ):
+        code, text = cli(*arguments)
+        assert code == 0, text
+    found = answer(cli, "verify", at(url))
+    assert [problem["object"] for problem in found["problems"]] == [entry_key(0)]
+    run.store.delete([info.key for info in run.store.list(f"{RUN}/log/fold-")])
+    for arguments in (("ls", at(url)), ("inspect", url), ("plan", url, "--run", RUN), ("gc", at(url))):
+        code, text = cli(*arguments)
+        assert code == 3, text
+        assert "log entry 0 is missing" in text
+        assert "Traceback" not in text
+    code, text = cli("verify", url)
+    assert code == 1
+    assert "log entry 0 is missing" in text
+    write(url, tmp_path / "other", "solo")
+    code, text = cli("ls", url, "--json")
+    assert code == 1
+    found = json.JSONDecoder().raw_decode(text)[0]
+    assert [(one["run"], one["stopped"]) for one in found["runs"]] == [
+        ("solo", None),
+        (RUN, found["warning"].partition(": ")[2]),
+    ]
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def test_restore_writes_what_was_cut(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
+    """Every array, bit for bit, by the manifest; blobs as trees; never over an existing directory."""
+    out = tmp_path / "restored"
+    code, text = cli("restore", url, out, "-c", "step:200")
+    assert code == 0
+    assert "2 tables, 5 arrays, 3 blobs" in text
+    manifest = json.loads((out / "manifest.json").read_text())
+    items, half, dense = run.saved[3]
+    assert (manifest["step"], manifest["seq"], manifest["run"]) == (200, 3, RUN)
+    held = manifest["tables"][ITEMS.fqn]
+    np.testing.assert_array_equal(np.load(out / held["weight"]["file"]), items.weights)
+    for name, values in items.fields.items():
+        np.testing.assert_array_equal(np.load(out / held["fields"][name]["file"]), values)
+    users = manifest["tables"][HALF.fqn]["weight"]
+    assert users["dtype"] == "bfloat16"
+    np.testing.assert_array_equal(np.load(out / users["file"]), half.weights)
+    np.testing.assert_array_equal(np.load(out / manifest["dense"]["mlp.0.weight"]["file"]), dense)
+    assert (out / manifest["blobs"]["meta"]["file"]).stat().st_size == manifest["blobs"]["meta"]["bytes"]
+    assert cli("restore", url, out)[0] == 2
+    raw = tmp_path / "raw"
+    assert cli("restore", url, raw, "-c", "3", "--raw")[0] == 0
+    file = raw / json.loads((raw / "manifest.json").read_text())["tables"][ITEMS.fqn]["weight"]["file"]
+    assert file.read_bytes() == items.weights.tobytes()
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_export_safetensors(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
+    """The safetensors library reads it, bfloat16 included, with and without optimizer state."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+
+    file = tmp_path / "model.safetensors"
+    items, half, dense = run.saved[2]
+    code, text = cli("export", url, file, "-c", "pin:best")
+    assert code == 0
+    assert "left out, not plain tensors: dense/odd" in text
+    found = load_file(file)
+    assert set(found) == {ITEMS.fqn, HALF.fqn, "mlp.0.weight"}
+    np.testing.assert_array_equal(found[ITEMS.fqn].numpy(), items.weights)
+    np.testing.assert_array_equal(found[HALF.fqn].view(torch.uint16).numpy(), half.weights)
+    np.testing.assert_array_equal(found["mlp.0.weight"].numpy(), dense)
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["step"] == "100"
+    (length,) = struct.unpack("<Q", file.read_bytes()[:8])
+    assert length % 8 == 0
+    assert cli("export", url, file)[0] == 2
+    assert cli("export", url, file, "-c", "2", "--force", "--state")[0] == 0
+    found = load_file(file)
+    np.testing.assert_array_equal(found[f"{ITEMS.fqn}.sum"].numpy(), items.fields["sum"])
+    np.testing.assert_array_equal(found[f"{ITEMS.fqn}.exp_avg"].numpy(), items.fields["exp_avg"])
+
+
+def test_export_torch(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
+    """A plain state_dict that `torch.load(weights_only=True)` accepts."""
+    import torch
+
+    file = tmp_path / "model.pt"
+    assert cli("export", url, file, "-c", "seq:3", "--state")[0] == 0
+    found = torch.load(file, weights_only=True)
+    items, half, dense = run.saved[3]
+    assert found[HALF.fqn].dtype == torch.bfloat16
+    np.testing.assert_array_equal(found[HALF.fqn].view(torch.uint16).numpy(), half.weights)
+    np.testing.assert_array_equal(found[ITEMS.fqn].numpy(), items.weights)
+    np.testing.assert_array_equal(found[f"{ITEMS.fqn}.sum"].numpy(), items.fields["sum"])
+    np.testing.assert_array_equal(found["mlp.0.weight"].numpy(), dense)
+    assert cli("export", url, tmp_path / "model.bin")[0] == 2
+
+
+def test_export_without_torch(
+    cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Says what to install, and what works without."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, text = cli("export", file_url, tmp_path / "model.pt")
+    assert code == 2
+    assert "safetensors" in text
+    assert not (tmp_path / "model.pt").exists()
+    assert cli("export", file_url, tmp_path / "model.safetensors")[0] == 0
+
+
+# -- comparing --------------------------------------------------------------------------------------------------
+
+
+def test_diff(cli: Cli, url: str, run: WrittenRun) -> None:
+    """Rows and largest differences as they were cut; blobs that differ; 0 when equal, 1 when not."""
+    found = answer(cli, "diff", url, "2", "3")
+    before, after = run.saved[2], run.saved[3]
+    changed = int((before[0].weights != after[0].weights).any(axis=1).sum())
+    by_name = {(one["table"], one["field"]): one for one in found["tables"]}
+    assert by_name[ITEMS.fqn, ""]["rows_differing"] == changed > 0
+    assert by_name[ITEMS.fqn, ""]["largest"] == pytest.approx(1.0)
+    assert by_name[ITEMS.fqn, "sum"]["rows_differing"] == changed
+    assert by_name[HALF.fqn, ""]["rows_differing"] == 0
+    assert {blob["name"] for blob in found["blobs"]} == {"dense/mlp.0.weight", "meta"}
+    assert {blob["name"]: blob["largest"] for blob in found["blobs"]}["dense/mlp.0.weight"] == pytest.approx(
+        0.25
+    )
+    assert cli("diff", url, "2", "3")[0] == 1
+    code, text = cli("diff", url, "latest", "step:300")
+    assert code == 0
+    assert "not one bit differs" in text
+
+
+# -- tidying ----------------------------------------------------------------------------------------------------
+
+
+def test_gc(cli: Cli, url: str, run: WrittenRun) -> None:
+    """Retires by --keep-last, waits for the grace, deletes, and leaves a run that verifies; a dry run changes nothing."""
+    full = run.save(step=400)
+    run.save(run.train(), step=500, covers=full)
+    run.save(step=600)
+    planned = answer(cli, "gc", url, "--keep-last", "1", "--dry-run")
+    assert planned["retired"]
+    assert planned["given_up"] == []
+    code, text = cli("gc", url, "--keep-last", "1", "--dry-run")
+    assert "retired: 3, 4" in text
+    assert "given up" not in text, "what was committed and retired was no failure"
+    assert answer(cli, "ls", at(url))["run"]["checkpoints"] == 6
+    done = answer(cli, "gc", url, "--keep-last", "1", "--every-steps", "600")
+    left = {one["seq"] for one in answer(cli, "ls", at(url))["checkpoints"]}
+    assert left == {2, 3, 4, 5, 6, 7} - set(done["retired"])
+    assert done["collected"]["objects"] == 0
+    assert done["collected"]["waiting"]
+    code, text = cli("gc", url)
+    assert code == 0
+    assert "grace" in text
+    assert answer(cli, "gc", url, "--grace", "0")["collected"]["objects"] > 0
+    assert answer(cli, "gc", url, "--grace", "0")["collected"]["objects"] == 0
+    verified = answer(cli, "verify", "--deep", url)
+    assert verified["ok"] is True
+    assert set(verified["restored"]) == left
+    assert cli("gc", url, "--every-steps", "5")[0] == 2
+    code, text = cli("inspect", url, "-c", f"seq:{done['retired'][0]}")
+    assert code == 2
+    assert f"checkpoint {done['retired'][0]} (step " in text
+    assert "was retired by log entry 8, 2" in text
+
+
+def test_gc_counts_failed_saves(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
+    """A cut that can never be committed any more is given up; parts that a compaction replaced are not."""
+    file_run.cut += 1
+    lost = cut_prefix(file_run.attempt, file_run.cut)
+    file_run.store.put(f"{RUN}/{lost}00000-{'0' * 16}-00000.pack", b"of a save that failed")
+    file_run.save(step=400)
+    assert cli("compact", file_url, "-c", "seq:4")[0] == 0
+    planned = answer(cli, "gc", file_url, "--dry-run")
+    assert planned["given_up"] == [lost]
+    assert len(planned["retired_prefixes"]) == 2
+    _code, text = cli("gc", file_url)
+    assert "1 failed save given up" in text
+    assert "1 part retired that a compaction replaced" in text
+
+
+def test_compact(cli: Cli, url: str, run: WrittenRun, tmp_path: Path) -> None:
+    """The chain becomes one; what restores is the same, bit for bit; again there is nothing to do."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    assert cli("restore", url, before)[0] == 0
+    assert answer(cli, "compact", url, "--dry-run")["chain"] == [4, 3, 2]
+    assert answer(cli, "compact", url)["compacted"]["replaces"] == 4
+    found = answer(cli, "ls", at(url))["checkpoints"][-1]
+    assert (found["compacted"], found["chain"]) == (True, [4])
+    # Rows and bytes are those of what is read now, and no longer those of the delta that it was.
+    moved = RunLog(run.store, RUN).refresh().compactions[4]
+    packs = sum(i.size_bytes for i in run.store.list(f"{RUN}/{moved.parts[0].prefix}"))
+    assert (found["rows"], found["stored_bytes"]) == (ITEMS.rows + HALF.rows, packs)
+    assert (found["kind"], found["covers"], found["encodings"]) == ("full", [], ["bf16", "fp32", "q8"])
+    inspected = answer(cli, "inspect", url)
+    assert inspected["summary"] == found
+    assert found["raw_bytes"] == sum(part["raw_bytes"] for part in inspected["parts"]) > found["stored_bytes"]
+    assert inspected["compacted_at_s"] == moved.at_s
+    assert cli("restore", url, after)[0] == 0
+    files = sorted(path.relative_to(before) for path in before.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(after) for path in after.rglob("*") if path.is_file())
+    for file in files:
+        assert (before / file).read_bytes() == (after / file).read_bytes(), file
+    assert answer(cli, "verify", "--deep", url)["ok"] is True
+    code, text = cli("compact", url)
+    assert code == 0
+    assert "already" in text
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------
+
+
+def test_what_the_caller_got_wrong_is_2(
+    cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path
+) -> None:
+    """URL, run, bucket and usage; each message says what to do."""
+    write(file_url, tmp_path / "more", "another")
+    for arguments, said in (
+        (("ls", f"{tmp_path}/nowhere"), "does not exist"),
+        (("ls", "gs://bucket"), "s3://"),
+        (("verify", file_url), "another, team/run-1"),
+        (("verify", file_url, "--run", "typo"), "another, team/run-1"),
+        (("verify", file_url, "--run", "../up"), "cannot name a run"),
+        (("plan", at(file_url), "--table", "nope"), ITEMS.fqn),
+        (("gc", file_url, "--run", RUN, "--grace", "nan"), "no finite number"),
+        (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "inf"), "no finite number"),
+        (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "0"), "not in the range"),
+        (("frobnicate", file_url), "No such command"),
+        (("ls",), "URL"),
+    ):
+        code, text = cli(*arguments)
+        assert code == 2, text
+        assert said in text
+    (tmp_path / "empty").mkdir()
+    assert cli("verify", tmp_path / "empty")[0] == 2
+    assert cli("ls", tmp_path / "empty")[0] == 0
+
+
+def test_ls_of_what_is_not_there(cli: Cli, url: str, run: WrittenRun, minio_url: str) -> None:
+    """Exit 2 and a message on every store; an empty bucket is there, and holds no runs."""
+    for absent in ("team/absent", "absent", f"{RUN}/more"):
+        for arguments in (
+            ("ls", at(url, absent)),
+            ("ls", at(url, absent), "--json"),
+            ("ls", url, "--run", absent),
+        ):
+            code, text = cli(*arguments)
+            assert code == 2, text
+            assert "exist" in text or "nothing is stored here" in text or "no run" in text
+    if "minio" not in url and "s3" not in url:
+        assert cli("ls", minio_url)[0] == 0
+
+
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_an_output_that_cannot_be_is_the_callers(
+    cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, name: str
+) -> None:
+    """A directory that does not exist, or is a file: exit 2, and nothing is left behind."""
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "nowhere" / name, tmp_path / "file" / name):
+        code, text = cli("export", file_url, place)
+        assert code == 2, text
+        assert "directory does not exist" in text
+        assert "Traceback" not in text
+    assert cli("restore", file_url, tmp_path / "file" / "restored")[0] == 2
+
+
+def test_what_the_environment_did_is_3(cli: Cli, minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that nobody answers for, within the deadline; and as JSON."""
+    from deltashard_checkpoint.stores.retry import RetryPolicy
+    from deltashard_cli import target
+
+    with monkeypatch.context() as patched:
+        patched.setattr(target, "POLICY", RetryPolicy(deadline_s=0.5))
+        code, text = cli("verify", f"s3://bucket/run?endpoint=http://127.0.0.1:{free_port()}", "--json")
+    assert code == 3
+    document = json.loads(text[: text.rindex("}") + 1])
+    assert document["error"]["kind"] == "StoreUnavailable"
+    assert document["error"]["exit"] == 3
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    code, text = cli("ls", minio_url)
+    assert code == 2
+    assert "SignatureDoesNotMatch" in text
+
+
+def test_a_bug_is_4(cli: Cli, file_url: str, file_run: WrittenRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that is none of ours shows its trace and asks for a report."""
+    from deltashard_cli import read_command
+
+    def broken(_url: str, _run: str | None) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(read_command, "find_run", broken)
+    code, text = cli("plan", file_url)
+    assert code == 4
+    assert "Traceback" in text
+    assert "report" in text
+
+
+def test_the_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Path) -> None:
+    """As a user runs it: a process of its own, tables in a pipe, no colour, no progress bar, codes as documented."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "COLUMNS": "80"}
+        return subprocess.run(
+            [SCRIPT, *arguments], capture_output=True, text=True, timeout=120, env=environment, check=False
+        )
+
+    done = run("verify", "--deep", file_url)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ok: ")
+    assert "\x1b" not in done.stdout
+    file_run.store.delete(objects(file_run.store, ".pack")[:1])
+    assert run("verify", file_url).returncode == 1
+    gone = subprocess.Popen([SCRIPT, "verify", file_url], stdout=subprocess.PIPE)
+    assert gone.stdout is not None
+    gone.stdout.close()  # as `| head` does
+    assert gone.wait(120) == 1, "its own verdict"
+    for arguments in (
+        ("ls", file_url),
+        ("ls", file_url, "--json"),
+        ("--help",),
+        ("inspect", at(file_url), "--json"),
+    ):
+        # A pipe of one page fills before the document ends, so this also breaks in the middle of a write.
+        broken = subprocess.Popen([SCRIPT, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert broken.stdout is not None
+        assert broken.stderr is not None
+        fcntl.fcntl(broken.stdout, fcntl.F_SETPIPE_SZ, 4096)
+        broken.stdout.close()
+        said = broken.stderr.read()
+        broken.stderr.close()
+        assert (broken.wait(120), said) == (0, b"")
+    helped = run("--help")
+    assert helped.returncode == 0
+    assert "Exit codes" in helped.stdout
+    for command in ("ls", "inspect", "plan", "verify", "diff", "restore", "export", "gc", "compact"):
+        assert command in helped.stdout
+
+
+def test_numbers_for_people() -> None:
+    """Sizes and ages keep the digits that matter."""
+    assert [size(n) for n in (0, 999, 1024, 10_000, 300_000, 5 << 20, 3 << 40)] == [
+        *("0 B", "999 B", "1.0 KiB", "9.8 KiB", "293 KiB", "5.0 MiB", "3.0 TiB")
+    ]
+    assert [age(0, s) for s in (5, 119, 120, 7200, 200_000, -1)] == [
+        *("5 s ago", "119 s ago", "2 min ago", "2 h ago", "2 d ago", "in the future")
+    ]

@@ -1,0 +1,521 @@
+"""The webhook as a process, over TLS, asked by a real API server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_operator.kube import cluster_name, webhook_configuration
+
+from tests.integration.operator.conftest import WebhookProcess
+from tests.integration.operator.policy.test_policy_cache import policy
+from tests.integration.operator.tls.test_certificate import put
+from tests.support.operator import sample
+from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest
+from tests.support.server.minio_server import free_port, wait_for
+
+HOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
+OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "controller": True}
+"""As the Job's controller puts it on the pods it makes."""
+
+
+@pytest.fixture
+def rest(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as rest:
+        yield rest
+
+
+def job(name: str, annotations: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    pod = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}], **spec}
+    metadata: dict[str, Any] = {"name": name}
+    if annotations is not None:
+        metadata["annotations"] = annotations
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {"template": {"spec": pod}},
+    }
+
+
+def pod(name: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
+    found = job(name, annotations)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": found["metadata"],
+        "spec": found["spec"]["template"]["spec"],
+    }
+
+
+def opted(**more: str) -> dict[str, str]:
+    return {cluster_name.POLICY: "default"} | {
+        cluster_name.PREFIX + key.replace("_", "-"): v for key, v in more.items()
+    }
+
+
+def has_sidecar(reply: Reply) -> bool:
+    spec = reply.document.get("spec", {})
+    inits = spec.get("template", {"spec": spec})["spec"].get("initContainers") or []
+    return any(c["name"] == cluster_name.SIDECAR for c in inits)
+
+
+@contextmanager
+def registered(rest: Rest, client_config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """The webhook's configuration in the cluster, in force; yields how to change where it points."""
+
+    def probe() -> Reply:
+        return rest.create(job("probe", opted()), dry_run=True)
+
+    document = webhook_configuration.mutating(client_config)
+    path = f"{HOOKS}/{webhook_configuration.CONFIGURATION}"
+    assert rest("POST", HOOKS, document).status == 201
+
+    def change(client_config: dict[str, Any]) -> None:
+        document = webhook_configuration.mutating(client_config)
+        document["metadata"]["resourceVersion"] = rest("GET", path).document["metadata"]["resourceVersion"]
+        assert rest("PUT", path, document).status == 200
+
+    try:
+        wait_for(lambda: probe().status != 201 or has_sidecar(probe()), what="the configuration in force")
+        yield change
+    finally:
+        assert rest("DELETE", path).status == 200
+        wait_for(lambda: probe().status == 201 and not has_sidecar(probe()), what="the configuration's end")
+
+
+def test_with_every_replica_dead_nobody_else_notices(rest: Rest) -> None:
+    """Under failurePolicy Fail with nobody listening, what is not annotated is admitted, with or without any annotations map."""
+    dead = {"url": f"https://127.0.0.1:{free_port()}/mutate"}
+    with registered(rest, dead):
+        for annotations in (None, {}, {"other.io/policy": "x"}, {cluster_name.BITS: "8"}):
+            assert rest.create(job("free", annotations), dry_run=True).status == 201
+            assert rest.create(pod("free", annotations), dry_run=True).status == 201
+        marked = pod("marked", {**opted(), cluster_name.INJECTED: "0.1.0"})
+        marked["metadata"]["ownerReferences"] = [OF_JOB]
+        assert rest.create(marked, dry_run=True).status == 201, "an injected template's pods need no webhook"
+        mirror = pod("mirror", {**opted(), "kubernetes.io/config.mirror": "hash"})
+        mirror["spec"]["nodeName"] = "n1"
+        assert rest.create(mirror, dry_run=True).status == 201, "a static pod's copy cannot be changed"
+        for document in (job("asked", opted()), pod("asked", opted())):
+            refused = rest.create(document, dry_run=True)
+            assert refused.status == 500
+            assert "failed calling webhook" in refused.document["message"]
+        inner = job("inner")
+        inner["spec"]["template"]["metadata"] = {"annotations": opted()}
+        assert rest.create(inner, dry_run=True).status == 500, "the annotation counts on the template, too"
+
+
+def test_an_annotated_job_is_injected(rest: Rest, webhook: WebhookProcess) -> None:
+    """What is stored has the sidecar and the labels; the pod its template makes needs the webhook no more."""
+    with registered(rest, webhook.client_config()):
+        made = rest.create(job("trains", opted(interval="90s")))
+        assert made.status == 201, made
+        assert not made.warnings
+        assert made.document["metadata"]["labels"][cluster_name.MANAGED_BY] == "deltashard"
+        template = made.document["spec"]["template"]
+        values = sample.expanded(sample.sidecar_of(template), {})
+        assert values["DELTASHARD_EVERY_S"] == "90"
+        child = {"apiVersion": "v1", "kind": "Pod", **template}
+        child["metadata"] = {**template["metadata"], "name": "trains-x", "ownerReferences": [OF_JOB]}
+        webhook.stop()
+        made = rest.create(child, dry_run=True)
+        assert made.status == 201
+        assert sum(c["name"] == cluster_name.SIDECAR for c in made.document["spec"]["initContainers"]) == 1
+
+
+def test_a_pod_of_another_controller_is_injected(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """At its own CREATE, with its controller's identity."""
+    document = pod("online-0", opted())
+    document["metadata"]["ownerReferences"] = [
+        {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": "online", "uid": "u-1", "controller": True}
+    ]
+    with registered(rest, shared_webhook.client_config()):
+        made = rest.create(document, dry_run=True)
+    assert made.status == 201, made
+    values = sample.expanded(sample.sidecar_of(made.document), {"metadata.namespace": "default"})
+    assert values["DELTASHARD_RUN"] == "default/online-u-1"
+
+
+def test_refusals_and_warnings_reach_the_user(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """The client shows the sentence, the code is the reason, warnings are headers; metrics count by code."""
+    with registered(rest, shared_webhook.client_config()):
+        refused = rest.create(job("wrong", opted(bits="7")), dry_run=True)
+        assert refused.status == 422
+        assert refused.document["reason"] == "BadAnnotation"
+        assert "deltashard.io/bits: '7' is not possible" in refused.document["message"]
+        warned = rest.create(job("short", opted(), terminationGracePeriodSeconds=45), dry_run=True)
+        assert warned.status == 201
+        assert "terminationGracePeriodSeconds is 45 s" in warned.warnings[0]
+        _, page = shared_webhook.get("metrics")
+    counted = next(line for line in page.splitlines() if 'kind="Job",outcome="BadAnnotation"' in line)
+    assert float(counted.split()[-1]) >= 1
+    assert "deltashard_webhook_ready 1.0" in page
+
+
+def test_the_default_policy_costs_no_call_an_admission(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """A burst of Jobs under the chart's default asks the API about a namespace's own `default` once a second at most."""
+
+    def looks() -> float:
+        _, page = shared_webhook.get("metrics")
+        line = next(
+            each for each in page.splitlines() if each.startswith("deltashard_webhook_policy_looks_total")
+        )
+        return float(line.split()[-1])
+
+    with registered(rest, shared_webhook.client_config()):
+        before, begun_s = looks(), time.monotonic()
+        with ThreadPoolExecutor(8) as pool:
+            replies = list(pool.map(lambda _: rest.create(job("many", opted()), dry_run=True), range(48)))
+        assert all(map(has_sidecar, replies))
+        assert looks() - before <= 2 + (time.monotonic() - begun_s)
+
+
+def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
+    rest: Rest, shared_webhook: WebhookProcess
+) -> None:
+    """A miss in the cache is one live look, then a refusal that names the policy; a namespace's policy is its own."""
+    mine = {cluster_name.POLICY: "mine"}
+    with registered(rest, shared_webhook.client_config()):
+        refused = rest.create(job("early", mine), dry_run=True)
+        assert refused.document["reason"] == "PolicyNotFound"
+        assert (
+            "there is no CheckpointPolicy 'mine' in the workload's namespace" in refused.document["message"]
+        )
+        assert rest.create(policy("mine", bits=4, store={"url": "s3://own-bucket"})).status == 201
+        made = rest.create(job("late", mine), dry_run=True)  # at once
+        assert made.status == 201, made
+        values = sample.expanded(sample.sidecar_of(made.document["spec"]["template"]), {})
+        assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
+        many = {"resources": {"requests": {"cpu": "10P"}}}  # a quantity, but no machine has it
+        assert rest.create(policy("broken", sidecar=many)).status == 201
+        refused = rest.create(job("late", {cluster_name.POLICY: "broken"}), dry_run=True)
+        assert refused.document["reason"] == "BadPolicy"
+        assert (
+            "CheckpointPolicy broken: spec.sidecar.resources.requests.cpu is '10P'"
+            in refused.document["message"]
+        )
+
+
+@pytest.mark.parametrize(
+    "grace", [{}, {"terminationGracePeriodSeconds": 30}, {"terminationGracePeriodSeconds": 200}]
+)
+@pytest.mark.parametrize("how", [[], ["--server-side"]])
+def test_an_unchanged_manifest_can_be_applied_again(
+    rest: Rest, shared_webhook: WebhookProcess, tmp_path: Path, how: list[str], grace: dict[str, int]
+) -> None:
+    """No field is immutable in the user's way: kubectl apply, twice, by either way of applying."""
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("no kubectl")
+    manifest = tmp_path / "job.json"
+    name = f"again-{len(how)}-{grace.get('terminationGracePeriodSeconds', 0)}"
+    inits = [{"name": "one", "image": "i"}, {"name": "two", "image": "i"}]
+    spec = {**grace, "initContainers": inits, "securityContext": {"supplementalGroups": [7]}}
+    manifest.write_text(json.dumps(job(name, opted(), **spec)))
+    command = [
+        kubectl,
+        f"--kubeconfig={shared_webhook.apiserver.kubeconfig}",
+        "apply",
+        *how,
+        "-f",
+        str(manifest),
+    ]
+    environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+    with registered(rest, shared_webhook.client_config()):
+        for _ in range(2):
+            done = subprocess.run(
+                command, capture_output=True, text=True, env=environment, check=False, timeout=60
+            )
+            assert done.returncode == 0, done.stderr
+    found = rest("GET", f"/apis/batch/v1/namespaces/default/jobs/{name}")
+    assert has_sidecar(found)
+    stated = grace.get("terminationGracePeriodSeconds", 120)
+    assert found.document["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == stated
+
+
+def test_rotation_under_load_fails_no_admission(rest: Rest, webhook: WebhookProcess) -> None:
+    """Old and new authority in the bundle, then the new certificate, then the old authority out: nobody notices."""
+    old, new = webhook.authority, Authority("new")
+    failed: list[Reply] = []
+    done = threading.Event()
+    answered = [0] * 3
+
+    def load(worker: int) -> None:
+        with webhook.apiserver.http() as own:
+            while not done.is_set():
+                reply = own.create(job("load", opted()), dry_run=True)
+                answered[worker] += 1
+                if reply.status != 201 or not has_sidecar(reply):
+                    failed.append(reply)
+
+    def more(n: int = 20) -> None:
+        goal = sum(answered) + n
+        wait_for(lambda: sum(answered) >= goal or failed, what="more admissions")
+
+    def loaded() -> float:
+        _, page = webhook.get("metrics")
+        line = next(each for each in page.splitlines() if 'loads_total{outcome="loaded"}' in each)
+        return float(line.split()[-1])
+
+    with registered(rest, webhook.client_config()) as change:
+        workers = [threading.Thread(target=load, args=(n,)) for n in range(3)]
+        for worker in workers:
+            worker.start()
+        try:
+            more()
+            change(webhook.client_config(old, new))
+            more(60)  # the API server has the new bundle by then, or fails below
+            for _ in range(2):
+                before = loaded()
+                put(webhook.directory, new.issue())
+                wait_for(lambda before=before: loaded() > before, what="the new certificate in service")
+                more()
+            change(webhook.client_config(new))
+            more(60)
+        finally:
+            done.set()
+            for worker in workers:
+                worker.join()
+    assert not failed, failed[0]
+    assert webhook.get("healthz")[0] == 200
+
+
+def test_from_no_certificate_to_the_last_admission(rest: Rest, apiserver: ApiServer, tmp_path: Path) -> None:
+    """Alive before its certificate exists, ready with it; after SIGTERM not ready, yet answering until it drained."""
+    webhook = WebhookProcess(apiserver, tmp_path, drain_s=60.0)
+    webhook.start(certificate=False)
+    wait_for(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")
+    put(tmp_path, webhook.authority.issue())
+    wait_for(lambda: webhook.get("healthz")[0] == 200, what="ready")
+    assert webhook.process is not None
+    with registered(rest, webhook.client_config()):
+        webhook.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: webhook.get("healthz")[0] == 503, what="not ready")
+        assert webhook.get("healthz")[1] == "stopping"
+        assert webhook.get("livez")[0] == 200
+        for _ in range(20):
+            assert has_sidecar(rest.create(job("last", opted()), dry_run=True))
+    assert webhook.stop() == 0, "a second signal ends the drain"
+
+
+def test_what_holds_without_the_webhook(rest: Rest) -> None:
+    """An annotated Job or pod without sidecar is denied, an annotation that comes too late draws a warning."""
+    documents = webhook_configuration.validating()
+    for document in documents:
+        kind = POLICIES if document["kind"] == "ValidatingAdmissionPolicy" else BINDINGS
+        assert rest("POST", kind, document).status == 201, document
+    ours = [{"name": cluster_name.SIDECAR, "image": "s", "restartPolicy": "Always"}]
+    try:
+        wait_for(
+            lambda: rest.create(job("bare", opted()), dry_run=True).status == 422, what="policies in force"
+        )
+        wait_for(
+            lambda: rest.create(pod("bare", opted()), dry_run=True).status == 422, what="policies in force"
+        )
+        said = rest.create(job("bare", opted()), dry_run=True).document["message"]
+        assert "it has the annotation deltashard.io/policy but no deltashard-sidecar" in said
+        assert rest.create(job("whole", opted(), initContainers=ours), dry_run=True).status == 201
+        assert rest.create(job("free"), dry_run=True).status == 201
+        assert rest.create(pod("free"), dry_run=True).status == 201
+        assert rest.create(job("late")).status == 201
+        path = "/apis/batch/v1/namespaces/default/jobs/late"
+        patch = {"metadata": {"annotations": opted()}}
+
+        def late() -> Reply:
+            return rest("PATCH", path, patch, dry_run=True, content="application/merge-patch+json")
+
+        wait_for(lambda: late().warnings, what="the warning")
+        assert late().status == 200
+        assert "was added to a Job that exists" in late().warnings[0]
+        other = {"metadata": {"labels": {"a": "b"}}}
+        assert not rest("PATCH", path, other, dry_run=True, content="application/merge-patch+json").warnings
+    finally:
+        for document in reversed(documents):
+            kind = POLICIES if document["kind"] == "ValidatingAdmissionPolicy" else BINDINGS
+            rest("DELETE", f"{kind}/{document['metadata']['name']}")
+        wait_for(lambda: rest.create(job("bare", opted()), dry_run=True).status == 201, what="policies gone")
+        wait_for(lambda: rest.create(pod("bare", opted()), dry_run=True).status == 201, what="policies gone")
+
+
+def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
+    rest: Rest, shared_webhook: WebhookProcess
+) -> None:
+    """Held until its CheckpointRun is Finished; the workload that holds it may make more pods."""
+    document = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointRun",
+        "metadata": {"name": "holder-0b4f", "labels": {cluster_name.RUN_ID: "held"}},
+        "spec": {
+            "runId": "held",
+            "policy": "default",
+            "workload": {"kind": "StatefulSet", "name": "holder", "uid": "0b4f"},
+        },
+    }
+    assert rest.create(document).status == 201
+    path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointruns/holder-0b4f"
+    owner = {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": "holder",
+        "uid": "0b4f",
+        "controller": True,
+    }
+    own = pod("holder-1", opted(run_id="held"))
+    own["metadata"]["ownerReferences"] = [owner]
+    try:
+        with registered(rest, shared_webhook.client_config()):
+            refused = rest.create(job("second", opted(run_id="held")), dry_run=True)
+            assert refused.document["reason"] == "RunIdTaken"
+            assert "held by StatefulSet holder" in refused.document["message"]
+            assert "delete CheckpointRun holder-0b4f" in refused.document["message"]
+            assert has_sidecar(rest.create(own, dry_run=True))
+            assert has_sidecar(rest.create(job("third", opted(run_id="free")), dry_run=True))
+            status = {"status": {"phase": "Finished"}}
+            merge = "application/merge-patch+json"
+            assert rest("PATCH", f"{path}/status", status, content=merge).status == 200
+            assert has_sidecar(rest.create(job("second", opted(run_id="held")), dry_run=True))
+    finally:
+        assert rest("DELETE", path).status == 200
+
+
+def test_a_numbered_pods_run_is_nobody_elses(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """Pod 1 of `exp` and a workload with the run id `exp-1` would be one run: whichever comes second is refused."""
+
+    def indexed(name: str, run_id: str, pods: int) -> dict[str, Any]:
+        document = job(name, opted(run_id=run_id))
+        document["spec"] |= {"completionMode": "Indexed", "completions": pods, "parallelism": pods}
+        return document
+
+    jobs = "/apis/batch/v1/namespaces/default/jobs"
+    with registered(rest, shared_webhook.client_config()):
+        assert has_sidecar(rest.create(indexed("numbered", "exp", 2)))
+        refused = rest.create(job("single", opted(run_id="exp-1")), dry_run=True)
+        assert refused.document["reason"] == "RunIdTaken"
+        assert "run 'exp-1' would be shared with Job numbered" in refused.document["message"]
+        single = rest.create(job("single", opted(run_id="exp-2")))
+        assert has_sidecar(single), "there is no pod 2"
+        wider = rest.create(indexed("wider", "exp", 3), dry_run=True)
+        assert wider.document["reason"] == "RunIdTaken"
+        assert rest("DELETE", f"{jobs}/numbered", {"propagationPolicy": "Background"}).status == 200
+        wider = rest.create(indexed("wider", "exp", 3), dry_run=True)
+        assert "run 'exp-2' would be shared with Job single" in wider.document["message"]
+        assert has_sidecar(rest.create(indexed("narrow", "exp", 2), dry_run=True))
+        assert rest("DELETE", f"{jobs}/single", {"propagationPolicy": "Background"}).status == 200
+
+
+def test_a_copied_pod_reaches_the_webhook_and_a_jobs_pod_does_not(
+    rest: Rest, shared_webhook: WebhookProcess
+) -> None:
+    """What the Job's template brought needs no webhook; what a person copied is looked at."""
+    with registered(rest, shared_webhook.client_config()):
+        made = rest.create(pod("copied", opted()), dry_run=True)
+        assert has_sidecar(made)
+        copy = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "copied", "annotations": made.document["metadata"]["annotations"]},
+            "spec": {k: v for k, v in made.document["spec"].items() if k not in {"nodeName", "priority"}},
+        }
+        assert has_sidecar(rest.create(copy, dry_run=True))
+        copy["metadata"]["annotations"] |= {cluster_name.RUN_ID: "other"}
+        assert rest.create(copy, dry_run=True).document["reason"] == "CopiedManifest"
+        copy["metadata"]["ownerReferences"] = [OF_JOB]
+        assert has_sidecar(rest.create(copy, dry_run=True))
+
+
+def test_a_run_id_is_free_once_its_job_has_ended_whatever_the_controller_says(
+    rest: Rest, shared_webhook: WebhookProcess
+) -> None:
+    """A CronJob's next Job needs no controller, and two that live never share a run, though nobody wrote of the first."""
+    jobs = "/apis/batch/v1/namespaces/default/jobs"
+    runs = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointruns"
+
+    def asked(name: str) -> Reply:
+        return rest.create(job(name, opted(run_id="cron")), dry_run=True)
+
+    def known(name: str, uid: str) -> dict[str, Any]:
+        """What a controller wrote before it went away."""
+        return {
+            "apiVersion": "deltashard.io/v1alpha1",
+            "kind": "CheckpointRun",
+            "metadata": {"name": f"{name}-known", "labels": {cluster_name.RUN_ID: "cron"}},
+            "spec": {
+                "runId": "cron",
+                "policy": "default",
+                "workload": {"kind": "Job", "name": name, "uid": uid, "apiVersion": "batch/v1"},
+            },
+        }
+
+    with registered(rest, shared_webhook.client_config()):
+        first = rest.create(job("cron-1", opted(run_id="cron")))
+        assert has_sidecar(first), first.document
+        refused = asked("cron-2")
+        assert refused.document["reason"] == "RunIdTaken", "it lives, and no controller ever saw it"
+        assert "held by Job cron-1" in refused.document["message"]
+        assert "delete CheckpointRun" not in refused.document["message"]
+        uid = first.document["metadata"]["uid"]
+        assert rest.create(known("cron-1", uid)).status == 201
+        assert asked("cron-2").document["reason"] == "RunIdTaken", "it lives, and the controller says so, too"
+        at = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        conditions = [
+            {"type": each, "status": "True", "lastTransitionTime": at, "reason": "x", "message": "x"}
+            for each in ("FailureTarget", "Failed")
+        ]
+        status = {"status": {"conditions": conditions, "startTime": at}}
+        ended = rest("PATCH", f"{jobs}/cron-1/status", status, content="application/merge-patch+json")
+        assert ended.status == 200, ended.document
+        second = rest.create(job("cron-2", opted(run_id="cron")))
+        assert has_sidecar(second), "it ended, whoever says that it did not"
+        assert "held by Job cron-2" in asked("cron-3").document["message"]
+        for name in ("cron-1", "cron-2"):
+            assert rest("DELETE", f"{jobs}/{name}", {"propagationPolicy": "Background"}).status == 200
+        assert has_sidecar(asked("cron-3")), "both are gone"
+        third = rest.create(job("cron-1", opted(run_id="other")))
+        assert has_sidecar(third)
+        assert has_sidecar(asked("cron-3")), "a Job of the same name is not the one that held it"
+        assert rest("DELETE", f"{jobs}/cron-1", {"propagationPolicy": "Background"}).status == 200
+    assert rest("DELETE", f"{runs}/cron-1-known").status == 200
+
+
+def test_a_pod_holds_its_run_until_it_has_ended(rest: Rest, shared_webhook: WebhookProcess) -> None:
+    """A bare pod is a workload, too, and nobody else can say of it what the API says."""
+    pods = "/api/v1/namespaces/default/pods"
+    with registered(rest, shared_webhook.client_config()):
+        made = rest.create(pod("bare", opted(run_id="bare")))
+        assert has_sidecar(made), made.document
+        run = {
+            "apiVersion": "deltashard.io/v1alpha1",
+            "kind": "CheckpointRun",
+            "metadata": {"name": "bare-known", "labels": {cluster_name.RUN_ID: "bare"}},
+            "spec": {
+                "runId": "bare",
+                "policy": "default",
+                "workload": {"kind": "Pod", "name": "bare", "uid": made.document["metadata"]["uid"]},
+            },
+        }
+        assert rest.create(run).status == 201
+        again = job("again", opted(run_id="bare"))
+        assert rest.create(again, dry_run=True).document["reason"] == "RunIdTaken"
+        status = {"status": {"phase": "Succeeded"}}
+        merge = "application/merge-patch+json"
+        assert rest("PATCH", f"{pods}/bare/status", status, content=merge).status == 200
+        assert has_sidecar(rest.create(again, dry_run=True))
+        assert rest("DELETE", f"{pods}/bare", {"gracePeriodSeconds": 0}).status == 200
+        assert has_sidecar(rest.create(again, dry_run=True))
+    path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointruns/bare-known"
+    assert rest("DELETE", path).status == 200

@@ -1,0 +1,540 @@
+"""The controller on a real API server: what CheckpointRuns and Events say, and that nothing of a user's is written."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import urllib3
+from deltashard_operator.kube import cluster_name
+from deltashard_operator.run import run_record
+from deltashard_proto.v1 import fleet_pb2 as wire
+
+from tests.integration.operator.conftest import serving
+from tests.support.operator.controller_process import MERGE, Cluster, ControllerProcess, Sidecar, eventually
+from tests.support.server.apiserver import ApiServer, Rest
+
+pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
+
+
+@pytest.fixture
+def http(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as http:
+        yield http
+
+
+@pytest.fixture
+def cluster(http: Rest) -> Cluster:
+    return Cluster.make(http)
+
+
+@pytest.fixture(scope="module")
+def controller(apiserver: ApiServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControllerProcess]:
+    """One running controller for the module: ask it, do not stop it."""
+    running = ControllerProcess(apiserver, tmp_path_factory.mktemp("controller"))
+    running.start()
+    try:
+        yield running
+        assert running.stop() == 0, running.log
+    finally:
+        if running.process is not None:
+            running.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def second_apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    """For controllers that come and go: two at once would write the same CheckpointRuns."""
+    with serving(tmp_path_factory.mktemp("second")) as server:
+        yield server
+
+
+@dataclass
+class Own:
+    """A controller of one test's own, not started, and a namespace; it sees what other tests left, too."""
+
+    controller: ControllerProcess
+    cluster: Cluster
+
+
+@pytest.fixture
+def own(second_apiserver: ApiServer, tmp_path: Path) -> Iterator[Own]:
+    running = ControllerProcess(second_apiserver, tmp_path)
+    with second_apiserver.http() as http:
+        yield Own(running, Cluster.make(http))
+    if running.process is not None:
+        running.stop(signal.SIGKILL)
+
+
+def incident(number: int, kind: str, **more: Any) -> wire.Incident:
+    return wire.Incident(id=number, kind=wire.IncidentKind.Value(f"INCIDENT_KIND_{kind}"), **more)
+
+
+def test_a_job_gets_a_run_whose_phases_follow_training_to_its_end(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    job = cluster.job()
+    found = eventually(lambda: cluster.run(job), "a CheckpointRun")
+    uid = job["metadata"]["uid"]
+    assert found["metadata"]["name"] == f"train-{uid.replace('-', '')[:8]}"
+    assert found["metadata"]["labels"] == {
+        cluster_name.RUN_ID: f"train-{uid}",
+        cluster_name.WORKLOAD_UID: uid,
+    }
+    assert found["spec"]["runId"] == f"train-{uid}"
+    assert "ownerReferences" not in found["metadata"]  # it outlives the Job
+    cluster.reaches(job, phase="Pending")
+    pod = cluster.running_pod(job)
+    with Sidecar(controller, cluster, pod, job) as sidecar:
+        sidecar.beat(phase="RESTORING")
+        cluster.reaches(job, phase="Restoring")
+        sidecar.beat(phase="TRAINING", step=5)
+        cluster.reaches(job, phase="Training", step=5)
+        sidecar.beat(phase="SAVING", step=9, seq=2, committed=8, stored_bytes=3 << 30, checkpoints=1)
+        status = cluster.reaches(job, phase="Saving", lastCommittedStep=8, stored="3Gi", bits=8)
+        assert status["intervalSeconds"] == 300
+        assert [each["reporting"] for each in status["pods"]] == [True]
+        assert cluster.condition(job, "Ready")["status"] == "True"
+        labels = {"namespace": cluster.namespace, "run": "train"}
+        assert controller.metric("deltashard_run_last_commit_timestamp_seconds", **labels)
+        assert controller.metric("deltashard_run_phase", phase="Saving", **labels) == 1
+        cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
+        cluster.end(job)
+        status = cluster.reaches(job, phase="Finished", finishedReason="Completed")
+    assert status["failures"] == 0
+    assert controller.metric("deltashard_run_last_commit_timestamp_seconds", **labels) is None
+
+
+def test_an_evicted_pod_is_one_failure_and_its_successors_restore_is_told(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    cluster.node("node-a")
+    job = cluster.job()
+    first = cluster.running_pod(job)
+    with Sidecar(controller, cluster, first, job) as sidecar:
+        sidecar.beat(step=100, seq=3, committed=90)
+        cluster.reaches(job, phase="Training")
+        cluster.kubelet(first, phase="Failed", exit_code=79, disruption="EvictionByEvictionAPI")
+        status = cluster.reaches(job, phase="Recovering", failures=1)
+    assert [(each["cause"], each["pod"]) for each in status["losses"]] == [
+        ("Evicted", first["metadata"]["name"])
+    ]
+    second = cluster.running_pod(job)
+    with Sidecar(controller, cluster, second, job) as sidecar:
+        restored = incident(1, "RESTORED", step=90, lost_steps=10, seconds=2.5, cause="store")
+        sidecar.beat(attempt=2, step=91, seq=3, committed=90, incidents=[restored])
+        status = cluster.reaches(job, phase="Training", restores=1, lostSteps=10, attempt=2)
+        assert status["failures"] == 1
+        event = eventually(lambda: cluster.events("Restored"), "an Event")
+        eventually(lambda: len(cluster.events("Restored")) == 2, "an Event of each")
+        kinds = {each["involvedObject"]["kind"] for each in cluster.events("Restored")}
+        assert kinds == {"CheckpointRun", "Job"}
+        assert "restored step 90 from the store in 2.5 s, 10 steps are trained again" in event[0]["message"]
+        assert event[0]["type"] == "Normal"
+        sidecar.beat(attempt=2, step=92, seq=3, committed=90, incidents=[restored])
+        eventually(lambda: sidecar.acknowledged == 1, "the acknowledgement")
+        assert cluster.status(job)["restores"] == 1
+
+
+def test_incidents_are_events_once_each_and_conditions_while_they_last(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    job = cluster.job()
+    pod = cluster.running_pod(job)
+    with Sidecar(controller, cluster, pod, job) as sidecar:
+        failed = [incident(n, "SAVE_FAILED", message="the bucket is missing") for n in (1, 2, 3)]
+        sidecar.beat(step=5, incidents=failed, saves_failed_in_a_row=3, store_ok=False)
+        cluster.reaches(job, phase="Degraded", savesFailed=3)
+        assert cluster.condition(job, "SavesFailing")["status"] == "True"
+        assert "the bucket is missing" in cluster.condition(job, "StoreUnavailable")["message"]
+        eventually(
+            lambda: [each["count"] for each in cluster.events("SaveFailed")] == [3, 3],
+            "an Event of the run and one of the Job, each told three times",
+        )
+        assert eventually(lambda: cluster.events("StoreUnavailable"), "an Event")[0]["type"] == "Warning"
+        sidecar.beat(step=9, seq=1, committed=8)
+        cluster.reaches(job, phase="Training")
+        assert cluster.condition(job, "SavesFailing")["status"] == "False"
+        sidecar.beat(step=9, seq=1, committed=8, credentials_ok=False)
+        cluster.reaches(job, phase="Degraded")
+        assert cluster.condition(job, "CredentialsMissing")["status"] == "True"
+        assert eventually(lambda: cluster.events("CredentialsMissing"), "an Event")
+
+
+def test_a_new_controller_goes_on_where_the_one_before_was_killed(own: Own) -> None:
+    controller, cluster = own.controller, own.cluster
+    controller.start()
+    job, gone = cluster.job(), cluster.job("gone")
+    pod = cluster.running_pod(job)
+    restored = incident(1, "RESTORED", step=4, lost_steps=2)
+    with Sidecar(controller, cluster, pod, job, process="one") as sidecar:
+        sidecar.beat(step=5, seq=1, committed=4, attempt=2, incidents=[restored])
+        before = cluster.reaches(job, phase="Training", restores=1, failures=1)
+        eventually(lambda: cluster.run(gone), "the other run")
+        eventually(lambda: len(cluster.events("Restored")) == 2, "both Events")
+    controller.stop(signal.SIGKILL)
+    cluster.delete("jobs", "gone")
+    cluster.kubelet(pod, phase="Running", restarts=1, exit_code=137, reason="OOMKilled")
+    controller.start()
+    cluster.reaches(gone, phase="Finished", finishedReason="Deleted")
+    with Sidecar(controller, cluster, pod, job, process="one") as sidecar:
+        sidecar.beat(step=6, seq=1, committed=4, attempt=2, incidents=[restored])
+        after = cluster.reaches(job, step=6, failures=2)
+    assert (after["restores"], after["lostSteps"], after["startedAt"]) == (1, 2, before["startedAt"])
+    assert [each["cause"] for each in after["losses"]] == ["Unseen", "OOMKilled"]
+    assert len(cluster.events("Restored")) == 2
+    assert controller.stop() == 0, controller.log
+
+
+def test_what_is_not_written_at_sigterm_is_written_before_the_end(own: Own) -> None:
+    controller, cluster = own.controller, own.cluster
+    controller.status_interval_s = 3600.0
+    controller.start()
+    job = cluster.job()
+    pod = cluster.running_pod(job)
+    with Sidecar(controller, cluster, pod, job) as sidecar:
+        sidecar.beat(step=5, seq=1, committed=4)
+        cluster.reaches(job, phase="Training", lastCommittedStep=4)
+        # What the kubelet says of the pod is worth a write of its own: it must not come later.
+        eventually(lambda: cluster.status(job)["pods"][0].get("phase") == "Running", "the pod's phase")
+        sidecar.beat(step=50, seq=2, committed=44)
+        eventually(
+            lambda: (
+                controller.metric("deltashard_run_last_committed_step", namespace=cluster.namespace) == 44
+            ),
+            "the heartbeat",
+        )
+        assert cluster.status(job)["lastCommittedStep"] == 4
+        assert controller.stop() == 0, controller.log
+    assert cluster.status(job)["lastCommittedStep"] == 44
+
+
+def test_finished_runs_are_removed_after_their_days_and_do_not_come_back(own: Own) -> None:
+    controller, cluster = own.controller, own.cluster
+    controller.keep_finished_days = 3 / 86400
+    job = cluster.job()
+    controller.start()
+    eventually(lambda: cluster.run(job), "a CheckpointRun")
+    cluster.end(job)
+    eventually(lambda: not cluster.run(job), "its removal")
+    eventually(
+        lambda: controller.metric("deltashard_controller_runs_removed_total"), "the controller's count"
+    )
+    controller.stop()
+    controller.start()
+    other = cluster.job("other")
+    eventually(lambda: cluster.run(other), "another CheckpointRun")
+    assert not cluster.run(job)
+
+
+def test_a_pod_stuck_on_a_lost_node_is_named_with_both_remedies(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    node = f"node-{cluster.namespace}"
+    cluster.node(node)
+    job = cluster.job(podReplacementPolicy="Failed")
+    pod = cluster.running_pod(job, node=node)
+    with Sidecar(controller, cluster, pod, job) as sidecar:
+        sidecar.beat(step=5)
+        cluster.reaches(job, phase="Training")
+    cluster.node(node, ready=False)
+    spec = cluster.http("GET", f"/api/v1/nodes/{node}").document["spec"]
+    cluster.delete("pods", pod["metadata"]["name"], grace_s=1)
+    found = eventually(lambda: cluster.condition(job, "StuckOnLostNode"), "the condition")
+    assert found["status"] == "True"
+    assert f"kubectl delete node {node}" in found["message"]
+    assert "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute" in found["message"]
+    assert eventually(lambda: cluster.events("StuckOnLostNode"), "an Event")
+    assert cluster.http("GET", f"/api/v1/nodes/{node}").document["spec"] == spec
+    cluster.http("DELETE", f"/api/v1/nodes/{node}")
+    cluster.delete("pods", pod["metadata"]["name"])  # the garbage collector does
+    eventually(lambda: cluster.condition(job, "StuckOnLostNode")["status"] == "False", "its end")
+
+
+def test_the_runs_of_a_node_that_is_cordoned_save_before_they_are_evicted(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    node = f"node-{cluster.namespace}"
+    cluster.node(node)
+    job, other = cluster.job(), cluster.job("other")
+    pod, elsewhere = cluster.running_pod(job, node=node), cluster.running_pod(other, node="elsewhere")
+    with (
+        Sidecar(controller, cluster, pod, job) as sidecar,
+        Sidecar(controller, cluster, elsewhere, other) as second,
+    ):
+        sidecar.beat(step=5)
+        second.beat(step=5)
+        cluster.reaches(job, phase="Training")
+        cluster.reaches(other, phase="Training")
+        cordon = {"spec": {"unschedulable": True}}
+        assert cluster.http("PATCH", f"/api/v1/nodes/{node}", cordon, content=MERGE).status == 200
+        eventually(lambda: sidecar.saves, "a request to save")
+        assert (sidecar.saves[0].reason, sidecar.saves[0].urgent) == ("drain", False)
+        assert second.saves == []
+
+
+def test_a_changed_policy_becomes_a_directive_that_survives_the_controller(own: Own) -> None:
+    controller, cluster = own.controller, own.cluster
+    spec = {"intervalSeconds": 300, "store": {"url": "s3://checkpoints/x"}}
+    policy = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "default"},
+    }
+    assert cluster.http.create({**policy, "spec": spec}, cluster.namespace).status == 201
+    controller.start()
+    job = cluster.job()
+    annotated = cluster.job("annotated", {cluster_name.INTERVAL: "77s"})
+    pod, other = cluster.running_pod(job), cluster.running_pod(annotated)
+    with (
+        Sidecar(controller, cluster, pod, job) as sidecar,
+        Sidecar(controller, cluster, other, annotated) as second,
+    ):
+        sidecar.beat(step=5)
+        second.beat(step=5, every_s=77.0)
+        cluster.reaches(job, phase="Training", intervalSeconds=300)
+        cluster.reaches(annotated, phase="Training", intervalSeconds=77)
+        change = {"spec": {"intervalSeconds": 60, "bits": 4}}
+        path = cluster.path("checkpointpolicies", "default")
+        assert cluster.http("PATCH", path, change, content=MERGE).status == 200
+        eventually(lambda: sidecar.directives and second.directives, "directives")
+        assert (sidecar.directives[-1].policy.every_s, sidecar.directives[-1].policy.encoding) == (60.0, "q4")
+        assert (second.directives[-1].policy.every_s, second.directives[-1].policy.encoding) == (77.0, "q4")
+        status = cluster.reaches(job, intervalSeconds=60, bits=4)
+        generation = status["directiveGeneration"]
+        assert generation == sidecar.directives[-1].generation
+    controller.stop(signal.SIGKILL)
+    controller.start()
+    with Sidecar(controller, cluster, pod, job) as sidecar:
+        eventually(lambda: sidecar.directives, "the directive, again")
+        assert sidecar.directives[-1].generation == generation
+        sidecar.beat(step=6, every_s=60.0, directive=generation)
+        assert cluster.http("PATCH", path, {"spec": {"intervalSeconds": 90}}, content=MERGE).status == 200
+        eventually(lambda: sidecar.directives[-1].generation > generation, "a newer one")
+        assert sidecar.directives[-1].policy.every_s == 90.0
+        generation = sidecar.directives[-1].generation
+        steps = {"spec": {"intervalSeconds": 0, "everySteps": 20}}
+        assert cluster.http("PATCH", path, steps, content=MERGE).status == 200
+        eventually(lambda: sidecar.directives[-1].generation > generation, "one that turns the interval off")
+        told = sidecar.directives[-1]
+        assert (told.timers, told.policy.every_s, told.policy.every_steps) == (True, 0.0, 20)
+        cluster.reaches(job, intervalSeconds=0, everySteps=20)
+
+
+def test_a_job_created_again_under_its_name_is_a_new_run_and_hears_how_to_continue_the_older(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    first = cluster.job()
+    eventually(lambda: cluster.run(first), "a CheckpointRun")
+    cluster.delete("jobs", "train")
+    cluster.reaches(first, phase="Finished", finishedReason="Deleted")
+    second = cluster.job()
+    event = eventually(lambda: cluster.events("RunReplaced"), "an Event")[0]
+    assert f"{cluster_name.RUN_ID}: train-{first['metadata']['uid']}" in event["message"]
+    assert cluster.run(second)["spec"]["runId"] != cluster.run(first)["spec"]["runId"]
+
+
+def test_a_run_id_that_another_live_workload_holds_is_refused_until_that_one_ends(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    first = cluster.job("first", {cluster_name.RUN_ID: "ctr"})
+    eventually(lambda: cluster.run(first), "a CheckpointRun")
+    second = cluster.job("second", {cluster_name.RUN_ID: "ctr"})
+    eventually(lambda: cluster.run(second), "a CheckpointRun")
+    pod = cluster.running_pod(second)
+    eventually(lambda: cluster.status(second).get("pods"), "the pod")
+    code, why = Sidecar(controller, cluster, pod, second).refused()
+    assert code is grpc.StatusCode.PERMISSION_DENIED
+    assert "run id ctr is held by Job first" in why
+    eventually(lambda: cluster.condition(second, "RunIdTaken").get("status") == "True", "the condition")
+    assert eventually(lambda: cluster.events("RunIdTaken"), "an Event")
+    cluster.end(first)
+    eventually(lambda: cluster.condition(second, "RunIdTaken")["status"] == "False", "its end")
+    with Sidecar(controller, cluster, pod, second) as sidecar:
+        sidecar.beat(step=1)
+        cluster.reaches(second, phase="Training")
+
+
+def test_a_sidecar_of_an_unknown_pod_comes_again_and_one_of_another_workload_does_not(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    job, other = cluster.job(), cluster.job("other")
+    stranger = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "stranger"}}
+    spec = {"containers": [{"name": "c", "image": "i"}]}
+    pod = cluster.http.create({**stranger, "spec": spec}, cluster.namespace).document
+    assert Sidecar(controller, cluster, pod, job).refused()[0] is grpc.StatusCode.NOT_FOUND
+    mine = cluster.running_pod(job)
+    eventually(lambda: cluster.status(job).get("pods"), "the pod")
+    code, why = Sidecar(controller, cluster, mine, other).refused()
+    assert code is grpc.StatusCode.PERMISSION_DENIED
+    assert job["metadata"]["uid"] in why
+
+
+def test_pods_of_other_kinds_are_runs_of_their_workloads(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "set", "uid": "5e7-0001"}}
+    document = cluster.pod(name="bare")
+    with Sidecar(controller, cluster, document, document) as sidecar:
+        cluster.kubelet(document, phase="Running")
+        sidecar.beat(step=3)
+        cluster.reaches(document, phase="Training")
+        assert cluster.run(document)["spec"]["workload"]["kind"] == "Pod"
+    owned = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": "js", "controller": True}
+    cluster.pod(cluster.job("js-w-1", owners=[owned | {"uid": "15-0001"}]), name="js-0")
+    jobset = {"metadata": {"uid": "15-0001"}}
+    eventually(lambda: cluster.run(jobset), "the JobSet's run")
+    assert cluster.run(jobset)["spec"]["workload"]["kind"] == "JobSet"
+    metadata = {
+        "name": "set-0",
+        "labels": {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE, cluster_name.POD_INDEX_LABEL: "0"},
+        "annotations": {cluster_name.POLICY: "default"},
+        "ownerReferences": [
+            {
+                "apiVersion": "apps/v1",
+                "kind": "StatefulSet",
+                "name": "set",
+                "uid": "5e7-0001",
+                "controller": True,
+            }
+        ],
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": {"containers": [{"name": "t", "image": "t"}]},
+    }
+    assert cluster.http.create(pod, cluster.namespace).status == 201
+    found = eventually(lambda: cluster.run(owner), "the StatefulSet's run")
+    assert found["spec"]["workload"] == {
+        "apiVersion": "apps/v1",
+        "kind": "StatefulSet",
+        "name": "set",
+        "uid": "5e7-0001",
+    }
+    eventually(
+        lambda: [each.get("index") for each in cluster.status(owner).get("pods", [])] == ["0"], "its index"
+    )
+
+
+def test_a_checkpointrun_that_somebody_deletes_is_made_again_with_all_that_was_counted(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    job = cluster.job()
+    pod = cluster.running_pod(job)
+    with Sidecar(controller, cluster, pod, job) as sidecar:
+        sidecar.beat(step=5, incidents=[incident(1, "RESTORED", lost_steps=4)])
+        cluster.reaches(job, restores=1)
+        before = cluster.run(job)["metadata"]
+        cluster.delete("checkpointruns", before["name"])
+        after = cluster.reaches(job, restores=1, lostSteps=4)
+    assert after["phase"] == "Training"
+    assert cluster.run(job)["metadata"]["uid"] != before["uid"]
+
+
+def test_nothing_of_a_users_is_ever_written(controller: ControllerProcess, cluster: Cluster) -> None:
+    """Versions of Jobs and pods stay as their owners left them, through all that happens to a run."""
+    job = cluster.job()
+    first, second = cluster.running_pod(job), cluster.running_pod(job)
+    paths = [cluster.path("jobs", "train")]
+    paths += [cluster.path("pods", each["metadata"]["name"]) for each in (first, second)]
+    before = [cluster.http("GET", path).document for path in paths]
+    with Sidecar(controller, cluster, first, job) as one, Sidecar(controller, cluster, second, job) as two:
+        incidents = [
+            incident(n + 1, kind) for n, kind in enumerate(("FENCED", "TRACKING_FAULT", "FELL_BACK"))
+        ]
+        one.beat(step=5, seq=1, committed=4, incidents=incidents)
+        two.beat(step=7, seq=1, committed=4, credentials_ok=False)
+        cluster.reaches(job, phase="Degraded", step=5)
+        for reason in ("Fenced", "TrackingFault", "FellBack", "CredentialsMissing"):
+            assert eventually(lambda reason=reason: cluster.events(reason), reason)
+        one.beat(step=9, seq=2, committed=8, attempt=2)
+        two.beat(step=9, seq=2, committed=8, attempt=2)
+        cluster.reaches(job, phase="Training")
+    after = [cluster.http("GET", path).document for path in paths]
+    assert after == before
+    managers = {f["manager"] for each in after for f in each["metadata"]["managedFields"]}
+    assert not {each for each in managers if "deltashard" in each or "kopf" in each}
+    run = cluster.run(job)
+    assert {f["manager"] for f in run["metadata"]["managedFields"]} == {"deltashard-controller"}
+    assert "finalizers" not in run["metadata"]
+    assert "annotations" not in run["metadata"]
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Iterator[ApiServer]:
+    """An API server of this test's own."""
+    (tmp_path / "api").mkdir()
+    with serving(tmp_path / "api") as server:
+        yield server
+
+
+@pytest.mark.slow
+def test_a_start_with_two_thousand_pods_and_a_cut_of_all_watches(busy: ApiServer, tmp_path: Path) -> None:
+    """All runs are there soon after the start; the API server dies and comes back, and what comes then is seen."""
+    with busy.http() as http:
+        cluster = Cluster.make(http)
+        jobs = [cluster.job(f"job-{n}") for n in range(100)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda n: cluster.pod(jobs[n % 100], name=f"pod-{n}"), range(2000)))
+        running = ControllerProcess(busy, tmp_path)
+        try:
+            running.start()
+            eventually(lambda: len(cluster.runs()) == 100, "all runs")
+            eventually(
+                lambda: (
+                    sum(len((each.get("status") or {}).get("pods", ())) for each in cluster.runs()) == 2000
+                ),
+                "all pods",
+            )
+            assert running.get("livez") == (200, "ok")
+            begun = running.metric("deltashard_controller_watch_restarts_total", resource="jobs")
+            api = busy._processes[1]
+            api.kill()
+            api.wait(30)
+            eventually(lambda: running.get("livez")[0] == 200, "life without an API server")
+            busy._processes[1] = subprocess.Popen(
+                api.args, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            eventually(lambda: _answers(http), "the API server")
+            eventually(
+                lambda: (
+                    (running.metric("deltashard_controller_watch_restarts_total", resource="jobs") or 0)
+                    > begun
+                ),
+                "a new watch",
+            )
+            late = cluster.job("late")
+            eventually(lambda: cluster.run(late), "the run of a Job that came later")
+            assert running.stop() == 0, running.log
+        finally:
+            if running.process is not None:
+                running.stop(signal.SIGKILL)
+
+
+def _answers(http: Rest) -> bool:
+    """Whether the API server serves again, custom resources and rights included."""
+    try:
+        return all(
+            http("GET", path).status == 200
+            for path in ("/apis/batch/v1/jobs?limit=1", "/apis/deltashard.io/v1alpha1/checkpointruns?limit=1")
+        )
+    except urllib3.exceptions.HTTPError:
+        return False
+
+
+def test_labels_select_runs_by_the_id_that_users_write(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    job = cluster.job("one", {cluster_name.RUN_ID: "ctr"})
+    eventually(lambda: cluster.run(job), "a CheckpointRun")
+    query = f"?labelSelector={cluster_name.RUN_ID}%3D{run_record.run_label('ctr')}"
+    items = cluster.http("GET", cluster.path("checkpointruns") + query).document["items"]
+    assert [each["spec"]["runId"] for each in items] == ["ctr"]

@@ -1,0 +1,271 @@
+"""The Lease on a real API server: who may write, when, and what becomes of who may not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_operator.kube import lease as leases
+from deltashard_operator.kube.call import ApiUnavailable, Caller
+from deltashard_operator.kube.lease import LeaderOnly, Lease, LeaseLost
+from deltashard_operator.run import run_record
+from kubernetes import client
+
+from tests.support.operator.controller_process import ControllerProcess, eventually
+from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.faulty_proxy import FixedAnswers
+from tests.unit.operator.controller.test_controller_races import Api, controller_of, job, pod
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine's API server may take longer than a controller would wait."""
+    monkeypatch.setattr(leases, "CALL_S", 60.0)
+    monkeypatch.setattr(leases, "RELEASE_S", 60.0)
+
+
+@pytest.fixture
+def http(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as http:
+        yield http
+
+
+@pytest.fixture
+def namespace(http: Rest) -> str:
+    found = f"t-{uuid.uuid4().hex[:8]}"
+    http.namespace(found)
+    return found
+
+
+class World:
+    """Leases of several controllers at one API, each with the same clock, which the test turns."""
+
+    def __init__(self, api: client.ApiClient, namespace: str) -> None:
+        self.now_s = 1000.0
+        self.call = Caller(api)
+        self.namespace = namespace
+
+    def lease(self, identity: str) -> Lease:
+        return Lease(
+            self.call,
+            namespace=self.namespace,
+            identity=identity,
+            monotonic=lambda: self.now_s,
+            sleep=self.sleep,
+        )
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        await asyncio.sleep(0)
+
+
+def holder(http: Rest, namespace: str) -> Any:
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{leases.NAME}"
+    return (http("GET", path).document.get("spec") or {}).get("holderIdentity")
+
+
+def test_of_two_one_leads_until_it_is_silent_for_long(
+    api: client.ApiClient, http: Rest, namespace: str
+) -> None:
+    """The first is cut off: it calls itself none before the other takes over, and ends when it sees the other's name."""
+
+    async def scenario() -> None:
+        world = World(api, namespace)
+        first, second = world.lease("first"), world.lease("second")
+        await first.acquire()
+        assert first.held
+        assert holder(http, namespace) == "first"
+        assert not await second._try()
+        for _ in range(10):  # it renews, so nobody takes it
+            world.now_s += leases.RENEW_S
+            assert await first._try()
+            assert not await second._try()
+        silent_s = world.now_s
+        world.now_s = silent_s + leases.DURATION_S - leases.MARGIN_S - 0.1
+        assert first.held
+        world.now_s += 0.2
+        assert not first.held
+        world.now_s = silent_s + leases.DURATION_S - 0.1
+        assert not await second._try()
+        world.now_s += 0.2
+        await second.acquire()
+        assert second.held
+        with pytest.raises(LeaseLost, match="second leads now"):
+            await first.keep()
+        assert not first.held
+        await first.release()
+        assert holder(http, namespace) == "second", "nobody lets go of what is another's"
+        world.call.close()
+
+    asyncio.run(scenario())
+
+
+def test_who_stops_lets_go_and_who_starts_again_has_it(
+    api: client.ApiClient, http: Rest, namespace: str
+) -> None:
+    """Neither a new pod nor a container that starts again waits."""
+
+    async def scenario() -> None:
+        world = World(api, namespace)
+        first = world.lease("first")
+        await first.acquire()
+        begun_s = world.now_s
+        again = world.lease("first")
+        await again.acquire()
+        await again.release()
+        assert not again.held
+        assert not holder(http, namespace)
+        second = world.lease("second")
+        await second.acquire()
+        assert world.now_s == begun_s
+        assert holder(http, namespace) == "second"
+        world.call.close()
+
+    asyncio.run(scenario())
+
+
+def test_of_two_that_take_it_at_once_one_has_it(api: client.ApiClient, namespace: str) -> None:
+    async def scenario() -> None:
+        world = World(api, namespace)
+        mine = [world.lease(f"c-{n}") for n in range(8)]
+        took = await asyncio.gather(*(each._try() for each in mine))
+        took = [
+            a or b for a, b in zip(took, await asyncio.gather(*(each._try() for each in mine)), strict=True)
+        ]
+        assert sum(took) == 1
+        assert [each.held for each in mine] == took
+        world.call.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_a_lease_to_be_had_it_goes_on(api: client.ApiClient) -> None:
+    """An older chart gives no right to one; here the namespace is not even there."""
+
+    async def scenario() -> None:
+        world = World(api, "not-there")
+        lease = world.lease("first")
+        await lease.acquire()
+        world.now_s += 1000.0
+        assert lease.held
+        world.call.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_api_that_is_away_is_no_reason_to_end(namespace: str) -> None:
+    """Nothing can be written meanwhile, and nothing is."""
+
+    async def scenario(server: FixedAnswers) -> None:
+        world = World(_api(server), namespace)
+        lease = world.lease("first")
+        assert not await lease._try()
+        assert not lease.held
+        guarded = LeaderOnly(world.call, lambda: lease.held)
+        before = server.requests
+        with pytest.raises(ApiUnavailable, match="does not lead"):
+            await guarded("PATCH", "/api/v1/x", {})
+        assert server.requests == before
+        world.call.close()
+
+    with FixedAnswers(503, b"{}", {"Content-Type": "application/json"}) as server:
+        asyncio.run(scenario(server))
+
+
+def test_a_controller_that_does_not_lead_writes_nothing() -> None:
+    """It takes facts in, and what comes of them is written when it leads again."""
+
+    async def scenario() -> None:
+        api, leads = Api(), False
+        api.let_go.set()
+        controller = controller_of(api, leads=lambda: leads)
+        await controller.load()
+        controller.watches.on_job("ADDED", job())
+        controller.watches.on_pod("ADDED", pod())
+
+        async def written() -> list[str]:
+            controller.tick()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+            return [each for each in api.asked if not each.startswith("GET")]
+
+        assert await written() == []
+        await controller.drain(60.0)
+        assert await written() == []
+        leads = True
+        assert f"POST /apis/{run_record.API_VERSION}/namespaces/n/{run_record.PLURAL}" in await written()
+
+    asyncio.run(scenario())
+
+
+def test_a_second_controller_waits_for_the_first_ones_end(
+    apiserver: ApiServer, http: Rest, namespace: str, tmp_path: Path
+) -> None:
+    """As processes: alive and not ready meanwhile, and at work as soon as the first lets go."""
+    first, second = (_controller(apiserver, tmp_path / each, namespace) for each in ("first", "second"))
+    try:
+        first.start()
+        assert holder(http, namespace) == "first"
+        assert first.metric("deltashard_controller_leading") == 1
+        second.start(ready=False)
+        eventually(lambda: "lease.waiting" in second.log, "the second one")
+        assert second.get("livez")[0] == 200
+        assert second.get("healthz")[0] == 503
+        assert second.metric("deltashard_controller_leading") == 0
+        assert first.stop() == 0, first.log
+        eventually(lambda: second.get("healthz")[0] == 200, second.log)
+        assert holder(http, namespace) == "second"
+        assert second.stop() == 0, second.log
+        assert not holder(http, namespace)
+    finally:
+        for each in (first, second):
+            if each.process is not None:
+                each.process.kill()
+                each.process.wait(60)
+
+
+def _controller(apiserver: ApiServer, folder: Path, namespace: str) -> ControllerProcess:
+    folder.mkdir()
+    return ControllerProcess(apiserver, folder, namespace=namespace, identity=folder.name)
+
+
+def _api(server: FixedAnswers) -> client.ApiClient:
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{server.port}"
+    configuration.retries = False
+    return client.ApiClient(configuration)
+
+
+def test_an_answer_that_says_nothing_of_a_seen_lease_makes_nobody_lead() -> None:
+    """Another holds it, and the next answer is a 403 or a 401: that is no word that there is none."""
+    path = "/apis/coordination.k8s.io/v1/namespaces/system/leases/x"
+    document = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"name": leases.NAME, "namespace": "system", "resourceVersion": "7", "selfLink": path},
+        "spec": {"holderIdentity": "other", "leaseDurationSeconds": 15},
+    }
+
+    async def scenario(held: FixedAnswers, denied: FixedAnswers) -> None:
+        world = World(_api(held), "system")
+        waiting = world.lease("mine")
+        assert not await waiting._try()
+        waiting._call = Caller(_api(denied))
+        for _ in range(3):
+            assert not await waiting._try()
+            assert not waiting.held
+        waiting._call.close()
+        world.call.close()
+
+    content = {"Content-Type": "application/json"}
+    with (
+        FixedAnswers(200, json.dumps(document).encode(), content) as held,
+        FixedAnswers(403, b"{}", content) as denied,
+    ):
+        asyncio.run(scenario(held, denied))

@@ -1,0 +1,132 @@
+"""One budget for everything that an admission looks up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from deltashard_operator.admission.metric import WebhookMetrics
+from deltashard_operator.admission.review import Answer
+from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.admission.webhook import Webhook
+from deltashard_operator.kube import cluster_name, webhook_configuration
+from deltashard_operator.policy import admission_deadline
+from deltashard_operator.policy.admission_deadline import Deadline
+from deltashard_operator.policy.chart_defaults import Defaults
+from deltashard_operator.policy.policy_cache import PolicyCache
+from deltashard_operator.tls.certificate import Certificate
+from kubernetes import client
+
+from tests.support.operator import sample
+
+PATIENCE_S = 60.0
+
+
+@contextlib.contextmanager
+def dripping() -> Iterator[client.ApiClient]:
+    """An API that answers every request, a byte at a time, and never comes to an end while it is in use."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    over = threading.Event()
+    threads: list[threading.Thread] = []
+
+    def drip(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+            while not over.wait(0.05):
+                connection.sendall(b" ")
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threads.append(threading.Thread(target=drip, args=(connection,)))
+            threads[-1].start()
+
+    accepting = threading.Thread(target=accept)
+    accepting.start()
+    configuration = client.Configuration()
+    configuration.host = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    configuration.retries = False
+    try:
+        with client.ApiClient(configuration) as api:
+            yield api
+    finally:
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        for thread in (accepting, *threads):
+            thread.join()
+
+
+async def _admitted(folder: Path, policy: str, *, known: bool) -> tuple[Answer, WebhookMetrics]:
+    """The answer for a Job with a `run-id` while the API drips; `known`: its policy is in the cache."""
+    (folder / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
+    metrics = WebhookMetrics()
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": "j",
+            "annotations": {cluster_name.POLICY: policy, cluster_name.RUN_ID: "nightly"},
+        },
+        "spec": {"template": sample.template()},
+    }
+    with dripping() as api:
+        cache = PolicyCache(api)
+        if known:
+            cache._specs = {("team-a", policy): {"bits": 4}}
+        webhook = Webhook(
+            certificate=Certificate(folder),
+            cache=cache,
+            holders=Holders(api),
+            defaults=Defaults(folder / "policy.yaml", None),
+            metrics=metrics,
+        )
+        answer = webhook.answer(json.dumps(sample.review(job)).encode(), Deadline(0.5))
+        return await asyncio.wait_for(answer, PATIENCE_S), metrics
+
+
+@pytest.mark.parametrize("policy", ["default", "nightly"])
+def test_a_policy_that_cannot_be_read_in_time_is_refused_in_time(tmp_path: Path, policy: str) -> None:
+    """Whatever the API does, the answer is ours: a sentence, and a status that clients try again on."""
+    answer, _ = asyncio.run(_admitted(tmp_path, policy, known=False))
+    assert answer.outcome == "PolicyUnavailable"
+    assert answer.review["response"]["status"]["code"] == 503
+    assert "did not answer in time" in answer.sentence
+
+
+def test_a_run_id_that_cannot_be_looked_up_in_time_is_admitted_and_counted(tmp_path: Path) -> None:
+    """The log's fencing decides; what was not known is not counted as free."""
+    answer, metrics = asyncio.run(_admitted(tmp_path, "nightly", known=True))
+    assert answer.outcome == "injected"
+    looks = "deltashard_webhook_run_id_looks_total"
+    assert metrics.registry.get_sample_value(looks, {"outcome": "unknown"}) == 1
+    assert metrics.registry.get_sample_value(looks, {"outcome": "free"}) == 0
+
+
+def test_what_is_left_shrinks_and_ends() -> None:
+    """Each look gets what is left, and none begins when nothing is."""
+    now_s = [100.0]
+    deadline = Deadline(2.0, monotonic=lambda: now_s[0])
+    assert deadline.left_s() == 2.0
+    now_s[0] = 101.5
+    assert deadline.left_s() == 0.5
+    now_s[0] = 102.0
+    with pytest.raises(TimeoutError):
+        deadline.left_s()
+
+
+def test_the_budget_ends_before_the_api_server_gives_up() -> None:
+    """Both webhooks of the configuration, and the chart's is the same."""
+    for each in webhook_configuration.mutating({"url": "https://127.0.0.1/mutate"})["webhooks"]:
+        assert 0 < admission_deadline.BUDGET_S < each["timeoutSeconds"]

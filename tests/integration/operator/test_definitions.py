@@ -1,0 +1,219 @@
+"""The custom resources' schemas, on a real API server: what they take, what they refuse, what kubectl shows."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deltashard_operator.policy import workload_policy
+
+from tests.support.server.apiserver import ApiServer, Rest
+
+GOOD_POLICY: dict[str, Any] = {
+    "store": {
+        "url": "s3://checkpoints/team-a",
+        "endpoint": "http://minio.minio.svc:9000",
+        "region": "eu-west-1",
+        "secretName": "store",
+        "webIdentity": {
+            "audience": "sts.amazonaws.com",
+            "roleArn": "arn:aws:iam::123456789012:role/team-a",
+            "stsEndpoint": "https://sts.example",
+        },
+    },
+    "intervalSeconds": 300,
+    "everySteps": 0,
+    "bits": 8,
+    "differential": "intermittent",
+    "arenaSize": "256Mi",
+    "cacheSize": 10737418240,
+    "keepLast": 3,
+    "gracePeriodSeconds": 120,
+    "sidecar": {
+        "image": "registry.example/sidecar:1",
+        "imagePullPolicy": "Always",
+        "imagePullSecrets": ["pull"],
+        "resources": {
+            "requests": {"cpu": "500m", "memory": "512Mi"},
+            "limits": {"cpu": 2, "memory": "1Gi", "ephemeral-storage": "12Gi"},
+        },
+        "runAsUser": None,
+        "metricsPort": 9464,
+        "hostNetworkMetricsPort": 0,
+    },
+    "fleet": {
+        "address": "deltashard-fleet.deltashard-system.svc:9443",
+        "ca": "-----BEGIN CERTIFICATE-----\n",
+    },
+}
+"""Every field there is."""
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "both ways of precision": ({"bits": 8, "encoding": "q8"}, "set one of them"),
+    "five bits": ({"bits": 5, "encoding": None}, "Unsupported value"),
+    "an unknown encoding": ({"bits": None, "encoding": "q7"}, "Unsupported value"),
+    "a url with options": ({"store": {"url": "s3://bucket/x?endpoint=evil"}}, "should match"),
+    "a url upwards": ({"store": {"url": "s3://bucket/../x"}}, "holds '..'"),
+    "a store without url": ({"store": {"secretName": "store"}}, "Required value"),
+    "a negative interval": ({"intervalSeconds": -1}, "greater than or equal to 0"),
+    "an interval beyond a week": ({"intervalSeconds": 604801}, "less than or equal to 604800"),
+    "no timer at all": ({"intervalSeconds": 0, "everySteps": None}, "it needs everySteps above 0"),
+    "no timer and no steps": ({"intervalSeconds": 0, "everySteps": 0}, "it needs everySteps above 0"),
+    "steps as text": ({"everySteps": "10"}, "must be of type integer"),
+    "an unknown differential": ({"differential": "sometimes"}, "Unsupported value"),
+    "an arena too small": ({"arenaSize": "63Mi"}, "from 64Mi to 1Ti"),
+    "an arena too large": ({"arenaSize": "2Ti"}, "from 64Mi to 1Ti"),
+    "an arena that is no quantity": ({"arenaSize": "much"}, "from 64Mi to 1Ti"),
+    "a cache too small": ({"cacheSize": 1}, "at least 64Mi"),
+    "nothing to keep": ({"keepLast": 0}, "greater than or equal to 1"),
+    "no time to save": ({"gracePeriodSeconds": 4}, "greater than or equal to 5"),
+    "root": ({"sidecar": {"runAsUser": 0}}, "greater than or equal to 1"),
+    "no processor": ({"sidecar": {"resources": {"limits": {"cpu": "0"}}}}, "above 0"),
+    "a port beyond": ({"sidecar": {"metricsPort": 65536}}, "less than or equal to 65535"),
+    "an address without a port": ({"fleet": {"address": "host"}}, "should match"),
+}
+
+
+@pytest.fixture
+def http(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as http:
+        yield http
+
+
+def policy(change: dict[str, Any] | None = None) -> dict[str, Any]:
+    spec = {k: v for k, v in (copy.deepcopy(GOOD_POLICY) | (change or {})).items() if v is not None}
+    return {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": f"p-{uuid.uuid4().hex[:8]}"},
+        "spec": spec,
+    }
+
+
+def run() -> dict[str, Any]:
+    return {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointRun",
+        "metadata": {"name": f"r-{uuid.uuid4().hex[:8]}"},
+        "spec": {
+            "runId": "ctr-1",
+            "policy": "default",
+            "workload": {"apiVersion": "batch/v1", "kind": "Job", "name": "ctr", "uid": str(uuid.uuid4())},
+        },
+    }
+
+
+def root(namespace: str = "default", plural: str = "checkpointruns") -> str:
+    return f"/apis/deltashard.io/v1alpha1/namespaces/{namespace}/{plural}"
+
+
+def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector(http: Rest) -> None:
+    reply = http.create(policy())
+    assert reply.status == 201, reply.document
+    assert reply.warnings == []  # an unknown field would be pruned with a warning or silently
+    assert reply.document["spec"] == GOOD_POLICY
+    assert workload_policy.read("p", reply.document["spec"]).run_as_user is None
+
+
+def test_an_empty_policy_is_possible_since_the_default_is_under_it(http: Rest) -> None:
+    assert http.create(policy(dict.fromkeys(GOOD_POLICY))).status == 201
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_policy_with_nonsense_is_refused_before_it_is_stored(http: Rest, name: str) -> None:
+    change, says = BAD[name]
+    reply = http.create(policy(change))
+    assert reply.status == 422
+    assert says in reply.document["message"]
+
+
+def test_strict_clients_hear_of_a_field_that_does_not_exist(http: Rest) -> None:
+    reply = http(
+        "POST", root(plural="checkpointpolicies") + "?fieldValidation=Strict", policy({"interval": 3})
+    )
+    assert reply.status == 400
+    assert 'unknown field "spec.interval"' in reply.document["message"]
+
+
+def test_a_runs_spec_never_changes_and_its_status_is_a_subresource(http: Rest) -> None:
+    created = http.create(run())
+    assert created.status == 201, created.document
+    path = f"{root()}/{created.document['metadata']['name']}"
+    merge = "application/merge-patch+json"
+    changed = http("PATCH", path, {"spec": {"runId": "other"}}, content=merge)
+    assert (changed.status, "never changes" in changed.document["message"]) == (422, True)
+    ignored = http("PATCH", path, {"status": {"phase": "Training"}}, content=merge)
+    assert (ignored.status, "status" in ignored.document) == (200, False)
+    written = http("PATCH", f"{path}/status", {"status": {"phase": "Training", "step": 7}}, content=merge)
+    assert (written.status, written.document["status"]["step"]) == (200, 7)
+
+
+@pytest.mark.parametrize("missing", ["runId", "policy", "workload"])
+def test_a_run_without_an_identity_is_refused(http: Rest, missing: str) -> None:
+    document = run()
+    del document["spec"][missing]
+    assert http.create(document).status == 422
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"phase": "Sleeping"},
+        {"lastCommitTime": "yesterday"},
+        {"lostSteps": -1},
+        {"finishedReason": "Bored"},
+        {"conditions": [{"type": "Ready", "status": "Maybe"}]},
+    ],
+)
+def test_a_status_that_means_nothing_is_refused(http: Rest, status: dict[str, Any]) -> None:
+    name = http.create(run()).document["metadata"]["name"]
+    merge = "application/merge-patch+json"
+    assert http("PATCH", f"{root()}/{name}/status", {"status": status}, content=merge).status == 422
+
+
+def test_kubectl_get_answers_the_daily_question(http: Rest, apiserver: ApiServer) -> None:
+    """The API server itself makes the table that kubectl prints."""
+    http.namespace("daily")
+    document = run()
+    assert http.create(document, "daily").status == 201
+    status = {
+        "phase": "Training",
+        "step": 1200,
+        "lastCommittedStep": 1150,
+        "lastCommitTime": "2026-01-01T00:00:00Z",
+        "intervalSeconds": 300,
+        "bits": 8,
+        "stored": "1.5Gi",
+        "restores": 2,
+        "lostSteps": 9,
+    }
+    path = f"{root('daily')}/{document['metadata']['name']}/status"
+    merge = "application/merge-patch+json"
+    assert http("PATCH", path, {"status": status}, content=merge).status == 200
+    table = http("GET", root("daily"), accept="application/json;as=Table;v=v1;g=meta.k8s.io").document
+    columns = [c["name"] for c in table["columnDefinitions"] if c["priority"] == 0]
+    assert columns == [
+        "Name",
+        "Policy",
+        "Phase",
+        "Step",
+        "Last-Step",
+        "Last-Commit",
+        "Interval",
+        "Bits",
+        "Stored",
+        "Restores",
+        "Lost",
+        "Age",
+    ]
+    cells = dict(zip(columns, table["rows"][0]["cells"], strict=False))
+    assert cells["Last-Commit"].endswith("d")
+    assert {k: cells[k] for k in ("Phase", "Step", "Last-Step", "Stored", "Lost")} == {
+        "Phase": "Training",
+        "Step": 1200,
+        "Last-Step": 1150,
+        "Stored": "1.5Gi",
+        "Lost": 9,
+    }

@@ -1,0 +1,224 @@
+"""Tenants: a namespace's user reaches no other's policies, Secrets or checkpoints with what is his own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import urllib3
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.abc import AccessDenied
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_operator.kube import cluster_name, webhook_configuration
+from minio import MinioAdmin
+from minio.credentials import StaticProvider
+
+from tests.integration.operator.admission.test_webhook import has_sidecar, opted, pod, registered
+from tests.integration.operator.conftest import WebhookProcess
+from tests.support.checkpoint.written_run import WrittenRun
+from tests.support.operator import sample
+from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.minio_server import ROOT, MinioServer, wait_for
+
+PAGE = (ROOT / "docs" / "kubernetes" / "tenants.md").read_text()
+SECRET = "the-other-teams-key"
+CREDENTIALS = f"[default]\naws_access_key_id = b\naws_secret_access_key = {SECRET}\n"
+
+
+def policy(**store: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "p"},
+        "spec": {"store": store},
+    }
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Two namespaces; a user who may write policies, Secrets, Jobs and pods in the first, and nothing elsewhere."""
+
+    rest: Rest
+    user: Rest
+    mine: str
+    other: str
+
+    def sidecar(self, annotations: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(spec, sidecar) of the user's pod with these annotations."""
+        made = self.user.create(pod("mine", annotations), self.mine, dry_run=True)
+        assert has_sidecar(made), made.document
+        return made.document["spec"], sample.sidecar_of(made.document)
+
+
+@pytest.fixture(scope="module")
+def teams(apiserver: ApiServer, shared_webhook: WebhookProcess) -> Iterator[Teams]:
+    with apiserver.http() as rest, apiserver.http(user="alice") as user:
+        tail = uuid.uuid4().hex[:8]
+        mine, other = f"team-a-{tail}", f"team-b-{tail}"
+        for each in (mine, other):
+            rest.namespace(each)
+        rules = [
+            {"apiGroups": ["deltashard.io"], "resources": ["checkpointpolicies"], "verbs": ["*"]},
+            {"apiGroups": ["", "batch"], "resources": ["pods", "secrets", "jobs"], "verbs": ["*"]},
+        ]
+        api = "rbac.authorization.k8s.io"
+        root = f"/apis/{api}/v1/namespaces/{mine}"
+        role = {"apiVersion": f"{api}/v1", "kind": "Role", "metadata": {"name": "user"}, "rules": rules}
+        bound = {
+            "apiVersion": f"{api}/v1",
+            "kind": "RoleBinding",
+            "metadata": {"name": "user"},
+            "roleRef": {"apiGroup": api, "kind": "Role", "name": "user"},
+            "subjects": [{"apiGroup": api, "kind": "User", "name": "alice"}],
+        }
+        assert rest("POST", f"{root}/roles", role).status == 201
+        assert rest("POST", f"{root}/rolebindings", bound).status == 201
+        secret = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": "b-keys"},
+            "data": {"credentials": base64.b64encode(CREDENTIALS.encode()).decode()},
+        }
+        assert rest("POST", f"/api/v1/namespaces/{other}/secrets", secret).status == 201
+        theirs = policy(url="s3://checkpoints/team-b", secretName="b-keys")
+        theirs["metadata"]["name"] = "theirs"
+        path = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies"
+        assert rest("POST", path.format(other), theirs).status == 201
+        wait_for(lambda: user("GET", path.format(mine)).status == 200, what="the user's rights")
+        with registered(rest, shared_webhook.client_config()):
+            yield Teams(rest, user, mine, other)
+
+
+def test_policies_and_secrets_of_another_namespace_are_out_of_reach(teams: Teams) -> None:
+    """By RBAC, where they are named as what they are; by admission, where an annotation or a policy would name them."""
+    user, other = teams.user, teams.other
+    policies = f"/apis/deltashard.io/v1alpha1/namespaces/{other}/checkpointpolicies"
+    assert user("GET", f"{policies}/theirs").status == 403
+    assert user("POST", policies, policy(url="s3://mine")).status == 403
+    assert user("GET", f"/api/v1/namespaces/{other}/secrets/b-keys").status == 403
+    assert user.create(pod("there", opted()), other).status == 403
+
+    def reason(**annotations: str) -> str:
+        reply = user.create(pod("mine", opted(**annotations)), teams.mine, dry_run=True)
+        return str(reply.document.get("reason"))
+
+    assert reason(policy="theirs") == "PolicyNotFound"
+    assert reason(policy=f"{other}/theirs") == "BadAnnotation"
+    for run_id in (f"../{other}/exp", f"{other}/exp", "..", f"$({cluster_name.POLICY})"):
+        assert reason(run_id=run_id) == "BadAnnotation"
+    for bad in (f"{other}/b-keys", "../b-keys"):
+        refused = user("POST", policies.replace(other, teams.mine), policy(url="s3://mine-x", secretName=bad))
+        assert refused.status == 422
+    refused = user("POST", policies.replace(other, teams.mine), policy(url="s3://mine-x/../checkpoints"))
+    assert refused.status == 422
+
+
+def test_anothers_prefix_comes_without_anothers_credentials(teams: Teams) -> None:
+    """A policy may name any URL and any Secret's name: the keys are still those of the pod's own namespace."""
+    path = f"/apis/deltashard.io/v1alpha1/namespaces/{teams.mine}/checkpointpolicies"
+    theirs = policy(url="s3://checkpoints/team-b", secretName="b-keys")
+    bare = policy(url="s3://checkpoints/team-b")
+    bare["metadata"]["name"] = "bare"
+    for each in (theirs, bare):
+        assert teams.user("POST", path, each).status == 201
+    try:
+        spec, sidecar = teams.sidecar(opted(policy="p"))
+        volume = next(each for each in spec["volumes"] if each["name"] == cluster_name.STORE_VOLUME)
+        assert set(volume["secret"]) <= {"secretName", "optional", "defaultMode"}, "of the pod's namespace"
+        values = sample.expanded(sidecar, {"metadata.namespace": teams.mine})
+        assert values["DELTASHARD_RUN"].startswith(f"{teams.mine}/"), "also under another's URL"
+        entry = next(each for each in sidecar["env"] if each["name"] == "POD_NAMESPACE")
+        assert entry["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.namespace"
+        spec, sidecar = teams.sidecar(opted(policy="bare"))
+        assert not any(each["name"] == cluster_name.STORE_VOLUME for each in spec["volumes"]), (
+            "nor the default's Secret"
+        )
+        assert not any(each["name"].startswith("AWS_") for each in sidecar["env"])
+    finally:
+        for name in ("p", "bare"):
+            assert teams.user("DELETE", f"{path}/{name}").status == 200
+
+
+def test_what_the_webhook_answers_anybody_holds_nothing_secret(
+    teams: Teams, shared_webhook: WebhookProcess
+) -> None:
+    """Whoever reaches its port may ask in another namespace's name, and learns names: it has no Secret to give away."""
+    document = pod("asked", opted(policy="theirs"))
+    review = sample.review(document, namespace=teams.other)
+    ca = shared_webhook.authority.pem.decode()
+    with urllib3.PoolManager(ca_cert_data=ca, retries=False, timeout=60.0) as http:
+        url = f"https://localhost:{shared_webhook.port}{webhook_configuration.PATH}"
+        reply = http.request(
+            "POST", url, body=json.dumps(review), headers={"Content-Type": "application/json"}
+        )
+    assert reply.status == 200
+    response = json.loads(reply.data)["response"]
+    text = json.dumps(response) + base64.b64decode(response["patch"]).decode()
+    assert "b-keys" in text, "the name, by which the kubelet finds it"
+    assert SECRET not in text
+    assert base64.b64encode(CREDENTIALS.encode()).decode() not in text
+    sidecar = sample.sidecar_of(sample.applied(document, response))
+    secret = re.compile(r"SECRET|PASSWORD|ACCESS_KEY|SESSION_TOKEN", re.IGNORECASE)
+    assert not [each["name"] for each in sidecar["env"] if secret.search(each["name"])]
+
+
+def _keys(server: MinioServer, document: dict[str, Any]) -> dict[str, str]:
+    """The environment of a new user with this policy."""
+    provider = StaticProvider(server.access_key, server.secret_key)
+    admin = MinioAdmin(endpoint=f"{server.host}:{server.port}", credentials=provider, secure=False)
+    user, secret = f"tenant-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(json.dumps(document))
+        file.flush()
+        admin.policy_add(user, file.name)
+    admin.user_add(user, secret)
+    admin.attach_policy([user], user=user)
+    return {"AWS_ACCESS_KEY_ID": user, "AWS_SECRET_ACCESS_KEY": secret}
+
+
+@pytest.mark.minio
+def test_the_keys_on_the_page_are_enough_and_reach_no_other_namespace(
+    minio_server: MinioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's own policy at a real store: a run of the namespace is written and read; another's is denied."""
+    bucket = minio_server.new_bucket()
+    (found,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+    document = json.loads(found.replace("arn:aws:s3:::checkpoints", f"arn:aws:s3:::{bucket}"))
+    url = minio_server.url(bucket, "training")
+
+    def become(environment: dict[str, str]) -> None:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+
+    become(minio_server.environment)
+    with open_store(url) as store:
+        other = WrittenRun(store, "team-b/exp", tmp_path / "b")
+        other.save(step=1)
+        other.close()
+        keys = [each.key for each in store.list("team-b/")]
+    become(_keys(minio_server, document))
+    with open_store(url) as store:
+        mine = WrittenRun(store, "team-a/exp", tmp_path / "a")
+        mine.save(step=1)
+        mine.save(mine.train(), step=2)
+        mine.close()
+        assert RunLog(store, "team-a/exp").refresh() is not None
+        with pytest.raises(AccessDenied):
+            RunLog(store, "team-b/exp").refresh()
+        with pytest.raises(AccessDenied):
+            store.get(keys[0])
+        with pytest.raises(AccessDenied):
+            store.put_if_absent("team-b/exp/log/intruder", b"x")
+        with pytest.raises(AccessDenied):
+            list(store.list("team-b/"))
+    become(minio_server.environment)
+    with open_store(url) as store:
+        assert [each.key for each in store.list("team-b/")] == keys

@@ -1,0 +1,77 @@
+"""The README's fifteen lines, without and with: they run, and differ only by what deltashard asks for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from torch.utils.data import DataLoader
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 6
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+
+class Dlrm(torch.nn.Module):
+    """A table and a dense layer with a bias, as every model of the kind has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = torch.nn.EmbeddingBag(200, 8, sparse=True)
+        self.top = torch.nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.items(ids))
+
+
+def blocks() -> tuple[str, str]:
+    """The two scripts, as they stand in the README."""
+    without, with_it = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return without, with_it
+
+
+def run(script: str, **more: Any) -> dict[str, Any]:
+    """The script with the reader's own model, data and loss; fewer steps, another store."""
+    assert "100_000" in script
+    names = {
+        "DLRM": Dlrm,
+        "Adagrad": torch.optim.Adagrad,
+        "DataLoader": DataLoader,
+        "data": torch.arange(24).view(STEPS, 4),
+        "loss": lambda scores: scores.square().mean(),
+        **more,
+    }
+    exec(script.replace("100_000", str(STEPS)), names)
+    return names
+
+
+def test_the_scripts_differ_by_what_the_readme_says() -> None:
+    """What comes to a script are lines of deltashard's, and the step that it resumes from."""
+    without, with_it = (script.splitlines() for script in blocks())
+    added = [line for line in with_it if line not in without]
+    assert [line for line in without if line and line not in with_it] == ["step = 0"]
+    assert all("ckpt" in line or "resumed" in line for line in added)
+    assert len([line for line in with_it if line]) <= 16
+
+
+def test_both_scripts_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone; with checkpoints; and once more, where the newest one says that nothing is left to do."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    without, with_it = blocks()
+    assert run(without)["step"] == STEPS
+    with_it = with_it.replace("s3://bucket/prefix", f"file://{tmp_path}/store")
+    for resumed in (None, STEPS):
+        names = run(with_it, deltashard=deltashard)
+        assert names["step"] == STEPS
+        assert (names["resumed"] and names["resumed"].step) == resumed
+    newest = RunLog(open_store(f"file://{tmp_path}/store"), "dlrm").refresh().newest()
+    assert newest is not None
+    assert newest.step == STEPS

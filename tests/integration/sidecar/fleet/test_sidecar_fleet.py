@@ -1,0 +1,354 @@
+"""A real sidecar and a heartbeat service: what it tells in a life, what it follows, and that nothing waits for it."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar.fleet.directive import KEY
+
+from tests.support.fake_trainer import Model, SaveRefused, Trainer, sidecar, until
+from tests.support.server.fleet_server import Authority, FleetServer
+
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def server(authority: Authority) -> Iterator[FleetServer]:
+    with FleetServer(authority) as one:
+        yield one
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]:
+    """Of a sidecar in a pod."""
+    token = tmp_path / "token"
+    token.write_text("good")
+    return {
+        "fleet": server.address, "fleet-ca": server.authority.pem, "fleet-token-file": token, "run": "ns/job",
+        "owner": "ns/job", "pod-name": "pod", "pod-namespace": "ns", "pod-uid": "p-1", "workload-kind": "Job",
+        "workload-name": "job", "workload-uid": "w-1", "encoding": "fp32", **more,
+    }  # fmt: skip
+
+
+def heard(server: FleetServer, what: str, **expected: object) -> fleet.Heartbeat:
+    """Wait for a last heartbeat with these values."""
+    until(
+        lambda: all(getattr(server.last, name) == value for name, value in expected.items()),
+        deadline_s=DEADLINE_S,
+        what=f"{what}, last heard: {server.last}",
+    )
+    return server.last
+
+
+def newest(url: str, run: str = "ns/job") -> Checkpoint:
+    found = RunLog(open_store(url), run).refresh().newest()
+    assert found is not None
+    return found
+
+
+def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """Waiting, training, a commit, a killed trainer, a restore, a failed save, closed in order."""
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        beat = heard(server, "waiting", phase=fleet.PHASE_WAITING)
+        assert (beat.run, beat.attempt, beat.store_ok, beat.credentials_ok) == ("ns/job", 0, True, True)
+        assert server.hellos[0].workload_uid == "w-1"
+        trainer = Trainer(process.socket, Model())
+        heard(server, "attached", phase=fleet.PHASE_RESTORING)
+        trainer.open()
+        trainer.model.step = 5
+        trainer.stepped()
+        heard(server, "training", phase=fleet.PHASE_TRAINING, attempt=1)
+        commit = trainer.save_and_commit()
+        until(lambda: server.last.last_commit.seq == commit.seq, deadline_s=DEADLINE_S, what="the commit")
+        beat = server.last
+        assert (beat.last_commit.step, beat.checkpoints) == (5, 1)
+        assert beat.last_commit_at_s == newest(url).at_s
+        assert beat.stored_bytes == commit.stored_bytes > 0
+        assert (beat.ranks[0].rank, beat.ranks[0].world_size) == (0, 1)
+        # The trainer dies without a word (its lock goes with its descriptors), another takes its place.
+        trainer.model.step = 7
+        trainer.stepped()
+        trainer.close()
+        again = Trainer(process.socket, Model())
+        opened = again.open()
+        again.restore(opened.resume_seq)
+        until(lambda: server.incidents(fleet.INCIDENT_KIND_TRAINER_LOST), deadline_s=DEADLINE_S, what="lost")
+        until(lambda: server.incidents(fleet.INCIDENT_KIND_RESTORED), deadline_s=DEADLINE_S, what="restored")
+        (restored,) = server.incidents(fleet.INCIDENT_KIND_RESTORED)
+        assert (restored.step, restored.lost_steps, restored.cause) == (5, 2, "cache")
+        assert "2 steps were lost" in restored.message
+        heard(server, "restored", phase=fleet.PHASE_TRAINING, restores=1)
+        cut = again.begin()
+        heard(server, "saving", phase=fleet.PHASE_SAVING)
+        cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
+        until(cut.over.is_set, what="aborted")
+        cut.outbox.put(None)
+        heard(server, "the failure", saves_failed=1, saves_failed_in_a_row=1)
+        until(lambda: server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED), deadline_s=DEADLINE_S, what="told")
+        (failed,) = server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)
+        assert failed.cause == "aborted"
+        again.model.step = 8
+        again.stepped()
+        again.save_and_commit()
+        heard(server, "counted anew", saves_failed=1, saves_failed_in_a_row=0)
+        again.detach()
+        heard(server, "closed", phase=fleet.PHASE_CLOSED)
+        again.close()
+        assert process.terminate() == 0
+    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).last_commit.step == 8
+
+
+def test_the_last_commit_is_told_though_the_pod_goes_at_once(
+    tmp_path: Path, url: str, server: FleetServer
+) -> None:
+    """A Job that completes ends its sidecar moments after the last save: its controller still hears of that."""
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        heard(server, "open", attempt=1)
+        trainer.model.step = 9
+        trainer.stepped()
+        trainer.save_and_commit()
+        trainer.detach()
+        assert process.terminate() == 0
+        trainer.close()
+    # Sent by then; the server may still be reading it.
+    assert heard(server, "the end", phase=fleet.PHASE_CLOSED).last_commit.step == 9
+
+
+def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """Timer, the next cut's encodings, the trainer's notice, the heartbeat, the commit's metadata; older ones are void."""
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        line = trainer.arena.line(0)
+        assert line[SAVE_AT_STEP] == NEVER
+        first = trainer.begin()
+        assert (first.begun.encoding, first.begun.state_encoding) == ("fp32", "fp32")
+        heard(server, "connected", attempt=1)
+        policy = pb.Policy(every_steps=40, encoding="q4", differential="full", state_encoding="bf16")
+        server.tell(directive=fleet.Directive(generation=2, policy=policy))
+        heard(server, "in force", directive=2)
+        # The cut that has begun stays what it was.
+        first.write_all()
+        first.seal()
+        trainer.committed(first.number)
+        assert newest(url).encodings == ("fp32",)
+        assert KEY not in newest(url).metadata
+        until(lambda: line[SAVE_AT_STEP] == 40, what="the timer follows")
+        assert [p.encoding for p in trainer.policies] == ["q4"]
+        assert server.last.policy.every_steps == 40
+        server.tell(directive=fleet.Directive(generation=1, policy=pb.Policy(encoding="q2")))
+        server.tell(directive=fleet.Directive(generation=9, policy=pb.Policy(encoding="nonsense")))
+        cut = trainer.begin()
+        assert (cut.begun.encoding, cut.begun.state_encoding) == ("q4", "bf16")
+        assert not cut.begun.HasField("covers"), "full: every cut is a baseline"
+        cut.write_all()
+        cut.seal()
+        trainer.committed(cut.number)
+        entry = newest(url)
+        assert "q4" in entry.encodings
+        assert "full" in entry.directive
+        recorded = json.loads(entry.metadata[KEY])
+        assert (recorded["generation"], recorded["workload"]) == (2, "w-1")
+        assert recorded["policy"] == {
+            "every_steps": 40, "encoding": "q4", "differential": "full", "state_encoding": "bf16"
+        }  # fmt: skip
+        shown = subprocess.run(
+            [sys.executable, "-m", "deltashard_cli.main", "inspect", f"{url}/ns/job"],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert "deltashard/directive" in shown.stdout, shown.stdout + shown.stderr
+        trainer.close()
+
+
+def test_a_restart_without_a_controller_keeps_the_directive(
+    tmp_path: Path, url: str, server: FleetServer
+) -> None:
+    """Pods of the workload adopt it from the newest commit, at Open or re-attach; another workload's do not."""
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        heard(server, "connected", attempt=1)
+        server.tell(directive=fleet.Directive(generation=4, policy=pb.Policy(every_steps=25, encoding="q8")))
+        heard(server, "in force", directive=4)
+        trainer.save_and_commit()
+        trainer.close()
+        process.kill()
+    alone = flags(tmp_path, server) | {"fleet": ""}
+    with sidecar(tmp_path, url, **alone) as process:
+        trainer = Trainer(process.socket, Model())
+        assert trainer.reply.policy.encoding == "fp32"
+        trainer.open()
+        until(lambda: trainer.policies, what="the notice")
+        until(lambda: trainer.arena.line(0)[SAVE_AT_STEP] == 25, what="the timer follows")
+        assert trainer.begin().begun.encoding == "q8"
+        attempt = trainer.attempt
+        trainer.close()
+        process.kill()
+    with sidecar(tmp_path, url, **alone) as process:
+        trainer = Trainer(process.socket, Model(), attempt=attempt)
+        assert trainer.reply.policy.encoding == "q8"
+        trainer.close()
+    with sidecar(tmp_path, url, **(alone | {"workload-uid": "w-2"})) as process:
+        other = Trainer(process.socket, Model())
+        other.open()
+        assert other.begin().begun.encoding == "fp32"
+        other.close()
+
+
+def test_save_now_reaches_the_trainer(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """Urgent as an eviction is, or at the next step."""
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        heard(server, "connected", attempt=1)
+        server.tell(save_now=fleet.SaveRequested(reason="user"))
+        until(lambda: trainer.urgent, what="asked")
+        assert (trainer.urgent[0].reason, trainer.urgent[0].urgent) == ("user", False)
+        server.tell(save_now=fleet.SaveRequested(reason="drain", urgent=True, deadline_s=9))
+        until(lambda: len(trainer.urgent) == 2, what="asked again")
+        assert (trainer.urgent[1].reason, trainer.urgent[1].urgent) == ("drain", True)
+        trainer.close()
+
+
+def test_a_controller_restart_loses_nothing(tmp_path: Path, url: str, authority: Authority) -> None:
+    """Saves go on meanwhile; the next controller hears where the run is and of every incident in between."""
+    first = FleetServer(authority)
+    with first, sidecar(tmp_path, url, **flags(tmp_path, first)) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        heard(first, "connected", attempt=1)
+        first.close()
+        for _ in range(3):
+            cut = trainer.begin()
+            cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
+            until(cut.over.is_set, what="aborted")
+            cut.outbox.put(None)
+        commit = trainer.save_and_commit()
+        with FleetServer(authority, port=first.port) as second:
+            until(
+                lambda: len(second.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)) == 3,
+                deadline_s=120.0,
+                what="the incidents in between",
+            )
+            heard(second, "where it is", saves_failed=3)
+            assert second.last.last_commit.seq == commit.seq
+            assert second.hellos[-1].process == first.hellos[-1].process
+        trainer.close()
+
+
+def test_nothing_waits_for_a_controller_that_is_silent(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """One that accepts connections and never says a word: saves commit, the sidecar ends in time."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent_flags = flags(tmp_path, server) | {"fleet": f"localhost:{silent.getsockname()[1]}"}
+        with sidecar(tmp_path, url, metrics_port=0, **silent_flags) as process:
+            trainer = Trainer(process.socket, Model())
+            trainer.open()
+            silent.settimeout(DEADLINE_S)
+            connection, _ = silent.accept()
+            for _ in range(3):
+                trainer.model.train()
+                trainer.save_and_commit()
+            page = process.metrics_page()
+            assert re.search(r"^deltashard_fleet_connected 0.0$", page, re.MULTILINE)
+            trainer.close()
+            began_s = time.monotonic()
+            assert process.terminate() == 0
+            assert time.monotonic() - began_s < 30.0
+            connection.close()
+
+
+def test_fenced_by_another_pod_is_told(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """As an incident, with its kind of fencing."""
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        other = RunLog(open_store(url), "ns/job")
+        open_attempt(other, owner="ns/job", workload="w-2")
+        with pytest.raises(SaveRefused, match="taken_over"):
+            trainer.save_and_commit()
+        until(lambda: trainer.fenced, what="the notice")
+        assert trainer.fenced[0].taken_over
+        until(
+            lambda: server.incidents(fleet.INCIDENT_KIND_FENCED), deadline_s=DEADLINE_S, what="the incident"
+        )
+        assert server.incidents(fleet.INCIDENT_KIND_FENCED)[0].cause == "taken_over"
+        trainer.close()
+
+
+def test_the_library_follows_a_directive_and_reports_a_fault(
+    tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real trainers: what comes back after other encodings is what was cut; writes behind our back become an incident."""
+    table = torch.nn.EmbeddingBag(60_000, 8, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+        monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
+        policies: list[str] = []
+
+        def step(ckpt: deltashard.Checkpointer) -> None:
+            optimizer.zero_grad()
+            table(torch.randint(0, 60_000, (8, 4))).sum().backward()
+            optimizer.step()
+            ckpt.step()
+            policies.append(ckpt._policy.encoding)
+
+        with deltashard.Checkpointer(table, optimizer, content_hash=True) as ckpt:
+            assert ckpt.restore() is None
+            step(ckpt)
+            assert ckpt.save().wait(DEADLINE_S).baseline
+            server.tell(
+                directive=fleet.Directive(
+                    generation=1, policy=pb.Policy(encoding="q4", state_encoding="bf16")
+                )
+            )
+            heard(server, "in force", directive=1)
+            until(lambda: step(ckpt) or policies[-1] == "q4", deadline_s=DEADLINE_S, what="the library heard")
+            commit = ckpt.save().wait(DEADLINE_S)
+            assert not commit.baseline, "another encoding is no reason for a whole baseline"
+            assert newest(url).encodings == ("q4",)
+            table.weight.data.add_(1.0)
+            step(ckpt)
+            assert ckpt.save().wait(DEADLINE_S).baseline, (
+                "a tracking fault makes the next save hold every row"
+            )
+            until(lambda: server.incidents(fleet.INCIDENT_KIND_TRACKING_FAULT), deadline_s=DEADLINE_S)
+            server.tell(save_now=fleet.SaveRequested(reason="user"))
+            before = ckpt.stats.commits
+            until(lambda: step(ckpt) or ckpt.stats.commits > before, deadline_s=DEADLINE_S, what="saved now")
+        again = torch.nn.EmbeddingBag(60_000, 8, sparse=True)
+        with deltashard.Checkpointer(
+            again, torch.optim.SGD(again.parameters(), lr=0.1), content_hash=True
+        ) as ckpt:
+            restored = ckpt.restore()
+            assert restored is not None
+            assert restored.exact is True
+        heard(server, "closed", phase=fleet.PHASE_CLOSED)

@@ -1,0 +1,269 @@
+"""Where trainer, sidecar and log meet: no later checkpoint may lean on something that was never restored or stored."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard.errors import SaveFailed
+from deltashard.save.save_stream import CutFailed
+from torch import nn
+
+from tests.support.fake_trainer import Model, Trainer, sidecar, until
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+Make = Callable[..., deltashard.Checkpointer]
+ROWS, DIM = 200, 8
+
+
+class Pair(nn.Module):
+    """Two tables, of which the second may stay unused for a while, and a dense layer."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        super().__init__()
+        self.first = nn.Embedding(rows, DIM)
+        self.second = nn.Embedding(rows, DIM)
+        self.top = nn.Linear(DIM, 1)
+
+
+class Renamed(nn.Module):
+    """A `Pair` whose first table has another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.primary = nn.Embedding(ROWS, DIM)
+        self.second = nn.Embedding(ROWS, DIM)
+        self.top = nn.Linear(DIM, 1)
+
+    @property
+    def first(self) -> nn.Module:
+        """For `Loop.train`."""
+        return self.primary
+
+
+class Loop:
+    """A `Pair`, one optimizer, and steps on random ids."""
+
+    def __init__(
+        self, optimizer: Callable[[Any], torch.optim.Optimizer], *, seed: int, rows: int = ROWS
+    ) -> None:
+        torch.manual_seed(seed)
+        self.net: Any = Pair(rows)
+        self.optimizer = optimizer(self.net.parameters())
+
+    def train(self, ckpt: deltashard.Checkpointer, steps: int = 1, *, both: bool = True) -> None:
+        for _ in range(steps):
+            x = torch.randint(ROWS // 4, (8,))
+            self.optimizer.zero_grad()
+            y = self.net.first(x) + (self.net.second(x) if both else 0)
+            self.net.top(y).square().mean().backward()
+            self.optimizer.step()
+            ckpt.step()
+
+    def content(self) -> dict[str, torch.Tensor]:
+        """Clones of all parameters, and of the tables' row state."""
+        found = {name: p.detach().clone() for name, p in self.net.named_parameters()}
+        for name in ("first", "second"):
+            entry = self.optimizer.state.get(getattr(self.net, name).weight, {})
+            found |= {f"{name}.{k}": v.clone() for k, v in entry.items() if isinstance(v, torch.Tensor)}
+        return found
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Builds Checkpointers of one store; whatever is still open is let go of at the end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    made: list[deltashard.Checkpointer] = []
+
+    def build(loop: Loop, **options: Any) -> deltashard.Checkpointer:
+        options = {"run": "r", "encoding": "fp32", "arena_bytes": 64 << 20, "grace_s": None} | options
+        ckpt = deltashard.Checkpointer(loop.net, loop.optimizer, url=tmp_path / "store", **options)
+        made.append(ckpt)
+        return ckpt
+
+    yield build
+    for ckpt in made:
+        ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
+def adam(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params, lr=0.01)
+
+
+def adagrad(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(params, lr=0.1)
+
+
+def test_row_state_that_appears_late_restores_over_an_older_baseline(make: Make) -> None:
+    """A table first used after the baseline gets its state then: frames without it lie below, and matter no more."""
+    loop = Loop(adam, seed=0)
+    ckpt = make(loop)
+    ckpt.restore()
+    loop.train(ckpt, 2, both=False)
+    assert ckpt.save().wait(120).baseline
+    loop.train(ckpt, 2)
+    assert not ckpt.save().wait(120).baseline
+    loop.train(ckpt, 2)
+    assert not ckpt.save().wait(120).baseline
+    ckpt.close()
+    again = Loop(adam, seed=1)
+    restored = make(again).restore()
+    assert restored is not None
+    assert not restored.fell_back
+    assert equal(again.content(), loop.content())
+
+
+def test_a_baseline_that_was_owed_stays_owed_when_its_save_fails(make: Make, tmp_path: Path) -> None:
+    """Rows that no checkpoint holds (the table grew) are in the next one, however many saves failed before it."""
+    loop = Loop(adagrad, seed=0)
+    with make(loop) as ckpt:
+        loop.train(ckpt, 3)
+    bigger = Loop(adagrad, seed=1, rows=ROWS + 50)
+    ckpt = make(bigger)
+    assert ckpt.restore(strict=False) is not None
+    bigger.train(ckpt, 1)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    (tmp_path / "store").write_text("no directory")
+    with pytest.raises(SaveFailed):
+        ckpt.save().wait(120)
+    (tmp_path / "store").unlink()
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    bigger.train(ckpt, 1)
+    assert ckpt.save().wait(120).baseline
+    bigger.train(ckpt, 1)
+    ckpt.close()
+    again = Loop(adagrad, seed=2, rows=ROWS + 50)
+    restored = make(again).restore()
+    assert restored is not None
+    assert not restored.fell_back
+    assert equal(again.content(), bigger.content())
+
+
+def test_a_renamed_table_begins_with_a_baseline(make: Make) -> None:
+    """A delta over rows that were stored under another name could never be put together again."""
+    loop = Loop(adagrad, seed=0)
+    with make(loop) as ckpt:
+        loop.train(ckpt, 3)
+    other = Loop(adagrad, seed=1)
+    other.net = Renamed()
+    other.optimizer = adagrad(other.net.parameters())
+    ckpt = make(other)
+    assert ckpt.restore(renames={"primary.weight": "first.weight"}) is not None
+    other.train(ckpt, 1)
+    assert ckpt.save().wait(120).baseline
+
+
+@pytest.mark.parametrize(("before", "after"), [(adam, adagrad), (adagrad, adam)])
+def test_another_optimizer_starts_from_its_own_state_and_a_baseline(
+    make: Make, before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    """With strict=False rows come back without the old optimizer's state; the new one's is stored whole."""
+    loop = Loop(before, seed=0)
+    with make(loop) as ckpt:
+        loop.train(ckpt, 3)
+    other = Loop(after, seed=1)
+    ckpt = make(other)
+    restored = ckpt.restore(strict=False)
+    assert restored is not None
+    assert torch.equal(other.net.first.weight, loop.net.first.weight)
+    other.train(ckpt, 1)
+    assert ckpt.save().wait(120).baseline
+    other.train(ckpt, 1)
+    ckpt.close()
+    again = Loop(after, seed=2)
+    restored = make(again).restore()
+    assert restored is not None
+    assert equal(again.content(), other.content())
+
+
+def test_a_single_step_without_restore_is_saved_at_close(make: Make) -> None:
+    """close() makes the last boundary durable, also when it is the first."""
+    loop = Loop(adagrad, seed=0)
+    with make(loop) as ckpt:
+        loop.train(ckpt, 1)
+    assert ckpt.stats.last_commit is not None
+    assert ckpt.stats.last_commit.step == 1
+
+
+def test_a_finished_run_leaves_no_shared_memory(make: Make) -> None:
+    """The blocks' memory goes back with the sidecar; only the page of control lines stays."""
+    loop = Loop(adagrad, seed=0)
+    with make(loop) as ckpt:
+        loop.train(ckpt, 1)
+        arena, pid = Path(ckpt.arena_path or ""), ckpt.sidecar_pid
+        assert arena.stat().st_blocks * 512 >= 64 << 20
+    ended(pid)
+    assert arena.stat().st_blocks * 512 < 1 << 20
+
+
+def test_sigterm_saves_this_step_also_when_an_older_save_is_in_the_way(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sidecar refuses a second save while one uploads: within the grace the step is cut right after it."""
+    committed: list[int | None] = []
+    loop = Loop(adagrad, seed=0)
+    previous = signal.signal(signal.SIGTERM, lambda *_: committed.append(ckpt._committed_step))
+    try:
+        ckpt = make(loop, grace_s=120.0)
+        ckpt.restore()
+        loop.train(ckpt, 2)
+        older = ckpt.save("older")
+        send = ckpt._send_cut
+        refused: list[int] = []
+
+        def busy_once(*args: Any, **options: Any) -> None:
+            if not refused:
+                refused.append(1)
+                raise CutFailed("busy", "cut 1 is uploading")
+            send(*args, **options)
+
+        monkeypatch.setattr(ckpt, "_send_cut", busy_once)
+        signal.raise_signal(signal.SIGTERM)
+        loop.train(ckpt, 1)
+        assert older.done
+        assert committed == [3]
+        ckpt.close()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_news_of_a_save_reaches_the_next_attachment(tmp_path: Path, *, fails: bool) -> None:
+    """A stream that broke took the news with it: a trainer that waited for it would never save again."""
+    store = tmp_path / "store"
+    with sidecar(tmp_path, store.as_uri(), encoding="fp32") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        trainer._watch.cancel()
+        until(lambda: trainer.gone)
+        if fails:
+            store.rename(tmp_path / "elsewhere")
+            store.write_text("no directory")
+        number = trainer.save()
+        event = "save.failed" if fails else "save.committed"
+        until(lambda: any(e["event"] == event for e in process.events()))
+        assert not trainer.commits
+        assert not trainer.failures
+        trainer.attach()
+        until(lambda: number in (trainer.failures if fails else trainer.commits))
+        trainer.close()
+
+
+def ended(pid: int | None) -> None:
+    """Wait for a child sidecar's end."""
+    assert pid is not None
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)

@@ -1,0 +1,708 @@
+"""A real sidecar process and a small trainer: the whole contract, on file:// and on the real MinIO."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import psutil
+import pytest
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar.main import EXIT_OWNED
+
+from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar, until
+from tests.support.server.faulty_proxy import FaultyProxy
+from tests.support.server.minio_server import MinioServer
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
+    with sidecar(tmp_path, url, encoding="fp32", metrics_port=0) as one:
+        yield one
+
+
+@pytest.fixture
+def trainer(process: SidecarProcess) -> Iterator[Trainer]:
+    one = Trainer(process.socket, Model())
+    one.open()
+    yield one
+    one.close()
+
+
+def metric(process: SidecarProcess, name: str) -> float:
+    """The value of one sample."""
+    page = (
+        urllib.request.urlopen(f"http://127.0.0.1:{process.ready()['metrics_port']}/metrics", timeout=60)
+        .read()
+        .decode()
+    )
+    found = re.search(rf"^{re.escape(name)} ([0-9.e+-]+)$", page, re.MULTILINE)
+    assert found, f"{name} not in\n{page}"
+    return float(found[1])
+
+
+def blocks(process: SidecarProcess, use: str) -> int:
+    return int(metric(process, f'deltashard_arena_blocks{{use="{use}"}}'))
+
+
+# The process.
+
+
+def test_the_command_line(tmp_path: Path, url: str) -> None:
+    """Silent on stdout, ready.json when it serves, health and notify answer, one owner a directory, SIGTERM leaves nothing."""
+    command = [sys.executable, "-m", "deltashard_sidecar.main"]
+    flags = ["--url", url, "--run", "r", "--dir", str(tmp_path / "d"), "--cache-dir", str(tmp_path / "c")]
+    flags += ["--arena-bytes", "32MiB", "--metrics-port", "0"]
+    first = subprocess.Popen([*command, "serve", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        ready = tmp_path / "d/ready.json"
+        until(ready.exists)
+        facts = json.loads(ready.read_text())
+        assert facts["pid"] == first.pid
+        assert set(facts) == {"pid", "epoch", "metrics_port", "protocol"}
+        socket = ["--socket", str(tmp_path / "d/sidecar.sock")]
+        assert subprocess.run([*command, "health", *socket], check=False).returncode == 0
+        assert (
+            subprocess.run([*command, "notify", "--reason", "eviction", *socket], check=False).returncode == 0
+        )
+        second = subprocess.run([*command, "serve", *flags], capture_output=True, check=False)
+        assert second.returncode == EXIT_OWNED
+        assert json.loads(ready.read_text())["pid"] == first.pid
+        first.terminate()
+        out, err = first.communicate(timeout=60)
+        assert (first.returncode, out) == (0, b"")
+        assert all(json.loads(line)["run"] == "r" for line in err.splitlines())
+        assert not ready.exists()
+        assert not (tmp_path / "d/sidecar.sock").exists()
+        assert subprocess.run([*command, "health", *socket], check=False).returncode == 1
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def test_the_sidecar_imports_no_torch() -> None:
+    """None of its modules does, directly or not."""
+    code = """
+import pkgutil, importlib, sys, deltashard_sidecar
+for m in pkgutil.iter_modules(deltashard_sidecar.__path__): importlib.import_module(f"deltashard_sidecar.{m.name}")
+sys.exit("torch" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_lingers_only_without_a_trainer(tmp_path: Path, url: str) -> None:
+    """An orphan of a laptop exits; while a trainer is attached it stays."""
+    # Long enough for the trainer to attach on a busy machine.
+    with sidecar(tmp_path, url, encoding="fp32", linger_s=4) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        trainer.save_and_commit()
+        with pytest.raises(AssertionError, match="not within"):
+            until(lambda: process.poll() is not None, deadline_s=5.0)
+        trainer.detach()
+        assert process.died() == 0
+        trainer.close()
+
+
+def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
+    """Its lock and its stream are gone, whatever killed it: the lingering sidecar exits."""
+    code = (
+        "import sys,os,signal;from pathlib import Path;from tests.support.fake_trainer import Model,Trainer;"
+        "print('ready',flush=True);t=Trainer(Path(input()),Model());t.open();os.kill(os.getpid(),signal.SIGKILL)"
+    )
+    killed = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[3],
+    )  # fmt: skip
+    assert killed.stdout is not None
+    assert killed.stdout.readline() == "ready\n"  # a Python that starts slowly is no part of the lingering
+    with sidecar(tmp_path, url, linger_s=4) as process:
+        killed.communicate(f"{process.socket}\n", timeout=120)
+        assert killed.returncode == -signal.SIGKILL
+        trainer = Trainer(process.socket, Model())
+        assert trainer.open().attempt > 1
+        trainer.detach()
+        trainer.close()
+        assert process.died() == 0
+
+
+# Streams and messages of a cut.
+
+
+def test_descriptors_that_travel_with_the_seal(trainer: Trainer) -> None:
+    """The whole cut in one message is the same cut."""
+    trainer.model.train()
+    cut = trainer.begin(together=True)
+    cut.write_all()
+    cut.seal()
+    kept = trainer.model.state()
+    commit = trainer.committed(cut.number)
+    trainer.model.wipe()
+    trainer.restore(commit.seq)
+    assert same(trainer.model.state(), kept)
+
+
+@pytest.mark.parametrize("inner", ["begin", "abort", "several", "ready"])
+def test_what_may_not_travel_together_fails_its_save_only(trainer: Trainer, inner: str) -> None:
+    """A message that is no descriptor and no seal among several: this save is invalid, the next one commits."""
+    cut = trainer.begin(together=True)
+    request = pb.SaveRequest()
+    getattr(request, inner).SetInParent()
+    cut.send(request)
+    cut.write_all()
+    with pytest.raises(SaveRefused) as refused:
+        cut.seal()
+    assert refused.value.cause == "invalid"
+    trainer.save_and_commit()
+
+
+def test_a_stream_that_never_begins_costs_nothing(process: SidecarProcess, trainer: Trainer) -> None:
+    """Open ahead of a cut that never comes: saves go by on other streams, and detaching ends it."""
+    outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
+    outbox.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=trainer.reply.session)))
+    idle = trainer.stub.Save(iter(outbox.get, None))
+    trainer.save_and_commit()
+    assert blocks(process, "quarantined") == 0
+    trainer.detach()
+    with pytest.raises(grpc.RpcError) as ended:
+        next(idle)
+    assert ended.value.code() is grpc.StatusCode.CANCELLED
+    outbox.put(None)
+
+
+# Attach.
+
+
+def test_attach_refuses_what_cannot_be_served(process: SidecarProcess, tmp_path: Path) -> None:
+    """Each refusal says what to change."""
+    model = Model()
+    good = Trainer(process.socket, model)
+    request = pb.AttachRequest(protocol_min=7, protocol_max=9, world_size=1)
+    with pytest.raises(grpc.RpcError, match="trainer speaks 7-9, this sidecar 1-1"):
+        good.stub.Attach(request)
+    request = pb.AttachRequest(protocol_min=1, protocol_max=1, rank=3, world_size=2)
+    with pytest.raises(grpc.RpcError, match="rank 3 of world size 2"):
+        good.stub.Attach(request)
+    request = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, local_rank=1, blob_bytes=1 << 40)
+    with pytest.raises(grpc.RpcError, match="arena .* and the cache .* hold"):
+        good.stub.Attach(request)
+    another = Trainer(process.socket, model, rank=1, world_size=3)
+    with pytest.raises(grpc.RpcError, match="too few for 3 trainers"):
+        Trainer(process.socket, model, rank=2, world_size=3)
+    another.close()
+    good.close()
+
+
+def test_a_rank_is_one_process(process: SidecarProcess, trainer: Trainer) -> None:
+    """A second live process of a rank is told who has it; the same process may attach anew, and the old session ends."""
+    request = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid() + 1)
+    with pytest.raises(grpc.RpcError, match=f"process {os.getpid()} trains as local rank 0"):
+        trainer.stub.Attach(request, timeout=20)
+    old = trainer.reply.session
+    trainer.attach()
+    with pytest.raises(grpc.RpcError, match="UnknownSession"):
+        trainer.stub.Detach(pb.DetachRequest(session=old))
+    trainer.save_and_commit()
+
+
+# Saves.
+
+
+def test_saves_restore_exactly(trainer: Trainer) -> None:
+    """Baseline, deltas over it, a new baseline when the predictor says so; each restores to what was cut."""
+    kinds = []
+    for _ in range(6):
+        trainer.model.train(0.3)
+        state = trainer.model.state()
+        commit = trainer.save_and_commit()
+        kinds.append(commit.baseline)
+        trainer.model.wipe()
+        trainer.restore(commit.seq)
+        assert same(trainer.model.state(), state)
+    assert kinds[0]
+    assert not kinds[1]
+    assert any(kinds[2:])
+
+
+def test_a_cut_larger_than_the_arena(tmp_path: Path, url: str) -> None:
+    """It goes on at encoding speed: blocks come back as their batches are encoded."""
+    with sidecar(tmp_path, url, encoding="q8", arena_bytes="32MiB", metrics_port=0) as process:
+        trainer = Trainer(process.socket, Model(rows=300_000, columns=32))
+        trainer.open()
+        cut = trainer.begin()
+        assert cut.begun is not None
+        assert cut.begun.stall_budget_s == 0, (
+            "it can only go on as fast as it is encoded: no limit from the start"
+        )
+        cut.write_all()
+        cut.seal()
+        assert cut.blocks_used * 8 > 64
+        commit = trainer.committed(cut.number)
+        assert commit.raw_bytes > 64 << 20
+        assert blocks(process, "free") == 4
+        weights = trainer.model.tables[0].weights.copy()
+        sums = trainer.model.tables[0].sums.copy()
+        trainer.model.wipe()
+        done = trainer.restore(commit.seq)
+        assert done.store_bytes == 0
+        assert np.abs(trainer.model.tables[0].weights - weights).max() < 0.05
+        assert np.array_equal(trainer.model.tables[0].sums, sums)
+        trainer.close()
+
+
+def test_an_aborted_save_frees_its_blocks_at_once(process: SidecarProcess, trainer: Trainer) -> None:
+    """The trainer's abort is its word that nothing is written any more; two for the stall, and the next waits it out."""
+    for _ in range(2):
+        cut = trainer.begin()
+        assert cut.begun is not None
+        assert cut.begun.stall_budget_s > 0
+        cut.rows_of(0, None)
+        cut.abort("stall_budget")
+        assert cut.end is not None
+        assert cut.end.failed.cause == "stall_budget"
+    until(lambda: blocks(process, "free") == 8)
+    cut = trainer.begin()
+    assert cut.begun is not None
+    assert cut.begun.stall_budget_s == 0
+    cut.write_all()
+    cut.seal()
+    trainer.committed(cut.number)
+    assert metric(process, 'deltashard_save_failures_total{cause="stall_budget"}') == 2
+    again = trainer.begin()
+    assert again.begun is not None
+    assert again.begun.stall_budget_s > 0
+    again.abort()
+
+
+def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trainer: Trainer) -> None:
+    """While the trainer lives it may still be writing: nobody gets its blocks until it begins anew."""
+    cut = trainer.begin()
+    cut.rows_of(0, None)
+    cut.vanish()
+    until(lambda: blocks(process, "quarantined") > 0)
+    held = blocks(process, "quarantined")
+    with pytest.raises(AssertionError, match="not within"):
+        until(lambda: blocks(process, "quarantined") < held, deadline_s=0.5)
+    state = trainer.model.state()
+    commit = trainer.save_and_commit()
+    assert blocks(process, "quarantined") == 0
+    trainer.model.wipe()
+    trainer.restore(commit.seq)
+    assert same(trainer.model.state(), state)
+
+
+def test_blocks_of_an_older_epoch_wait_for_their_writer(tmp_path: Path, url: str) -> None:
+    """A restarted sidecar gives nothing out while a writer of before holds its lock and has not attached again."""
+    first = SidecarProcess(tmp_path, url, encoding="fp32", metrics_port=0)
+    trainer = Trainer(first.socket, Model())
+    trainer.open()
+    trainer.begin().rows_of(0, None)
+    first.kill()
+    with sidecar(tmp_path, url, encoding="fp32", metrics_port=0) as second:
+        other = Trainer(second.socket, Model(), rank=1, world_size=1 + 1)
+        other.attempt = trainer.attempt
+        other.attach()
+        cut = other.begin()
+        assert cut.granted.empty(), "rank 0 still holds its lock from the older epoch"
+        trainer.attach()
+        until(lambda: not cut.granted.empty(), what="blocks after rank 0 attached again")
+        cut.abort()
+        other.close()
+        trainer.close()
+
+
+def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: Trainer) -> None:
+    """Every number of a descriptor is checked before it becomes an address."""
+    good = {"table": 0, "rows": 10, "contiguous": True, "col_start": 0, "col_stop": 8}
+    for bad in (
+        {"block": 99}, {"offset": 8 << 20}, {"offset": 1}, {"table": 7}, {"rows": 0}, {"rows": 1 << 62},
+        {"row_start": 295}, {"col_stop": 9}, {"col_start": 8}, {"contiguous": False},
+    ):  # fmt: skip
+        cut = trainer.begin()
+        block = cut.granted.get(timeout=60)
+        message = {**good, "block": block, **bad}
+        cut.outbox.put(pb.SaveRequest(rows=pb.RowBatch(**message)))
+        if bad == {"contiguous": False}:  # ids [0, 0, ...] are not ascending: found by the encoder
+            trainer.arena.block(block)[:80] = bytes(80)
+            cut.outbox.put(pb.SaveRequest(seal=pb.SaveRequest.Seal(rows=10)))
+        until(lambda c=cut: c.end is not None)
+        cut.outbox.put(None)
+        if bad != {"contiguous": False}:
+            assert cut.end is not None
+            assert cut.end.failed.cause == "invalid"
+        else:
+            until(lambda c=cut: c.number in trainer.failures or c.end.WhichOneof("kind") == "failed")
+        assert cut.over.wait(60)
+    trainer.save_and_commit()
+    assert process.poll() is None
+
+
+def test_rows_that_never_arrived_fail_the_save(trainer: Trainer) -> None:
+    """The seal says how many rows were sent; another number is never committed."""
+    cut = trainer.begin()
+    cut.write_all()
+    cut.rows += 1
+    cut.seal()
+    with pytest.raises(SaveRefused, match="341 rows were sealed, 340 arrived"):
+        trainer.committed(cut.number)
+
+
+def test_a_silent_trainer_loses_its_save(tmp_path: Path, url: str) -> None:
+    """A hung trainer is no reason to hold the arena for ever."""
+    with sidecar(tmp_path, url, encoding="fp32", stream_idle_s=4) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        cut = trainer.begin()
+        assert cut.over.wait(60)
+        assert cut.end is not None
+        assert cut.end.failed.cause == "deadline"
+        trainer.save_and_commit()
+        trainer.close()
+
+
+def test_one_save_in_flight_and_urgent_ones(trainer: Trainer, process: SidecarProcess) -> None:
+    """A second save is busy; an urgent one takes the place of one that stages."""
+    first = trainer.begin(reason="timer")
+    with pytest.raises(SaveRefused, match="busy"):
+        trainer.begin()
+    assert metric(process, "deltashard_saves_skipped_total") == 1
+    urgent = trainer.begin(reason="eviction", urgent=True)
+    assert first.over.wait(60)
+    assert first.end is not None
+    assert first.end.failed.cause == "superseded"
+    urgent.write_all()
+    urgent.seal()
+    assert trainer.committed(urgent.number).baseline
+
+
+def test_notify_asks_every_trainer_to_save_now(trainer: Trainer, process: SidecarProcess) -> None:
+    """The preStop hook's call: a notice, and the control line says urgent until a save begins."""
+    line = trainer.arena.line(0)
+    assert line[SAVE_AT_STEP] == NEVER
+    assert trainer.stub.Notify(pb.NotifyRequest(reason="eviction", deadline_s=9)).trainers == 1
+    until(lambda: trainer.urgent)
+    assert trainer.urgent[0].reason == "eviction"
+    assert trainer.urgent[0].urgent
+    until(lambda: line[URGENT] == 1 and line[SAVE_AT_STEP] <= trainer.model.step)
+    trainer.save_and_commit(urgent=True)
+    until(lambda: line[URGENT] == 0 and line[SAVE_AT_STEP] == NEVER)
+
+
+def test_the_timer_writes_the_control_line(tmp_path: Path, url: str) -> None:
+    """every_steps is known ahead; nothing is due before the attempt is open."""
+    with sidecar(tmp_path, url, encoding="fp32", every_steps=5) as process:
+        trainer = Trainer(process.socket, Model())
+        line = trainer.arena.line(0)
+        assert line[SAVE_AT_STEP] == NEVER
+        trainer.open()
+        until(lambda: line[SAVE_AT_STEP] == 5)
+        for _ in range(5):
+            trainer.model.train()
+            trainer.stepped()
+        trainer.save_and_commit(reason="steps")
+        until(lambda: line[SAVE_AT_STEP] == 10)
+        trainer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
+    """Over 1,000 saves the same number of descriptors, and less than 256 MiB beyond the arena."""
+    with sidecar(tmp_path, url, encoding="q8", metrics_port=0) as process:
+        trainer = Trainer(process.socket, Model(rows=50))
+        trainer.open()
+        me = psutil.Process(process.pid)
+        counts = 0, 0
+        for i in range(1000):
+            trainer.model.train()
+            try:
+                trainer.save_and_commit()
+            except (
+                SaveRefused
+            ) as refused:  # the stream before is still closing: on a busy machine a save is skipped
+                assert refused.cause == "busy"  # noqa: PT017
+            if i == 99:
+                counts = me.num_fds(), me.num_threads()
+        # The threads of the last streams may still be ending.
+        until(lambda: me.num_fds() <= counts[0] + 2, what=f"no more descriptors than {counts}")
+        until(lambda: me.num_threads() <= counts[1] + 4, what=f"no more threads than {counts}")
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        anonymous = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])  # type: ignore[index]
+        assert anonymous < 256 << 10, status
+        trainer.close()
+
+
+def test_two_ranks_commit_together(tmp_path: Path, url: str) -> None:
+    """World size 2 in one pod: one checkpoint of two parts, acknowledged to both."""
+    with sidecar(tmp_path, url, encoding="fp32", arena_bytes="96MiB") as process:
+        zero = Trainer(process.socket, Model(), world_size=2)
+        zero.open()
+        other = Model(seed=1)
+        for table in other.tables:
+            table.fqn = f"other.{table.fqn}"
+        one = Trainer(process.socket, other, rank=1, world_size=2)
+        one.attempt = zero.attempt
+        one.attach()
+        first, second = zero.save(), one.save()
+        commits = zero.committed(first), one.committed(second)
+        assert commits[0].seq == commits[1].seq
+        assert commits[0].rows == 2 * 340
+        zero.close()
+        one.close()
+
+
+# Fencing, fallback, warm starts.
+
+
+def test_a_fenced_trainer_is_told_and_the_sidecar_serves_on(tmp_path: Path, url: str) -> None:
+    """Another pod opened an attempt: this one's save fails as fenced, every later one is refused, a new attempt works."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    with (
+        sidecar(tmp_path / "a", url, encoding="fp32") as a,
+        sidecar(tmp_path / "b", url, encoding="fp32") as b,
+    ):
+        old, new = Trainer(a.socket, Model()), Trainer(b.socket, Model())
+        old.open()
+        new.open()
+        with pytest.raises(SaveRefused, match="fenced"):
+            old.save_and_commit()
+        until(lambda: old.fenced)
+        assert (old.fenced[0].attempt, old.fenced[0].by) == (old.attempt, new.attempt)
+        with pytest.raises(SaveRefused, match="fenced"):
+            old.begin()
+        new.save_and_commit()
+        assert old.open().resume_seq
+        old.save_and_commit()
+        old.close()
+        new.close()
+
+
+def test_an_invalid_checkpoint_is_said_and_excluded(tmp_path: Path, url: str) -> None:
+    """Flipped bits in the store: the restore fails as invalid, the next attempt excludes it and comes back from the older."""
+    with sidecar(tmp_path, url, encoding="fp32", differential="full") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        good = trainer.save_and_commit()
+        state = trainer.model.state()
+        trainer.model.train()
+        bad = trainer.save_and_commit()
+        trainer.close()
+        process.kill()
+    shutil.rmtree(tmp_path / "cache")
+    for pack in (tmp_path / "store/run/data" / f"{bad.attempt:020d}" / f"{bad.cut:08d}").glob("*.pack"):
+        data = bytearray(pack.read_bytes())
+        data[len(data) // 2] ^= 1
+        pack.chmod(0o600)
+        pack.write_bytes(data)
+    with sidecar(tmp_path, url, encoding="fp32") as process:
+        trainer = Trainer(process.socket, Model())
+        assert trainer.open().resume_seq == bad.seq
+        with pytest.raises(SaveRefused, match="invalid"):
+            trainer.restore(bad.seq)
+        opened = trainer.open(exclude_seqs=[bad.seq])
+        assert (opened.resume_seq, opened.fell_back) == (good.seq, True)
+        trainer.model.wipe()
+        trainer.restore(good.seq)
+        assert same(trainer.model.state(), state)
+        trainer.save_and_commit()
+        trainer.close()
+
+
+def test_restore_of_what_is_not_there(trainer: Trainer) -> None:
+    """not_found, and for a table that is not stored mismatch: neither makes the checkpoint invalid."""
+    with pytest.raises(SaveRefused, match="not_found"):
+        trainer.restore(77)
+    commit = trainer.save_and_commit()
+    trainer.model.tables[1].fqn = "renamed.weight"
+    trainer.attach()
+    with pytest.raises(SaveRefused, match="mismatch"):
+        trainer.restore(commit.seq)
+
+
+def test_warm_start_from_another_run(tmp_path: Path, url: str) -> None:
+    """Read from one run, commit to another; the first cut there is a baseline."""
+    with sidecar(tmp_path, url, encoding="fp32", run="source") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        trainer.model.train()
+        trainer.save_and_commit()
+        state = trainer.model.state()
+        trainer.close()
+        process.kill()
+    with sidecar(tmp_path, url, encoding="fp32", run="target") as process:
+        trainer = Trainer(process.socket, Model())
+        opened = trainer.open(from_run="source")
+        assert opened.HasField("resume_seq")
+        trainer.model.wipe()
+        trainer.restore(opened.resume_seq, from_run="source")
+        assert same(trainer.model.state(), state)
+        trainer.base_seq = None
+        assert trainer.save_and_commit().baseline
+        trainer.close()
+
+
+# The cache, housekeeping, the end.
+
+
+def test_prefetch_brings_the_newest_checkpoint_before_anyone_asks(tmp_path: Path, url: str) -> None:
+    """A pod on a new machine: an empty cache, filled while the trainer still imports its libraries."""
+    with sidecar(tmp_path, url, encoding="fp32") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        commit = trainer.save_and_commit()
+        trainer.close()
+        process.kill()
+    shutil.rmtree(tmp_path / "cache")
+    with sidecar(tmp_path, url, encoding="fp32", prefetch="yes") as process:
+        until(lambda: any(event["event"] == "prefetch.done" for event in process.events()))
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        done = trainer.restore(commit.seq)
+        assert done.store_bytes > 0, "they came from the store, if early"
+        assert done.cache_bytes == 0
+        trainer.close()
+
+
+def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
+    """Retention after commits, gc after its grace; what is kept restores."""
+    flags = {"encoding": "fp32", "differential": "full", "housekeeping-s": 0, "gc-grace-s": 0, "keep-last": 2}
+    with sidecar(tmp_path, url, **flags) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        for _ in range(8):
+            trainer.model.train()
+            commit = trainer.save_and_commit()
+        state = trainer.model.state()
+
+        def settled() -> bool:
+            live = RunLog(open_store(url), "run").refresh().checkpoints
+            cuts = {info.key.rpartition("/")[0] for info in open_store(url).list("run/data/")}
+            return len(live) == 2 and len(cuts) <= 3
+
+        until(settled, what="old checkpoints are gone")
+        trainer.model.wipe()
+        trainer.restore(commit.seq)
+        assert same(trainer.model.state(), state)
+        trainer.close()
+
+
+def test_caches_of_ended_runs_make_room(tmp_path: Path, url: str) -> None:
+    """They go at start already, before any store answers; the cache of a run whose sidecar lives stays."""
+    for name in ("ended", "alive"):
+        PackCache(tmp_path / name, budget_bytes=1 << 20).close()
+        (tmp_path / name / f"{'0' * 32}.pack").write_bytes(bytes(4096))
+    with (
+        PackCache(tmp_path / "alive", budget_bytes=1 << 20),
+        sidecar(tmp_path, url, cache_total_bytes=1) as process,
+    ):
+        until(lambda: any(event["event"] == "sweep.done" for event in process.events()))
+        assert not (tmp_path / "ended").exists()
+        assert (tmp_path / "alive").exists()
+
+
+def test_sigterm_finishes_what_is_staged(tmp_path: Path, url: str) -> None:
+    """The trainer is gone, the save is not: it is committed before the process ends, and the marker is taken away."""
+    process = SidecarProcess(tmp_path, url, encoding="fp32", term_deadline_s=60)
+    trainer = Trainer(process.socket, Model(rows=100_000))
+    trainer.open()
+    number = trainer.save()
+    assert process.terminate() == 0
+    newest = RunLog(open_store(url), "run").refresh().newest()
+    assert newest is not None
+    assert newest.cut == number
+    assert not list(open_store(url).list("run/closing/"))
+    trainer.close()
+
+
+# A store that is away.
+
+
+@pytest.mark.minio
+def test_store_down_training_goes_on(tmp_path: Path, own_minio: MinioServer) -> None:
+    """Blocks keep moving, frames wait on disk, the save commits when the store is back."""
+    url = own_minio.url(own_minio.new_bucket(), "prefix")
+    with sidecar(tmp_path, url, encoding="fp32", metrics_port=0) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        trainer.save_and_commit()
+        own_minio.stop()
+        trainer.model.train()
+        state = trainer.model.state()
+        number = trainer.save()
+        until(lambda: blocks(process, "free") == 8, what="every block is free although nothing uploads")
+        with pytest.raises(SaveRefused, match="busy"):
+            trainer.begin()
+        own_minio.start()
+        commit = trainer.committed(number)
+        trainer.model.wipe()
+        trainer.restore(commit.seq)
+        assert same(trainer.model.state(), state)
+        trainer.close()
+
+
+@pytest.mark.minio
+def test_a_stalled_store_costs_one_save(tmp_path: Path, own_minio: MinioServer) -> None:
+    """It fails by its deadline, the trainer hears of it, the next save covers; SIGTERM aborts by its own deadline."""
+    with FaultyProxy(own_minio.port) as proxy:
+        url = own_minio.url(own_minio.new_bucket(), port=proxy.port)
+        # Long enough for the saves that must succeed, on a busy machine.
+        with sidecar(tmp_path, url, encoding="fp32", save_deadline_s=10, term_deadline_s=1) as process:
+            trainer = Trainer(process.socket, Model())
+            trainer.open()
+            trainer.save_and_commit()
+            proxy.hang = True
+            trainer.model.train()
+            with pytest.raises(SaveRefused, match="unavailable|deadline"):
+                trainer.save_and_commit()
+            proxy.hang = False
+            proxy.release()
+            trainer.model.train()
+            state = trainer.model.state()
+            commit = trainer.save_and_commit()
+            trainer.model.wipe()
+            trainer.restore(commit.seq)
+            assert same(trainer.model.state(), state)
+            proxy.hang = True
+            trainer.save()
+            assert process.terminate() == 0
+            trainer.close()
+            proxy.hang = False
+            proxy.release()
+
+
+@pytest.mark.minio
+def test_a_restore_without_the_store_is_unavailable(tmp_path: Path, own_minio: MinioServer) -> None:
+    """Never invalid: nothing was proven."""
+    url = own_minio.url(own_minio.new_bucket())
+    with sidecar(tmp_path, url, encoding="fp32", restore_deadline_s=10, cache_bytes="64MiB") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        commit = trainer.save_and_commit()
+        for path in (tmp_path / "cache").glob("*.pack"):
+            path.unlink()
+        own_minio.stop()
+        with pytest.raises(SaveRefused, match="unavailable"):
+            trainer.restore(commit.seq)
+        own_minio.start()
+        trainer.restore(commit.seq)
+        trainer.close()

@@ -1,0 +1,226 @@
+"""A cluster without kubelets: etcd, API server, Job controller, kwok for the nodes, and the chart as Helm renders it.
+
+Everything of the chart is there but its pods: service accounts and their rights, custom resources, the webhook's
+configuration, empty Secrets. What would be pods are processes (`operators`), each with its own service account's token,
+so that a right that is missing is missed here, too. The webhook's Service is turned into a name for loopback, which is
+all that is changed: the API server dials it and checks the certificate for the Service's own name.
+
+The API server writes down what both accounts ask for, reads included, before it answers them (`audits`).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.load.simulation.process import Process
+from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.minio_server import ROOT, free_port, wait_for
+from tests.support.tool import built
+
+SYSTEM = "deltashard-system"
+CONTROLLER, WEBHOOK = "deltashard-controller", "deltashard-webhook"
+"""Names of Deployments, service accounts and (the webhook's) configuration."""
+STORE = "s3://checkpoints/load"
+PATIENCE_S = 120.0
+_NOT_MADE = {
+    "Deployment",
+    "PodDisruptionBudget",
+    "NetworkPolicy",
+    "PodMonitor",
+    "ServiceMonitor",
+    "PrometheusRule",
+}
+_CONTROLLERS = (
+    "job-controller",
+    "serviceaccount-controller",
+    "garbage-collector-controller",
+    "pod-garbage-collector-controller",
+)
+
+
+def account(name: str) -> str:
+    """The user name of a service account of the system."""
+    return f"system:serviceaccount:{SYSTEM}:{name}"
+
+
+def audit_flags(folder: Path) -> list[str]:
+    """Flags by which the API server writes down, in `folder`/audit.jsonl, what our two accounts do."""
+    policy = {
+        "apiVersion": "audit.k8s.io/v1",
+        "kind": "Policy",
+        "omitStages": ["RequestReceived", "ResponseStarted"],
+        "rules": [{"level": "Metadata", "users": [account(CONTROLLER), account(WEBHOOK)]}, {"level": "None"}],
+    }
+    (folder / "audit-policy.json").write_text(json.dumps(policy))
+    return [
+        f"--audit-policy-file={folder}/audit-policy.json",
+        f"--audit-log-path={folder}/audit.jsonl",
+        "--audit-log-maxsize=4000",  # MiB: one file
+        "--audit-log-mode=blocking-strict",  # an event is in the file before its request is answered
+    ]
+
+
+def rendered(interval_s: float) -> Iterator[dict[str, Any]]:
+    """The chart's objects but its pods, hooks and monitors, with this interval in the default policy."""
+    command = [
+        built("helm"), "template", "deltashard", ROOT / "charts" / "deltashard", f"--namespace={SYSTEM}",
+        "--kube-version=1.34.4",
+        "--set", f"defaultPolicy.store.url={STORE},defaultPolicy.intervalSeconds={interval_s:.0f}",
+    ]  # fmt: skip
+    done = subprocess.run([str(w) for w in command], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for document in filter(None, yaml.safe_load_all(done.stdout)):
+        hook = "helm.sh/hook" in (document["metadata"].get("annotations") or {})
+        if document["kind"] not in _NOT_MADE and not hook:
+            yield document
+
+
+class Plane:
+    """The cluster; `start`, use, `stop`."""
+
+    def __init__(self, folder: Path, *, nodes: int, interval_s: float = 300.0) -> None:
+        """`interval_s`: between checkpoints, of the default policy."""
+        self.folder = folder
+        self._interval_s = interval_s
+        self.nodes = [f"node-{number}" for number in range(nodes)]
+        self.apiserver = ApiServer(folder, *audit_flags(folder))
+        self.audit_log = folder / "audit.jsonl"
+        self.webhook_port = free_port()
+        self.job_controller = Process(
+            "kube-controller-manager",
+            [
+                built("kubernetes") / "kube-controller-manager", f"--kubeconfig={folder}/kubeconfig",
+                "--bind-address=127.0.0.1", f"--secure-port={free_port()}", f"--cert-dir={folder}/manager",
+                "--leader-elect=false", f"--controllers={','.join(_CONTROLLERS)}",
+                "--kube-api-qps=200", "--kube-api-burst=400",
+            ],
+            folder=folder,
+        )  # fmt: skip
+        self.kwok = Process(
+            "kwok",
+            [
+                built("kwok"), f"--kubeconfig={folder}/kubeconfig", "--manage-all-nodes",
+                f"--config={Path(__file__).parent}/stages.yaml", "--node-lease-duration-seconds=0", "-v=WARN",
+            ],
+            folder=folder,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Start everything; returns when Jobs can be made and pods run."""
+        self.apiserver.start()
+        self.rest = self.apiserver.http()
+        try:
+            self.make({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SYSTEM}})
+            self._install()
+            self.job_controller.start()
+            self.kwok.start()
+            for name in self.nodes:
+                self.make({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+            wait_for(self._nodes_ready, what="nodes of kwok", timeout_s=PATIENCE_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End everything."""
+        self.kwok.stop()
+        self.job_controller.stop()
+        self.rest.__exit__()
+        self.apiserver.stop()
+
+    def make(self, document: dict[str, Any], namespace: str = "default") -> dict[str, Any]:
+        """Create an object; returns it as stored."""
+        reply = self.rest.create(document, namespace)
+        assert reply.status == 201, reply.document
+        return reply.document
+
+    def namespace(self, name: str) -> None:
+        """A namespace in which pods can be made."""
+        self.make({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+        path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+        wait_for(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=PATIENCE_S)
+
+    def kubeconfig(self, name: str) -> Path:
+        """A kubeconfig with the rights of a service account of the system, and no others."""
+        spec = {"spec": {"expirationSeconds": 24 * 3600}}
+        path = f"/api/v1/namespaces/{SYSTEM}/serviceaccounts/{name}/token"
+        reply = self.rest("POST", path, spec)
+        assert reply.status == 201, reply.document
+        document = yaml.safe_load(self.apiserver.kubeconfig.read_text())
+        document["users"] = [{"name": "admin", "user": {"token": reply.document["status"]["token"]}}]
+        written = self.folder / f"{name}.kubeconfig"
+        written.write_text(yaml.safe_dump(document))
+        return written
+
+    def mount(self, kind: str, name: str, folder: Path) -> bool:
+        """Put a Secret's or ConfigMap's data into files, as a kubelet would; False while it has none."""
+        folder.mkdir(exist_ok=True)
+        path = f"/api/v1/namespaces/{SYSTEM}/{kind}/{name}"
+        data = self.rest("GET", path).document.get("data") or {}
+        for key, value in data.items():
+            content = base64.b64decode(value) if kind == "secrets" else value.encode()
+            (folder / key).write_bytes(content)
+        return bool(data)
+
+    def metrics(self) -> str:
+        """The API server's own metrics, as text."""
+        return self.rest.text("/metrics")
+
+    def _install(self) -> None:
+        definitions = []
+        documents = list(rendered(self._interval_s))
+        for document in documents:
+            if document["kind"] == "Service" and document["metadata"]["name"] == WEBHOOK:
+                document["spec"] = {"type": "ExternalName", "externalName": "localhost"}
+            if document["kind"] == "MutatingWebhookConfiguration":
+                for hook in document["webhooks"]:
+                    hook["clientConfig"]["service"]["port"] = self.webhook_port
+            if document["kind"] == "CustomResourceDefinition":
+                definitions.append(document["metadata"]["name"])
+            self.make(document, SYSTEM)
+        kinds = {document["kind"] for document in documents}
+        assert {"MutatingWebhookConfiguration", "ClusterRole", "CustomResourceDefinition"} <= kinds
+        for name in definitions:
+            wait_for(lambda name=name: self._served(name), what=name, timeout_s=PATIENCE_S)
+
+    def _served(self, name: str) -> bool:
+        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
+        conditions = self.rest("GET", path).document.get("status", {}).get("conditions") or []
+        return any(c["type"] == "Established" and c["status"] == "True" for c in conditions)
+
+    def _nodes_ready(self) -> bool:
+        self.kwok.check()
+        self.job_controller.check()
+        found = self.rest("GET", "/api/v1/nodes").document["items"]
+        return sum(node["status"].get("phase") == "Running" for node in found) == len(self.nodes)
+
+
+def until(condition: Callable[[], object], *, what: str, timeout_s: float, every_s: float = 0.5) -> None:
+    """Wait for what is dear to look at."""
+    ends_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > ends_s:
+            raise TimeoutError(f"{what} did not come true in {timeout_s:.0f} s")
+        time.sleep(every_s)
+
+
+def objects(rest: Rest, path: str) -> list[dict[str, Any]]:
+    """All items of a list, in pages."""
+    found: list[dict[str, Any]] = []
+    more = ""
+    while True:
+        page = rest("GET", f"{path}{'&' if '?' in path else '?'}limit=500{more}")
+        assert page.status == 200, page.document
+        found += page.document["items"]
+        token = page.document["metadata"].get("continue")
+        if not token:
+            return found
+        more = f"&continue={token}"

@@ -1,0 +1,122 @@
+"""Webhook and controller as the chart's Deployments start them, as processes on loopback with their own accounts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import urllib3
+
+from tests.load.simulation import control_plane
+from tests.load.simulation.control_plane import CONTROLLER, SYSTEM, WEBHOOK, Plane
+from tests.load.simulation.process import Process, Usage
+from tests.support.server.minio_server import free_port, wait_for
+
+
+class Service:
+    """One of the two: a process, its plain port, and what it was mounted."""
+
+    def __init__(self, plane: Plane, name: str, module: str, **flags: object) -> None:
+        self.plane = plane
+        self.name = name
+        self.folder = plane.folder / name
+        self.folder.mkdir()
+        assert plane.mount("configmaps", "deltashard-default-policy", self.folder)
+        self.metrics_port = free_port()
+        words = {
+            "host": "127.0.0.1",
+            "metrics-port": self.metrics_port,
+            "default-policy": self.folder / "policy.yaml",
+            "kubeconfig": plane.kubeconfig(name),
+            "certificate-dir": self.folder,
+        } | {key.replace("_", "-"): value for key, value in flags.items()}
+        self.process = Process(
+            name,
+            [sys.executable, "-m", module, *(f"--{key}={value}" for key, value in words.items())],
+            folder=plane.folder,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        self._http = urllib3.PoolManager(retries=False, timeout=20.0)
+
+    def start(self) -> None:
+        """Start it and wait until it says that it is ready."""
+        self.process.start()
+        wait_for(self.ready, what=f"{self.name} ready", timeout_s=control_plane.PATIENCE_S)
+
+    def ready(self) -> bool:
+        """Whether its readiness probe succeeds."""
+        self.process.check()
+        return self.get("healthz")[0] == 200
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text of a plain page; status 0 when nobody answers."""
+        try:
+            reply = self._http.request("GET", f"http://127.0.0.1:{self.metrics_port}/{path}")
+        except urllib3.exceptions.HTTPError:
+            return 0, ""
+        return reply.status, reply.data.decode()
+
+    def metrics(self) -> str:
+        """Its metrics, as text."""
+        status, text = self.get("metrics")
+        assert status == 200, self.process.tail()
+        return text
+
+    def usage(self) -> Usage:
+        """What its process uses."""
+        return self.process.usage()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End it."""
+        self.process.stop(number)
+
+
+class Webhook(Service):
+    """One replica of the webhook, behind the Service's name."""
+
+    def __init__(self, plane: Plane) -> None:
+        super().__init__(
+            plane,
+            WEBHOOK,
+            "deltashard_operator.main",
+            port=plane.webhook_port,
+            fleet_ca=plane.folder / WEBHOOK / "ca.crt",
+            drain_s=0.5,
+        )
+
+    def start(self) -> None:
+        """Wait for what the controller issues, as a kubelet would mount it, and start."""
+
+        def mounted() -> bool:
+            tls = self.plane.mount("secrets", "deltashard-webhook-tls", self.folder)
+            return self.plane.mount("configmaps", "deltashard-fleet-ca", self.folder) and tls
+
+        wait_for(mounted, what="the webhook's certificate", timeout_s=control_plane.PATIENCE_S)
+        super().start()
+
+
+class Controller(Service):
+    """The controller, in mode `builtin`."""
+
+    def __init__(self, plane: Plane) -> None:
+        self.fleet_port = free_port()
+        super().__init__(
+            plane,
+            CONTROLLER,
+            "deltashard_operator.controller_main",
+            fleet_port=self.fleet_port,
+            namespace=SYSTEM,
+            certificates="builtin",
+        )
+
+    def fleet_authority(self) -> str:
+        """PEM of the authority that sidecars trust."""
+        folder: Path = self.folder / "fleet"
+        wait_for(
+            lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", folder),
+            what="the fleet's authority",
+            timeout_s=control_plane.PATIENCE_S,
+        )
+        return (folder / "ca.crt").read_text()

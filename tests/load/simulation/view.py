@@ -1,0 +1,149 @@
+"""What a person with `kubectl get checkpointruns --watch` would see, and when."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import urllib3
+
+from tests.load.simulation import control_plane
+from tests.load.simulation.control_plane import Plane
+from tests.support.server.minio_server import wait_for
+
+PATH = "/apis/deltashard.io/v1alpha1/checkpointruns"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """One run's status, and when it came by."""
+
+    at_s: float
+    status: dict[str, Any]
+
+    @property
+    def lost(self) -> set[str]:
+        """UIDs of the pods whose loss it tells."""
+        return {each.get("podUID", "") for each in self.status.get("losses", ())}
+
+
+class Runs:
+    """All CheckpointRuns, by the UID of their workload, as a watch brings them; use as a context manager."""
+
+    def __init__(self, plane: Plane) -> None:
+        folder = plane.apiserver.directory
+        self._url = plane.apiserver.url
+        self._pool = urllib3.PoolManager(
+            retries=False,
+            timeout=urllib3.Timeout(connect=10.0, read=None),
+            ca_certs=f"{folder}/ca.crt",
+            cert_file=f"{folder}/admin.crt",
+            key_file=f"{folder}/admin.key",
+        )
+        self._lock = threading.Lock()
+        self._newest: dict[str, Sight] = {}
+        self._first_lost_s: dict[str, float] = {}
+        self.changes = 0
+        """Updates seen, of all runs together."""
+        self._failure: Exception | None = None
+        self._stopped = False
+        self._response: urllib3.BaseHTTPResponse | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="runs")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        response = self._response
+        if response is not None:
+            response.shutdown()
+        self._thread.join(30)
+        self._pool.clear()
+
+    def phases(self) -> Counter[str]:
+        """How many runs are in which phase."""
+        with self._lock:
+            return Counter(sight.status.get("phase", "") for sight in self._newest.values())
+
+    def status(self, workload_uid: str) -> dict[str, Any]:
+        """The newest status of a run."""
+        with self._lock:
+            return self._newest[workload_uid].status
+
+    def lost_at_s(self, pod_uid: str) -> float | None:
+        """When a status first told that the pod was lost, by the monotonic clock."""
+        with self._lock:
+            return self._first_lost_s.get(pod_uid)
+
+    def wait(self, condition: Callable[[Self], object], what: str, timeout_s: float) -> float:
+        """Until it is true of what was seen; returns how long that took."""
+        begun_s = time.monotonic()
+
+        def met() -> object:
+            if self._failure is not None:
+                raise self._failure
+            return condition(self)
+
+        try:
+            wait_for(met, what=what, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}; runs: {dict(self.phases())}") from None
+        return time.monotonic() - begun_s
+
+    def training(self) -> int:
+        """How many runs train; those that save meanwhile train, too."""
+        phases = self.phases()
+        return phases["Training"] + phases["Saving"]
+
+    def wait_training(self, runs: int, timeout_s: float = control_plane.PATIENCE_S) -> float:
+        """Until so many runs train."""
+        return self.wait(lambda view: view.training() == runs, f"{runs} runs training", timeout_s)
+
+    def _run(self) -> None:
+        try:
+            version = self._list()
+            while not self._stopped:
+                version = self._watch(version)
+        except Exception as error:
+            if not self._stopped:
+                self._failure = error
+
+    def _list(self) -> str:
+        page = self._pool.request("GET", f"{self._url}{PATH}").json()
+        for item in page["items"]:
+            self._see(item)
+        return page["metadata"]["resourceVersion"]
+
+    def _watch(self, version: str) -> str:
+        query = f"watch=1&allowWatchBookmarks=true&resourceVersion={version}"
+        self._response = self._pool.request("GET", f"{self._url}{PATH}?{query}", preload_content=False)
+        buffer = b""
+        for chunk in self._response.stream(1 << 16):
+            *lines, buffer = (buffer + chunk).split(b"\n")
+            for line in lines:
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    raise RuntimeError(f"the watch of CheckpointRuns ended: {event['object']}")
+                version = event["object"]["metadata"]["resourceVersion"]
+                if event["type"] != "BOOKMARK":
+                    self._see(event["object"], gone=event["type"] == "DELETED")
+        return version
+
+    def _see(self, item: dict[str, Any], *, gone: bool = False) -> None:
+        uid = item["spec"]["workload"]["uid"]
+        sight = Sight(at_s=time.monotonic(), status=item.get("status") or {})
+        with self._lock:
+            self.changes += 1
+            if gone:
+                self._newest.pop(uid, None)
+                return
+            self._newest[uid] = sight
+            for pod in sight.lost - self._first_lost_s.keys():
+                self._first_lost_s[pod] = sight.at_s

@@ -1,0 +1,199 @@
+"""Annotated Jobs of several pods each, on nodes of kwok, and the ways in which their pods are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from deltashard_operator.kube import cluster_name
+
+from tests.load.simulation import control_plane
+from tests.load.simulation.control_plane import Plane
+from tests.load.simulation.swarm import Member
+
+THREADS = 12
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """A pod of a run, as the API has it."""
+
+    namespace: str
+    name: str
+    uid: str
+    node: str
+    job: str
+    job_uid: str
+    index: str
+    phase: str
+    leaving: bool
+
+    @classmethod
+    def read(cls, document: dict[str, Any]) -> Pod:
+        """Of an object."""
+        metadata = document["metadata"]
+        return cls(
+            namespace=metadata["namespace"],
+            name=metadata["name"],
+            uid=metadata["uid"],
+            node=document["spec"].get("nodeName", ""),
+            job=metadata["labels"][cluster_name.JOB_NAME_LABEL],
+            job_uid=metadata["labels"][cluster_name.JOB_UID_LABEL],
+            index=metadata["annotations"][cluster_name.JOB_INDEX_ANNOTATION],
+            phase=document["status"].get("phase", ""),
+            leaving="deletionTimestamp" in metadata,
+        )
+
+    @property
+    def path(self) -> str:
+        """Of the object."""
+        return f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
+
+    @property
+    def lives(self) -> bool:
+        """Whether it trains."""
+        return self.phase == "Running" and not self.leaving
+
+
+def job(name: str, *, pods: int, node: str, annotated: bool = True) -> dict[str, Any]:
+    """A training Job of several pods."""
+    container = {
+        "name": "trainer",
+        "image": "registry.example/train:1",
+        "command": ["python", "train.py"],
+        "env": [{"name": "EPOCHS", "value": "3"}],
+        "resources": {"requests": {"cpu": "4", "memory": "16Gi"}, "limits": {"memory": "16Gi"}},
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "annotations": {cluster_name.POLICY: "default"} if annotated else {}},
+        "spec": {
+            "completionMode": "Indexed",
+            "parallelism": pods,
+            "completions": pods,
+            "backoffLimit": 1000,
+            "template": {
+                "spec": {"restartPolicy": "Never", "nodeName": node, "containers": [container]},
+            },
+        },
+    }
+
+
+def in_threads(work: Callable[[T], object], items: Iterable[T], threads: int = THREADS) -> None:
+    """Do it for each; raises the first failure."""
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in pool.map(work, items):
+            pass
+
+
+def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> None:
+    """Create the Jobs, spread over the namespaces and nodes, and wait until their pods run."""
+    for namespace in namespaces:
+        plane.namespace(namespace)
+
+    def create(number: int) -> None:
+        document = job(f"train-{number}", pods=pods, node=plane.nodes[number % len(plane.nodes)])
+        made: dict[str, Any] = {}
+
+        def admitted() -> bool:
+            """Like whoever is told to try again: a control plane that is short of CPU says so."""
+            reply = plane.rest.create(document, namespaces[number % len(namespaces)])
+            made.update(reply.document)
+            assert reply.status in {201, 500, 503}, reply.document
+            return reply.status == 201
+
+        control_plane.until(admitted, what=f"Job {number}", timeout_s=control_plane.PATIENCE_S)
+        inits = made["spec"]["template"]["spec"].get("initContainers") or []
+        assert [each["name"] for each in inits] == [cluster_name.SIDECAR], "it was not injected"
+
+    in_threads(create, range(runs), threads=4)
+
+    def running() -> bool:
+        plane.job_controller.check()
+        plane.kwok.check()
+        return len(living(plane)) == runs * pods
+
+    control_plane.until(
+        running, what=f"{runs * pods} running pods", timeout_s=control_plane.PATIENCE_S + runs * pods / 10
+    )
+
+
+def living(plane: Plane) -> list[Pod]:
+    """The pods that train, of all runs."""
+    path = f"/api/v1/pods?labelSelector={cluster_name.MANAGED_BY}%3D{cluster_name.MANAGED_BY_VALUE}"
+    found = (Pod.read(each) for each in control_plane.objects(plane.rest, path))
+    return [pod for pod in found if pod.lives]
+
+
+def members(plane: Plane, pods: Sequence[Pod], *, ranks: int, restored: bool = False) -> list[Member]:
+    """Their sidecars, each with a token as the kubelet would project it."""
+
+    def member(pod: Pod) -> Member:
+        bound = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
+        spec = {
+            "audiences": [cluster_name.FLEET_AUDIENCE],
+            "expirationSeconds": 3600 * 2,
+            "boundObjectRef": bound,
+        }
+        path = f"/api/v1/namespaces/{pod.namespace}/serviceaccounts/default/token"
+        reply = plane.rest("POST", path, {"spec": spec})
+        assert reply.status == 201, reply.document
+        return Member(
+            namespace=pod.namespace,
+            pod=pod.name,
+            uid=pod.uid,
+            node=pod.node,
+            workload=pod.job,
+            workload_uid=pod.job_uid,
+            index=pod.index,
+            ranks=ranks,
+            token=reply.document["status"]["token"],
+            restored=restored,
+        )
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(member, pods))
+
+
+def evict(plane: Plane, pod: Pod) -> None:
+    """As a drain does."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod.name}}
+    reply = plane.rest("POST", f"{pod.path}/eviction", body)
+    assert reply.status == 201, reply.document
+
+
+def kill(plane: Plane, pod: Pod) -> None:
+    """As a kubelet reports a trainer that ran out of memory."""
+    containers = [
+        {
+            "name": "trainer",
+            "image": "registry.example/train:1",
+            "imageID": "",
+            "ready": False,
+            "started": False,
+            "restartCount": 0,
+            "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}},
+        }
+    ]
+    reply = plane.rest(
+        "PATCH",
+        f"{pod.path}/status",
+        {"status": {"phase": "Failed", "containerStatuses": containers}},
+        content="application/strategic-merge-patch+json",
+    )
+    assert reply.status == 200, reply.document
+
+
+def complete(plane: Plane, pod: Pod) -> None:
+    """As a kubelet reports a trainer that is done."""
+    reply = plane.rest(
+        "PATCH",
+        f"{pod.path}/status",
+        {"status": {"phase": "Succeeded"}},
+        content="application/strategic-merge-patch+json",
+    )
+    assert reply.status == 200, reply.document

@@ -1,0 +1,480 @@
+"""A real `deltashard-controller` on a real API server: Jobs and pods by hand, as their controllers and kubelets make them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import urllib3
+import yaml
+from deltashard_operator.kube import cluster_name
+from deltashard_proto.v1 import fleet_pb2 as wire
+from deltashard_proto.v1 import fleet_pb2_grpc as service
+from deltashard_proto.v1 import trainer_pb2 as trainer_wire
+
+from tests.integration.operator.tls.test_certificate import put
+from tests.support.operator import sample
+from tests.support.operator.fleet_service import request_token
+from tests.support.server.apiserver import ApiServer, Authority, Rest
+from tests.support.server.minio_server import free_port, wait_for
+
+PATIENCE_S = 240.0
+MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+Document = dict[str, Any]
+
+
+def now(seconds: float = 0.0) -> str:
+    """The API's timestamp of so many seconds from now."""
+    return (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def eventually(condition: Callable[[], Any], what: str) -> Any:
+    """The first value that is true."""
+    found: list[Any] = []
+
+    def holds() -> bool:
+        found[:] = [condition()]
+        return bool(found[0])
+
+    wait_for(holds, what=what, timeout_s=PATIENCE_S)
+    return found[0]
+
+
+@dataclass
+class ControllerProcess:
+    """`deltashard-controller` as the chart runs it, on loopback; `start` and `stop` as often as wanted."""
+
+    apiserver: ApiServer
+    directory: Path
+    keep_finished_days: float = 7.0
+    status_interval_s: float = 1.0
+    heartbeat_s: float = 60.0
+    namespace: str = "deltashard-system"
+    """Where its Lease is; there is none where the namespace is not."""
+    identity: str = ""
+    authority: Authority = field(default_factory=lambda: Authority("fleet"))
+    fleet_port: int = 0
+    metrics_port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, ready: bool = True) -> None:
+        """Start and wait until it is ready."""
+        self.fleet_port, self.metrics_port = self.fleet_port or free_port(), free_port()
+        (self.directory / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
+        put(self.directory, self.authority.issue())
+        flags = {
+            "host": "127.0.0.1",
+            "fleet-port": self.fleet_port,
+            "metrics-port": self.metrics_port,
+            "certificates": "external",
+            "certificate-dir": self.directory,
+            "default-policy": self.directory / "policy.yaml",
+            "kubeconfig": self.apiserver.kubeconfig,
+            "keep-finished-days": self.keep_finished_days,
+            "status-interval-s": self.status_interval_s,
+            "heartbeat-s": self.heartbeat_s,
+            "namespace": self.namespace,
+            "identity": self.identity,
+            "lease-s": 3600.0,  # a busy machine is no partition
+        }
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "deltashard_operator.controller_main",
+                    *(f"--{k}={v}" for k, v in flags.items()),
+                ],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        if ready:
+            eventually(lambda: self.get("healthz")[0] == 200, f"the controller: {self.log[-2000:]}")
+
+    @property
+    def log(self) -> str:
+        """What it logged."""
+        return (self.directory / "log").read_text()
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text of a plain page; status 0 when nobody answers."""
+        assert self.process is not None
+        assert self.process.poll() is None, self.log
+        with urllib3.PoolManager(retries=False, timeout=60.0) as http:
+            try:
+                reply = http.request("GET", f"http://127.0.0.1:{self.metrics_port}/{path}")
+            except urllib3.exceptions.HTTPError:
+                return 0, ""
+            return reply.status, reply.data.decode()
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        """One sample of /metrics."""
+        for line in self.get("metrics")[1].splitlines():
+            if line.startswith(name + ("{" if labels else " ")) and all(
+                f'{key}="{value}"' in line for key, value in labels.items()
+            ):
+                return float(line.rsplit(" ", 1)[1])
+        return None
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End it; returns its exit status."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        status = self.process.wait(60)
+        self.process = None
+        return status
+
+
+@dataclass
+class Cluster:
+    """Objects of one namespace, made as their owners would make them."""
+
+    http: Rest
+    namespace: str
+
+    @classmethod
+    def make(cls, http: Rest) -> Self:
+        """A namespace of its own."""
+        namespace = f"t-{uuid.uuid4().hex[:8]}"
+        http.namespace(namespace)
+        return cls(http, namespace)
+
+    def path(self, kind: str, name: str = "") -> str:
+        """Of a collection or an object."""
+        root = {
+            "jobs": "/apis/batch/v1",
+            "checkpointruns": "/apis/deltashard.io/v1alpha1",
+            "checkpointpolicies": "/apis/deltashard.io/v1alpha1",
+        }.get(kind, "/api/v1")
+        return f"{root}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+
+    def job(
+        self,
+        name: str = "train",
+        annotations: dict[str, str] | None = None,
+        owners: list[Document] | None = None,
+        **spec: Any,
+    ) -> Document:
+        """A Job, injected."""
+        notes = {cluster_name.POLICY: "default"} | (annotations or {})
+        labels = {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE}
+        container = {"name": "trainer", "image": "train"}
+        document = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {
+                "name": name,
+                "annotations": notes,
+                "labels": labels,
+                "ownerReferences": owners or [],
+            },
+            "spec": {
+                "backoffLimit": 20,
+                "template": {
+                    "metadata": {"labels": labels, "annotations": notes | {cluster_name.INJECTED: "1"}},
+                    "spec": {"restartPolicy": "Never", "containers": [container]},
+                },
+                **spec,
+            },
+        }
+        reply = self.http.create(document, self.namespace)
+        assert reply.status == 201, reply.document
+        return reply.document
+
+    def pod(
+        self, owner: Document | None = None, *, node: str = "node-a", name: str = "", **labels: str
+    ) -> Document:
+        """A pod of a Job (or of nobody), bound to a node."""
+        metadata: Document = {
+            "name": name or f"train-{uuid.uuid4().hex[:6]}",
+            "labels": {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE, **labels},
+            "annotations": {cluster_name.POLICY: "default", cluster_name.INJECTED: "1"},
+        }
+        if owner is not None:
+            found = owner["metadata"]
+            metadata["labels"] |= {
+                cluster_name.JOB_NAME_LABEL: found["name"],
+                cluster_name.JOB_UID_LABEL: found["uid"],
+            }
+            metadata["ownerReferences"] = [
+                {
+                    "apiVersion": "batch/v1",
+                    "kind": "Job",
+                    "name": found["name"],
+                    "uid": found["uid"],
+                    "controller": True,
+                }
+            ]
+        spec = {
+            "restartPolicy": "Never",
+            "nodeName": node,
+            "containers": [{"name": "trainer", "image": "train"}],
+        }
+        document = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+        reply = self.http.create(document, self.namespace)
+        assert reply.status == 201, reply.document
+        return reply.document
+
+    def running_pod(self, owner: Document | None = None, **more: Any) -> Document:
+        """A pod whose trainer runs."""
+        pod = self.pod(owner, **more)
+        self.kubelet(pod, phase="Running")
+        return pod
+
+    def kubelet(
+        self,
+        pod: Document,
+        *,
+        phase: str,
+        restarts: int = 0,
+        exit_code: int | None = None,
+        reason: str = "",
+        disruption: str = "",
+    ) -> None:
+        """Patch the pod's status as a kubelet would."""
+        container: Document = {
+            "name": "trainer",
+            "image": "train",
+            "imageID": "",
+            "ready": phase == "Running",
+            "restartCount": restarts,
+            "state": {},
+        }
+        ended = {
+            "exitCode": exit_code,
+            "reason": reason or "Error",
+            "finishedAt": now(),
+            "startedAt": now(-60),
+        }
+        if phase == "Running":
+            container["state"] = {"running": {"startedAt": now()}}
+            if exit_code is not None:
+                container["lastState"] = {"terminated": ended}
+        elif exit_code is not None:
+            container["state"] = {"terminated": ended}
+        status: Document = {"phase": phase, "containerStatuses": [container]}
+        if disruption:
+            status["conditions"] = [
+                {
+                    "type": "DisruptionTarget",
+                    "status": "True",
+                    "reason": disruption,
+                    "lastTransitionTime": now(),
+                }
+            ]
+        name = pod["metadata"]["name"]
+        reply = self.http("PATCH", self.path("pods", name) + "/status", {"status": status}, content=STRATEGIC)
+        assert reply.status == 200, reply.document
+
+    def delete(self, kind: str, name: str, *, grace_s: int = 0) -> None:
+        """Delete an object; a grace period leaves a pod terminating, since no kubelet ends it."""
+        body = {"gracePeriodSeconds": grace_s, "propagationPolicy": "Background"}
+        reply = self.http("DELETE", self.path(kind, name), body)
+        assert reply.status in {200, 202}, reply.document
+
+    def end(self, job: Document, *, failed: bool = False) -> None:
+        """The Job's controller says that it ended."""
+        before = [{"type": "FailureTarget" if failed else "SuccessCriteriaMet", "status": "True"}]
+        last = [{"type": "Failed" if failed else "Complete", "status": "True"}]
+        conditions = [
+            {**each, "lastTransitionTime": now(), "reason": "x", "message": "x"} for each in before + last
+        ]
+        status: Document = {"conditions": conditions, "startTime": now(-60), "active": 0, "ready": 0}
+        if not failed:
+            status |= {"completionTime": now(), "succeeded": 1, "uncountedTerminatedPods": {}}
+        path = self.path("jobs", job["metadata"]["name"]) + "/status"
+        reply = self.http("PATCH", path, {"status": status}, content=MERGE)
+        assert reply.status == 200, reply.document
+
+    def runs(self) -> list[Document]:
+        """The namespace's CheckpointRuns."""
+        # An API server that just started does not know its custom resources for a moment.
+        return self.http("GET", self.path("checkpointruns")).document.get("items", [])
+
+    def run(self, owner: Document) -> Document:
+        """The CheckpointRun of a workload, {} while there is none."""
+        uid = owner["metadata"]["uid"]
+        return next((each for each in self.runs() if each["spec"]["workload"]["uid"] == uid), {})
+
+    def status(self, owner: Document) -> Document:
+        """Its status."""
+        return self.run(owner).get("status") or {}
+
+    def reaches(self, owner: Document, **wanted: Any) -> Document:
+        """Wait until the status holds these values; returns it."""
+
+        def holds() -> bool:
+            found = self.status(owner)
+            return all(found.get(key) == value for key, value in wanted.items())
+
+        try:
+            eventually(holds, f"{wanted}")
+        except BaseException as error:
+            raise AssertionError(f"wanted {wanted}, found {self.status(owner)}") from error
+        return self.status(owner)
+
+    def condition(self, owner: Document, type_: str) -> Document:
+        """One of its conditions, {} while there is none."""
+        return next((c for c in self.status(owner).get("conditions", []) if c["type"] == type_), {})
+
+    def events(self, reason: str) -> list[Document]:
+        """The namespace's Events of a reason."""
+        items = self.http("GET", self.path("events")).document["items"]
+        return [each for each in items if each["reason"] == reason]
+
+    def node(self, name: str, *, ready: bool = True) -> None:
+        """A node, or a change of it."""
+        self.http.create({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
+        status = "True" if ready else "Unknown"
+        conditions = [{"type": "Ready", "status": status, "reason": "x", "message": "x"}]
+        reply = self.http(
+            "PATCH", f"/api/v1/nodes/{name}/status", {"status": {"conditions": conditions}}, content=MERGE
+        )
+        assert reply.status == 200, reply.document
+
+
+def heartbeat(
+    run: str = "", *, phase: str = "TRAINING", step: int = 0, attempt: int = 1, **more: Any
+) -> wire.Heartbeat:
+    """A heartbeat; `seq` and `committed` make a commit."""
+    seq, committed = more.pop("seq", 0), more.pop("committed", 0)
+    fields: Document = {
+        "run": run,
+        "phase": wire.Phase.Value(f"PHASE_{phase}"),
+        "ranks": [wire.Rank(rank=0, world_size=1, step=step)] if phase != "WAITING" else [],
+        "attempt": attempt,
+        "store_ok": True,
+        "credentials_ok": True,
+        "policy": trainer_wire.Policy(
+            every_s=more.pop("every_s", 300.0), encoding="q8", differential="intermittent"
+        ),
+        **more,
+    }
+    if seq:
+        fields["last_commit"] = trainer_wire.Commit(seq=seq, attempt=attempt, step=committed, durable_s=0.5)
+        fields.setdefault("last_commit_at_s", dt.datetime.now(dt.UTC).timestamp())
+    return wire.Heartbeat(**fields)
+
+
+class Sidecar:
+    """One sidecar's stream, with a token as a kubelet would project it; use as a context manager."""
+
+    def __init__(
+        self, controller: ControllerProcess, cluster: Cluster, pod: Document, owner: Document, **hello: Any
+    ) -> None:
+        metadata = pod["metadata"]
+        bound = {"apiVersion": "v1", "kind": "Pod", "name": metadata["name"], "uid": metadata["uid"]}
+        token = request_token(
+            cluster.http,
+            cluster.namespace,
+            {"audiences": [cluster_name.FLEET_AUDIENCE], "expirationSeconds": 3600, "boundObjectRef": bound},
+        )
+        kind = owner.get("kind", "Pod")
+        self._hello = wire.Hello(
+            **{
+                "protocol_min": 1,
+                "protocol_max": 1,
+                "namespace": cluster.namespace,
+                "pod": metadata["name"],
+                "pod_uid": metadata["uid"],
+                "process": uuid.uuid4().hex[:8],
+                "workload_kind": kind,
+                "workload_name": owner["metadata"]["name"],
+                "workload_uid": owner["metadata"]["uid"],
+            }
+            | hello
+        )
+        self._port, self._token, self._trusted = controller.fleet_port, token, controller.authority.pem
+        self._out: queue.Queue[wire.ReportRequest | None] = queue.Queue()
+        self.acknowledged = 0
+        self.directives: list[wire.Directive] = []
+        self.saves: list[wire.SaveRequested] = []
+        self.error: grpc.RpcError | None = None
+        self._welcome = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._call: Any = None
+
+    def _requests(self) -> Iterator[wire.ReportRequest]:
+        yield wire.ReportRequest(hello=self._hello)
+        while (request := self._out.get()) is not None:
+            yield request
+
+    def _read(self) -> None:
+        try:
+            for reply in self._call:
+                match reply.WhichOneof("kind"):
+                    case "welcome":
+                        self._welcome.set()
+                    case "ack":
+                        self.acknowledged = max(self.acknowledged, reply.ack.incident)
+                    case "directive":
+                        self.directives.append(reply.directive)
+                    case "save_now":
+                        self.saves.append(reply.save_now)
+        except grpc.RpcError as error:
+            self.error = error
+        self._welcome.set()
+
+    def open(self) -> None:
+        """Call once."""
+        self._channel = grpc.secure_channel(
+            f"localhost:{self._port}",
+            grpc.ssl_channel_credentials(self._trusted),
+            options=[("grpc.use_local_subchannel_pool", 1)],
+        )
+        metadata = (("authorization", f"Bearer {self._token}"),)
+        self._call = service.FleetStub(self._channel).Report(self._requests(), metadata=metadata)
+        self._thread.start()
+
+    def refused(self) -> tuple[grpc.StatusCode, str]:
+        """How a call that is not welcome ends."""
+        self.open()
+        self._thread.join(PATIENCE_S)
+        self.close()
+        assert isinstance(self.error, grpc.Call)
+        return self.error.code(), self.error.details() or ""
+
+    def __enter__(self) -> Self:
+        until_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < until_s:  # a pod that is not known yet is told to come again
+            self._welcome.clear()
+            self.open()
+            assert self._welcome.wait(PATIENCE_S)
+            if self.error is None:
+                return self
+            code = self.error.code() if isinstance(self.error, grpc.Call) else None
+            assert code in {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE}, self.error
+            self.close()
+            self.error, self._out = None, queue.Queue()
+            self._thread = threading.Thread(target=self._read, daemon=True)
+            threading.Event().wait(0.2)
+        raise AssertionError("never welcome")
+
+    def beat(self, **fields: Any) -> None:
+        """A heartbeat."""
+        self._out.put(wire.ReportRequest(heartbeat=heartbeat(**fields)))
+
+    def close(self) -> None:
+        """Hang up."""
+        self._out.put(None)
+        self._call.cancel()
+        self._channel.close()
+        self._thread.join(PATIENCE_S)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

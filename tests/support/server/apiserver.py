@@ -1,0 +1,359 @@
+"""A real kube-apiserver over a real etcd, for tests: no nodes, no controllers; what it admits, it admits.
+
+On loopback, ports picked free, in a directory of their own, ended by pid.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import json
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import urllib3
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from kubernetes import client, config
+
+from tests.support.server.minio_server import wait_for
+from tests.support.server.port import free_port
+from tests.support.tool import built
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """A certificate and its key, PEM."""
+
+    certificate: bytes
+    key: bytes
+
+
+class Authority:
+    """A certificate authority for the life of a test."""
+
+    def __init__(self, name: str = "tests") -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        built = self._builder(self._name, self._key.public_key(), hours=24).add_extension(
+            x509.BasicConstraints(ca=True, path_length=None), critical=True
+        )
+        built = built.add_extension(
+            x509.SubjectKeyIdentifier.from_public_key(self._key.public_key()), critical=False
+        )
+        self._certificate = built.sign(self._key, hashes.SHA256())
+
+    def _builder(self, subject: x509.Name, key: Any, *, hours: int) -> x509.CertificateBuilder:
+        now = dt.datetime.now(dt.UTC)
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - dt.timedelta(minutes=5))
+            .not_valid_after(now + dt.timedelta(hours=hours))
+        )
+
+    @property
+    def pem(self) -> bytes:
+        return self._certificate.public_bytes(serialization.Encoding.PEM)
+
+    def issue(self, name: str = "localhost", *, organization: str = "", hours: int = 2) -> Issued:
+        """A certificate for loopback (and `name`), good for servers and clients."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        parts = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
+        if organization:
+            parts.append(x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization))
+        certificate = (
+            self._builder(x509.Name(parts), key.public_key(), hours=hours)
+            .add_extension(
+                x509.SubjectAlternativeName(
+                    [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+                ),
+                critical=False,
+            )
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False
+            )
+            .sign(self._key, hashes.SHA256())
+        )
+        return Issued(
+            certificate=certificate.public_bytes(serialization.Encoding.PEM),
+            key=key.private_bytes(
+                serialization.Encoding.PEM,
+                serialization.PrivateFormat.TraditionalOpenSSL,
+                serialization.NoEncryption(),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What the API said."""
+
+    status: int
+    document: dict[str, Any]
+    warnings: list[str]
+
+
+class Rest:
+    """Requests to an `ApiServer` without a model in between; use as a context manager."""
+
+    def __init__(self, server: ApiServer, user: str = "") -> None:
+        """As the administrator, or as a user without any rights but those that roles give him."""
+        self._headers = {"Impersonate-User": user} if user else {}
+        folder = server.directory
+        self._url = server.url
+        self._pool = urllib3.PoolManager(
+            maxsize=16,
+            retries=False,
+            timeout=120.0,
+            ca_certs=f"{folder}/ca.crt",
+            cert_file=f"{folder}/admin.crt",
+            key_file=f"{folder}/admin.key",
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.clear()
+
+    def __call__(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        dry_run: bool = False,
+        content: str = "application/json",
+        accept: str = "application/json",
+    ) -> Reply:
+        """One request; `path` with its query."""
+        if dry_run:
+            path += ("&" if "?" in path else "?") + "dryRun=All"
+        reply = self._pool.request(
+            method,
+            self._url + path,
+            body=None if body is None else json.dumps(body),
+            headers={"Content-Type": content, "Accept": accept, **self._headers},
+        )
+        return Reply(
+            status=reply.status, document=_document(reply.data), warnings=reply.headers.getlist("Warning")
+        )
+
+    def text(self, path: str) -> str:
+        """A page that is no document, such as the metrics."""
+        reply = self._pool.request("GET", self._url + path, headers=self._headers)
+        assert reply.status == 200, reply.status
+        return reply.data.decode()
+
+    def create(self, document: dict[str, Any], namespace: str = "default", *, dry_run: bool = False) -> Reply:
+        """Create an object of a kind that tests use."""
+        group, _, version = document["apiVersion"].rpartition("/")
+        root = f"/apis/{group}/{version}" if group else f"/api/{version}"
+        kind = document["kind"].lower()
+        plural = kind[:-1] + "ies" if kind.endswith("y") else kind + "s"
+        place = f"/namespaces/{namespace}" if kind in NAMESPACED else ""
+        return self("POST", f"{root}{place}/{plural}", document, dry_run=dry_run)
+
+    def namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
+        """A namespace, with the service account that the controller manager would make."""
+        document = {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": name, "labels": labels or {}},
+        }
+        assert self.create(document).status == 201
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
+        assert self.create(account, name).status == 201
+
+
+def _document(said: bytes) -> dict[str, Any]:
+    """What is no document (a page that is not there, yet) is a message, as in a status."""
+    try:
+        found = json.loads(said)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"message": said.decode(errors="replace")}
+
+
+NAMESPACED = {
+    "lease",
+    "serviceaccount",
+    "job",
+    "pod",
+    "checkpointpolicy",
+    "checkpointrun",
+    "resourcequota",
+    "limitrange",
+    "configmap",
+    "secret",
+    "service",
+    "role",
+    "rolebinding",
+}
+
+
+class ApiServer:
+    """etcd and kube-apiserver; `start`, use `kubeconfig` or `api`, `stop`."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        """`flags` are kube-apiserver's, besides those that it always gets."""
+        self.directory = directory
+        self._flags = flags
+        self.kubeconfig = directory / "kubeconfig"
+        self.port = 0
+        self._etcd = built("etcd")
+        self._apiserver = built("kubernetes") / "kube-apiserver"
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self.port}"
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """By program."""
+        return {Path(str(process.args[0])).name: process.pid for process in self._processes}
+
+    def api(self) -> client.ApiClient:
+        """A new client with cluster-admin rights."""
+        configuration = client.Configuration()
+        config.load_kube_config(str(self.kubeconfig), client_configuration=configuration)
+        return client.ApiClient(configuration)
+
+    def http(self, user: str = "") -> Rest:
+        """Plain requests with the same rights (or a user's): objects go in and come back as documents."""
+        return Rest(self, user)
+
+    def start(self) -> None:
+        """Start both and wait until the API is ready, with its default namespace and service account."""
+        certificates = self._certificates()
+        etcd_port, peer_port, self.port = free_port(), free_port(), free_port()
+        peer = f"http://127.0.0.1:{peer_port}"
+        self._spawn(
+            self._etcd,
+            f"--data-dir={self.directory}/etcd",
+            "--name=node0",
+            "--unsafe-no-fsync",
+            "--log-level=warn",
+            f"--listen-client-urls=http://127.0.0.1:{etcd_port}",
+            f"--advertise-client-urls=http://127.0.0.1:{etcd_port}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=node0={peer}",
+        )
+        pem = {name: f"{self.directory}/{name}" for name in certificates}
+        self._spawn(
+            self._apiserver,
+            f"--etcd-servers=http://127.0.0.1:{etcd_port}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            "--endpoint-reconciler-type=none",
+            f"--secure-port={self.port}",
+            f"--cert-dir={self.directory}",
+            f"--tls-cert-file={pem['server.crt']}",
+            f"--tls-private-key-file={pem['server.key']}",
+            f"--client-ca-file={pem['ca.crt']}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={pem['server.key']}",
+            f"--service-account-signing-key-file={pem['server.key']}",
+            "--service-cluster-ip-range=10.96.0.0/16",
+            "--authorization-mode=RBAC",
+            "--shutdown-delay-duration=0s",
+            *self._flags,
+        )
+        http = self.http()
+
+        def ready() -> bool:
+            for process in self._processes:
+                if process.poll() is not None:
+                    pytest.fail(
+                        f"{process.args[0]} ended:\n{(self.directory / 'log').read_text()[-4000:]}",
+                        pytrace=False,
+                    )
+            try:
+                return all(
+                    http("GET", path).status == 200 for path in ("/readyz", "/api/v1/namespaces/default")
+                )
+            except urllib3.exceptions.HTTPError:
+                return False
+
+        try:
+            with http:
+                wait_for(ready, what="the API server", timeout_s=180)
+                for name in ("default", "trainer"):  # nobody makes them without the controller manager
+                    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
+                    assert http.create(account).status == 201
+        except BaseException:
+            self.stop()
+            raise
+
+    def _certificates(self) -> dict[str, bytes]:
+        authority = Authority("cluster")
+        server = authority.issue("kube-apiserver")
+        admin = authority.issue("admin", organization="system:masters")
+        files = {
+            "ca.crt": authority.pem,
+            "server.crt": server.certificate,
+            "server.key": server.key,
+            "admin.crt": admin.certificate,
+            "admin.key": admin.key,
+        }
+        for name, content in files.items():
+            (self.directory / name).write_bytes(content)
+        return files
+
+    def _spawn(self, binary: Path, *flags: str) -> None:
+        with (self.directory / "log").open("ab") as log:
+            process = subprocess.Popen(
+                [str(binary), *flags],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        if not self.kubeconfig.exists():
+            self._write_kubeconfig()
+
+    def _write_kubeconfig(self) -> None:
+        user = {
+            "client-certificate": f"{self.directory}/admin.crt",
+            "client-key": f"{self.directory}/admin.key",
+        }
+        cluster = {"server": self.url, "certificate-authority": f"{self.directory}/ca.crt"}
+        document = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "tests",
+            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": "admin"}}],
+            "clusters": [{"name": "tests", "cluster": cluster}],
+            "users": [{"name": "admin", "user": user}],
+        }
+        self.kubeconfig.write_text(yaml.safe_dump(document))
+
+    def stop(self) -> None:
+        """End both, the API first."""
+        for process in reversed(self._processes):
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(15)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait(15)
+        self._processes.clear()

@@ -1,0 +1,40 @@
+"""The programs that tests run: servers and their clients, built by `tools/build` before pytest begins (`make servers`).
+
+Nothing is built inside a test: a build takes minutes, and a test's limit would end it. With CI=true a program that is not
+there fails the test; elsewhere its tests are skipped, loudly.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MISSING = re.compile(r"no (\S+): `make servers`")
+"""Why a test was skipped."""
+
+
+@functools.cache
+def found(tool: str) -> Path | None:
+    """Where the built program is (of kubernetes: the folder of its five); None when it is not built."""
+    done = subprocess.run(
+        [str(ROOT / "tools" / "build"), "--where", tool], check=False, capture_output=True, text=True
+    )
+    return Path(done.stdout.strip()) if done.returncode == 0 else None
+
+
+def built(tool: str) -> Path:
+    """Where the built program is; fails or skips the test when it is not."""
+    path = found(tool)
+    if path is None:
+        name = {"minio": "MinIO", "kubernetes": "apiserver"}.get(tool, tool)
+        why = f"no {name}: `make servers` builds what tests need, once per machine (Go 1.25 or newer)"
+        if os.environ.get("CI", "").lower() in {"1", "true"}:
+            pytest.fail(f"{why}; it is required in CI", pytrace=False)
+        pytest.skip(why)
+    return path
