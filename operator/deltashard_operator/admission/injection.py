@@ -7,7 +7,8 @@ API's default) when the policy wants more. All else is the user's and stays as w
 can be applied again to an immutable template.
 
 A template with the marker is returned as it is, whatever it holds and whichever version put it there: schedulers edit
-templates, and versions mix. So `inject(inject(x)) == inject(x)`.
+templates, and versions mix. So `inject(inject(x)) == inject(x)`. Whether its sidecar is the one that its annotations
+mean is `check_marked`'s question.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ from typing import Any
 from deltashard_operator import VERSION
 from deltashard_operator.admission import sidecar_container, sidecar_resource, sidecar_volume
 from deltashard_operator.admission.sidecar_container import Place
+from deltashard_operator.kube import run_identity
 from deltashard_operator.kube.cluster_name import (
+    ARENA_SIZE,
+    BITS,
     INJECTED,
+    INTERVAL,
     MANAGED_BY,
     MANAGED_BY_VALUE,
     POLICY,
+    RUN_ID,
     SHM_PATH,
     SHM_VOLUME,
     SIDECAR,
@@ -33,9 +39,18 @@ from deltashard_operator.kube.cluster_name import (
     is_mesh_proxy,
 )
 from deltashard_operator.kube.run_identity import IdentityRecipe
+from deltashard_operator.policy.annotation import Annotations, seconds
 from deltashard_operator.policy.refusal import Refusal
-from deltashard_operator.policy.workload_policy import Policy
+from deltashard_operator.policy.workload_policy import Policy, whole_blocks
 
+_IDENTITY = (
+    "DELTASHARD_WORKLOAD_KIND",
+    "DELTASHARD_WORKLOAD_NAME",
+    "DELTASHARD_WORKLOAD_UID",
+    "DELTASHARD_INDEX",
+    "DELTASHARD_REPLICA",
+)
+"""Variables that say whose run a pod trains."""
 DEFAULT_GRACE_S = 30
 """What the API gives a pod that does not say; nobody can tell it from a 30 that was written."""
 
@@ -118,6 +133,59 @@ def inject(
     return result
 
 
+def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: IdentityRecipe) -> None:
+    """Raise `Refusal` (CopiedManifest) where a marked template's sidecar is not that of these annotations.
+
+    An injected manifest that is copied (`kubectl get -o yaml`) brings the sidecar of the workload it was copied from,
+    with its run, its policy and its owner. Where these are not what the copy's annotations and owner say, it would
+    train under another name than its author reads, or into the run of another workload. What is as it was said is let
+    through, since injection is asked again whenever another webhook changed something.
+
+    Only what every version writes in the same way is compared; settings that a policy gives may have changed since.
+    """
+    inits = (template.get("spec") or {}).get("initContainers") or []
+    sidecar = next((each for each in inits if each.get("name") == SIDECAR), None)
+    if sidecar is None:
+        return  # which `inject` refuses
+    has = {str(each.get("name")): _bare(each) for each in sidecar.get("env") or []}
+    wants = {each["name"]: _bare(each) for each in run_identity.environment(recipe, annotations.run_id)}
+    for name in _IDENTITY:
+        if name in has and has[name] != wants[name]:
+            raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
+    for name, key, want in _settings(annotations, wants):
+        value = has.get(name, {}).get("value")
+        if value is not None and value != want:
+            raise _copied(key, f"the sidecar that is in it already has {name}={value[:80]!r}, not {want!r}")
+
+
+def _settings(annotations: Annotations, wants: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """(variable, annotation, value) of each setting that the annotations decide alone."""
+    settings = [
+        ("DELTASHARD_POLICY", POLICY, annotations.policy),
+        ("DELTASHARD_RUN_ID", RUN_ID, str(wants["DELTASHARD_RUN_ID"]["value"])),
+    ]
+    if annotations.every_s:
+        settings.append(("DELTASHARD_EVERY_S", INTERVAL, seconds(annotations.every_s)))
+    if annotations.encoding is not None:
+        settings.append(("DELTASHARD_ENCODING", BITS, annotations.encoding))
+    if annotations.arena_bytes is not None:
+        settings.append(("DELTASHARD_ARENA_BYTES", ARENA_SIZE, str(whole_blocks(annotations.arena_bytes))))
+    return settings
+
+
+def _bare(variable: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in variable.items() if value}
+
+
+def _copied(where: str, what: str) -> Refusal:
+    return Refusal(
+        "CopiedManifest",
+        f"the manifest was copied from an injected one, and {what}",
+        where=where,
+        remedy=f"take the container {SIDECAR}, the volumes deltashard-* and the annotation {INJECTED} out of it",
+    )
+
+
 def labelled(metadata: Mapping[str, Any]) -> Document:
     """Object metadata with the managed-by label, by which the controller finds its workloads."""
     return {**metadata, "labels": {**(metadata.get("labels") or {}), MANAGED_BY: MANAGED_BY_VALUE}}
@@ -134,17 +202,17 @@ def _check_supported(spec: Mapping[str, Any]) -> None:
 
 
 def _trainer(spec: Mapping[str, Any], name: str | None) -> Document:
-    found: list[Document] = spec["containers"]
+    containers: list[Document] = spec["containers"]
     if name is None:
-        return next((each for each in found if not is_mesh_proxy(each.get("name"))), found[0])
-    for each in found:
-        if each.get("name") == name:
-            return each
+        return next((each for each in containers if not is_mesh_proxy(each.get("name"))), containers[0])
+    for container in containers:
+        if container.get("name") == name:
+            return container
     raise Refusal(
         "BadAnnotation",
         f"the pod has no container {name!r}",
         where="deltashard.io/container",
-        remedy=f"it takes one of {', '.join(str(each.get('name')) for each in found)}",
+        remedy=f"it takes one of {', '.join(str(each.get('name')) for each in containers)}",
     )
 
 
@@ -212,7 +280,7 @@ def _join(trainer: Document) -> None:
 
 
 def _position(inits: list[Document]) -> int:
-    """First, but behind the last of the meshes' own native sidecars."""
+    """Index of the sidecar among the init containers: first, but behind the meshes' own native sidecars."""
     return max((n for n, each in enumerate(inits, 1) if is_mesh_proxy(each.get("name"))), default=0)
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from deltashard_checkpoint.errors import UserError
 
 from deltashard_operator import VERSION
-from deltashard_operator.admission import reinjection, run_claim, warning, workload_kind
-from deltashard_operator.admission.injection import inject, is_injected
+from deltashard_operator.admission import run_claim, warning, workload_kind
+from deltashard_operator.admission.injection import check_marked, inject, is_injected
 from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.workload_kind import Target
 from deltashard_operator.kube import json_patch, run_identity
@@ -89,7 +89,7 @@ def parse(body: bytes) -> Request | Answer:
         said = annotation.read(*target.annotations)
         workload_kind.check(target)
         if is_injected(target.template):
-            reinjection.check(target.template, said, target.recipe)
+            check_marked(target.template, said, target.recipe)
     except Refusal as refusal:
         return _refused(uid, kind, refusal)
     claim = None

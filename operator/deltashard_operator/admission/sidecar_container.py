@@ -34,9 +34,9 @@ PROBE_TIMEOUT_S = 10
 START_S = 120
 """Patience of the startup probe with the smallest arena; Python starts slowly on a busy node."""
 START_S_PER_GIB = 4
-"""And for each GiB of arena that has to be touched."""
+"""More patience for each GiB of arena, all of which has to be touched."""
 LEAVE_S = 5
-"""Of the grace period, kept back for exits."""
+"""Seconds of the grace period that are kept back for exits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,9 @@ class Place:
     group: int
     """Group shared by the sidecar and the training container: owner group of arena and socket."""
     metrics_port: int
-    """0: off."""
+    """Port of the sidecar's metrics; 0: off."""
     declares_port: bool
-    """False on the host's network, where a declared port is a claim on the node's."""
+    """Whether the container declares it; not on the host's network, where a declared port is a claim on the node's."""
     grace_s: int
 
 
@@ -87,7 +87,7 @@ def _patience(arena_bytes: int) -> int:
 
 
 def saving_s(grace_s: int) -> int:
-    """Of a grace period, the seconds a save may take."""
+    """Seconds that a save may take of a grace period."""
     return max(1, grace_s - LEAVE_S)
 
 

@@ -37,12 +37,12 @@ class Resources:
     memory_request_bytes: int
     memory_limit_bytes: int
     storage_request_bytes: int
-    """0: the cache lies on a volume that is not counted."""
+    """What the cache may take of the node's disk; 0: it lies on a volume that is not counted."""
     storage_limit_bytes: int
-    """0: none is stated."""
+    """Limit of the node's disk; 0: none is stated."""
 
     def document(self) -> dict[str, dict[str, str]]:
-        """The container's `sidecar_resource`."""
+        """The container's `resources`."""
         requests = {
             "cpu": quantity.format_millis(self.cpu_request_millis),
             "memory": quantity.format_bytes(self.memory_request_bytes),

@@ -31,18 +31,19 @@ SHM_SLACK_BYTES = 16 << 20
 """Memory volume beyond the arena: the file's header, the socket, locks."""
 TOKEN_LIFETIME_S = 3600
 _CACHE_SHARE = (9, 10)
-"""Of the cache volume that the sidecar fills: going over a volume's size evicts the pod."""
+"""Share of the cache volume that the sidecar fills: going over a volume's size evicts the pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Volumes:
-    """What is added to the pod, and what it means for the sidecar."""
+    """Volumes of a pod, and what they mean for the sidecar."""
 
     added: tuple[dict[str, Any], ...]
+    """Volumes that the pod has not declared itself."""
     mounts: tuple[dict[str, Any], ...]
-    """The sidecar's."""
+    """Mounts of the sidecar."""
     cache_bytes: int
-    """Budget of the sidecar's cache."""
+    """Bytes of the sidecar's cache."""
     node_disk_bytes: int
     """What the cache may take of the node's own disk; 0 when it lies elsewhere."""
 

@@ -28,7 +28,7 @@ from deltashard_operator.tls.certificate import Certificate, CertificateUnusable
 MAX_BODY_BYTES = 16 << 20
 """An object is at most 3 MiB; a review holds it once and a little more."""
 RELOAD_S = 1.0
-"""How often the certificate's files are looked at."""
+"""Seconds between looks at the certificate's files."""
 _log = structlog.get_logger("deltashard.webhook")
 
 
@@ -52,7 +52,7 @@ class Webhook:
         metrics.ready.set_function(lambda: int(not self.unready()))
 
     def applications(self) -> tuple[web.Application, web.Application]:
-        """(served over TLS, served in plain)."""
+        """Applications: what is served over TLS, what in plain."""
         secure = web.Application(client_max_size=MAX_BODY_BYTES)
         secure.router.add_post(PATH, self.mutate)
         plain = web.Application()
@@ -72,7 +72,7 @@ class Webhook:
         return reasons
 
     async def healthz(self, _request: web.Request) -> web.Response:
-        """Readiness."""
+        """Readiness: 200, or 503 with the reasons."""
         reasons = self.unready()
         return web.Response(status=503 if reasons else 200, text="; ".join(reasons) or "ok")
 
@@ -81,12 +81,12 @@ class Webhook:
         return web.Response(text="ok")
 
     async def scrape(self, _request: web.Request) -> web.Response:
-        """Metrics."""
+        """Metrics in Prometheus' text format."""
         body, content_type = self.metrics.page()
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def mutate(self, request: web.Request) -> web.Response:
-        """One AdmissionReview."""
+        """Answer an AdmissionReview: 200 with a review, 400 for a body that is none, 500 for a fault of ours."""
         begun_s = time.perf_counter()
         kind, outcome = "other", "failed"
         deadline = Deadline()

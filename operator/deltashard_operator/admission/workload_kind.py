@@ -21,7 +21,7 @@ from deltashard_operator.policy.refusal import Refusal
 Document = dict[str, Any]
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 MIRROR = "kubernetes.io/config.mirror"
-"""On the API's copy of a kubelet's static pod, which nobody can change."""
+"""Annotation on the API's copy of a kubelet's static pod, which nobody can change."""
 GRACE = "terminationGracePeriodSeconds"
 
 
@@ -74,7 +74,7 @@ class Target:
     """The pod template; a pod is its own."""
     recipe: IdentityRecipe
     grace_path: tuple[str, ...]
-    """Where the object states its grace period."""
+    """Keys under which the object states its grace period."""
 
     def put(self, template: Document, run_id: str | None) -> Document:
         """The object with this template in the place of its own, and the labels by which it is found."""

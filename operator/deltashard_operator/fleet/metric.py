@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deltashard_operator.fleet import token_review
-from deltashard_operator.fleet.sidecar_stream import ENDS, REFUSALS
+from deltashard_operator.fleet.sidecar_stream import ENDS, REJECTIONS
 
 
 class FleetMetrics:
@@ -47,7 +47,7 @@ class FleetMetrics:
         self.loads = Counter(
             "deltashard_fleet_certificate_loads", "Certificates loaded, by outcome", ("outcome",), registry=r
         )
-        for cause in REFUSALS:
+        for cause in REJECTIONS:
             self.refused.labels(cause)
         for cause in ENDS:
             self.ended.labels(cause)
@@ -58,5 +58,5 @@ class FleetMetrics:
             self.loads.labels(outcome)
 
     def reviewed(self, outcome: str, source: str) -> None:
-        """For `Reviewer(count=...)`."""
+        """Count an answer about a token, as `Reviewer(count=...)` has it."""
         self.reviews.labels(outcome, source).inc()

@@ -39,8 +39,15 @@ from deltashard_proto.v1 import fleet_pb2_grpc as service
 from deltashard_operator.fleet import sidecar_report, token_review
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.sidecar_report import Directive, Hello, Ledger, RunKey
-from deltashard_operator.fleet.sidecar_stream import ENDINGS, MAX_SAVES, Refusal, Stream, match, token_of
-from deltashard_operator.fleet.stranger import host_of
+from deltashard_operator.fleet.sidecar_stream import (
+    ENDINGS,
+    MAX_SAVES,
+    Rejection,
+    Stream,
+    host_of,
+    match,
+    token_of,
+)
 from deltashard_operator.fleet.token_review import NotAuthentic, PodIdentity, ReviewUnavailable
 from deltashard_operator.tls.certificate import Certificate, CertificateUnusable
 
@@ -49,14 +56,14 @@ HEARTBEAT_S = 15.0
 REAUTHENTICATE_S = 1800.0
 SILENT_HEARTBEATS = 3
 HELLO_S = 20.0
-"""From the proof of who calls to its Hello."""
+"""Seconds from the proof of who calls to its Hello."""
 WRITE_S = 30.0
 """A message that the sidecar's side does not take for so long ends the stream."""
 GAP_S = 0.2
 RELOAD_S = 1.0
 MAX_STREAMS = 10_000
 POD_STREAMS = 4
-"""Of one pod: its sidecar has one process at a time, and a connection or two that nobody noticed the end of yet."""
+"""Streams of a pod: its sidecar has one process at a time, and a connection or two whose end nobody noticed yet."""
 MAX_MESSAGE_BYTES = 1 << 20
 """A heartbeat with 64 incidents of 1,024 characters has a tenth of it."""
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -125,7 +132,7 @@ class Fleet(service.FleetServicer):
         self._pair: Pair | None = None
         self._server: grpc.aio.Server | None = None
         self._served: Pair | None = None
-        """What `_server` was made with."""
+        """Certificate and key that `_server` was made with."""
         self._drains: dict[grpc.aio.Server, asyncio.Task[None]] = {}
         """Servers of older certificates, and what waits for their last streams."""
         self._watching: asyncio.Task[None] | None = None
@@ -245,7 +252,7 @@ class Fleet(service.FleetServicer):
     # -- one call --------------------------------------------------------------------------------------------------
 
     async def Report(self, _requests: Any, context: Any) -> None:  # noqa: N802 - gRPC's name
-        """One sidecar's stream, from its token to its end."""
+        """Stream of a sidecar, from its token to its end."""
         pod_uid = ""
         try:
             try:
@@ -254,9 +261,9 @@ class Fleet(service.FleetServicer):
                 pod_uid = identity.pod_uid
                 hello = await self._hello(context, identity)
                 stream = self._enter(hello)
-            except Refusal as refusal:
-                self.metrics.refused.labels(refusal.cause).inc()
-                await context.abort(refusal.code, refusal.sentence)
+            except Rejection as rejection:
+                self.metrics.refused.labels(rejection.cause).inc()
+                await context.abort(rejection.code, rejection.sentence)
                 return
             cause = "gone"  # also when the call is cancelled, which is how a broken connection shows
             try:
@@ -272,57 +279,57 @@ class Fleet(service.FleetServicer):
                 self._places += Counter()  # without those at 0
 
     def _take_place(self, identity: PodIdentity) -> None:
-        """A place for a stream of this pod; raises `Refusal`."""
+        """A place for a stream of this pod; raises `Rejection`."""
         room = self._places.total() < self._max_streams and self._places[identity.pod_uid] < POD_STREAMS
         if self._stopping or not room:
             sentence = "no room for another stream: come again"
-            raise Refusal("too_many", grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
+            raise Rejection("too_many", grpc.StatusCode.RESOURCE_EXHAUSTED, sentence)
         self._places[identity.pod_uid] += 1
 
     async def _proven(self, context: Any) -> PodIdentity:
-        """Whose the token is; raises `Refusal`. Until then a call costs nothing but its connection."""
+        """Whose the token is; raises `Rejection`. Until then a call costs nothing but its connection."""
         if self._stopping:
-            raise Refusal("too_many", *ENDINGS["stopping"])
+            raise Rejection("too_many", *ENDINGS["stopping"])
         token, peer = token_of(context), host_of(context.peer())
         try:
             identity = await self._reviewer.review(token, peer)
         except NotAuthentic as error:
             _log.info("fleet.not_authentic", peer=peer, error=str(error))
-            raise Refusal("not_authentic", grpc.StatusCode.UNAUTHENTICATED, str(error)) from None
+            raise Rejection("not_authentic", grpc.StatusCode.UNAUTHENTICATED, str(error)) from None
         except ReviewUnavailable as error:
             if not self._unreviewed:  # once per outage, not once per sidecar
                 _log.warning("fleet.review_unavailable", error=str(error))
             self._unreviewed = True
-            raise Refusal("review_unavailable", grpc.StatusCode.UNAVAILABLE, str(error)) from None
+            raise Rejection("review_unavailable", grpc.StatusCode.UNAVAILABLE, str(error)) from None
         if self._unreviewed:
             _log.info("fleet.reviews_again")
         self._unreviewed = False
         return identity
 
     async def _hello(self, context: Any, identity: PodIdentity) -> Hello:
-        """What the pod that was proven says of itself; raises `Refusal`."""
+        """What the pod that was proven says of itself; raises `Rejection`."""
         try:
             async with asyncio.timeout(HELLO_S):
                 first = await context.read()
         except TimeoutError:
-            raise Refusal("no_hello", grpc.StatusCode.UNAVAILABLE, "no Hello came: come again") from None
+            raise Rejection("no_hello", grpc.StatusCode.UNAVAILABLE, "no Hello came: come again") from None
         if first is EOF or first.WhichOneof("kind") != "hello":
-            raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
+            raise Rejection("bad_report", grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Hello")
         try:
             hello = sidecar_report.hello_of(first.hello)
         except sidecar_report.BadReport as error:
-            raise Refusal("bad_report", grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+            raise Rejection("bad_report", grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         match(hello, identity)
         if FLEET_PROTOCOL.common(hello.protocol_min, hello.protocol_max) is None:
             theirs = f"{hello.protocol_min}..{hello.protocol_max}"
             sentence = f"this controller speaks protocol {FLEET_PROTOCOL.most}, not {theirs}"
-            raise Refusal("no_protocol", grpc.StatusCode.FAILED_PRECONDITION, sentence)
+            raise Rejection("no_protocol", grpc.StatusCode.FAILED_PRECONDITION, sentence)
         return hello
 
     def _enter(self, hello: Hello) -> Stream:
-        """Put a proven sidecar on the books; raises `Refusal`."""
+        """Put a proven sidecar on the books; raises `Rejection`."""
         if self._stopping:
-            raise Refusal("too_many", *ENDINGS["stopping"])
+            raise Rejection("too_many", *ENDINGS["stopping"])
         before = self._streams.get(hello.stream_key)
         if before is not None:  # its connection broke and nobody noticed yet
             before.finish("replaced")
@@ -330,13 +337,13 @@ class Fleet(service.FleetServicer):
         try:
             self._ledger.connected(hello)
         except sidecar_report.Unknown as error:
-            raise Refusal("unknown_pod", grpc.StatusCode.NOT_FOUND, str(error)) from None
+            raise Rejection("unknown_pod", grpc.StatusCode.NOT_FOUND, str(error)) from None
         except sidecar_report.Refused as error:
             _log.warning("fleet.refused", namespace=hello.namespace, pod=hello.pod, error=str(error))
-            raise Refusal("refused", grpc.StatusCode.PERMISSION_DENIED, str(error)) from None
+            raise Rejection("refused", grpc.StatusCode.PERMISSION_DENIED, str(error)) from None
         except Exception:  # noqa: BLE001 - one sidecar's call fails, not the service
             _log.exception("fleet.ledger_failed", namespace=hello.namespace, pod=hello.pod)
-            raise Refusal("failed", *ENDINGS["failed"]) from None
+            raise Rejection("failed", *ENDINGS["failed"]) from None
         stream = Stream(hello=hello, directive=self._directives.get(hello.run_key))
         stream.wake.set()
         self._streams[hello.stream_key] = stream

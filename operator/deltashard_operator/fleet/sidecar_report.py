@@ -35,9 +35,9 @@ MAX_NAME = 253
 MAX_WORD = 64
 MAX_TEXT = 1024
 MAX_RANKS = 256
-"""Attached to one sidecar; a node has far fewer accelerators."""
+"""Ranks attached to a sidecar; a node has far fewer accelerators."""
 MAX_INCIDENTS = 64
-"""In one heartbeat; the sidecar keeps as many."""
+"""Incidents in a heartbeat; the sidecar keeps as many."""
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._:]*\Z")
@@ -57,7 +57,7 @@ class Refused(UserError):
 
 
 class Phase(enum.StrEnum):
-    """What a sidecar is at."""
+    """Phase of a sidecar."""
 
     UNKNOWN = "unknown"
     WAITING = "waiting"
@@ -69,7 +69,7 @@ class Phase(enum.StrEnum):
 
 
 class IncidentKind(enum.StrEnum):
-    """What happened that people should hear of."""
+    """Kind of an incident that people should hear of."""
 
     UNKNOWN = "unknown"
     RESTORED = "restored"
@@ -84,7 +84,7 @@ class IncidentKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """What a sidecar's process says of itself once."""
+    """First message of a sidecar's process: who it is."""
 
     namespace: str
     pod: str
@@ -108,18 +108,18 @@ class Hello:
 
     @property
     def run_key(self) -> RunKey:
-        """The workload it says it is of."""
+        """Key of the workload it says it is of."""
         return self.namespace, self.workload_uid
 
     @property
     def stream_key(self) -> tuple[str, str]:
-        """(pod UID, process): one stream each."""
+        """Key of its stream: (pod UID, process)."""
         return self.pod_uid, self.process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """One trainer process."""
+    """Trainer process."""
 
     rank: int
     world_size: int
@@ -128,7 +128,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
-    """One entry of the commit log."""
+    """Entry of the commit log."""
 
     seq: int
     attempt: int
@@ -136,7 +136,7 @@ class Commit:
     cut: int = 0
     baseline: bool = False
     durable_s: float = 0.0
-    """From the save's begin to its log entry."""
+    """Seconds from the save's begin to its log entry."""
     stored_bytes: int = 0
     raw_bytes: int = 0
     rows: int = 0
@@ -174,7 +174,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The state of one sidecar now."""
+    """State of a sidecar now."""
 
     run: str = ""
     """{namespace}/{run id} of this pod; empty: not known yet."""
@@ -194,7 +194,7 @@ class Heartbeat:
     directive: int = 0
     """Generation of the newest directive in force; 0: none."""
     incidents: tuple[Incident, ...] = ()
-    """Not acknowledged yet, ids rising."""
+    """Incidents that are not acknowledged yet, ids rising."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +205,7 @@ class Directive:
     policy: PolicyInForce
 
     def message(self) -> wire.Directive:
-        """For the wire."""
+        """Message of it on the wire."""
         policy = self.policy
         return wire.Directive(
             generation=self.generation,
@@ -239,7 +239,7 @@ class Ledger(Protocol):
 
 
 def hello_of(message: wire.Hello) -> Hello:
-    """A value of what came.
+    """Value of a Hello that came.
 
     Raises:
         BadReport: a name or UID cannot be one, or the protocol's range is empty.
@@ -270,7 +270,7 @@ def hello_of(message: wire.Hello) -> Hello:
 
 
 def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
-    """A value of what came; there is nothing in it that could be refused."""
+    """Value of a heartbeat that came; there is nothing in it that could be refused."""
     return Heartbeat(
         run=_text(message.run, 2 * MAX_NAME),
         phase=_phase(message.phase),

@@ -1,4 +1,4 @@
-"""One sidecar's stream: who may have one, what waits to be sent on it, and how its end is told.
+"""Stream of a sidecar: who may have one, what waits to be sent on it, and how its end is told.
 
 How a call ends tells the sidecar what to do: OK, UNAVAILABLE, NOT_FOUND and RESOURCE_EXHAUSTED mean come again (with a
 jittered back-off), ABORTED means a newer stream of its process has taken its place, and the others are errors to
@@ -22,7 +22,7 @@ from deltashard_operator.fleet.token_review import PodIdentity
 
 MAX_SAVES = 8
 """Save requests that may wait on one stream."""
-REFUSALS = (
+REJECTIONS = (
     "bad_report",
     "no_token",
     "not_authentic",
@@ -42,14 +42,14 @@ _log = structlog.get_logger("deltashard.fleet")
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One welcomed stream: what waits to be sent, and why it ends."""
+    """Welcomed stream of a sidecar: what waits to be sent, and why it ends."""
 
     hello: Hello
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     ack: int = 0
-    """To be sent; 0: nothing."""
+    """Newest incident to acknowledge; 0: none."""
     directive: Directive | None = None
-    """To be sent."""
+    """Directive to be sent."""
     saves: deque[wire.SaveRequested] = field(default_factory=deque)
     end: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     left: bool = False
@@ -73,8 +73,8 @@ class Stream:
         return replies
 
 
-class Refusal(Exception):
-    """Ends a call before its welcome."""
+class Rejection(Exception):
+    """End of a call before its welcome: cause (of `REJECTIONS`), status and a sentence."""
 
     def __init__(self, cause: str, code: grpc.StatusCode, sentence: str) -> None:
         super().__init__(sentence)
@@ -94,22 +94,27 @@ ENDINGS = {
 """How a welcomed stream's end is told; those not here end in good order."""
 
 
+def host_of(peer: str) -> str:
+    """The address of gRPC's `ipv4:10.0.0.7:51234` without its port."""
+    return peer.rpartition(":")[0]
+
+
 def token_of(context: Any) -> str:
-    """The token a call came with; raises `Refusal`."""
+    """The token a call came with; raises `Rejection`."""
     values = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
     scheme, _, token = values[0].partition(" ") if len(values) == 1 else ("", "", "")
     if scheme.lower() != "bearer" or not token:
         sentence = (
             "metadata `authorization: Bearer TOKEN` is missing: project the pod's token into the sidecar"
         )
-        raise Refusal("no_token", grpc.StatusCode.UNAUTHENTICATED, sentence)
+        raise Rejection("no_token", grpc.StatusCode.UNAUTHENTICATED, sentence)
     return str(token)
 
 
 def match(hello: Hello, identity: PodIdentity) -> None:
-    """Hello may only speak of the token's pod; raises `Refusal`."""
+    """Hello may only speak of the token's pod; raises `Rejection`."""
     said = (hello.namespace, hello.pod, hello.pod_uid)
     if said != (identity.namespace, identity.pod, identity.pod_uid):
         _log.warning("fleet.wrong_pod", said=said, is_=(identity.namespace, identity.pod, identity.pod_uid))
         sentence = f"Hello is of pod {hello.namespace}/{hello.pod} ({hello.pod_uid}), the token is of another"
-        raise Refusal("wrong_pod", grpc.StatusCode.PERMISSION_DENIED, sentence)
+        raise Rejection("wrong_pod", grpc.StatusCode.PERMISSION_DENIED, sentence)

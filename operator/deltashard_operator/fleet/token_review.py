@@ -1,10 +1,10 @@
-"""Whose token is it: the API's TokenReview, asked off the loop, with a cache.
+"""Review of tokens: whose each is, by the API's TokenReview, asked off the loop, with a cache.
 
 A sidecar's token is bound to its pod and to our audience; the API server checks signature, expiry, audience and that
 the pod still exists, and says which pod it is. We believe that and nothing a sidecar says of itself.
 
 Nonsense is cheap: what has not the form of a bound token for us, which everybody can read, is refused without a
-question, and a peer that came with many that are nobody's has to wait a moment (`stranger`). Answers are cached by
+question, and a peer that came with many that are nobody's has to wait a moment (`Strangers`). Answers are cached by
 the token's hash: good ones until the token expires, but for at most five minutes, bad ones for seconds and apart from
 the good ones, so that a storm of reconnects (or of nonsense) does not become a storm on the API. A token whose pod was
 deleted can thus be good for five minutes more here; the ledger does not know the pod any longer. An API that does not
@@ -32,26 +32,29 @@ import urllib3
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from kubernetes import client
 
-from deltashard_operator.fleet.stranger import Strangers
 from deltashard_operator.kube.cluster_name import FLEET_AUDIENCE
 
 THREADS = 8
 CONNECT_S = 5.0
 READ_S = 10.0
 REVIEW_S = 15.0
-"""Waiting for a thread included."""
+"""Seconds for a review, waiting for a thread included."""
 GOOD_S = 300.0
 BAD_S = 10.0
 MAX_CACHED = 16384
-"""Good answers."""
+"""Good answers in the cache."""
 MAX_REFUSED = 1024
-"""Bad ones."""
+"""Bad answers in the cache."""
 PEER_THREADS = 6
 """Reviews for one peer at a time: it leaves some to the others."""
 MAX_PENDING = 8192
 """Different tokens under review or waiting for it."""
+WINDOW_S = 10.0
+MAX_BAD = 64
+"""Tokens of one peer that were refused within the window."""
+MAX_PEERS = 4096
 MAX_TOKEN = 8192
-"""Characters; a projected token has about 1,200."""
+"""Characters of a token; a projected one has about 1,200."""
 OUTCOMES = ("authentic", "refused", "unavailable")
 SOURCES = ("api", "cache", "none")
 """Where the answer came from; none: the token was not worth a question, or there was no room for one."""
@@ -82,11 +85,41 @@ class PodIdentity:
 class _Answer:
     said: PodIdentity | NotAuthentic
     until_s: float
-    """Of the monotonic clock."""
+    """Time until which it holds, by the monotonic clock."""
+
+
+class Strangers:
+    """Peers that came with tokens that are nobody's, lately: their next unknown one is not worth a question to the API.
+
+    Counted by the peer's address, in a window, for a bounded number of peers. A peer may be a node that several pods
+    share (the host's network, an address translation), so nobody is shut out for longer than the window, and a token
+    that is known already is never asked about here.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._bad: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        """Peer -> (begin of its window, refused since)."""
+
+    def __len__(self) -> int:
+        return len(self._bad)
+
+    def refused(self, peer: str) -> None:
+        """Count a token of this peer's that was nobody's."""
+        now_s = self._monotonic()
+        begun_s, count = self._bad.pop(peer, (now_s, 0))
+        self._bad[peer] = (begun_s, count + 1) if now_s - begun_s < WINDOW_S else (now_s, 1)
+        while len(self._bad) > MAX_PEERS:
+            self._bad.popitem(last=False)
+
+    def waits(self, peer: str) -> bool:
+        """Whether this peer has to wait until its window is over."""
+        begun_s, count = self._bad.get(peer, (0.0, 0))
+        return count >= MAX_BAD and self._monotonic() - begun_s < WINDOW_S
 
 
 class Reviewer:
-    """Asks whose tokens are. Use it on one asyncio loop, and `close` it."""
+    """Reviews of tokens, with their cache. Use it on one asyncio loop, and `close` it."""
 
     def __init__(
         self,
@@ -98,7 +131,7 @@ class Reviewer:
         unix: Callable[[], float] = time.time,
         strangers: Strangers | None = None,
     ) -> None:
-        """Count is told the outcome and the source of every answer, of `OUTCOMES` and `SOURCES`."""
+        """`count` is told the outcome and the source of every answer, of `OUTCOMES` and `SOURCES`."""
         self._reviews = client.AuthenticationV1Api(api)
         self._audience = audience
         self._count = count
@@ -203,7 +236,7 @@ class Reviewer:
 
 
 def identity_of(status: client.V1TokenReviewStatus | None, audience: str) -> PodIdentity | NotAuthentic:
-    """What a TokenReview's status says."""
+    """Pod that a TokenReview's status vouches for, or why there is none."""
     if status is None or not status.authenticated or status.user is None:
         why = (status.error if status is not None else None) or "it is expired, or its pod is gone"
         return NotAuthentic(f"the API does not know the token: {why}"[:500], remedy="come with a new one")
@@ -220,7 +253,7 @@ def identity_of(status: client.V1TokenReviewStatus | None, audience: str) -> Pod
 
 
 def _claims(token: str) -> dict[str, Any]:
-    """What a JWT says; empty when it is none. Nothing is verified here."""
+    """Claims of a JWT; empty when it is none. Nothing is verified here."""
     parts = token.split(".")
     if len(parts) != 3 or not all(parts):
         return {}
@@ -232,7 +265,7 @@ def _claims(token: str) -> dict[str, Any]:
 
 
 def is_ours(token: str, audience: str) -> bool:
-    """Whether it has the form of a pod's token for this audience; whoever made it."""
+    """Whether a token has the form of a pod's for this audience, whoever made it."""
     if not token or len(token) > MAX_TOKEN or not token.isascii():
         return False
     claims = _claims(token)
@@ -242,7 +275,7 @@ def is_ours(token: str, audience: str) -> bool:
 
 
 def expires_at_s(token: str) -> float | None:
-    """The Unix time a JWT says it expires at; None when it does not say. Nothing is verified here."""
+    """Unix time at which a JWT says it expires; None when it does not say. Nothing is verified here."""
     expiry_s = _claims(token).get("exp")
     if isinstance(expiry_s, bool) or not isinstance(expiry_s, int | float):
         return None

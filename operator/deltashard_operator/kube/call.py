@@ -27,7 +27,7 @@ MAX_PAUSE_S = 10.0
 CONNECT_S = 5.0
 READ_S = 30.0
 CHUNK = 500
-"""Objects of one page of a list."""
+"""Objects in a page of a list."""
 MERGE = "application/merge-patch+json"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
@@ -40,7 +40,7 @@ class ApiUnavailable(EnvironmentFault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the API said."""
+    """Reply of the API to a request."""
 
     status: int
     document: dict[str, Any]
@@ -48,12 +48,12 @@ class Answer:
 
     @property
     def ok(self) -> bool:
-        """Whether it did what was asked."""
+        """Whether the API did what was asked."""
         return self.status < 400
 
     @property
     def sentence(self) -> str:
-        """Why not."""
+        """Status, reason and message of a reply that is not ok."""
         return f"{self.status} {self.document.get('reason', '')}: {self.document.get('message', '')}"[:500]
 
 

@@ -30,7 +30,7 @@ DURATION_S = 15.0
 RENEW_S = 3.0
 MARGIN_S = 5.0
 CALL_S = 5.0
-"""For one read or write; one that takes longer counts as failed."""
+"""Seconds for a read or a write; one that takes longer counts as failed."""
 RELEASE_S = 3.0
 Document = dict[str, Any]
 _log = structlog.get_logger("deltashard.lease")
@@ -168,11 +168,11 @@ class LeaderOnly:
         self._leads = leads
 
     async def __call__(self, method: str, path: str, *args: Any, **more: Any) -> Answer:
-        """See `Caller`; raises `ApiUnavailable` for a write of one that does not lead."""
+        """A request, as `Caller` has it; raises `ApiUnavailable` for a write of one that does not lead."""
         if method != "GET" and not self._leads():
             raise ApiUnavailable("this controller does not lead (any more)", where=path)
         return await self._call(method, path, *args, **more)
 
     async def every(self, path: str, **more: Any) -> list[Document]:
-        """See `Caller`."""
+        """All objects of a collection, as `Caller` has it."""
         return await self._call.every(path, **more)

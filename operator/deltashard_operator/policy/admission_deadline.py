@@ -17,7 +17,7 @@ BUDGET_S = TIMEOUT_S - 1.0
 
 
 class Deadline:
-    """The end of one admission. Begins when it is made."""
+    """The end of an admission; its time begins when this is made."""
 
     def __init__(
         self, budget_s: float = BUDGET_S, *, monotonic: Callable[[], float] = time.monotonic

@@ -83,17 +83,17 @@ class Policy:
     cpu_request_millis: int = 500
     cpu_limit_millis: int = 2000
     memory_request_bytes: int = 512 << 20
-    """Besides the arena, which is added."""
+    """Memory requested besides the arena, which is added."""
     memory_limit_bytes: int = 1 << 30
-    """Besides the arena, which is added."""
+    """Limit of memory besides the arena, which is added."""
     storage_limit_bytes: int = 0
     """The sidecar's ephemeral-storage limit; 0: stated only where every container of the pod has one."""
     run_as_user: int | None = USER_ID
-    """None leaves the choice to the cluster (OpenShift)."""
+    """User of the sidecar; None leaves the choice to the cluster (OpenShift)."""
     metrics_port: int = METRICS_PORT
-    """0: off."""
+    """Port of the sidecar's metrics; 0: off."""
     host_network_metrics_port: int = 0
-    """The same for pods on the host's network, where two pods of a node must not take one port; 0: off."""
+    """Port for pods on the host's network, where two pods of a node must not take one; 0: off."""
     fleet: str = ""
     """host:port of the controller's heartbeat service; empty: none."""
     fleet_ca: str = ""
@@ -113,7 +113,7 @@ def not_found(name: str, *, default: bool) -> Refusal:
 
 
 def merged(spec: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`spec` over `chart_defaults`: field by field for `sidecar` and `fleet`, whole for everything else."""
+    """`spec` over `defaults`: field by field for `sidecar` and `fleet`, whole for everything else."""
     result = {**defaults, **spec}
     if {"bits", "encoding"} & set(spec):  # two ways to say one thing: the policy's, not one of each
         result = {k: v for k, v in result.items() if k in spec or k not in {"bits", "encoding"}}

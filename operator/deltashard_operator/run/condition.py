@@ -42,7 +42,7 @@ STALE_FLOOR_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """One condition."""
+    """Condition of a run, as the API keeps it."""
 
     type: str
     status: str
@@ -54,7 +54,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What was found about a type of condition now."""
+    """State of a type of condition now."""
 
     type: str
     status: str
@@ -63,14 +63,14 @@ class Fact:
 
 
 def fact(type_: str, reason: str, message: str = "", *, status: str = "True") -> Fact:
-    """A trouble that is so, unless `status` says otherwise."""
+    """Fact of a trouble that is so, unless `status` says otherwise; long messages are cut."""
     return Fact(type=type_, status=status, reason=reason, message=message[:32768])
 
 
 def updated(
     before: Iterable[Condition], facts: Iterable[Fact], now_s: float
 ) -> tuple[tuple[Condition, ...], tuple[Condition, ...]]:
-    """(the conditions now, those whose status changed to what it is).
+    """The conditions now, and those of them whose status changed.
 
     A trouble that no fact mentions is over; one that never was is not listed.
     """

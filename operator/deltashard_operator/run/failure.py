@@ -37,8 +37,8 @@ HORIZON_S = 86400.0
 """Restores are expected over the coming day."""
 
 
-class Cause(enum.StrEnum):
-    """Why a trainer was lost."""
+class LossCause(enum.StrEnum):
+    """Cause of the loss of a trainer."""
 
     EVICTED = "Evicted"
     PREEMPTED = "Preempted"
@@ -49,7 +49,7 @@ class Cause(enum.StrEnum):
     OOM_KILLED = "OOMKilled"
     ERROR = "Error"
     EXITED = "Exited"
-    """With 0, but not as the end of the workload."""
+    """Exit code 0, but not as the end of the workload."""
     TRAINER_LOST = "TrainerLost"
     """It left its sidecar without detaching; the pod says nothing."""
     FAILED = "PodFailed"
@@ -59,31 +59,31 @@ class Cause(enum.StrEnum):
     """Nobody looked: the attempt number tells that it happened."""
 
 
-ASKED = frozenset({Cause.DELETED, Cause.SUSPENDED})
-"""Somebody's wish: no failures."""
+ASKED = frozenset({LossCause.DELETED, LossCause.SUSPENDED})
+"""Causes that are somebody's wish, and no failures."""
 
 _DISRUPTIONS = {
-    "EvictionByEvictionAPI": Cause.EVICTED,
-    "PreemptionByScheduler": Cause.PREEMPTED,
-    "DeletionByTaintManager": Cause.TAINT_EVICTED,
-    "DeletionByPodGC": Cause.NODE_LOST,
-    "TerminationByKubelet": Cause.NODE_PRESSURE,
+    "EvictionByEvictionAPI": LossCause.EVICTED,
+    "PreemptionByScheduler": LossCause.PREEMPTED,
+    "DeletionByTaintManager": LossCause.TAINT_EVICTED,
+    "DeletionByPodGC": LossCause.NODE_LOST,
+    "TerminationByKubelet": LossCause.NODE_PRESSURE,
 }
 _REASONS = {
-    "Evicted": Cause.NODE_PRESSURE,
-    "NodeShutdown": Cause.NODE_SHUTDOWN,
-    "Terminated": Cause.NODE_SHUTDOWN,  # the kubelet's graceful shutdown
-    "NodeLost": Cause.NODE_LOST,
-    "Preempting": Cause.PREEMPTED,  # by the kubelet, for a critical pod
+    "Evicted": LossCause.NODE_PRESSURE,
+    "NodeShutdown": LossCause.NODE_SHUTDOWN,
+    "Terminated": LossCause.NODE_SHUTDOWN,  # the kubelet's graceful shutdown
+    "NodeLost": LossCause.NODE_LOST,
+    "Preempting": LossCause.PREEMPTED,  # by the kubelet, for a critical pod
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """One trainer lost."""
+    """Loss of a trainer."""
 
     at_s: float
-    cause: Cause
+    cause: LossCause
     message: str = ""
     pod: str = ""
     pod_uid: str = ""
@@ -93,7 +93,7 @@ class Loss:
     attempt: int = 0
     """The newest attempt of this run known when it happened; what came of it is in the next one."""
     interruptions: int = 1
-    """More than one only where nobody looked."""
+    """Interruptions that it stands for; more than one only where nobody looked."""
 
     @property
     def asked(self) -> bool:
@@ -108,9 +108,9 @@ class Tally:
     settled: int = 0
     """Interruptions after which training was opened again."""
     attempt: int = 0
-    """Up to which attempt they are settled; 0: no attempt was ever told."""
+    """The attempt up to which interruptions are settled; 0: no attempt was ever told."""
     losses: tuple[Loss, ...] = ()
-    """The newest, oldest first."""
+    """The newest losses, oldest first, `MAX_LOSSES` at most."""
     rose_at_s: float = 0.0
     """When the attempt was seen to rise beyond the settled one; 0: it did not."""
     bursts: int = 0
@@ -145,22 +145,22 @@ def loss_of_pod(
     ended = pod.ending if pod.ending is not None and pod.ending.at_s else None
     at_s = ended.at_s if ended is not None and pod.phase == "Failed" else now_s
     if pod.disruption:
-        cause = _DISRUPTIONS.get(pod.disruption, Cause.EVICTED)
-        if cause is Cause.TAINT_EVICTED and not node_ready:
-            cause = Cause.NODE_LOST
+        cause = _DISRUPTIONS.get(pod.disruption, LossCause.EVICTED)
+        if cause is LossCause.TAINT_EVICTED and not node_ready:
+            cause = LossCause.NODE_LOST
         return _loss(pod, cause, pod.disruption_message or pod.disruption, at_s)
     if pod.phase == "Failed":
         if pod.reason in _REASONS:
             return _loss(pod, _REASONS[pod.reason], pod.reason, at_s)
         if ended is not None and ended.exit_code:
             return _loss(pod, *_of_ending(pod), at_s)
-        return _loss(pod, Cause.FAILED, pod.reason or "the pod failed", at_s)
+        return _loss(pod, LossCause.FAILED, pod.reason or "the pod failed", at_s)
     if pod.terminating_at_s or gone:
         if job is not None and job.suspended:
-            return _loss(pod, Cause.SUSPENDED, "the Job is suspended", now_s)
+            return _loss(pod, LossCause.SUSPENDED, "the Job is suspended", now_s)
         if gone and not pod.terminating_at_s and not node_ready:
-            return _loss(pod, Cause.NODE_LOST, f"the pod vanished with its node {pod.node}", now_s)
-        return _loss(pod, Cause.DELETED, "the pod was deleted", now_s)
+            return _loss(pod, LossCause.NODE_LOST, f"the pod vanished with its node {pod.node}", now_s)
+        return _loss(pod, LossCause.DELETED, "the pod was deleted", now_s)
     return None
 
 
@@ -170,16 +170,16 @@ def loss_of_restart(pod: PodView, now_s: float) -> Loss:
     return _loss(pod, *_of_ending(pod), at_s)
 
 
-def _of_ending(pod: PodView) -> tuple[Cause, str]:
+def _of_ending(pod: PodView) -> tuple[LossCause, str]:
     if pod.ending is None:
-        return Cause.ERROR, "a container was started again"
+        return LossCause.ERROR, "a container was started again"
     name, code = pod.ending.container, pod.ending.exit_code
     if pod.ending.reason == "OOMKilled":
-        return Cause.OOM_KILLED, f"container {name} ran out of memory (exit code {code})"
-    return (Cause.ERROR if code else Cause.EXITED), f"container {name} ended with exit code {code}"
+        return LossCause.OOM_KILLED, f"container {name} ran out of memory (exit code {code})"
+    return (LossCause.ERROR if code else LossCause.EXITED), f"container {name} ended with exit code {code}"
 
 
-def _loss(pod: PodView, cause: Cause, message: str, at_s: float) -> Loss:
+def _loss(pod: PodView, cause: LossCause, message: str, at_s: float) -> Loss:
     return Loss(at_s=at_s, cause=cause, message=message[:1024], pod=pod.name, pod_uid=pod.uid, node=pod.node)
 
 
@@ -192,7 +192,7 @@ def with_loss(tally: Tally, loss: Loss) -> Tally:
         bursts += int(not near)
     if (
         newest is not None
-        and loss.cause is Cause.TRAINER_LOST
+        and loss.cause is LossCause.TRAINER_LOST
         and newest.pod_uid == loss.pod_uid
         and abs(loss.at_s - newest.at_s) <= SETTLE_S
     ):
@@ -236,7 +236,7 @@ def _unseen(tally: Tally, n: int, now_s: float, run: str) -> Tally:
     # Of the attempt before the settled one: it is over.
     loss = Loss(
         at_s=now_s,
-        cause=Cause.UNSEEN,
+        cause=LossCause.UNSEEN,
         message=message,
         run=run,
         attempt=tally.attempt - 1,
@@ -247,11 +247,11 @@ def _unseen(tally: Tally, n: int, now_s: float, run: str) -> Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What the failures so far make one expect."""
+    """Expectation from the failures so far."""
 
     mtbf_s: float
     expected_restores: float
-    """In the coming day of training."""
+    """Restores in the coming day of training."""
 
 
 def newest(tallies: Mapping[str, Tally]) -> tuple[Loss, ...]:
@@ -261,7 +261,7 @@ def newest(tallies: Mapping[str, Tally]) -> tuple[Loss, ...]:
 
 
 def estimate(tallies: Mapping[str, Tally], trained_s: float, now_s: float) -> Estimate:
-    """From the failures of a window: the newest 7 days, or as far as the losses kept reach back.
+    """Expectation from the failures of a window: the newest 7 days, or as far as the losses kept reach back.
 
     Args:
         tallies: the failures, by run.
@@ -283,5 +283,5 @@ def estimate(tallies: Mapping[str, Tally], trained_s: float, now_s: float) -> Es
 def _interruptions(tally: Tally, recent: list[Loss]) -> int:
     if not tally.attempt:
         return min(tally.bursts, len(recent))
-    seen = {each.attempt for each in recent if each.cause is not Cause.UNSEEN}
-    return len(seen) + sum(each.interruptions for each in recent if each.cause is Cause.UNSEEN)
+    seen = {each.attempt for each in recent if each.cause is not LossCause.UNSEEN}
+    return len(seen) + sum(each.interruptions for each in recent if each.cause is LossCause.UNSEEN)

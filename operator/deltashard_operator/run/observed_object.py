@@ -62,14 +62,14 @@ class Workload:
 
     @property
     def called(self) -> str:
-        """For people: kind, with its group where that is not Kubernetes' own, and name."""
+        """Name for people: kind, with its group where that is not Kubernetes' own, and name."""
         group, _ = self.group_kind
         return f"{self.kind}{f'.{group}' if '.' in group else ''} {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What annotations say of the run."""
+    """Annotations that the controller acts on."""
 
     policy: str = DEFAULT_POLICY
     run_id: str = ""
@@ -80,7 +80,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A Job."""
+    """Job, as far as the controller depends on it."""
 
     uid: str
     name: str
@@ -108,7 +108,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodView:
-    """A pod."""
+    """Pod, as far as the controller depends on it."""
 
     uid: str
     name: str
@@ -128,7 +128,7 @@ class PodView:
     terminating_at_s: float = 0.0
     """End of its grace period once it is being deleted; 0: it is not."""
     restarts: int = 0
-    """Of its training containers."""
+    """Restarts of its training containers."""
     ending: Ending | None = None
 
     @property
@@ -138,13 +138,13 @@ class PodView:
 
     @property
     def shown_phase(self) -> str:
-        """For people."""
+        """Phase as kubectl shows it, near enough."""
         return "Terminating" if self.terminating_at_s and self.phase == "Running" else self.phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """A node."""
+    """Node, as far as the controller depends on it."""
 
     name: str
     ready: bool
@@ -182,7 +182,7 @@ def wish_of(*maps: Mapping[str, str] | None) -> Wish:
 
 
 def job_of(document: Document) -> JobView:
-    """A Job; one that a JobSet made is of the JobSet's run."""
+    """View of a Job; one that a JobSet made is of the JobSet's run."""
     metadata, spec = document["metadata"], document.get("spec") or {}
     template = (spec.get("template") or {}).get("metadata") or {}
     outcome, ended_at_s = "", 0.0
@@ -220,7 +220,7 @@ def _owned(namespace: str, owner: Owner) -> Workload:
 
 
 def workload_of(pod: Document) -> Workload:
-    """Who controls a pod, or the pod itself. A Job may be a JobSet's in turn."""
+    """Workload of a pod: its controller, or the pod itself. A Job may be a JobSet's in turn."""
     metadata = pod["metadata"]
     owner = owner_reference.controller_of(pod)
     if owner is not None:
@@ -235,7 +235,7 @@ def workload_of(pod: Document) -> Workload:
 
 
 def pod_of(document: Document) -> PodView:
-    """A pod."""
+    """View of a pod."""
     metadata, spec = document["metadata"], document.get("spec") or {}
     status = document.get("status") or {}
     labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
@@ -274,7 +274,7 @@ def pod_of(document: Document) -> PodView:
 
 
 def of_job_pod(pod: PodView, job: JobView) -> PodView:
-    """A pod of a Job, as the Job's: of the JobSet that owns the Job, where one does."""
+    """View of a Job's pod with the Job's workload: the JobSet that owns the Job, where one does."""
     index = "-".join(filter(None, (job.replica, pod.index)))
     return replace(pod, workload=job.workload, index=index)
 
@@ -303,7 +303,7 @@ def _ending_of(containers: list[Document]) -> Ending | None:
 
 
 def node_of(document: Document) -> NodeView:
-    """A node."""
+    """View of a node."""
     conditions = (document.get("status") or {}).get("conditions") or ()
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
     cordoned = bool((document.get("spec") or {}).get("unschedulable"))

@@ -15,7 +15,7 @@ from deltashard_operator.fleet import sidecar_report
 
 
 class Phase(enum.StrEnum):
-    """What `kubectl get checkpointruns` shows."""
+    """Phase of a run, as `kubectl get checkpointruns` shows it."""
 
     PENDING = "Pending"
     RESTORING = "Restoring"
@@ -32,7 +32,7 @@ TRAINS = frozenset({Phase.TRAINING, Phase.SAVING, Phase.DEGRADED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """What a phase is read from."""
+    """Signs from which a phase is read."""
 
     finished: bool = False
     suspended: bool = False

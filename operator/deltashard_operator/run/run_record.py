@@ -19,7 +19,7 @@ from deltashard_operator.fleet.sidecar_report import PolicyInForce
 from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import failure, phase
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Cause, Loss, Tally
+from deltashard_operator.run.failure import Loss, LossCause, Tally
 from deltashard_operator.run.observed_object import PodView, Wish, Workload, seconds_of, timestamp
 from deltashard_operator.run.watched_run import Progress, Run, Taken
 
@@ -27,7 +27,7 @@ GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "CheckpointRun"
 MAX_PODS = 256
-"""Listed in a status."""
+"""Pods listed in a status at most."""
 MATERIAL = frozenset(
     {
         "phase",
@@ -133,7 +133,7 @@ def patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Document:
 
 
 def run_of(found: Mapping[str, Any]) -> Run:
-    """The run of a CheckpointRun as the API serves it."""
+    """Run of a CheckpointRun as the API serves it."""
     spec, said = found["spec"], found.get("status") or {}
     reference = spec["workload"]
     workload = Workload(
@@ -153,12 +153,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
     losses = tuple(map(_loss_of, said.get("losses") or ()))
     numbered = {each["index"]: int(each["attempt"]) for each in said.get("settledAttempts") or ()}
     pods = said.get("pods") or ()
-    in_force = PolicyInForce(
-        every_s=said.get("intervalMilliseconds", 0) / 1000 or float(said.get("intervalSeconds", 0)),
-        every_steps=int(said.get("everySteps", 0)),
-        encoding=said.get("encoding", ""),
-        differential=said.get("differential", ""),
-    )
+    in_force = _policy_of(said)
     generation = int(said.get("directiveGeneration", 0))
     kept = {  # sentences of troubles that no heartbeat repeats
         each["type"]: each.get("message") or each["reason"]
@@ -175,16 +170,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
             if each.get("uid") and each.get("process")
         },
         tallies=_tallies(said, losses, numbered),
-        progress=Progress(
-            step=int(said.get("step", 0)),
-            last_step=int(said.get("lastCommittedStep", 0)),
-            last_commit_at_s=seconds_of(said.get("lastCommitTime")),
-            last_seq=int(said.get("lastCommitSeq", 0)),
-            attempts=numbered or ({"": int(said["attempt"])} if said.get("attempt") else {}),
-            stored_bytes=int(said.get("storedBytes", 0)),
-            checkpoints=int(said.get("checkpoints", 0)),
-            policy=in_force,
-        ),
+        progress=_progress_of(said, numbered, in_force),
         restores=int(said.get("restores", 0)),
         lost_steps=int(said.get("lostSteps", 0)),
         saves_failed=int(said.get("savesFailed", 0)),
@@ -207,8 +193,30 @@ def run_of(found: Mapping[str, Any]) -> Run:
     )
 
 
+def _policy_of(said: Mapping[str, Any]) -> PolicyInForce:
+    return PolicyInForce(
+        every_s=said.get("intervalMilliseconds", 0) / 1000 or float(said.get("intervalSeconds", 0)),
+        every_steps=int(said.get("everySteps", 0)),
+        encoding=said.get("encoding", ""),
+        differential=said.get("differential", ""),
+    )
+
+
+def _progress_of(said: Mapping[str, Any], numbered: Mapping[str, int], in_force: PolicyInForce) -> Progress:
+    return Progress(
+        step=int(said.get("step", 0)),
+        last_step=int(said.get("lastCommittedStep", 0)),
+        last_commit_at_s=seconds_of(said.get("lastCommitTime")),
+        last_seq=int(said.get("lastCommitSeq", 0)),
+        attempts=numbered or ({"": int(said["attempt"])} if said.get("attempt") else {}),
+        stored_bytes=int(said.get("storedBytes", 0)),
+        checkpoints=int(said.get("checkpoints", 0)),
+        policy=in_force,
+    )
+
+
 def _settled_attempts(run: Run) -> list[Document]:
-    """Of pods that are runs of their own: those that a controller that starts anew could not take for the first."""
+    """Attempts of pods that are runs of their own, where a fresh controller could not take them for the first."""
     told = [
         {"index": part, "attempt": each.attempt}
         for part, each in sorted(run.tallies.items())
@@ -277,7 +285,7 @@ def _loss_of(found: Mapping[str, Any]) -> Loss:
     cause = found["cause"]
     return Loss(
         at_s=seconds_of(found["time"]),
-        cause=Cause(cause) if cause in set(Cause) else Cause.FAILED,
+        cause=LossCause(cause) if cause in set(LossCause) else LossCause.FAILED,
         message=found.get("message", ""),
         pod=found.get("pod", ""),
         pod_uid=found.get("podUID", ""),

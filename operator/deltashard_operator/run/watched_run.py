@@ -32,7 +32,7 @@ NO_WISH = Wish()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The newest word of one sidecar."""
+    """Newest heartbeat of a sidecar."""
 
     hello: Hello
     heartbeat: Heartbeat | None = None
@@ -41,7 +41,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """Up to which incident of which process of a pod's sidecar all was taken."""
+    """The newest incident that was taken from a process of a pod's sidecar; older ones were, too."""
 
     process: str
     incident: int
@@ -57,15 +57,15 @@ class Progress:
     last_seq: int = 0
     durable_s: float = 0.0
     attempts: Mapping[str, int] = field(default_factory=dict)
-    """The newest of each run in the store: by the pod's number where each is a run of its own, else by ""."""
+    """Newest attempt of each run in the store: by the pod's number where each is a run of its own, else by ""."""
     stored_bytes: int = 0
     checkpoints: int = 0
     policy: PolicyInForce = NO_POLICY
-    """In force, as the sidecars say."""
+    """Policy in force, as the sidecars report it."""
 
     @property
     def attempt(self) -> int:
-        """The newest of all."""
+        """Newest attempt of all runs in the store."""
         return max(self.attempts.values(), default=0)
 
 
@@ -87,7 +87,7 @@ NO_STAMP = Stamp(seq=0, at_s=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """Something to tell people, as an Event."""
+    """Event to tell people of."""
 
     reason: str
     message: str
@@ -96,14 +96,14 @@ class Notice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """All that is known. Mappings are never changed in place."""
+    """Everything known of a run. Mappings are never changed in place."""
 
     workload: Workload
     wish: Wish = NO_WISH
     jobs: Mapping[str, JobView] = field(default_factory=dict)
     pods: Mapping[str, PodView] = field(default_factory=dict)
     reports: Mapping[str, Report] = field(default_factory=dict)
-    """By pod UID."""
+    """Newest reports, by pod UID."""
     restarts: Mapping[str, int] = field(default_factory=dict)
     """Restarts that are counted, by pod UID."""
     lost: frozenset[str] = frozenset()
@@ -113,7 +113,7 @@ class Run:
     """Failures, by the same keys as `Progress.attempts`."""
     progress: Progress = NO_PROGRESS
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
-    """By the runs' names in the store."""
+    """Newest commits seen, by the runs' names in the store."""
     restores: int = 0
     lost_steps: int = 0
     saves_failed: int = 0
@@ -135,10 +135,10 @@ class Run:
     judged_s: float = 0.0
     conditions: tuple[Condition, ...] = ()
     finished: str = ""
-    """Completed, Failed or Deleted."""
+    """How it ended: Completed, Failed or Deleted; empty before."""
     finished_at_s: float = 0.0
     generation: int = 0
-    """Of the newest directive."""
+    """Generation of the newest directive."""
     directed: PolicyInForce | None = None
 
     @property
@@ -153,7 +153,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Of the CheckpointRun."""
+        """Name of the CheckpointRun."""
         return object_name(self.workload)
 
     @property
@@ -163,7 +163,7 @@ class Run:
 
     @property
     def suspended(self) -> bool:
-        """Whether all its Jobs are."""
+        """Whether all its Jobs are suspended."""
         return bool(self.jobs) and all(each.suspended for each in self.jobs.values())
 
     @property
@@ -186,7 +186,7 @@ def object_name(workload: Workload) -> str:
 
 
 def with_job(run: Run, job: JobView, now_s: float) -> Run:
-    """A Job of the run was seen."""
+    """The run after a Job of it was seen."""
     return replace(run, jobs={**run.jobs, job.uid: job}, wish=_wish(run, job.wish), seen_s=now_s)
 
 
@@ -198,7 +198,7 @@ def _wish(run: Run, wish: Wish) -> Wish:
 
 
 def without_job(run: Run, uid: str, now_s: float) -> Run:
-    """A Job of the run is deleted."""
+    """The run after a Job of it was deleted."""
     if uid not in run.jobs:
         return run
     outcome = run.jobs[uid].outcome or "Deleted"
@@ -210,7 +210,7 @@ def without_job(run: Run, uid: str, now_s: float) -> Run:
 
 
 def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
-    """A pod of the run was seen; its loss or its container's restart is counted, once."""
+    """The run after a pod of it was seen; its loss or its container's restart is counted, once."""
     before = run.pods.get(pod.uid)
     if before is not None and pod.disruption == "" and before.disruption:
         pod = replace(pod, disruption=before.disruption, disruption_message=before.disruption_message)
@@ -227,7 +227,7 @@ def with_pod(run: Run, pod: PodView, *, node_ready: bool, now_s: float) -> Run:
 
 
 def without_pod(run: Run, uid: str, *, node_ready: bool, now_s: float) -> Run:
-    """A pod of the run is deleted."""
+    """The run after a pod of it was deleted."""
     pod = run.pods.get(uid)
     if pod is None:
         return run
@@ -262,12 +262,12 @@ def _with_end(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: fl
 
 
 def _number(run: Run, pod: PodView | None) -> str:
-    """Whose failure a pod's is: its own number's where pods are known to be runs of their own."""
+    """Part of the run that a pod's failure counts for: its own number where pods are known to be runs of their own."""
     return pod.index if pod is not None and any(run.progress.attempts) else ""
 
 
 def _part(run: Run, pod_uid: str, said: str) -> str:
-    """Which run in the store a heartbeat is of: the pod's number if it is a run of its own, by the API's word."""
+    """Part of the run that a heartbeat is of: the pod's number if it is a run of its own, by the API's word."""
     pod = run.pods.get(pod_uid)
     own = pod is not None and said == f"{run.workload.namespace}/{run.run_id}-{pod.index}"
     return pod.index if own and pod is not None else ""
@@ -279,14 +279,14 @@ def _with_loss(run: Run, loss: Loss, part: str) -> Run:
 
 
 def with_connected(run: Run, hello: Hello) -> Run:
-    """A sidecar of the run came."""
+    """The run after a sidecar of it connected."""
     before = run.reports.get(hello.pod_uid)
     heartbeat = before.heartbeat if before is not None and before.hello.process == hello.process else None
     return replace(run, reports={**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)})
 
 
 def without_connected(run: Run, hello: Hello) -> Run:
-    """A sidecar went; what it said last is kept as long as its pod is there."""
+    """The run after a sidecar of it went; what it reported last is kept as long as its pod is there."""
     report = run.reports.get(hello.pod_uid)
     if report is None or report.hello.process != hello.process:
         return run
@@ -296,7 +296,7 @@ def without_connected(run: Run, hello: Hello) -> Run:
 
 
 def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> tuple[Run, tuple[Notice, ...]]:
-    """A heartbeat, and what it tells for the first time."""
+    """The run after a heartbeat, and notices of what that tells for the first time."""
     run = replace(run, reports={**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)})
     notices: list[Notice] = []
     known = run.taken.get(hello.pod_uid)
@@ -349,7 +349,7 @@ def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> 
         case IncidentKind.TRAINER_LOST:
             loss = Loss(
                 at_s=min(incident.at_s or now_s, now_s),
-                cause=failure.Cause.TRAINER_LOST,
+                cause=failure.LossCause.TRAINER_LOST,
                 message=incident.message,
                 pod=hello.pod,
                 pod_uid=hello.pod_uid,
@@ -384,7 +384,7 @@ def _stamped(run: Run, heartbeats: Mapping[str, Heartbeat], now_s: float) -> Map
 
 
 def _with_progress(run: Run, now_s: float) -> Run:
-    """What the sidecars say together. What nobody says stays as it was."""
+    """The run with the progress that its sidecars report together. What nobody reports stays as it was."""
     slowest: dict[str, Heartbeat] = {}
     parts: dict[str, str] = {}
     before = run.progress

@@ -37,12 +37,12 @@ FLEET_AUTHORITY = "deltashard-fleet-ca"
 """Name of the Secret with the fleet's authority and of the ConfigMap with its bundle."""
 WEBHOOK_SERVICE, FLEET_SERVICE = "deltashard-webhook", "deltashard-fleet"
 TIMEOUT_S = (3.0, 10.0)
-"""To connect, to read."""
+"""Seconds to connect, to read."""
 MAX_STEPS = 10
-"""In one look; four are needed at most, conflicts apart."""
+"""Steps in one look; four are needed at most, conflicts apart."""
 DAY_S = 86400.0
 IDLE_S = 1.0
-"""Between looks whether it may write."""
+"""Seconds between looks whether it may write."""
 _HOOKS = f"/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/{CONFIGURATION}"
 _log = structlog.get_logger("deltashard.authority")
 
@@ -64,14 +64,14 @@ class _Conflict(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthorityOptions:
-    """What can be set on the issuer."""
+    """Settings of the issuer."""
 
     namespace: str = "deltashard-system"
     """Where the Secrets, the ConfigMap and both Services are."""
     webhook_names: tuple[str, ...] = ()
     """More names and addresses the webhook is reached by, beside its Service's."""
     fleet_names: tuple[str, ...] = ()
-    """The same of the fleet service."""
+    """More names and addresses the fleet service is reached by, beside its Service's."""
     leaf_days: float = 90.0
     """Life of a serving certificate; it is renewed at two thirds."""
     fleet_authority_days: float = 3650.0
@@ -79,15 +79,15 @@ class AuthorityOptions:
     settle_s: float = 30.0
     """How long a new webhook authority is readable before a certificate of it serves: API servers watch."""
     check_s: float = 15.0
-    """How often everything is looked at."""
+    """Seconds between looks at everything."""
 
     def webhook_terms(self) -> Terms:
-        """Of the webhook's leaf."""
+        """Terms of the webhook's leaf."""
         names = service_names(WEBHOOK_SERVICE, self.namespace) + self.webhook_names
         return Terms(names=names, leaf_s=self.leaf_days * DAY_S, settle_s=self.settle_s)
 
     def fleet_terms(self) -> Terms:
-        """Of the fleet's leaf and authority."""
+        """Terms of the fleet's leaf and authority."""
         return Terms(
             names=service_names(FLEET_SERVICE, self.namespace) + self.fleet_names,
             leaf_s=self.leaf_days * DAY_S,
@@ -96,7 +96,7 @@ class AuthorityOptions:
 
 
 def service_names(service: str, namespace: str) -> tuple[str, ...]:
-    """What a Service is called from within the cluster."""
+    """Names of a Service within the cluster."""
     return tuple(f"{service}.{namespace}{end}" for end in ("", ".svc", ".svc.cluster.local"))
 
 
@@ -208,7 +208,7 @@ class Authority:
         return True
 
     def _published_s(self, authority: bytes, bundles: list[bytes]) -> float | None:
-        """For how long this authority has been seen in every bundle."""
+        """Seconds for which this authority has been seen in every bundle; None: it is not in all."""
         if not authority or not all(authority in each for each in bundles):
             self._readable = None
             return None

@@ -30,7 +30,7 @@ class CertificateUnusable(EnvironmentFault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """One whole certificate in service."""
+    """Certificate with its key, whole and checked."""
 
     context: ssl.SSLContext
     not_after_s: float

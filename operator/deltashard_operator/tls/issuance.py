@@ -21,7 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 BACKDATE_S = 600.0
 """A clock may be wrong by so much and still believe a certificate of this moment."""
 RENEW_AT = 2 / 3
-"""Of its life: a leaf is issued anew, an authority gets a successor."""
+"""Share of its life after which a leaf is issued anew, and an authority gets a successor."""
 MAX_BUNDLE = 8
 """Certificates in a bundle; the oldest go first."""
 

@@ -31,22 +31,22 @@ from deltashard_operator.tls.issuance import Issued
 CERTIFICATE, KEY, AUTHORITY, AUTHORITY_KEY = "tls.crt", "tls.key", "ca.crt", "ca.key"
 NEXT_CERTIFICATE, NEXT_KEY, NEXT_AUTHORITY = "next.crt", "next.key", "next-ca.crt"
 OLD_AUTHORITIES = "old.crt"
-"""Of the fleet: authorities that no longer sign and are still valid."""
+"""Authorities of the fleet that no longer sign and are still valid."""
 _NEXT = (NEXT_CERTIFICATE, NEXT_KEY, NEXT_AUTHORITY)
 
 Data = Mapping[str, bytes]
-"""Of a Secret, decoded."""
+"""Data of a Secret, decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What leaves are to be, and when things change."""
+    """Names and lifetimes of certificates, and when they change."""
 
     names: tuple[str, ...]
     leaf_s: float
     settle_s: float = 0.0
     authority_s: float = 0.0
-    """Of the fleet's authority; the webhook's is as old as its leaf."""
+    """Life of the fleet's authority; the webhook's lives as long as its leaf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Step:
     authority: Data | None = None
     """The fleet's Secret with its authority."""
     bundle: bytes | None = None
-    """For all who verify."""
+    """Authorities for all who verify."""
     issued: str = ""
     """What was issued: webhook, fleet, fleet_authority."""
 

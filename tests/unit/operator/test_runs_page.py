@@ -7,7 +7,7 @@ from pathlib import Path
 
 import deltashard_operator
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.run.failure import Cause
+from deltashard_operator.run.failure import LossCause
 from deltashard_operator.run.judgement import _EVENTS
 from deltashard_operator.run.phase import Phase
 from prometheus_client.metrics_core import Metric
@@ -28,7 +28,7 @@ def test_every_phase_is_on_the_page() -> None:
 
 
 def test_every_cause_of_a_loss_is_on_the_page() -> None:
-    assert words("| cause | read from |") == set(Cause)
+    assert words("| cause | read from |") == set(LossCause)
 
 
 def test_every_event_is_on_the_page() -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from deltashard_operator.fleet import stranger, token_review
+from deltashard_operator.fleet import sidecar_stream, token_review
 from deltashard_operator.fleet.token_review import (
     NotAuthentic,
     PodIdentity,
@@ -241,12 +241,12 @@ def test_a_flood_of_garbage_is_cheap_and_takes_nothing_from_others() -> None:
         for n in range(3 * token_review.MAX_REFUSED):
             with pytest.raises((NotAuthentic, ReviewUnavailable)):
                 await world.reviewer.review(token(sub=n), "10.0.0.9")
-        assert server.requests == 1 + stranger.MAX_BAD
-        assert world.counts["unavailable", "none"] == 3 * token_review.MAX_REFUSED - stranger.MAX_BAD
+        assert server.requests == 1 + token_review.MAX_BAD
+        assert world.counts["unavailable", "none"] == 3 * token_review.MAX_REFUSED - token_review.MAX_BAD
         await world.reviewer.review(good, "10.0.0.9")
         with pytest.raises(NotAuthentic):
             await world.reviewer.review(token(sub="new"), "10.0.0.2")
-        world.now_s += stranger.WINDOW_S
+        world.now_s += token_review.WINDOW_S
         with pytest.raises(NotAuthentic):
             await world.reviewer.review(token(sub="new too"), "10.0.0.9")
         assert world.counts["authentic", "cache"] == 1
@@ -277,12 +277,12 @@ def test_refused_tokens_take_no_room_from_good_ones(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_strangers_that_are_kept_in_mind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stranger, "MAX_PEERS", 5)
-    found = stranger.Strangers()
+    monkeypatch.setattr(token_review, "MAX_PEERS", 5)
+    found = token_review.Strangers()
     for n in range(100):
         found.refused(f"10.0.0.{n}")
     assert len(found) == 5
-    assert stranger.host_of("ipv6:[::1]:51234") == "ipv6:[::1]"
+    assert sidecar_stream.host_of("ipv6:[::1]:51234") == "ipv6:[::1]"
 
 
 def test_the_cache_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

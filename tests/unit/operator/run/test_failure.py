@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.run import failure, observed_object, watched_run
-from deltashard_operator.run.failure import Cause, Loss, Tally
+from deltashard_operator.run.failure import Loss, LossCause, Tally
 from deltashard_operator.run.observed_object import Ending, JobView, PodView, Wish, Workload
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,41 +39,51 @@ def ended(code: int, reason: str = "Error") -> Ending:
     return Ending(container="trainer", reason=reason, exit_code=code, at_s=NOW_S - 5)
 
 
-CAUSES: list[tuple[str, PodView, dict[str, Any], Cause | None]] = [
+CAUSES: list[tuple[str, PodView, dict[str, Any], LossCause | None]] = [
     ("a pod that runs", pod(), {}, None),
     ("a pod that succeeded", pod(phase="Succeeded", ending=ended(0, "Completed")), {}, None),
     ("a pod that never began", pod(phase="Pending", started=False, terminating_at_s=NOW_S), {}, None),
-    ("an eviction", pod(terminating_at_s=NOW_S, disruption="EvictionByEvictionAPI"), {}, Cause.EVICTED),
-    ("a preemption", pod(terminating_at_s=NOW_S, disruption="PreemptionByScheduler"), {}, Cause.PREEMPTED),
-    ("a taint", pod(terminating_at_s=NOW_S, disruption="DeletionByTaintManager"), {}, Cause.TAINT_EVICTED),
+    ("an eviction", pod(terminating_at_s=NOW_S, disruption="EvictionByEvictionAPI"), {}, LossCause.EVICTED),
+    (
+        "a preemption",
+        pod(terminating_at_s=NOW_S, disruption="PreemptionByScheduler"),
+        {},
+        LossCause.PREEMPTED,
+    ),
+    (
+        "a taint",
+        pod(terminating_at_s=NOW_S, disruption="DeletionByTaintManager"),
+        {},
+        LossCause.TAINT_EVICTED,
+    ),
     (
         "a taint because the node is lost",
         pod(terminating_at_s=NOW_S, disruption="DeletionByTaintManager"),
         {"node_ready": False},
-        Cause.NODE_LOST,
+        LossCause.NODE_LOST,
     ),
-    ("garbage of a gone node", pod(disruption="DeletionByPodGC"), {"gone": True}, Cause.NODE_LOST),
+    ("garbage of a gone node", pod(disruption="DeletionByPodGC"), {"gone": True}, LossCause.NODE_LOST),
     (
         "pressure, by its condition",
         pod(phase="Failed", disruption="TerminationByKubelet"),
         {},
-        Cause.NODE_PRESSURE,
+        LossCause.NODE_PRESSURE,
     ),
-    ("pressure, by its reason", pod(phase="Failed", reason="Evicted"), {}, Cause.NODE_PRESSURE),
-    ("a shutdown of the node", pod(phase="Failed", reason="Terminated"), {}, Cause.NODE_SHUTDOWN),
-    ("out of memory", pod(phase="Failed", ending=ended(137, "OOMKilled")), {}, Cause.OOM_KILLED),
-    ("a crash", pod(phase="Failed", ending=ended(1)), {}, Cause.ERROR),
-    ("a failure without a word", pod(phase="Failed"), {}, Cause.FAILED),
-    ("a deletion by hand", pod(terminating_at_s=NOW_S), {}, Cause.DELETED),
-    ("a suspension", pod(terminating_at_s=NOW_S), {"job": job(suspended=True)}, Cause.SUSPENDED),
-    ("a deletion by force", pod(), {"gone": True}, Cause.DELETED),
-    ("a pod that vanished with its node", pod(), {"gone": True, "node_ready": False}, Cause.NODE_LOST),
+    ("pressure, by its reason", pod(phase="Failed", reason="Evicted"), {}, LossCause.NODE_PRESSURE),
+    ("a shutdown of the node", pod(phase="Failed", reason="Terminated"), {}, LossCause.NODE_SHUTDOWN),
+    ("out of memory", pod(phase="Failed", ending=ended(137, "OOMKilled")), {}, LossCause.OOM_KILLED),
+    ("a crash", pod(phase="Failed", ending=ended(1)), {}, LossCause.ERROR),
+    ("a failure without a word", pod(phase="Failed"), {}, LossCause.FAILED),
+    ("a deletion by hand", pod(terminating_at_s=NOW_S), {}, LossCause.DELETED),
+    ("a suspension", pod(terminating_at_s=NOW_S), {"job": job(suspended=True)}, LossCause.SUSPENDED),
+    ("a deletion by force", pod(), {"gone": True}, LossCause.DELETED),
+    ("a pod that vanished with its node", pod(), {"gone": True, "node_ready": False}, LossCause.NODE_LOST),
 ]
 
 
 @pytest.mark.parametrize(("seen", "more", "cause"), [c[1:] for c in CAUSES], ids=[c[0] for c in CAUSES])
 def test_the_cause_of_a_loss_is_read_from_the_pod(
-    seen: PodView, more: dict[str, Any], cause: Cause | None
+    seen: PodView, more: dict[str, Any], cause: LossCause | None
 ) -> None:
     arguments: dict[str, Any] = {"gone": False, "node_ready": True, "job": job(), "now_s": NOW_S} | more
     loss = failure.loss_of_pod(seen, **arguments)
@@ -84,10 +94,13 @@ def test_the_cause_of_a_loss_is_read_from_the_pod(
 
 
 def test_only_what_somebody_asked_for_is_no_failure() -> None:
-    assert {cause for cause in Cause if Loss(at_s=0, cause=cause).asked} == {Cause.DELETED, Cause.SUSPENDED}
+    assert {cause for cause in LossCause if Loss(at_s=0, cause=cause).asked} == {
+        LossCause.DELETED,
+        LossCause.SUSPENDED,
+    }
 
 
-def lost(tally: Tally, cause: Cause = Cause.ERROR, at_s: float = NOW_S, uid: str = "p") -> Tally:
+def lost(tally: Tally, cause: LossCause = LossCause.ERROR, at_s: float = NOW_S, uid: str = "p") -> Tally:
     return failure.with_loss(tally, Loss(at_s=at_s, cause=cause, pod_uid=uid))
 
 
@@ -108,20 +121,20 @@ def test_a_loss_is_a_failure_at_once_and_still_one_when_training_is_opened_again
 def test_all_pods_that_one_interruption_takes_are_one_failure() -> None:
     tally = opened(Tally(), 1)
     for n in range(4):
-        tally = lost(tally, Cause.NODE_LOST, uid=f"p-{n}")
+        tally = lost(tally, LossCause.NODE_LOST, uid=f"p-{n}")
     assert opened(tally, 2).failures == 1
 
 
 def test_a_suspension_and_the_attempt_after_it_are_no_failure() -> None:
-    assert opened(lost(opened(Tally(), 1), Cause.SUSPENDED), 2).failures == 0
+    assert opened(lost(opened(Tally(), 1), LossCause.SUSPENDED), 2).failures == 0
 
 
 def test_attempts_tell_of_losses_that_no_controller_saw() -> None:
     tally = opened(lost(opened(Tally(), 1)), 5)
     assert tally.failures == 4
     assert [(each.cause, each.interruptions) for each in tally.losses] == [
-        (Cause.ERROR, 1),
-        (Cause.UNSEEN, 3),
+        (LossCause.ERROR, 1),
+        (LossCause.UNSEEN, 3),
     ]
 
 
@@ -137,7 +150,7 @@ def test_a_loss_told_late_is_not_counted_beside_its_attempt() -> None:
     tally = lost(tally, at_s=NOW_S + 3)
     tally = failure.with_attempt(tally, 2, NOW_S + failure.SETTLE_S, own=True)
     assert tally.failures == 1
-    assert [each.cause for each in tally.losses] == [Cause.ERROR]
+    assert [each.cause for each in tally.losses] == [LossCause.ERROR]
 
 
 def test_without_attempts_a_burst_is_one_failure() -> None:
@@ -159,7 +172,7 @@ def test_failures_are_the_interruptions_that_nobody_asked_for(story: list[tuple[
         at_s += HOUR_S
         attempt += 1
         expected += how != "asked"
-        cause = Cause.SUSPENDED if how == "asked" else Cause.EVICTED
+        cause = LossCause.SUSPENDED if how == "asked" else LossCause.EVICTED
         told = {"unseen": 0, "twice": 2 * pods}.get(how, pods)
         if how == "late":
             tally = failure.with_attempt(tally, attempt, at_s, own=True)
@@ -228,7 +241,7 @@ def test_restarts_in_place_are_losses_once_each_and_the_sidecars_own_are_none() 
     for _ in range(3):
         seen = observed_object.pod_of(document(phase="Running", containerStatuses=[container(1, 137)]))
         run = watched_run.with_pod(run, replace(seen, workload=TRAIN), node_ready=True, now_s=NOW_S)
-    assert [each.cause for each in failure.newest(run.tallies)] == [Cause.ERROR]
+    assert [each.cause for each in failure.newest(run.tallies)] == [LossCause.ERROR]
     seen = observed_object.pod_of(
         document(
             phase="Running", containerStatuses=[container(1, 137), container(9, 1, name="deltashard-sidecar")]
@@ -245,5 +258,5 @@ def test_a_pods_end_is_one_loss_however_often_it_is_told() -> None:
     for seen in (pod(), evicted, replace(evicted, phase="Failed", ending=ended(143))):
         run = watched_run.with_pod(run, seen, node_ready=True, now_s=NOW_S)
     run = watched_run.without_pod(run, "p-1", node_ready=True, now_s=NOW_S)
-    assert [each.cause for each in failure.newest(run.tallies)] == [Cause.EVICTED]
+    assert [each.cause for each in failure.newest(run.tallies)] == [LossCause.EVICTED]
     assert not run.pods

@@ -287,9 +287,9 @@ def test_the_failures_of_pods_that_are_runs_of_their_own_are_counted_each_by_its
     assert run.failures == len(told)
     losses = failure.newest(run.tallies)
     assert [(each.run, each.cause) for each in losses] == [
-        ("0", failure.Cause.ERROR),
-        ("0", failure.Cause.ERROR),
-        ("1", failure.Cause.ERROR),
+        ("0", failure.LossCause.ERROR),
+        ("0", failure.LossCause.ERROR),
+        ("1", failure.LossCause.ERROR),
     ]
     assert failure.estimate(run.tallies, 0.0, at_s).mtbf_s == failure.PRIOR_S / (1 + len(told))
     found = again(run, at_s + 30)
