@@ -17,42 +17,48 @@ created in the same instant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
-import urllib3
-from kubernetes import client
+from deltashard_checkpoint.errors import EnvironmentFault
 
 from deltashard_operator.admission import run_claim
 from deltashard_operator.admission.run_claim import Numbering, RunClaim
+from deltashard_operator.kube.call import Answer, ApiClient, NoReply, Requester
 from deltashard_operator.kube.cluster_name import RUN_ID
 from deltashard_operator.policy.admission_deadline import Deadline
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload
-from deltashard_operator.run.run_record import GROUP, PLURAL, VERSION, run_label
+from deltashard_operator.run.run_record import API_VERSION, PLURAL, run_label
 
-UNKNOWN = (client.ApiException, urllib3.exceptions.HTTPError, OSError)
 Document = dict[str, Any]
+
+
+class NotTold(EnvironmentFault):
+    """The API answered something else than what was asked for."""
+
+
+UNKNOWN = (NoReply, NotTold, TimeoutError)
+"""What it raises that nobody can know who holds a run."""
 
 
 class Holders:
     """Looks at Jobs, CheckpointRuns and their workloads. Thread-safe; blocks."""
 
-    def __init__(self, api: client.ApiClient) -> None:
-        self._objects = client.CustomObjectsApi(api)
-        self._pods = client.CoreV1Api(api)
+    def __init__(self, api: ApiClient) -> None:
+        self._request = Requester(api)
 
     def refusal(self, claim: RunClaim, deadline: Deadline) -> Refusal | None:
         """Why a workload may not have the run it asks for, or None when it may.
 
         Raises one of `UNKNOWN` when the API cannot be asked.
         """
-        for job in self._list("batch", "v1", "jobs", claim, deadline):
+        for job in self._list("batch/v1", "jobs", claim, deadline):
             refusal = _held_by_job(claim, job)
             if refusal is not None:
                 return refusal
-        for record in self._list(GROUP, VERSION, PLURAL, claim, deadline):
+        for record in self._list(API_VERSION, PLURAL, claim, deadline):
             refusal = self._held_by_record(claim, record, deadline)
             if refusal is not None:
                 return refusal
@@ -83,38 +89,35 @@ class Holders:
             return _taken(run_id, workload.called, record=name)
         return _shares(shared, run_id, claim, workload.called, record=name) if shared is not None else None
 
-    def _list(
-        self, group: str, version: str, plural: str, claim: RunClaim, deadline: Deadline
-    ) -> list[Document]:
+    def _list(self, api_version: str, plural: str, claim: RunClaim, deadline: Deadline) -> list[Document]:
         """Objects whose run may be the one that is asked for; of numbered pods any may."""
         ids = ",".join(map(run_label, (claim.run_id, *run_claim.bases(claim.run_id))))
-        page: Any = self._objects.list_namespaced_custom_object(
-            group,
-            version,
-            claim.namespace,
-            plural,
-            label_selector=RUN_ID if claim.numbering is not None else f"{RUN_ID} in ({ids})",
-            _request_timeout=deadline.left_s(),
-        )
-        return list(page["items"])
+        selector = RUN_ID if claim.numbering is not None else f"{RUN_ID} in ({ids})"
+        path = f"/apis/{api_version}/namespaces/{claim.namespace}/{plural}"
+        page = self._request("GET", path, query={"labelSelector": selector}, timeout_s=deadline.left_s())
+        if not page.ok:
+            raise _not_told(page, path)
+        return list(page.document["items"])
 
-    def _live(self, workload: Workload, deadline: Deadline) -> Mapping[str, Any] | None:
-        """This very Job (or {} for a pod) where it is there and has not ended."""
-        name, namespace, timeout_s = workload.name, workload.namespace, deadline.left_s()
-        try:
-            if workload.native == "Pod":
-                pod: Any = self._pods.read_namespaced_pod(name, namespace, _request_timeout=timeout_s)
-                lives = pod.metadata.uid == workload.uid and pod.status.phase not in {"Succeeded", "Failed"}
-                return {} if lives else None
-            document: Any = self._objects.get_namespaced_custom_object(
-                "batch", "v1", namespace, "jobs", name, _request_timeout=timeout_s
-            )
-        except client.ApiException as error:
-            if error.status == 404:
-                return None
-            raise
-        job = observed_object.job_of(document)
-        return document if job.uid == workload.uid and not job.outcome else None
+    def _live(self, workload: Workload, deadline: Deadline) -> Document | None:
+        """This very Job or pod where it is there and has not ended."""
+        group, plural = ("/api/v1", "pods") if workload.native == "Pod" else ("/apis/batch/v1", "jobs")
+        path = f"{group}/namespaces/{workload.namespace}/{plural}/{quote(workload.name, safe='')}"
+        answer = self._request("GET", path, timeout_s=deadline.left_s())
+        if answer.status == 404:
+            return None
+        if not answer.ok:
+            raise _not_told(answer, path)
+        document = answer.document
+        if workload.native == "Pod":
+            ended = (document.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
+        else:
+            ended = bool(observed_object.job_of(document).outcome)
+        return document if document["metadata"]["uid"] == workload.uid and not ended else None
+
+
+def _not_told(answer: Answer, path: str) -> NotTold:
+    return NotTold(f"the API answered {answer.sentence}", where=path)
 
 
 def _held_by_job(claim: RunClaim, document: Document) -> Refusal | None:

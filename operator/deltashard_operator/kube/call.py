@@ -1,9 +1,11 @@
-"""Calls on the API from the asyncio loop: the user's `kubernetes` client in a bounded pool of threads.
+"""Calls on the API by the user's `kubernetes` client: `Requester` for threads, `Caller` for the asyncio loop.
 
-Nothing here blocks the loop, and nothing waits for ever: a call has a connect and a read timeout, at most `THREADS` run
-at once, and one that failed for a passing reason (429, 5xx, no connection) is tried again at most `TRIES` times with
-the pause that the server asks for, else a doubling, jittered one. What the API says otherwise (404, 409, 403, 422) is
-the answer. Every answer is counted by verb and outcome.
+Objects are documents here: the client's model classes of the core API alone would be 80 MiB of a process.
+
+A `Caller` never blocks the loop, and nothing waits for ever: a call has a connect and a read timeout, at most `THREADS`
+run at once, and one that failed for a passing reason (429, 5xx, no connection) is tried again at most `TRIES` times
+with the pause that the server asks for, else a doubling, jittered one. What the API says otherwise (404, 409, 403, 422)
+is the answer. Every answer is counted by verb and outcome.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import urllib3
@@ -32,6 +35,16 @@ MERGE = "application/merge-patch+json"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
 OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
+ApiClient = client.ApiClient
+"""The client: where the API is, and who calls."""
+
+
+class NoReply(EnvironmentFault):
+    """The API did not answer, or not with JSON; `kind` is the name of the client's exception."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}"[:300])
+        self.kind = type(error).__name__
 
 
 class ApiUnavailable(EnvironmentFault):
@@ -57,17 +70,56 @@ class Answer:
         return f"{self.status} {self.document.get('reason', '')}: {self.document.get('message', '')}"[:500]
 
 
+class Requester:
+    """The API, for threads: one request, one reply, no second try."""
+
+    def __init__(self, api: ApiClient) -> None:
+        self._api = api
+
+    def __call__(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        content: str = "application/json",
+        accept: str = "application/json",
+        timeout_s: float | tuple[float, float] = (CONNECT_S, READ_S),
+    ) -> Answer:
+        """The reply, whatever its status; raises `NoReply`. `timeout_s`: for all, or to connect and to read."""
+        try:
+            serialized = self._api.param_serialize(
+                method=method,
+                resource_path=path,
+                query_params=list((query or {}).items()),
+                header_params={"Accept": accept, "Content-Type": content},
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            reply = self._api.call_api(*serialized, _request_timeout=timeout_s)
+            document = json.loads(reply.read() or b"{}")  # type: ignore[no-untyped-call]
+        except (client.ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            raise NoReply(error) from error
+        after = reply.headers.get("Retry-After", "")
+        return Answer(
+            status=int(reply.status),
+            document=document if isinstance(document, dict) else {},
+            retry_after_s=float(after) if after.isdigit() else 0.0,
+        )
+
+
 class Caller:
     """The API, for coroutines. Close it at the end."""
 
     def __init__(
         self,
-        api: client.ApiClient,
+        api: ApiClient,
         *,
         count: Callable[[str, str], None] = lambda _verb, _outcome: None,
         threads: int = THREADS,
     ) -> None:
-        self._api = api
+        self._request = Requester(api)
         self._count = count
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="calls")
         self._slots = asyncio.Semaphore(threads)
@@ -112,40 +164,13 @@ class Caller:
         content: str,
         accept: str,
     ) -> Answer | str:
+        request = partial(self._request, method, path, body, query=query, content=content, accept=accept)
         loop = asyncio.get_running_loop()
         async with self._slots:
-            return await loop.run_in_executor(
-                self._pool, self._request, method, path, body, query, content, accept
-            )
-
-    def _request(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None,
-        query: Mapping[str, str],
-        content: str,
-        accept: str,
-    ) -> Answer | str:
-        try:
-            serialized = self._api.param_serialize(
-                method=method,
-                resource_path=path,
-                query_params=list(query.items()),
-                header_params={"Accept": accept, "Content-Type": content},
-                body=body,
-                auth_settings=["BearerToken"],
-            )
-            reply = self._api.call_api(*serialized, _request_timeout=(CONNECT_S, READ_S))
-            document = json.loads(reply.read() or b"{}")  # type: ignore[no-untyped-call]
-        except (client.ApiException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"[:300]
-        after = reply.headers.get("Retry-After", "")
-        return Answer(
-            status=int(reply.status),
-            document=document if isinstance(document, dict) else {},
-            retry_after_s=float(after) if after.isdigit() else 0.0,
-        )
+            try:
+                return await loop.run_in_executor(self._pool, request)
+            except NoReply as error:
+                return error.what
 
     async def every(
         self, path: str, *, selector: str = "", accept: str = "application/json"

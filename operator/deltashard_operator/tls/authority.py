@@ -7,25 +7,21 @@ for how long a bundle has been readable: what a crash leaves is what the next lo
 
 Admissions never wait for it: it only has to run for a moment within a month. The fleet service is handed its leaf from
 memory (`fleet_leaf`), since the Secret as a volume of the controller's own pod would lag by minutes.
-
-Objects are documents here: the client's model classes of the core API would be 80 MiB of the process for three Secrets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
-import urllib3
 from deltashard_checkpoint.errors import EnvironmentFault
-from kubernetes import client
 
+from deltashard_operator.kube.call import Answer, ApiClient, NoReply, Requester
 from deltashard_operator.kube.webhook_configuration import CONFIGURATION
 from deltashard_operator.tls import issuance, rotation
 from deltashard_operator.tls.metric import AuthorityMetrics
@@ -60,6 +56,14 @@ Document = dict[str, Any]
 
 class _Conflict(Exception):
     """Somebody else wrote first: read again."""
+
+
+class _Denied(Exception):
+    """The API did not do what was asked, for another reason than a conflict."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(answer.sentence)
+        self.answer = answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,7 @@ class Authority:
 
     def __init__(
         self,
-        api: client.ApiClient,
+        api: ApiClient,
         options: AuthorityOptions,
         *,
         metrics: AuthorityMetrics | None = None,
@@ -116,7 +120,7 @@ class Authority:
         self.options = options
         self.metrics = AuthorityMetrics() if metrics is None else metrics
         self._leads = leads
-        self._api = api
+        self._request = Requester(api)
         root = f"/api/v1/namespaces/{options.namespace}"
         self._secrets, self._config_map = f"{root}/secrets", f"{root}/configmaps/{FLEET_AUTHORITY}"
         self._unix = unix
@@ -165,18 +169,18 @@ class Authority:
                     return
             except _Conflict:
                 continue
-            except client.ApiException as error:
-                cause = {404: "missing", 403: "forbidden"}.get(error.status or 0, "unavailable")
+            except _Denied as error:
+                cause = {404: "missing", 403: "forbidden"}.get(error.answer.status, "unavailable")
                 raise AuthorityFault(
                     cause,
-                    f"the API answered {error.status} {error.reason}: {_said(error)}",
+                    f"the API answered {error}",
                     where=f"certificates of the {what}",
                     remedy="is the chart installed whole?" if cause == "missing" else "it is tried again",
                 ) from error
-            except (urllib3.exceptions.HTTPError, OSError) as error:
+            except NoReply as error:
                 raise AuthorityFault(
                     "unavailable",
-                    f"the API did not answer: {type(error).__name__}",
+                    f"the API did not answer: {error.kind}",
                     where=f"certificates of the {what}",
                 ) from error
         raise AuthorityFault(
@@ -243,24 +247,13 @@ class Authority:
     def _call(
         self, method: str, path: str, body: Document | None = None, content: str = "application/json"
     ) -> Document:
-        """One request; raises `_Conflict` and what the client raises."""
-        serialized = self._api.param_serialize(
-            method=method,
-            resource_path=path,
-            header_params={"Accept": "application/json", "Content-Type": content},
-            body=body,
-            auth_settings=["BearerToken"],
-        )
-        reply = self._api.call_api(*serialized, _request_timeout=TIMEOUT_S)
-        said = reply.read()  # type: ignore[no-untyped-call]
-        if reply.status == 409:
+        """The document of one reply; raises `_Conflict`, `_Denied` and `NoReply`."""
+        answer = self._request(method, path, body, content=content, timeout_s=TIMEOUT_S)
+        if answer.status == 409:
             raise _Conflict
-        if reply.status >= 400:
-            raise client.ApiException(
-                status=reply.status, reason=reply.reason, body=said.decode(errors="replace")
-            )
-        found: Document = json.loads(said)
-        return found
+        if not answer.ok:
+            raise _Denied(answer)
+        return answer.document
 
     def _secret(self, name: str) -> Document:
         return self._call("GET", f"{self._secrets}/{name}")
@@ -298,8 +291,3 @@ def _data(secret: Document) -> dict[str, bytes]:
 
 def _decoded(value: str | bytes | None) -> bytes:
     return base64.b64decode(value or b"")
-
-
-def _said(error: client.ApiException) -> str:
-    body = error.body.decode(errors="replace") if isinstance(error.body, bytes) else str(error.body or "")
-    return body[:300]

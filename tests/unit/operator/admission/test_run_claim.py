@@ -79,7 +79,7 @@ class Objects(Holders):
     def __init__(self, jobs: list[dict[str, Any]], records: list[dict[str, Any]]) -> None:
         self._found = {"jobs": jobs, "checkpointruns": records}
 
-    def _list(self, _group: str, _version: str, plural: str, *_: Any) -> list[dict[str, Any]]:
+    def _list(self, _api_version: str, plural: str, *_: Any) -> list[dict[str, Any]]:
         return self._found[plural]
 
     def _live(self, workload: Any, _deadline: Deadline) -> dict[str, Any] | None:
