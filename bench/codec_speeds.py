@@ -20,6 +20,7 @@ from deltashard_checkpoint.codecs.quantizer import DEFAULT_SEARCH, PLAIN, Search
 from deltashard_checkpoint.codecs.row_id import decode_ids, encode_ids
 from deltashard_checkpoint.codecs.row_kernel import row_hashes
 from deltashard_checkpoint.codecs.tuning import mean_error
+from deltashard_checkpoint.vocabulary import ENCODINGS
 
 TORCH = {"q8": "byte", "q4": "4bit", "q2": "2bit"}
 COLUMNS = 64
@@ -48,12 +49,13 @@ def rates(seconds: float, work: dict[str, tuple[int, Callable[[], object]]]) -> 
 def encoder(encoding: str, x: np.ndarray, search: Search) -> Callable[[], object]:
     """Encodes x frame by frame into the same buffers, as a sidecar does."""
     buffers = [
-        np.empty(size, np.uint8) for size in section_bytes(encoding, min(FRAME_ROWS, len(x)), x.shape[1])
+        np.empty(size, np.uint8)
+        for size in section_bytes(ENCODINGS[encoding], min(FRAME_ROWS, len(x)), x.shape[1])
     ]
 
     def encode() -> None:
         for start in range(0, len(x), FRAME_ROWS):
-            encode_rows(encoding, x[start : start + FRAME_ROWS], *buffers, search=search)
+            encode_rows(ENCODINGS[encoding], x[start : start + FRAME_ROWS], *buffers, search=search)
 
     return encode
 
@@ -94,8 +96,8 @@ def plain_and_decode(quick: bool) -> list[dict]:
         pack = getattr(torch.ops.quantized, f"embedding_bag_{name}_prepack")
         unpack = getattr(torch.ops.quantized, f"embedding_bag_{name}_unpack")
         packed = pack(tensor)
-        sections = [np.empty(size, np.uint8) for size in section_bytes(encoding, n, COLUMNS)]
-        encode_rows(encoding, x, *sections, search=PLAIN)
+        sections = [np.empty(size, np.uint8) for size in section_bytes(ENCODINGS[encoding], n, COLUMNS)]
+        encode_rows(ENCODINGS[encoding], x, *sections, search=PLAIN)
         joined = np.concatenate([sections[k].reshape(n, -1) for k in (2, 0, 1)], axis=1)
         if joined.tobytes() != packed.numpy().tobytes():
             raise AssertionError(f"{encoding}: bits differ from torch's")
@@ -131,7 +133,10 @@ def plain_work(encoding, x, pack, unpack, packed, sections, table, touched) -> d
         "unpack": (x.nbytes, lambda: unpack(packed)),
         "unpack by frames": (x.nbytes, unpack_by_frames),
         "unpack, scatter": (x.nbytes, lambda: table.index_copy_(0, rows, unpack(packed))),
-        "decode": (x.nbytes, lambda: decode_scatter(encoding, *sections, 0, out=target, rows=touched)),
+        "decode": (
+            x.nbytes,
+            lambda: decode_scatter(ENCODINGS[encoding], *sections, 0, out=target, rows=touched),
+        ),
     }
 
 
@@ -144,7 +149,7 @@ def adaptive(quick: bool) -> list[dict]:
     for encoding in ("q4", "q3", "q2"):
         default = DEFAULT_SEARCH[encoding]
         searches = {"plain": PLAIN, "greedy25": GREEDY_25, "greedy200": GREEDY_200, "default": default}
-        errors = {name: mean_error(encoding, x, search) for name, search in searches.items()}
+        errors = {name: mean_error(ENCODINGS[encoding], x, search) for name, search in searches.items()}
         work = {name: (x.nbytes, encoder(encoding, x, search)) for name, search in searches.items()}
         if encoding in TORCH:
             pack = getattr(torch.ops.quantized, f"embedding_bag_{TORCH[encoding]}_prepack")
@@ -156,7 +161,7 @@ def adaptive(quick: bool) -> list[dict]:
             out += [
                 row(f"{encoding} adaptive quantize", speed["default"], "GB/s",
                     peer="torch optimized_qparams(200, .16)", theirs=speed["torch"], bar=60),
-                row(f"{encoding} error of that", mean_error(encoding, few.numpy(), default), "L2",
+                row(f"{encoding} error of that", mean_error(ENCODINGS[encoding], few.numpy(), default), "L2",
                     peer="torch optimized_qparams(200, .16)", theirs=theirs, bar=1.0),
                 row(f"{encoding} greedy(200, .16), same search", speed["greedy200"], "GB/s",
                     peer="torch optimized_qparams(200, .16)", theirs=speed["torch"], bar=15),
@@ -179,7 +184,7 @@ def comparison(quick: bool) -> list[dict]:
     for kind in ("gaussian", "student"):
         x = reference.rows_like(kind, 500 if quick else 2000, COLUMNS)
         for bits in (2, 3, 4):
-            ours = mean_error(f"q{bits}", x, DEFAULT_SEARCH[f"q{bits}"])
+            ours = mean_error(ENCODINGS[f"q{bits}"], x, DEFAULT_SEARCH[f"q{bits}"])
             peers = {
                 "symmetric": reference.symmetric(x, bits),
                 "asymmetric": reference.asymmetric(x, bits),

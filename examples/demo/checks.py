@@ -19,6 +19,7 @@ import numpy as np
 from deltashard_checkpoint.codecs.decoder import decode_rows
 from deltashard_checkpoint.codecs.encoding import section_bytes
 from deltashard_checkpoint.codecs.quantizer import Search, encode_rows
+from deltashard_checkpoint.vocabulary import ENCODINGS
 
 _CHUNK_ROWS = 1 << 16
 
@@ -96,10 +97,10 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _round_trip(rows: np.ndarray, encoding: str, search: Search | None) -> np.ndarray:
-    scales, biases, codes = (bytearray(size) for size in section_bytes(encoding, *rows.shape))
-    encoded = encode_rows(encoding, rows, scales, biases, codes, search=search)
+    scales, biases, codes = (bytearray(size) for size in section_bytes(ENCODINGS[encoding], *rows.shape))
+    encoded = encode_rows(ENCODINGS[encoding], rows, scales, biases, codes, search=search)
     return decode_rows(
-        encoding,
+        ENCODINGS[encoding],
         scales,
         biases,
         codes,

@@ -12,10 +12,12 @@ import numpy as np
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.format import frame_encoder
 from deltashard_checkpoint.format.object_key import new_token, pack_key
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write import commit
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
@@ -56,7 +58,9 @@ def save(
         PartWriter(log.store, target, cache) as writer,
     ):
         for frame in frame_encoder.encode_row_frames(
-            table=TABLE, ids=rows, weights=values(step, rows), fields={}, encoding="fp32", step=step
+            RowBlock.of_whole_rows(TABLE, rows, values(step, rows), {}),
+            EncodeOptions(encoding=ENCODINGS["fp32"]),
+            step=step,
         ):
             writer.add(frame)
         part, stats = writer.finish(), writer.stats

@@ -37,6 +37,7 @@ from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -46,6 +47,7 @@ from deltashard_checkpoint.maintenance import compaction, garbage_collection
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartReport, PartsMissing, commit_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
@@ -190,9 +192,12 @@ class Writer:
             values = live.fields[spec.name][at]
             fields[spec.name] = values[:, columns] if spec.kind == "pointwise" else values[:, held.col_start]
         return frame_encoder.encode_rows(
-            table=table, ids=ids, weights=np.ascontiguousarray(live.weights[at, columns]), fields=fields,
-            encoding=encoding, step=self.step if step is None else step, col_start=held.col_start,
-            col_stop=held.col_stop, state_encoding=state_encoding, search=quantizer.PLAIN,
+            RowBlock(
+                schema=table, ids=ids, weights=np.ascontiguousarray(live.weights[at, columns]), fields=fields,
+                columns=range(held.col_start, held.col_stop),
+            ),
+            EncodeOptions(encoding=ENCODINGS[encoding], state_encoding=state_encoding, search=quantizer.PLAIN),
+            step=self.step if step is None else step,
         )  # fmt: skip
 
     def save(self, shares: Sequence[Share], *, pins: tuple[str, ...] = (), everything: bool = False) -> int:
@@ -334,7 +339,7 @@ def _laid_over(base: Sequence[Held | None], shares: Sequence[Share]) -> Model:
                     values[at] = 0
                 continue
             new.weights[at] = decoder.decode_rows(
-                info.encoding, frame.scales, frame.biases, frame.codes, frame.exponent, rows=info.rows,
+                ENCODINGS[info.encoding], frame.scales, frame.biases, frame.codes, frame.exponent, rows=info.rows,
                 columns=info.col_stop - info.col_start, exceptions=frame.exceptions, dtype=table.dtype,
             )  # fmt: skip
             for section in frame.fields:

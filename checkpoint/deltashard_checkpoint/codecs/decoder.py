@@ -15,7 +15,7 @@ from deltashard_checkpoint.codecs.encoding import DTYPES, EncodingError, dtype_n
 from deltashard_checkpoint.codecs.quantizer import MAX_EXPONENT, MIN_EXPONENT, narrowed, widened
 from deltashard_checkpoint.codecs.side_list import read_exceptions
 from deltashard_checkpoint.errors import CorruptObject
-from deltashard_checkpoint.vocabulary import Encoding, encoding_named
+from deltashard_checkpoint.vocabulary import Encoding
 
 Array = npt.NDArray[np.generic]
 Rows = npt.NDArray[np.int64]
@@ -26,7 +26,7 @@ _NONE = np.empty(0, np.uint8)
 
 
 def decode_rows(
-    encoding: str,
+    encoding: Encoding,
     scales: Buffer,
     biases: Buffer,
     codes: Buffer,
@@ -39,7 +39,7 @@ def decode_rows(
 ) -> Array:
     """The rows of a frame's sections as a new [rows, columns] array of `dtype` (bfloat16 as uint16).
 
-    Raises `EncodingError` for an unknown encoding or dtype, `CorruptObject` for sections of the wrong size.
+    Raises `EncodingError` for an unknown dtype, `CorruptObject` for sections of the wrong size.
     """
     if dtype not in DTYPES:
         raise EncodingError(f"weight dtype {dtype!r}", remedy=f"one of {', '.join(DTYPES)}")
@@ -60,7 +60,7 @@ def decode_rows(
 
 
 def decode_scatter(
-    encoding: str,
+    encoding: Encoding,
     scales: Buffer,
     biases: Buffer,
     codes: Buffer,
@@ -92,10 +92,9 @@ def decode_scatter(
         first_column: the frame's column that lands in out[:, 0].
 
     Raises:
-        EncodingError: unknown encoding or dtype, or arguments of the wrong shape, dtype or layout.
+        EncodingError: unknown dtype, or arguments of the wrong shape, dtype or layout.
         CorruptObject: sections of the wrong size, or a row position outside `out`. Nothing has been written then.
     """
-    e = encoding_named(encoding)
     name = dtype_name(out, dtype)
     chosen = _check_target(out, rows, take)
     n, wide = len(rows), out.shape[1] if columns is None else columns
@@ -110,18 +109,18 @@ def decode_scatter(
             strict=True,
         )
     ]
-    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT or (exponent and e.scale_bytes != 2):
-        raise CorruptObject(f"exponent {exponent} of a {encoding} frame")
+    if not MIN_EXPONENT <= exponent <= MAX_EXPONENT or (exponent and encoding.scale_bytes != 2):
+        raise CorruptObject(f"exponent {exponent} of a {encoding.name} frame")
     positions, values = read_exceptions(
         np.frombuffer(exceptions, np.uint8) if len(exceptions) else _NONE, n, wide
     )
     if n == 0 or out.shape[1] == 0:
         return
     stop = first_column + out.shape[1]
-    if e.quantized:
-        _dequantize(e, sections, exponent, first_column, out, name, rows, chosen)
+    if encoding.quantized:
+        _dequantize(encoding, sections, exponent, first_column, out, name, rows, chosen)
     else:
-        _uncast(e, sections[2].reshape(n, -1), first_column, out, name, rows, chosen)
+        _uncast(encoding, sections[2].reshape(n, -1), first_column, out, name, rows, chosen)
     if len(positions):
         if take is not None:
             kept = take[positions]

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.vocabulary import ENCODINGS, encoding_named
+from deltashard_checkpoint.vocabulary import ENCODINGS, Encoding
 
 MAX_COLUMNS = 1 << 20
 """Widest row the codecs take; keeps every offset within a frame far from overflow."""
@@ -44,6 +44,9 @@ DTYPES: dict[str, np.dtype[np.generic]] = {
     "float64": np.dtype(np.float64),
 }
 """Weight dtypes by name, and the numpy dtype that carries them (numpy has no bfloat16: its bits as uint16)."""
+
+
+_RAW: dict[str, Encoding] = {e.dtype: e for e in ENCODINGS.values() if e.dtype is not None}
 
 
 class EncodingError(UserError):
@@ -58,30 +61,30 @@ class SectionBytes(NamedTuple):
     codes: int
 
 
-def section_bytes(encoding: str, rows: int, columns: int) -> SectionBytes:
+def section_bytes(encoding: Encoding, rows: int, columns: int) -> SectionBytes:
     """Sizes of the sections (scales, biases, codes) that hold `rows` rows of `columns` values."""
     if rows < 0 or not 1 <= columns <= MAX_COLUMNS:
         raise EncodingError(f"{rows} rows of {columns} columns", remedy=f"1 to {MAX_COLUMNS} columns")
-    e = encoding_named(encoding)
-    return SectionBytes(rows * e.scale_bytes, rows * e.scale_bytes, rows * e.row_code_bytes(columns))
+    scale_bytes = rows * encoding.scale_bytes
+    return SectionBytes(scale_bytes, scale_bytes, rows * encoding.row_code_bytes(columns))
 
 
-def raw_encoding(dtype: str) -> str:
+def raw_encoding(dtype: str) -> Encoding:
     """The encoding that keeps weights of `dtype` bit for bit."""
-    for e in ENCODINGS.values():
-        if e.dtype == dtype:
-            return e.name
-    raise EncodingError(f"weight dtype {dtype!r}", remedy=f"one of {', '.join(DTYPES)}")
+    encoding = _RAW.get(dtype)
+    if encoding is None:
+        raise EncodingError(f"weight dtype {dtype!r}", remedy=f"one of {', '.join(DTYPES)}")
+    return encoding
 
 
-def effective_encoding(encoding: str, dtype: str, columns: int) -> str:
+def effective_encoding(encoding: Encoding, dtype: str, columns: int) -> Encoding:
     """`encoding`, or the raw one of `dtype` where `encoding` would not make rows smaller (very few columns).
 
     With it a stored frame is never larger than the rows it holds. fp32 promises that rows come back bit for bit, so
     float64 rows are kept as they are under it.
     """
     raw = raw_encoding(dtype)
-    if encoding == "fp32" and dtype == "float64":
+    if encoding is raw or (encoding.name == "fp32" and dtype == "float64"):
         return raw
     return encoding if sum(section_bytes(encoding, 1, columns)) < sum(section_bytes(raw, 1, columns)) else raw
 

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.codecs import kernel_choice
 from deltashard_checkpoint.codecs.encoding import EncodingError, dtype_name, raw_encoding, section_bytes
 from deltashard_checkpoint.codecs.side_list import exception_bytes, write_exceptions
-from deltashard_checkpoint.vocabulary import Encoding, encoding_named
+from deltashard_checkpoint.vocabulary import Encoding
 
 F32 = npt.NDArray[np.float32]
 Array = npt.NDArray[np.generic]
@@ -98,9 +98,9 @@ DEFAULT_SEARCH: dict[str, Search] = {
 """Used unless told otherwise or tuned: at 2 to 4 bits the error of the best greedy search, at five times its speed."""
 
 
-def default_search(encoding: str) -> Search:
+def default_search(encoding: Encoding) -> Search:
     """What is used for `encoding` when nothing was tuned; raw encodings ignore it."""
-    return DEFAULT_SEARCH.get(encoding, PLAIN)
+    return DEFAULT_SEARCH.get(encoding.name, PLAIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Encoded:
 
 
 def encode_rows(
-    encoding: str,
+    encoding: Encoding,
     weights: Array,
     scales: Writable,
     biases: Writable,
@@ -128,7 +128,7 @@ def encode_rows(
     """Encode `weights` into the three section buffers, each at least `section_bytes(...)` long.
 
     Args:
-        encoding: one of `vocabulary.ENCODINGS`.
+        encoding: of the sections.
         weights: C-contiguous [n, D] float32, float16, float64, or uint16 holding bfloat16 with `dtype="bfloat16"`.
         scales: writable bytes, likewise `biases` and `codes`; more than the section's size is left untouched.
         biases: see `scales`.
@@ -140,9 +140,8 @@ def encode_rows(
         exponent, exceptional rows, and whether the encoding fits these rows at all.
 
     Raises:
-        EncodingError: unknown encoding or dtype, wrong shape, non-contiguous weights, buffers too small.
+        EncodingError: unknown dtype, wrong shape, non-contiguous weights, buffers too small.
     """
-    e = encoding_named(encoding)
     name = dtype_name(weights, dtype)
     if weights.ndim != 2 or not weights.flags.c_contiguous:
         raise EncodingError(
@@ -157,9 +156,9 @@ def encode_rows(
     ]
     if n == 0:
         return Encoded()
-    if not e.quantized:
-        return _cast(e, weights, name, out[2])
-    return _quantize(e, weights, name, out, search or default_search(encoding))
+    if not encoding.quantized:
+        return _cast(encoding, weights, name, out[2])
+    return _quantize(encoding, weights, name, out, search or default_search(encoding))
 
 
 def _buffer(buffer: Writable, size: int, what: str) -> npt.NDArray[np.uint8]:
@@ -213,7 +212,7 @@ def _with_exceptions(
     if not len(positions):
         return Encoded(exponent=exponent)
     value_bytes = 8 if name == "float64" else 4
-    spare = sum(section_bytes(raw_encoding(name), n, d)) - sum(section_bytes(e.name, n, d))
+    spare = sum(section_bytes(raw_encoding(name), n, d)) - sum(section_bytes(e, n, d))
     if len(positions) > n // 8 or exception_bytes(len(positions), d, value_bytes) > spare:
         return Encoded(fits=False)
     values = widened(np.ascontiguousarray(weights[positions]), name)

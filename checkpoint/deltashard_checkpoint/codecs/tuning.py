@@ -17,7 +17,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.codecs.decoder import decode_rows
 from deltashard_checkpoint.codecs.encoding import EncodingError, dtype_name, section_bytes
 from deltashard_checkpoint.codecs.quantizer import PLAIN, Search, encode_rows, widened
-from deltashard_checkpoint.vocabulary import encoding_named
+from deltashard_checkpoint.vocabulary import Encoding
 
 SAMPLE_FRACTION = 1e-5
 SAMPLE_ROWS = 4096
@@ -69,7 +69,7 @@ def search_passes(search: Search) -> int:
 
 
 def mean_error(
-    encoding: str, weights: npt.NDArray[np.generic], search: Search, *, dtype: str | None = None
+    encoding: Encoding, weights: npt.NDArray[np.generic], search: Search, *, dtype: str | None = None
 ) -> float:
     """Mean L2 distance between finite rows and what is restored of them; 0 for a block the encoding does not fit."""
     n, d = weights.shape
@@ -95,7 +95,7 @@ def mean_error(
 
 
 def tune(
-    encoding: str,
+    encoding: Encoding,
     sample: npt.NDArray[np.generic],
     *,
     dtype: str | None = None,
@@ -114,8 +114,10 @@ def tune(
     Raises:
         EncodingError: a raw encoding, no candidate, or an empty sample.
     """
-    if not encoding_named(encoding).quantized or not len(sample) or not candidates:
-        raise EncodingError(f"nothing to tune: {encoding}, {len(sample)} rows, {len(candidates)} candidates")
+    if not encoding.quantized or not len(sample) or not candidates:
+        raise EncodingError(
+            f"nothing to tune: {encoding.name}, {len(sample)} rows, {len(candidates)} candidates"
+        )
     trials = sorted(
         (
             Trial(search=s, error=mean_error(encoding, sample, s, dtype=dtype), passes=search_passes(s))

@@ -215,14 +215,13 @@ def parse_frame(buffer: bytes | bytearray | memoryview, *, verify: bool = True) 
         if named is None:
             raise CorruptObject(f"unknown encoding {encoding_code}", where=table.fqn)
         encoding = named.name
-        scale_bytes, bias_bytes, code_bytes = section_bytes(encoding, rows, width)
+        scale_bytes, bias_bytes, code_bytes = section_bytes(named, rows, width)
     elif encoding_code or exponent or exceptions_bytes or stored:
         raise CorruptObject("a tombstone claims weights or fields", where=table.fqn)
     scales, biases, codes = sections.take(scale_bytes), sections.take(bias_bytes), sections.take(code_bytes)
     fields = []
     for spec, dtype in zip(table.fields, stored, strict=True):
-        values = rows * (width if spec.kind == "pointwise" else 1)
-        data = sections.take(values * element_type.by_name(dtype).itemsize_bytes)
+        data = sections.take(rows * spec.values(width) * element_type.by_name(dtype).itemsize_bytes)
         fields.append(FieldSection(spec=spec, stored_dtype=dtype, data=data))
     exceptions = sections.take(exceptions_bytes)
     sections.end()

@@ -9,8 +9,9 @@ never takes more than the rows it holds, hence a record batch of `BATCH_BYTES` a
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +20,16 @@ import xxhash
 from deltashard_checkpoint.codecs import quantizer, row_id
 from deltashard_checkpoint.codecs.encoding import effective_encoding, raw_encoding, section_bytes
 from deltashard_checkpoint.codecs.side_list import read_exceptions, write_exceptions
-from deltashard_checkpoint.errors import InternalBug, UserError
+from deltashard_checkpoint.errors import InternalBug
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format import frame as frames
 from deltashard_checkpoint.format.frame import FrameInfo, FrameKind, aligned
+from deltashard_checkpoint.format.row_block import EncodeOptions, FrameUnfit, RowBlock, raw_row_bytes
 from deltashard_checkpoint.format.schema import TableSchema
-from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, ENCODINGS, stored_state_dtype
+from deltashard_checkpoint.vocabulary import ENCODINGS, Encoding, stored_state_dtype
 
-Array = npt.NDArray[np.generic]
 BLOB_CHUNK_BYTES = 4 << 20
 """A good chunk of a blob: large enough to stream, small enough to spread over ranks and threads."""
-
-
-class FrameUnfit(UserError):
-    """Rows, fields or a buffer that cannot become a frame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +47,13 @@ def rows_per_frame(table: TableSchema, columns: int) -> int:
     """How many rows of `columns` columns, with their fields, fit one frame whatever their values and encoding."""
     spare = frames.MAX_FRAME_BYTES - aligned(_meta_bound(table)) - frames.ALIGN * (8 + len(table.fields))
     ids = -(-table.rows.bit_length() // 7)  # a delta's worst case
-    return max(1, min(frames.MAX_ROWS, spare // (_raw_row_bytes(table, columns) + ids)))
+    return max(1, min(frames.MAX_ROWS, spare // (raw_row_bytes(table, columns) + ids)))
 
 
 def frame_bound(table: TableSchema, columns: int, rows: int) -> int:
     """A size of buffer that holds any frame of `rows` rows."""
     ids = 8 + rows * 9
-    sections = rows * _raw_row_bytes(table, columns) + ids
+    sections = rows * raw_row_bytes(table, columns) + ids
     return (
         frames.HEADER_BYTES
         + aligned(_meta_bound(table))
@@ -66,72 +63,90 @@ def frame_bound(table: TableSchema, columns: int, rows: int) -> int:
 
 
 def encode_rows(
-    *,
-    table: TableSchema,
-    ids: npt.NDArray[np.int64] | range,
-    weights: Array,
-    fields: Mapping[str, Array],
-    encoding: str,
-    step: int,
-    col_start: int = 0,
-    col_stop: int | None = None,
-    state_encoding: str = DEFAULT_STATE_ENCODING,
-    search: quantizer.Search | None = None,
-    out: bytearray | memoryview | None = None,
+    block: RowBlock, options: EncodeOptions, *, step: int, out: bytearray | memoryview | None = None
 ) -> EncodedFrame:
-    """One frame of rows.
+    """One frame of the rows of `block`, which are of `step`.
 
-    Args:
-        table: schema of the whole table; `fields` has an array for each of its fields, neither more nor less.
-        ids: global rows, int64 [n] strictly ascending, or a range of step 1.
-        weights: [n, D] C-contiguous, of the table's dtype (bfloat16 as uint16), D = col_stop - col_start.
-        fields: row-wise [n], point-wise [n, D], of the field's dtype.
-        encoding: one of `vocabulary.ENCODINGS`; what the frame really has is in `info.encoding`.
-        step: of the rows.
-        col_start: first column held; `col_stop` is one past the last, None: the table's end.
-        col_stop: see `col_start`.
-        state_encoding: fp32 (exact), or bf16 for point-wise float32 fields.
-        search: range search of quantized encodings.
-        out: where to put the frame (`frame_bound` bytes suffice); None: a fresh buffer.
-
-    Raises:
-        FrameUnfit: no rows, a wrong shape or dtype, rows outside the table, or more than fit one frame.
+    The frame lies in `out` (`frame_bound` bytes suffice), or in a fresh buffer. Raises `FrameUnfit` for more rows than
+    fit one frame, for rows that do not ascend, for names the format cannot hold and for a buffer that is too small;
+    `UnknownWord` for a state encoding that is none.
     """
-    n = len(ids)
-    stop = table.columns if col_stop is None else col_stop
-    width = stop - col_start
-    held = element_type.by_name(table.dtype).carrier
-    if not 0 <= col_start < stop <= table.columns:
-        raise FrameUnfit(f"columns {col_start}:{stop} of {table.columns}", where=table.fqn)
-    if n == 0 or weights.shape != (n, width) or weights.dtype != held:
-        raise FrameUnfit(
-            f"weights {weights.dtype}{list(weights.shape)} for {n} rows of {width} {table.dtype}",
-            where=table.fqn,
-        )
-    row_min, row_max = int(ids[0]), int(ids[-1])
-    if row_min < 0 or row_max >= table.rows:
-        raise FrameUnfit(f"rows {row_min} to {row_max} of {table.rows}", where=table.fqn)
-    stored = _field_dtypes(table, n, width, fields, state_encoding)
-    ids_kind, id_bytes = row_id.encode_ids(ids)
-    meta = _table_meta(table, stored, (col_start, stop), (row_min, row_max))
-    for name in dict.fromkeys((effective_encoding(encoding, table.dtype, width), raw_encoding(table.dtype))):
-        raw = name == raw_encoding(table.dtype)
-        sizes = section_bytes(name, n, width)
-        layout = _Layout([len(meta), len(id_bytes), *sizes, *(_field_bytes(table, stored, n, width))])
-        spare = sum(section_bytes(raw_encoding(table.dtype), n, width)) - sum(sizes)
-        view = _room(out, layout.end + aligned(max(spare, 0)), layout.end, table.fqn)
-        parts = layout.views(view)
+    table, n, width = block.schema, len(block), len(block.columns)
+    stored = [
+        stored_state_dtype(options.state_encoding, pointwise=spec.kind == "pointwise", dtype=spec.dtype)
+        for spec in table.fields
+    ]
+    ids_kind, id_bytes = row_id.encode_ids(block.ids)
+    columns, (row_min, row_max) = (block.columns.start, block.columns.stop), block.row_span
+    meta = _table_meta(table, stored, columns, (row_min, row_max))
+    fixed = [len(meta), len(id_bytes)]
+    weights = _encode_weights(block, options, fixed, _field_bytes(table, stored, n, width), out)
+    parts, end = weights.layout.views(weights.room), weights.end
+    parts[0][:] = meta
+    parts[1][:] = id_bytes
+    for spec, dtype, part in zip(table.fields, stored, parts[5:], strict=True):
+        values = np.ascontiguousarray(block.fields[spec.name])
+        if dtype != spec.dtype:
+            values = quantizer.narrowed(values, dtype)
+        part[:] = memoryview(values.reshape(-1).view(np.uint8).data)
+    weights.layout.clear_padding(weights.room)
+    exceptions = weights.encoded.exceptions
+    tail = weights.room[weights.layout.end : end]
+    tail[: len(exceptions)] = exceptions
+    tail[len(exceptions) :] = bytes(len(tail) - len(exceptions))
+    view = weights.room[:end]
+    digest = _seal(
+        view, kind=FrameKind.ROWS, encoding=weights.encoding.code, ids_kind=ids_kind,
+        exponent=weights.encoded.exponent, meta=len(meta), ids=len(id_bytes), exceptions=len(exceptions), rows=n,
+        step=step,
+    )  # fmt: skip
+    info = FrameInfo(
+        kind=FrameKind.ROWS, length=end, digest=digest, step=step, table=table.fqn, row_min=row_min,
+        row_max=row_max, rows=n, col_start=columns[0], col_stop=columns[1], encoding=weights.encoding.name,
+    )  # fmt: skip
+    return EncodedFrame(info=info, data=view, raw_bytes=block.raw_bytes)
+
+
+class _EncodedWeights(NamedTuple):
+    """Weights in their place in a frame's buffer; all other sections are still to be written."""
+
+    encoding: Encoding
+    """What they really have."""
+    encoded: quantizer.Encoded
+    layout: _Layout
+    """Of all sections but the exceptions, which follow it."""
+    room: memoryview
+    end: int
+    """Of the whole frame."""
+
+
+def _encode_weights(
+    block: RowBlock,
+    options: EncodeOptions,
+    before: list[int],
+    after: list[int],
+    out: bytearray | memoryview | None,
+) -> _EncodedWeights:
+    """The weights under the chosen encoding, or raw where that would not be smaller or cannot hold them.
+
+    `before` and `after` are the bytes of the sections around theirs. Raises `FrameUnfit`.
+    """
+    table, n, width = block.schema, len(block), len(block.columns)
+    raw = raw_encoding(table.dtype)
+    raw_bytes = sum(section_bytes(raw, n, width))
+    rows = np.ascontiguousarray(block.weights)
+    chosen = effective_encoding(options.encoding, table.dtype, width)
+    for encoding in (raw,) if chosen is raw else (chosen, raw):
+        sizes = section_bytes(encoding, n, width)
+        layout = _Layout([*before, *sizes, *after])
+        spare = max(raw_bytes - sum(sizes), 0)  # the side list may take what the encoding saves
+        room = _room(out, layout.end + aligned(spare), layout.end, table.fqn)
+        scales, biases, codes = layout.views(room)[2:5]
         encoded = quantizer.encode_rows(
-            name,
-            np.ascontiguousarray(weights),
-            parts[2],
-            parts[3],
-            parts[4],
-            dtype=table.dtype,
-            search=search,
+            encoding, rows, scales, biases, codes, dtype=table.dtype, search=options.search
         )
         end = layout.end + aligned(len(encoded.exceptions))
-        if raw or (encoded.fits and end <= min(frames.MAX_FRAME_BYTES, len(view))):
+        if encoding is raw or (encoded.fits and end <= min(frames.MAX_FRAME_BYTES, len(room))):
             break
     if end > frames.MAX_FRAME_BYTES:
         raise FrameUnfit(
@@ -139,51 +154,14 @@ def encode_rows(
             where=table.fqn,
             remedy="split them: rows_per_frame, or encode_row_frames",
         )
-    parts[0][:] = meta
-    parts[1][:] = id_bytes
-    for spec, dtype, part in zip(table.fields, stored, parts[5:], strict=True):
-        values = np.ascontiguousarray(fields[spec.name])
-        if dtype != spec.dtype:
-            values = quantizer.narrowed(values, dtype)
-        part[:] = memoryview(values.reshape(-1).view(np.uint8).data)
-    layout.clear_padding(view)
-    tail = view[layout.end : end]
-    tail[: len(encoded.exceptions)] = encoded.exceptions
-    tail[len(encoded.exceptions) :] = bytes(len(tail) - len(encoded.exceptions))
-    view = view[:end]
-    digest = _seal(
-        view, kind=FrameKind.ROWS, encoding=ENCODINGS[name].code, ids_kind=ids_kind,
-        exponent=encoded.exponent, meta=len(meta), ids=len(id_bytes), exceptions=len(encoded.exceptions),
-        rows=n, step=step,
-    )  # fmt: skip
-    info = FrameInfo(
-        kind=FrameKind.ROWS, length=end, digest=digest, step=step, table=table.fqn, row_min=row_min,
-        row_max=row_max, rows=n, col_start=col_start, col_stop=stop, encoding=name,
-    )  # fmt: skip
-    return EncodedFrame(info=info, data=view, raw_bytes=n * _raw_row_bytes(table, width))
+    return _EncodedWeights(encoding=encoding, encoded=encoded, layout=layout, room=room, end=end)
 
 
-def encode_row_frames(
-    *,
-    table: TableSchema,
-    ids: npt.NDArray[np.int64] | range,
-    weights: Array,
-    fields: Mapping[str, Array],
-    encoding: str,
-    step: int,
-    col_start: int = 0,
-    col_stop: int | None = None,
-    state_encoding: str = DEFAULT_STATE_ENCODING,
-    search: quantizer.Search | None = None,
-) -> Iterator[EncodedFrame]:
-    """As many frames as the rows need, each in a fresh buffer; arguments and errors of `encode_rows`."""
-    limit = rows_per_frame(table, (table.columns if col_stop is None else col_stop) - col_start)
-    for at in range(0, len(ids), limit):
-        yield encode_rows(
-            table=table, ids=ids[at : at + limit], weights=weights[at : at + limit],
-            fields={name: values[at : at + limit] for name, values in fields.items()}, encoding=encoding, step=step,
-            col_start=col_start, col_stop=col_stop, state_encoding=state_encoding, search=search,
-        )  # fmt: skip
+def encode_row_frames(block: RowBlock, options: EncodeOptions, *, step: int) -> Iterator[EncodedFrame]:
+    """As many frames as the rows need, each in a fresh buffer; raises like `encode_rows`."""
+    limit = rows_per_frame(block.schema, len(block.columns))
+    for at in range(0, len(block), limit):
+        yield encode_rows(block[at : at + limit], options, step=step)
 
 
 def take_rows(frame: frames.Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
@@ -228,7 +206,7 @@ def take_rows(frame: frames.Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
 
 def raw_bytes_of(info: FrameInfo, table: TableSchema) -> int:
     """Bytes of a row frame's rows and fields before encoding."""
-    return info.rows * _raw_row_bytes(table, info.col_stop - info.col_start)
+    return info.rows * raw_row_bytes(table, info.col_stop - info.col_start)
 
 
 def encode_blob(
@@ -298,7 +276,9 @@ class _Layout:
 
     def clear_padding(self, buffer: memoryview) -> None:
         for _, stop in self.spans:
-            buffer[stop : aligned(stop)] = bytes(aligned(stop) - stop)
+            if stop % frames.ALIGN:
+                end = aligned(stop)
+                buffer[stop:end] = bytes(end - stop)
 
 
 def _room(out: bytearray | memoryview | None, wanted: int, needed: int, where: str) -> memoryview:
@@ -337,40 +317,11 @@ def _seal(
     return digest
 
 
-def _field_dtypes(
-    table: TableSchema, n: int, width: int, fields: Mapping[str, Array], state_encoding: str
-) -> list[str]:
-    """What each field is stored as; raises `FrameUnfit` when the arrays are not the schema's."""
-    if set(fields) != {spec.name for spec in table.fields}:
-        raise FrameUnfit(
-            f"fields {sorted(fields)} given, the schema has {sorted(s.name for s in table.fields)}",
-            where=table.fqn,
-        )
-    stored = []
-    for spec in table.fields:
-        values = fields[spec.name]
-        shape = (n, width) if spec.kind == "pointwise" else (n,)
-        if values.shape != shape or values.dtype != element_type.by_name(spec.dtype).carrier:
-            raise FrameUnfit(
-                f"field {values.dtype}{list(values.shape)}, {spec.dtype}{list(shape)} expected",
-                where=f"{table.fqn}.{spec.name}",
-            )
-        stored.append(
-            stored_state_dtype(state_encoding, pointwise=spec.kind == "pointwise", dtype=spec.dtype)
-        )
-    return stored
-
-
 def _field_bytes(table: TableSchema, stored: list[str], n: int, width: int) -> list[int]:
     return [
-        n * (width if spec.kind == "pointwise" else 1) * element_type.by_name(dtype).itemsize_bytes
+        n * spec.values(width) * element_type.by_name(dtype).itemsize_bytes
         for spec, dtype in zip(table.fields, stored, strict=True)
     ]
-
-
-def _raw_row_bytes(table: TableSchema, columns: int) -> int:
-    fields = sum(_field_bytes(table, [spec.dtype for spec in table.fields], 1, columns))
-    return columns * element_type.by_name(table.dtype).itemsize_bytes + fields
 
 
 def _meta_bound(table: TableSchema) -> int:

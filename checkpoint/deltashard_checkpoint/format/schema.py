@@ -22,6 +22,14 @@ class FieldSpec:
     dtype: str
     """numpy-style name of the values' type: float32, float64, float16, bfloat16, int64, ..."""
 
+    def values(self, columns: int) -> int:
+        """Values of one row that is `columns` columns wide."""
+        return columns if self.kind == "pointwise" else 1
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Shape of the field's array: [rows], or [rows, columns] when point-wise."""
+        return (rows, columns) if self.kind == "pointwise" else (rows,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSchema:

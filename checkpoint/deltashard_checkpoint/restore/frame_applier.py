@@ -29,6 +29,7 @@ from deltashard_checkpoint.format.frame import Frame, FrameKind, parse_frame
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.chain import difference
 from deltashard_checkpoint.restore.plan import SchemaMismatch, describe
+from deltashard_checkpoint.vocabulary import encoding_named
 
 Array = npt.NDArray[np.generic]
 Mask = npt.NDArray[np.bool_]
@@ -353,8 +354,8 @@ class _Table:
         from_column = target.box.col_start + fill.first - info.col_start
         columns = info.col_stop - info.col_start
         decoder.decode_scatter(
-            info.encoding, frame.scales, frame.biases, frame.codes, frame.exponent, out=weights, rows=fill.rows,
-            take=fill.take, exceptions=frame.exceptions, dtype=target.schema.dtype, columns=columns,
+            encoding_named(info.encoding), frame.scales, frame.biases, frame.codes, frame.exponent, out=weights,
+            rows=fill.rows, take=fill.take, exceptions=frame.exceptions, dtype=target.schema.dtype, columns=columns,
             first_column=from_column,
         )  # fmt: skip
         stored = {section.spec.name: section for section in frame.fields}

@@ -6,6 +6,7 @@ one fails its save (`BadBatch`), nothing else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.row_block import RowBlock
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES, sections
 from deltashard_proto.cause import Cause
@@ -44,30 +46,27 @@ class Rows:
     length: int
     """Bytes of the whole batch."""
 
-    @property
-    def columns(self) -> int:
-        """Columns of this batch."""
-        return self.col_stop - self.col_start
+    def block(self, data: memoryview) -> RowBlock:
+        """The rows themselves: views of `data`, the bytes of the whole batch."""
+        rows, width = self.rows, self.col_stop - self.col_start
+        start = self.row_start
 
-    def ids(self, data: memoryview) -> npt.NDArray[np.int64] | range:
-        """Global row numbers: int64 [rows], or a range."""
-        if self.row_start is not None:
-            return range(self.row_start, self.row_start + self.rows)
-        return np.frombuffer(data, np.int64, self.rows, self.offsets[0])
+        def array(dtype: str, position: int, shape: tuple[int, ...]) -> Array:
+            carrier = element_type.by_name(dtype).carrier
+            return np.frombuffer(data, carrier, math.prod(shape), self.offsets[position]).reshape(shape)
 
-    def weights(self, data: memoryview) -> Array:
-        """The weights [rows, columns] in their carrier type; a view of the block."""
-        carrier = element_type.by_name(self.schema.dtype).carrier
-        flat = np.frombuffer(data, carrier, self.rows * self.columns, self.offsets[1])
-        return flat.reshape(self.rows, self.columns)
-
-    def field(self, position: int, data: memoryview) -> Array:
-        """One field: [rows] when row-wise, [rows, columns] when point-wise; a view of the block."""
-        spec = self.schema.fields[position]
-        carrier = element_type.by_name(spec.dtype).carrier
-        count = self.rows * (self.columns if spec.kind == "pointwise" else 1)
-        flat = np.frombuffer(data, carrier, count, self.offsets[2 + position])
-        return flat.reshape(self.rows, self.columns) if spec.kind == "pointwise" else flat
+        return RowBlock(
+            schema=self.schema,
+            ids=np.frombuffer(data, np.int64, rows, self.offsets[0])
+            if start is None
+            else range(start, start + rows),
+            weights=array(self.schema.dtype, 1, (rows, width)),
+            fields={
+                spec.name: array(spec.dtype, position, spec.shape(rows, width))
+                for position, spec in enumerate(self.schema.fields, start=2)
+            },
+            columns=range(self.col_start, self.col_stop),
+        )
 
 
 def rows_of(descriptor: pb.RowBatch, tables: Sequence[TableSchema], block_bytes: int) -> Rows:
@@ -87,8 +86,7 @@ def rows_of(descriptor: pb.RowBatch, tables: Sequence[TableSchema], block_bytes:
     columns = d.col_stop - d.col_start
     widths = [element_type.by_name(schema.dtype).itemsize_bytes * columns]
     widths += [
-        element_type.by_name(f.dtype).itemsize_bytes * (columns if f.kind == "pointwise" else 1)
-        for f in schema.fields
+        element_type.by_name(spec.dtype).itemsize_bytes * spec.values(columns) for spec in schema.fields
     ]
     offsets, length = sections(d.rows, contiguous=d.contiguous, row_bytes=widths)
     if d.offset % 64 or d.offset + length > block_bytes:

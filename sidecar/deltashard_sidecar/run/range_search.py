@@ -13,9 +13,8 @@ import numpy as np
 from deltashard_checkpoint.codecs.encoding import effective_encoding
 from deltashard_checkpoint.codecs.quantizer import PLAIN, Search
 from deltashard_checkpoint.codecs.tuning import sample_positions, tune
-from deltashard_checkpoint.vocabulary import encoding_named
-
-from deltashard_sidecar.arena.batch import Rows
+from deltashard_checkpoint.format.row_block import RowBlock
+from deltashard_checkpoint.vocabulary import Encoding
 
 SEED = 7
 
@@ -34,16 +33,16 @@ class Searches:
         with self._lock:
             self._tuned.clear()
 
-    def of(self, batch: Rows, data: memoryview, encoding: str) -> Search | None:
-        """The search for a batch; None is the codecs' default."""
+    def of(self, block: RowBlock, encoding: Encoding) -> Search | None:
+        """The search for rows; None is the codecs' default."""
         if self._mode == "default":
             return None
         if self._mode == "plain":
             return PLAIN
-        held = effective_encoding(encoding, batch.schema.dtype, batch.columns)
-        if not encoding_named(held).quantized:
+        held = effective_encoding(encoding, block.schema.dtype, len(block.columns))
+        if not held.quantized:
             return None
-        key = (batch.schema.fqn, held)
+        key = (block.schema.fqn, held.name)
         with self._lock:
             found = self._tuned.get(key)
             turn = self._tuning.setdefault(key, threading.Lock())
@@ -53,9 +52,8 @@ class Searches:
             with self._lock:
                 found = self._tuned.get(key)
             if found is None:
-                weights = batch.weights(data)
-                sample = np.ascontiguousarray(weights[sample_positions(len(weights), SEED)])
-                found = tune(held, sample, dtype=batch.schema.dtype).search
+                sample = np.ascontiguousarray(block.weights[sample_positions(len(block), SEED)])
+                found = tune(held, sample, dtype=block.schema.dtype).search
                 with self._lock:
                     self._tuned[key] = found
         return found

@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
+from deltashard_checkpoint.format.row_block import EncodeOptions
+from deltashard_checkpoint.vocabulary import encoding_named
 from deltashard_checkpoint.write.commit import PartReport, commit_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
@@ -46,6 +48,9 @@ class PartSink:
         self._session = session
         self._cut = cut
         self._log = run.log_of(session)
+        self._options = EncodeOptions(
+            encoding=encoding_named(cut.encoding), state_encoding=cut.state_encoding
+        )
         if cut.covers is None:
             run.searches.begin_baseline()
         self._writer = PartWriter(
@@ -69,22 +74,16 @@ class PartSink:
 
     def rows(self, batch: Rows, data: memoryview) -> None:
         """See `save.Sink`."""
+        block = batch.block(data)
         frame = encode_rows(
-            table=batch.schema,
-            ids=batch.ids(data),
-            weights=batch.weights(data),
-            fields={spec.name: batch.field(i, data) for i, spec in enumerate(batch.schema.fields)},
-            encoding=self._cut.encoding,
+            block,
+            replace(self._options, search=self._run.searches.of(block, self._options.encoding)),
             step=self._cut.step,
-            col_start=batch.col_start,
-            col_stop=batch.col_stop,
-            state_encoding=self._cut.state_encoding,
-            search=self._run.searches.of(batch, data, self._cut.encoding),
-            out=_buffer(frame_bound(batch.schema, batch.columns, batch.rows)),
+            out=_buffer(frame_bound(block.schema, len(block.columns), len(block))),
         )
         self._writer.add(frame)
         metrics, encoding = self._run.metrics, frame.info.encoding
-        metrics.rows.labels("in", encoding).inc(batch.rows)
+        metrics.rows.labels("in", encoding).inc(len(block))
         metrics.raw_bytes.labels(encoding).inc(frame.raw_bytes)
         metrics.frame_bytes.labels("in", encoding).inc(frame.info.length)
 

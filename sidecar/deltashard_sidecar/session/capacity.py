@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 from deltashard_checkpoint.codecs.encoding import effective_encoding, section_bytes
 from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.row_block import raw_row_bytes
 from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.vocabulary import stored_state_dtype
+from deltashard_checkpoint.vocabulary import encoding_named, stored_state_dtype
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.session.session import BadAttach
@@ -27,10 +28,11 @@ def encoded_bytes(request: pb.AttachRequest, *, encoding: str, state_encoding: s
     for box in request.boxes:
         table = tables[box.table]
         rows, columns = box.row_stop - box.row_start, box.col_stop - box.col_start
-        total += rows * sum(section_bytes(effective_encoding(encoding, table.dtype, columns), 1, columns))
+        stored = effective_encoding(encoding_named(encoding), table.dtype, columns)
+        total += rows * sum(section_bytes(stored, 1, columns))
         for field in table.fields:
-            stored = stored_state_dtype(state_encoding, pointwise=field.pointwise, dtype=field.dtype)
-            item = element_type.by_name(stored).itemsize_bytes
+            dtype = stored_state_dtype(state_encoding, pointwise=field.pointwise, dtype=field.dtype)
+            item = element_type.by_name(dtype).itemsize_bytes
             total += rows * item * (columns if field.pointwise else 1)
     return total
 
@@ -40,14 +42,8 @@ def raw_bytes(tables: Iterable[TableSchema], boxes: Iterable[Box]) -> int:
     schemas = {table.fqn: table for table in tables}
     total = 0
     for box in boxes:
-        table = schemas[box.table]
-        columns = box.col_stop - box.col_start
-        row = columns * element_type.by_name(table.dtype).itemsize_bytes
-        row += sum(
-            element_type.by_name(spec.dtype).itemsize_bytes * (columns if spec.kind == "pointwise" else 1)
-            for spec in table.fields
-        )
-        total += (box.row_stop - box.row_start) * row
+        row_bytes = raw_row_bytes(schemas[box.table], box.col_stop - box.col_start)
+        total += (box.row_stop - box.row_start) * row_bytes
     return total
 
 

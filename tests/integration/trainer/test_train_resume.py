@@ -28,10 +28,12 @@ from deltashard.errors import (
     WaitError,
 )
 from deltashard_checkpoint.format import frame_encoder
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from torch import nn
 
@@ -169,7 +171,9 @@ def test_restored_state_is_decode_encode_of_the_cut(make: Make, encoding: str) -
 
     schema = TableSchema(fqn="items.weight", rows=ROWS, columns=DIM, dtype="float32")
     frame = frame_encoder.encode_rows(
-        table=schema, ids=range(ROWS), weights=weights.numpy(), fields={}, encoding=encoding, step=5
+        RowBlock.of_whole_rows(schema, range(ROWS), weights.numpy(), {}),
+        EncodeOptions(encoding=ENCODINGS[encoding]),
+        step=5,
     )
     wanted = np.zeros((ROWS, DIM), np.float32)
     box = Box(table="items.weight", row_start=0, row_stop=ROWS, col_start=0, col_stop=DIM)

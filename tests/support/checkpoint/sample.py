@@ -14,10 +14,12 @@ from deltashard_checkpoint.format import frame_encoder
 from deltashard_checkpoint.format.frame import FrameKind
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartReport, commit_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
@@ -74,6 +76,13 @@ class Model:
             values[ids] += 1
         return ids
 
+    def block(self, ids: np.ndarray | range) -> RowBlock:
+        """These rows in all columns."""
+        at = np.asarray(ids)
+        return RowBlock.of_whole_rows(
+            self.table, ids, self.weights[at], {name: values[at] for name, values in self.fields.items()}
+        )
+
     def frames(
         self,
         ids: np.ndarray | range,
@@ -101,15 +110,15 @@ class Model:
                 )
             out.append(
                 frame_encoder.encode_rows(
-                    table=self.table,
-                    ids=some,
-                    weights=np.ascontiguousarray(self.weights[some, held.col_start : held.col_stop]),
-                    fields=fields,
-                    encoding=encoding,
+                    RowBlock(
+                        schema=self.table,
+                        ids=some,
+                        weights=np.ascontiguousarray(self.weights[some, held.col_start : held.col_stop]),
+                        fields=fields,
+                        columns=range(held.col_start, held.col_stop),
+                    ),
+                    EncodeOptions(encoding=ENCODINGS[encoding], search=search),
                     step=step,
-                    col_start=held.col_start,
-                    col_stop=held.col_stop,
-                    search=search,
                 )
             )
         return out
@@ -234,20 +243,25 @@ def sample_frames() -> dict[str, EncodedFrame]:
         sparse, box(table, 0, 200, 2, 6), step=14, encoding="q8", search=plain
     )[0]
     found["rows-bf16-state"] = frame_encoder.encode_rows(
-        table=table, ids=sparse, weights=model.weights[sparse], encoding="q8", step=15, state_encoding="bf16", search=plain,
-        fields={name: values[sparse] for name, values in model.fields.items()},
-    )  # fmt: skip
+        model.block(sparse),
+        EncodeOptions(encoding=ENCODINGS["q8"], state_encoding="bf16", search=plain),
+        step=15,
+    )
     odd = model.weights[:40].copy()
     odd[1, 2], odd[5], odd[7, 0] = np.nan, 0.3, np.inf
     found["rows-exceptions"] = frame_encoder.encode_rows(
-        table=table, ids=range(40), weights=odd, encoding="q4", step=16, search=plain,
-        fields={name: values[:40] for name, values in model.fields.items()},
-    )  # fmt: skip
+        RowBlock.of_whole_rows(
+            table, range(40), odd, {name: values[:40] for name, values in model.fields.items()}
+        ),
+        EncodeOptions(encoding=ENCODINGS["q4"], search=plain),
+        step=16,
+    )
     half = TableSchema(fqn="half", rows=16, columns=6, dtype="bfloat16")
     found["rows-bf16"] = frame_encoder.encode_rows(
-        table=half, ids=range(2, 9), weights=np.arange(42, dtype=np.uint16).reshape(7, 6), fields={},
-        encoding="bf16", step=17,
-    )  # fmt: skip
+        RowBlock.of_whole_rows(half, range(2, 9), np.arange(42, dtype=np.uint16).reshape(7, 6), {}),
+        EncodeOptions(encoding=ENCODINGS["bf16"]),
+        step=17,
+    )
     found["blob"] = frame_encoder.encode_blob(
         name="dense/mlp.0.weight", offset=64, blob_bytes=400, chunk=bytes(range(200)), step=18
     )

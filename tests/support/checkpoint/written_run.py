@@ -10,9 +10,11 @@ import numpy as np
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.format import frame_encoder, typed_tree
 from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartReport, commit_part
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
@@ -100,17 +102,24 @@ class WrittenRun:
             for at in range(0, len(rows), 700):
                 some = rows[at : at + 700]
                 frame = frame_encoder.encode_rows(
-                    table=ITEMS, ids=some, weights=self.items.weights[some], step=step, encoding=encoding,
-                    fields={name: values[some] for name, values in self.items.fields.items()},
-                )  # fmt: skip
+                    RowBlock.of_whole_rows(
+                        ITEMS,
+                        some,
+                        self.items.weights[some],
+                        {name: values[some] for name, values in self.items.fields.items()},
+                    ),
+                    EncodeOptions(encoding=ENCODINGS[encoding]),
+                    step=step,
+                )
                 writer.add(frame)
             if full:
                 writer.add(
                     frame_encoder.encode_rows(
-                        table=HALF, ids=range(HALF.rows), weights=self.half.weights, fields={}, step=step,
-                        encoding="bf16",
+                        RowBlock.of_whole_rows(HALF, range(HALF.rows), self.half.weights, {}),
+                        EncodeOptions(encoding=ENCODINGS["bf16"]),
+                        step=step,
                     )
-                )  # fmt: skip
+                )
             for name, tree in self.blobs(step).items():
                 for frame in frame_encoder.encode_blob_frames(name=name, data=tree, step=step):
                     writer.add(frame)

@@ -19,9 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from deltashard_checkpoint.codecs import row_kernel
-from deltashard_checkpoint.format import element_type, frame_encoder
+from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.frame_encoder import encode_rows
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.vocabulary import encoding_named
 from torch import Tensor
 
 from deltashard.restore.restore import array_of
@@ -64,18 +67,14 @@ class Contents:
         n = len(ids)
         local = replace(schema, rows=n)
         applier = FrameApplier([target := _scratch(local)])
-        frame = frame_encoder.encode_rows(
-            table=local,
-            ids=range(n),
-            weights=sections[0],
-            fields={spec.name: values for spec, values in zip(schema.fields, sections[1:], strict=True)},
-            encoding=encoding,
+        fields = {spec.name: values for spec, values in zip(schema.fields, sections[1:], strict=True)}
+        frame = encode_rows(
+            RowBlock.of_whole_rows(local, range(n), sections[0], fields),
+            EncodeOptions(encoding=encoding_named(encoding), state_encoding=state_encoding),
             step=0,
-            state_encoding=state_encoding,
         )
         applier.apply(frame.data)
-        weights, fields = target.weights, [target.fields[spec.name] for spec in schema.fields]
-        hashes = _hashes(weights, fields)
+        hashes = _hashes(target.weights, [target.fields[spec.name] for spec in schema.fields])
         where: npt.NDArray[np.int64] | slice = (
             slice(ids.start, ids.stop) if isinstance(ids, range) else np.array(ids, np.int64)
         )

@@ -8,6 +8,7 @@ import numpy as np
 from deltashard_checkpoint.codecs.decoder import decode_rows
 from deltashard_checkpoint.codecs.encoding import section_bytes
 from deltashard_checkpoint.codecs.quantizer import Encoded, encode_rows
+from deltashard_checkpoint.vocabulary import ENCODINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class Stored:
 
     def restored(self, dtype: str = "float32"):
         return decode_rows(
-            self.encoding, *self.sections, self.encoded.exponent,
+            ENCODINGS[self.encoding], *self.sections, self.encoded.exponent,
             rows=self.shape[0], columns=self.shape[1], exceptions=self.encoded.exceptions, dtype=dtype,
         )  # fmt: skip
 
@@ -32,8 +33,10 @@ class Stored:
 
 
 def store(encoding, weights, *, dtype=None, search=None) -> Stored:
-    sections = tuple(np.full(size, 0xAA, np.uint8) for size in section_bytes(encoding, *weights.shape))
-    encoded = encode_rows(encoding, weights, *sections, dtype=dtype, search=search)
+    sections = tuple(
+        np.full(size, 0xAA, np.uint8) for size in section_bytes(ENCODINGS[encoding], *weights.shape)
+    )
+    encoded = encode_rows(ENCODINGS[encoding], weights, *sections, dtype=dtype, search=search)
     return Stored(encoding=encoding, shape=weights.shape, sections=sections, encoded=encoded)
 
 

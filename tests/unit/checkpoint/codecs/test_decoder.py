@@ -29,7 +29,7 @@ def test_fused_scatter_equals_decode_then_scatter(kernel_set, encoding, dtype):
         for first, width in ((0, 21), (3, 10), (8, 13), (20, 1)):
             out = np.zeros((300, 40), DTYPES[dtype])
             decode_scatter(
-                encoding, *stored.sections, stored.encoded.exponent, out=out[:, 5 : 5 + width], rows=rows, take=take,
+                ENCODINGS[encoding], *stored.sections, stored.encoded.exponent, out=out[:, 5 : 5 + width], rows=rows, take=take,
                 exceptions=stored.encoded.exceptions, dtype=dtype, columns=21, first_column=first,
             )  # fmt: skip
             expected = np.zeros_like(out)
@@ -53,12 +53,17 @@ def test_positions_outside_the_target_write_nothing(kernel_set, encoding, rows):
     out = np.zeros((4, 8), np.float32)
     positions = np.array(rows, np.int64)
     with pytest.raises(CorruptObject, match="row position"):
-        decode_scatter(encoding, *stored.sections, 0, out=out, rows=positions)
+        decode_scatter(ENCODINGS[encoding], *stored.sections, 0, out=out, rows=positions)
     assert not out.any()
     with pytest.raises(CorruptObject, match="row position"):
         scatter(np.ones(2, np.float32), out=out[:, 0].copy(), rows=positions)
     decode_scatter(
-        encoding, *stored.sections, 0, out=out, rows=positions, take=(positions >= 0) & (positions < 4)
+        ENCODINGS[encoding],
+        *stored.sections,
+        0,
+        out=out,
+        rows=positions,
+        take=(positions >= 0) & (positions < 4),
     )
     assert (out[0] == (1 if rows[0] == 0 else out[0])).all()
 
@@ -73,14 +78,14 @@ def test_wrong_sections_are_corrupt(kernel_set):
                     continue
                 bad = [*sections[:k], wrong, *sections[k + 1 :]]
                 with pytest.raises(CorruptObject, match="expected"):
-                    decode_rows(encoding, *bad, 0, rows=9, columns=7)
+                    decode_rows(ENCODINGS[encoding], *bad, 0, rows=9, columns=7)
     with pytest.raises(CorruptObject, match="exponent"):
-        decode_rows("q4", *store("q4", x).sections, 200, rows=9, columns=7)
+        decode_rows(ENCODINGS["q4"], *store("q4", x).sections, 200, rows=9, columns=7)
     with pytest.raises(CorruptObject, match="exponent"):
-        decode_rows("q8", *store("q8", x).sections, 1, rows=9, columns=7)
+        decode_rows(ENCODINGS["q8"], *store("q8", x).sections, 1, rows=9, columns=7)
     with pytest.raises(EncodingError, match="columns"):
         decode_scatter(
-            "q8",
+            ENCODINGS["q8"],
             *store("q8", x).sections,
             0,
             out=np.zeros((9, 4), np.float32),
@@ -94,8 +99,10 @@ def test_any_section_bytes_decode_to_something(kernel_set):
     """Random sections (hostile scales included) neither crash nor write elsewhere."""
     rng = np.random.default_rng(0)
     for encoding in ENCODINGS:
-        sections = [rng.integers(0, 256, s, dtype=np.uint8) for s in section_bytes(encoding, 50, 9)]
-        assert decode_rows(encoding, *sections, 0, rows=50, columns=9).shape == (50, 9)
+        sections = [
+            rng.integers(0, 256, s, dtype=np.uint8) for s in section_bytes(ENCODINGS[encoding], 50, 9)
+        ]
+        assert decode_rows(ENCODINGS[encoding], *sections, 0, rows=50, columns=9).shape == (50, 9)
 
 
 def test_side_lists_are_checked():

@@ -156,8 +156,9 @@ def _python(code: str, **environment: str) -> str:
 USE = """
 import sys, numpy as np
 from deltashard_checkpoint.codecs import decoder, kernel_choice, quantizer, row_id, row_kernel, tuning
+from deltashard_checkpoint.vocabulary import ENCODINGS
 b = [np.empty(64, np.uint8) for _ in range(3)]
-quantizer.encode_rows("q4", np.ones((2, 8), np.float32), *b)
+quantizer.encode_rows(ENCODINGS["q4"], np.ones((2, 8), np.float32), *b)
 row_id.decode_ids(*row_id.encode_ids(np.array([1, 5, 900])), 3, (0, 1000))
 row_kernel.row_hashes([np.ones((2, 8), np.float32)], 1)
 print(kernel_choice.active().__name__.rpartition(".")[2], "numba" in sys.modules)

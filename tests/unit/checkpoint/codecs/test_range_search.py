@@ -14,6 +14,7 @@ from deltashard_checkpoint.codecs.tuning import (
     search_passes,
     tune,
 )
+from deltashard_checkpoint.vocabulary import ENCODINGS
 
 GREEDY_25 = Search(kind="greedy", bins=25, ratio=0.6)
 GREEDY_45 = Search(kind="greedy", bins=45, ratio=0.2)
@@ -34,10 +35,10 @@ def test_errors_meet_the_oracles(kernel_set, reference, kind, bits):
     """4000 rows of 64; float16 scales cost within a hundredth. Student rows have no fourth moment: ratios only."""
     x = reference.rows_like(kind, 4000, 64, seed=11)
     _, asymmetric, _, *ratios = ORACLES[kind, bits]
-    plain = mean_error(f"q{bits}", x, PLAIN)
+    plain = mean_error(ENCODINGS[f"q{bits}"], x, PLAIN)
     assert plain == pytest.approx(asymmetric, rel=0.02 if kind == "gaussian" else 0.08)
     for search, ratio in zip((GREEDY_25, GREEDY_45, GREEDY_200), ratios, strict=True):
-        assert mean_error(f"q{bits}", x, search) / plain == pytest.approx(ratio, rel=0.02)
+        assert mean_error(ENCODINGS[f"q{bits}"], x, search) / plain == pytest.approx(ratio, rel=0.02)
 
 
 @pytest.mark.parametrize(("kind", "bits"), ORACLES)
@@ -48,7 +49,7 @@ def test_k_means_beats_adaptive_beats_asymmetric_beats_symmetric(reference, kind
         reference.mean_l2(x, f(x, bits))
         for f in (reference.symmetric, reference.asymmetric, reference.k_means)
     ]
-    adaptive = mean_error(f"q{bits}", x, DEFAULT_SEARCH[f"q{bits}"])
+    adaptive = mean_error(ENCODINGS[f"q{bits}"], x, DEFAULT_SEARCH[f"q{bits}"])
     assert found[2] < adaptive < found[1] < found[0]
     assert found == pytest.approx([symmetric, asymmetric, k_means], rel=0.04 if kind == "gaussian" else 0.15)
 
@@ -60,22 +61,26 @@ def test_the_default_search_is_as_good_as_the_best_greedy(reference, bits, kind)
     x = reference.rows_like(kind, 4000, 64, seed=2)
     default = DEFAULT_SEARCH[f"q{bits}"]
     greedy = GREEDY_25 if bits < 4 else GREEDY_200
-    assert mean_error(f"q{bits}", x, default) <= mean_error(f"q{bits}", x, greedy) * 1.002
+    assert (
+        mean_error(ENCODINGS[f"q{bits}"], x, default) <= mean_error(ENCODINGS[f"q{bits}"], x, greedy) * 1.002
+    )
     assert search_passes(default) * 4 <= search_passes(greedy)
 
 
 def test_a_refit_helps_bytes_too(reference):
     x = reference.rows_like("gaussian", 2000, 64)
-    assert mean_error("q8", x, Search(kind="refit", starts=1, passes=4)) < 0.965 * mean_error("q8", x, PLAIN)
+    assert mean_error(ENCODINGS["q8"], x, Search(kind="refit", starts=1, passes=4)) < 0.965 * mean_error(
+        ENCODINGS["q8"], x, PLAIN
+    )
 
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 5, 16, 65])
 @pytest.mark.parametrize("encoding", ["q2", "q3", "q4", "q8"])
 def test_searches_never_lose_to_plain(reference, encoding, columns):
     x = reference.rows_like("student", 500, columns, seed=columns)
-    plain = mean_error(encoding, x, PLAIN)
+    plain = mean_error(ENCODINGS[encoding], x, PLAIN)
     for search in (GREEDY_25, DEFAULT_SEARCH[encoding], Search(kind="refit", starts=12, passes=4)):
-        assert mean_error(encoding, x, search) <= plain * 1.01 + 1e-9
+        assert mean_error(ENCODINGS[encoding], x, search) <= plain * 1.01 + 1e-9
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -97,29 +102,30 @@ def test_greedy_is_the_published_one(kernel_set, reference, bits):
 def test_tuning_takes_the_cheapest_on_the_plateau(reference):
     x = reference.rows_like("gaussian", 4096, 64)
     for candidates in ((PLAIN, *REFITS), (PLAIN, *GREEDIES)):
-        tuned = tune("q2", x, candidates=candidates)
+        tuned = tune(ENCODINGS["q2"], x, candidates=candidates)
         errors = {t.search: t.error for t in tuned.trials}
         best = min(errors.values())
         assert errors[tuned.search] <= best * 1.01
         cheaper = [t for t in tuned.trials if t.passes < search_passes(tuned.search)]
         assert cheaper
         assert all(t.error > best * 1.01 for t in cheaper)
-        assert tune("q2", x.copy(), candidates=candidates) == tuned
+        assert tune(ENCODINGS["q2"], x.copy(), candidates=candidates) == tuned
 
 
 def test_tuning_bytes_by_the_paper_grid_stays_plain(reference):
     """Trimming gains nothing at 8 bits, so nothing is paid for it."""
     assert (
-        tune("q8", reference.rows_like("gaussian", 2000, 64), candidates=(PLAIN, *GREEDIES)).search == PLAIN
+        tune(ENCODINGS["q8"], reference.rows_like("gaussian", 2000, 64), candidates=(PLAIN, *GREEDIES)).search
+        == PLAIN
     )
 
 
 def test_tuning_ignores_rows_that_are_not_numbers(reference):
     x = reference.rows_like("gaussian", 1000, 32)
-    clean = tune("q3", x[4:]).search
+    clean = tune(ENCODINGS["q3"], x[4:]).search
     x[:2] = np.nan
     x[2, 0] = np.inf
-    assert tune("q3", x).search == clean
+    assert tune(ENCODINGS["q3"], x).search == clean
 
 
 def test_samples_are_uniform_reproducible_and_bounded():
@@ -137,4 +143,4 @@ def test_nothing_to_tune_is_said():
     x = np.ones((3, 4), np.float32)
     for encoding, sample, candidates in (("fp32", x, (PLAIN,)), ("q2", x[:0], (PLAIN,)), ("q2", x, ())):
         with pytest.raises(EncodingError, match="nothing to tune"):
-            tune(encoding, sample, candidates=candidates)
+            tune(ENCODINGS[encoding], sample, candidates=candidates)

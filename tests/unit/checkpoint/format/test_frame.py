@@ -12,13 +12,14 @@ from deltashard_checkpoint.format import frame as frames
 from deltashard_checkpoint.format import frame_encoder
 from deltashard_checkpoint.format.frame import check_info, digest_of, parse_frame, scan_pack
 from deltashard_checkpoint.format.frame_encoder import (
-    FrameUnfit,
     encode_blob_frames,
     encode_row_frames,
     encode_rows,
 )
+from deltashard_checkpoint.format.row_block import EncodeOptions, FrameUnfit, RowBlock
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,9 +69,8 @@ def test_any_rows_survive_the_round_trip(
     if not len(ids):
         ids = np.array([rows - 1], np.int64)
     frame = encode_rows(
-        table=table, ids=ids, weights=model.weights[ids], encoding=encoding, step=seed, state_encoding=state,
-        fields={name: values[ids] for name, values in model.fields.items()},
-    )  # fmt: skip
+        model.block(ids), EncodeOptions(encoding=ENCODINGS[encoding], state_encoding=state), step=seed
+    )
     parsed = parse_frame(frame.data)
     assert parsed.info == frame.info
     assert parsed.table == table
@@ -92,16 +92,13 @@ def test_encoding_into_the_callers_buffer_gives_the_same_bytes(encoding: str) ->
     """Whatever the buffer held before."""
     table = schema()
     model = Model(table)
-    args = {
-        "table": table, "ids": range(30), "weights": model.weights[:30], "encoding": encoding, "step": 1,
-        "fields": {name: values[:30] for name, values in model.fields.items()},
-    }  # fmt: skip
+    block, options = model.block(range(30)), EncodeOptions(encoding=ENCODINGS[encoding])
     room = bytearray(b"\xaa" * frame_encoder.frame_bound(table, 8, 30))
-    inside = encode_rows(**args, out=room)
-    assert bytes(inside.data) == bytes(encode_rows(**args).data)
+    inside = encode_rows(block, options, step=1, out=room)
+    assert bytes(inside.data) == bytes(encode_rows(block, options, step=1).data)
     assert np.shares_memory(np.frombuffer(inside.data, np.uint8), np.frombuffer(room, np.uint8))
     with pytest.raises(FrameUnfit, match="bytes for a frame"):
-        encode_rows(**args, out=bytearray(100))
+        encode_rows(block, options, step=1, out=bytearray(100))
 
 
 def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
@@ -114,9 +111,10 @@ def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
         fields=(FieldSpec(name="m", kind="pointwise", dtype="float32"),),
     )
     weights = np.zeros((1200, 2048), np.float32)
+    exact = EncodeOptions(encoding=ENCODINGS["fp32"])
     found = list(
         encode_row_frames(
-            table=table, ids=range(100, 1300), weights=weights, fields={"m": weights}, encoding="fp32", step=1
+            RowBlock.of_whole_rows(table, range(100, 1300), weights, {"m": weights}), exact, step=1
         )
     )
     assert len(found) == 3
@@ -124,9 +122,7 @@ def test_rows_that_need_many_frames_are_split_below_the_limit() -> None:
     assert found[0].info.row_min == 100
     assert sum(f.info.rows for f in found) == 1200
     with pytest.raises(FrameUnfit, match="split them"):
-        encode_rows(
-            table=table, ids=range(1200), weights=weights, fields={"m": weights}, encoding="fp32", step=1
-        )
+        encode_rows(RowBlock.of_whole_rows(table, range(1200), weights, {"m": weights}), exact, step=1)
 
 
 def test_rows_that_an_encoding_cannot_hold_are_stored_raw() -> None:
@@ -136,11 +132,8 @@ def test_rows_that_an_encoding_cannot_hold_are_stored_raw() -> None:
         (200, 8), np.float32
     )
     frame = encode_rows(
-        table=table,
-        ids=range(200),
-        weights=weights,
-        fields={"sum": np.zeros(200, np.float32)},
-        encoding="q2",
+        RowBlock.of_whole_rows(table, range(200), weights, {"sum": np.zeros(200, np.float32)}),
+        EncodeOptions(encoding=ENCODINGS["q2"]),
         step=1,
     )
     assert frame.info.encoding == "fp32"

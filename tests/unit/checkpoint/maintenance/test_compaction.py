@@ -8,6 +8,7 @@ from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.format import frame_encoder
 from deltashard_checkpoint.format.index import decode_index
 from deltashard_checkpoint.format.object_key import cut_prefix, new_token
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.maintenance import garbage_collection
@@ -15,6 +16,7 @@ from deltashard_checkpoint.maintenance.compaction import CompactionAbandoned, co
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write import commit as commits
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 
@@ -97,9 +99,12 @@ class Job:
 
     def frame(self, rows: np.ndarray, step: int) -> frame_encoder.EncodedFrame:
         (frame,) = frame_encoder.encode_row_frames(
-            table=TABLE, ids=rows, weights=self.weights[rows], encoding=self.encoding, step=step,
-            fields={"sum": self.sums[rows], "exp_avg": self.moments[rows]},
-        )  # fmt: skip
+            RowBlock.of_whole_rows(
+                TABLE, rows, self.weights[rows], {"sum": self.sums[rows], "exp_avg": self.moments[rows]}
+            ),
+            EncodeOptions(encoding=ENCODINGS[self.encoding]),
+            step=step,
+        )
         return frame
 
 

@@ -9,11 +9,13 @@ import pytest
 from deltashard_checkpoint.codecs import quantizer
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.frame import parse_frame
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore import checkpoint_reader
 from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import SchemaMismatch, Want
+from deltashard_checkpoint.vocabulary import ENCODINGS
 
 from tests.support.checkpoint.sample import RUN, Model, Run, box, schema, tombstone, whole
 
@@ -149,9 +151,16 @@ def test_integer_row_state_takes_the_newest_value() -> None:
 
     def frame(start: int, stop: int, step: int):
         return frame_encoder.encode_rows(
-            table=table, ids=range(4), weights=np.zeros((4, stop - start), np.float32), encoding="fp32", step=step,
-            fields={"step": np.full(4, step, np.int64)}, col_start=start, col_stop=stop,
-        )  # fmt: skip
+            RowBlock(
+                schema=table,
+                ids=range(4),
+                weights=np.zeros((4, stop - start), np.float32),
+                fields={"step": np.full(4, step, np.int64)},
+                columns=range(start, stop),
+            ),
+            EncodeOptions(encoding=ENCODINGS["fp32"]),
+            step=step,
+        )
 
     target = TableTarget(
         schema=table,

@@ -14,11 +14,13 @@ from deltashard_checkpoint.cache.pack_spool import CacheFull
 from deltashard_checkpoint.format import frame_encoder, object_key
 from deltashard_checkpoint.format.frame import parse_frame
 from deltashard_checkpoint.format.index import decode_index
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.part_writer import PartAborted, PartTarget, PartWriter, UploadFailed
 
 from tests.support.checkpoint.sample import RUN, Model, open_descriptors, schema, wait_until, whole
@@ -218,9 +220,8 @@ def test_what_is_given_to_the_store_is_a_view_of_the_file_not_of_the_heap(cache:
         for at in (0, 100):
             ids = range(at, at + 100)
             frame = frame_encoder.encode_rows(
-                table=TABLE, ids=ids, weights=model.weights[at : at + 100], encoding="q8", step=1, out=room,
-                fields={name: values[at : at + 100] for name, values in model.fields.items()},
-            )  # fmt: skip
+                model.block(ids), EncodeOptions(encoding=ENCODINGS["q8"]), step=1, out=room
+            )
             writer.add(frame)
         part = writer.finish()
     index = decode_index(store.get(object_key.run_key(RUN, part.index_key)), key=part.index_key, run=RUN)
@@ -245,11 +246,8 @@ def test_a_large_part_needs_no_memory_to_speak_of(tmp_path: Path) -> None:
             for at in range(0, 24 * 1024, 1024):
                 writer.add(
                     frame_encoder.encode_rows(
-                        table=table,
-                        ids=range(at, at + 1024),
-                        weights=weights,
-                        fields={},
-                        encoding="fp32",
+                        RowBlock.of_whole_rows(table, range(at, at + 1024), weights, {}),
+                        EncodeOptions(encoding=ENCODINGS["fp32"]),
                         step=1,
                         out=room,
                     )

@@ -33,11 +33,13 @@ def test_a_batch_is_laid_out_as_the_contract_says() -> None:
     data[64:88] = np.arange(12, dtype=np.uint16).tobytes()
     data[128:140] = np.float32([1, 2, 3]).tobytes()
     data[192:240] = np.arange(12, dtype=np.float32).tobytes()
-    view = memoryview(data)
-    assert list(batch.ids(view)) == [4, 5, 900]
-    assert batch.weights(view).tolist() == np.arange(12).reshape(3, 4).tolist()
-    assert batch.field(0, view).tolist() == [1, 2, 3]
-    assert batch.field(1, view).shape == (3, 4)
+    block = batch.block(memoryview(data))
+    assert list(block.ids) == [4, 5, 900]
+    assert (block.row_span, block.columns) == ((4, 900), range(2, 6))
+    assert block.weights.tolist() == np.arange(12).reshape(3, 4).tolist()
+    assert block.fields["sum"].tolist() == [1, 2, 3]
+    assert block.fields["m"].tolist() == np.arange(12).reshape(3, 4).tolist()
+    assert np.shares_memory(block.weights, np.frombuffer(data, np.uint8))
 
 
 def test_contiguous_rows_need_no_ids() -> None:
@@ -45,7 +47,7 @@ def test_contiguous_rows_need_no_ids() -> None:
     batch = rows_of(
         pb.RowBatch(rows=10, contiguous=True, row_start=990, col_start=0, col_stop=8), TABLES, BLOCK
     )
-    assert batch.ids(memoryview(b"")) == range(990, 1000)
+    assert batch.block(memoryview(bytes(batch.length))).ids == range(990, 1000)
 
 
 @given(

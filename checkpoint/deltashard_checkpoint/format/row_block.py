@@ -1,0 +1,127 @@
+"""Rows of a table shard in memory, and how they are to be stored: what travels from a trainer's batch to a frame.
+
+A `RowBlock` is checked against its schema when it is made, so whoever has one encodes it without asking again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from deltashard_checkpoint.codecs.quantizer import Search
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, Encoding
+
+Array = npt.NDArray[np.generic]
+
+
+class FrameUnfit(UserError):
+    """Rows, fields or a buffer that cannot become a frame."""
+
+
+def raw_row_bytes(table: TableSchema, columns: int) -> int:
+    """Bytes of one row of `columns` columns and its fields, in the types they are trained in; its id not counted."""
+    weights = columns * element_type.by_name(table.dtype).itemsize_bytes
+    return weights + sum(
+        spec.values(columns) * element_type.by_name(spec.dtype).itemsize_bytes for spec in table.fields
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowBlock:
+    """Rows of one table shard. Making one raises `FrameUnfit` for arrays that are not the schema's.
+
+    Its arrays are views of the maker's; nothing is copied.
+    """
+
+    schema: TableSchema
+    """Of the whole table; `fields` has an array for each of its fields, neither more nor less."""
+    ids: npt.NDArray[np.int64] | range
+    """Global rows, int64 [n] strictly ascending, or a range of step 1; n is at least 1."""
+    weights: Array
+    """[n, D] of the table's dtype (bfloat16 as uint16), D = len(columns)."""
+    fields: Mapping[str, Array]
+    """Optimizer state by the field's name: row-wise [n], point-wise [n, D], of the field's dtype."""
+    columns: range
+    """Global columns held, of step 1."""
+
+    def __post_init__(self) -> None:
+        table, columns = self.schema, self.columns
+        n, width = len(self.ids), len(columns)
+        if not 0 <= columns.start < columns.stop <= table.columns or columns.step != 1:
+            raise FrameUnfit(f"columns {columns.start}:{columns.stop} of {table.columns}", where=table.fqn)
+        if n == 0 or self.weights.shape != (n, width) or self.weights.dtype != _carrier(table.dtype):
+            raise FrameUnfit(
+                f"weights {self.weights.dtype}{list(self.weights.shape)} for {n} rows of {width} {table.dtype}",
+                where=table.fqn,
+            )
+        row_min, row_max = self.row_span
+        if row_min < 0 or row_max >= table.rows:
+            raise FrameUnfit(f"rows {row_min} to {row_max} of {table.rows}", where=table.fqn)
+        if set(self.fields) != {spec.name for spec in table.fields}:
+            raise FrameUnfit(
+                f"fields {sorted(self.fields)} given, the schema has {sorted(s.name for s in table.fields)}",
+                where=table.fqn,
+            )
+        for spec in table.fields:
+            values, shape = self.fields[spec.name], spec.shape(n, width)
+            if values.shape != shape or values.dtype != _carrier(spec.dtype):
+                raise FrameUnfit(
+                    f"field {values.dtype}{list(values.shape)}, {spec.dtype}{list(shape)} expected",
+                    where=f"{table.fqn}.{spec.name}",
+                )
+
+    @classmethod
+    def of_whole_rows(
+        cls,
+        schema: TableSchema,
+        ids: npt.NDArray[np.int64] | range,
+        weights: Array,
+        fields: Mapping[str, Array],
+    ) -> Self:
+        """Rows in all columns of their table."""
+        return cls(schema=schema, ids=ids, weights=weights, fields=fields, columns=range(schema.columns))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, rows: slice) -> RowBlock:
+        """Some of the rows, by their positions in the block."""
+        return replace(
+            self,
+            ids=self.ids[rows],
+            weights=self.weights[rows],
+            fields={name: values[rows] for name, values in self.fields.items()},
+        )
+
+    @property
+    def row_span(self) -> tuple[int, int]:
+        """Least and greatest global row, both inclusive."""
+        return int(self.ids[0]), int(self.ids[-1])
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the rows and their fields before encoding; ids not counted."""
+        return len(self) * raw_row_bytes(self.schema, len(self.columns))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeOptions:
+    """How rows are stored."""
+
+    encoding: Encoding
+    """Of weights; what a frame really has is in its `info.encoding`."""
+    state_encoding: str = DEFAULT_STATE_ENCODING
+    """Of optimizer state, one of `vocabulary.STATE_ENCODINGS`."""
+    search: Search | None = None
+    """Range search of quantized encodings; None: the codecs' default for the encoding."""
+
+
+def _carrier(dtype: str) -> np.dtype[np.generic]:
+    return element_type.by_name(dtype).carrier
