@@ -38,8 +38,10 @@ test: venv
 	@echo "make test, 3 of 3: a real Kubernetes on this machine (about 14 minutes)"
 	$(MAKE) test-cluster
 
-test-fast: venv servers
-	$(RUN) -m pytest tests/unit
+# tests/unit starts no process and serves no port (tests/unit/conftest.py sees to it); tests/integration is the same rooms
+# with processes and real servers. The fast ones take a minute; `test` has the slow ones, too.
+test-fast: venv
+	$(RUN) -m pytest tests/unit -m 'not slow' --numprocesses 2 --dist loadfile
 
 # The chart alone, which `test` has, too: Helm's lint, its README, every value, and releases on a real API server.
 charts: venv servers

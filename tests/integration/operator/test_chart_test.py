@@ -16,7 +16,7 @@ import pytest
 import yaml
 from deltashard_operator.kube import webhook_configuration
 
-from tests.integration.operator.conftest import WebhookProcess
+from tests.support.operator.webhook_process import WebhookProcess
 from tests.support.server.apiserver import ApiServer, Rest
 
 HOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"

@@ -10,8 +10,8 @@ import yaml
 from deltashard_operator.kube import cluster_name
 
 from tests.support.operator import sample
+from tests.support.operator.golden import CASES, FOLDER
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.unit.operator.test_goldens import CASES, FOLDER
 
 RESTRICTED = {
     "pod-security.kubernetes.io/enforce": "restricted",

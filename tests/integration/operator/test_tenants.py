@@ -21,10 +21,9 @@ from deltashard_operator.kube import cluster_name, webhook_configuration
 from minio import MinioAdmin
 from minio.credentials import StaticProvider
 
-from tests.integration.operator.admission.test_webhook import has_sidecar, opted, pod, registered
-from tests.integration.operator.conftest import WebhookProcess
 from tests.support.checkpoint.written_run import WrittenRun
 from tests.support.operator import sample
+from tests.support.operator.webhook_process import WebhookProcess, has_sidecar, opted, pod, registered
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import ROOT, MinioServer, wait_for
 

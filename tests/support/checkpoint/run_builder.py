@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltashard_checkpoint.backoff import Clocks
+from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.object_key import index_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Checkpoint, Entry, Part, Retired, Sealed
+from deltashard_checkpoint.log.entry import (
+    Checkpoint,
+    Entry,
+    Part,
+    Retired,
+    Sealed,
+)
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.memory import MemoryStore
@@ -118,3 +125,11 @@ class Run:
 def part(attempt: int, cut: int, rank: int, boxes: Sequence[Box], covers: int | None) -> Part:
     key = index_key(attempt=attempt, cut=cut, rank=rank, token=TOKEN, xxh3=f"{rank:032x}")
     return Part(rank=rank, index_key=key, boxes=tuple(boxes), stored_bytes=1, covers=covers)
+
+
+def resealed(document: dict) -> bytes:
+    """A document with a hash that fits: what a hostile or broken writer could put."""
+    import hashlib
+
+    body = {key: value for key, value in document.items() if key != "hash"}
+    return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})

@@ -24,10 +24,9 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
-from tests.integration.operator.tls.test_certificate import put
 from tests.support.operator import sample
 from tests.support.operator.fleet_service import request_token
-from tests.support.server.apiserver import ApiServer, Authority, Rest
+from tests.support.server.apiserver import ApiServer, Authority, Rest, put
 from tests.support.server.minio_server import free_port, wait_for
 
 PATIENCE_S = 240.0

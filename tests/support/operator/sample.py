@@ -12,6 +12,7 @@ import jsonpatch
 from deltashard_operator.admission import review as admissions
 from deltashard_operator.admission.review import Answer, Request, Resolved
 from deltashard_operator.policy.annotation import Annotations
+from deltashard_operator.policy.policy_cache import GROUP, VERSION
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.policy.workload_policy import Policy, merged, resolve
 
@@ -106,3 +107,12 @@ def expanded(container: Mapping[str, Any], fields: Mapping[str, str]) -> dict[st
             text = text.replace(f"$({name})", value)
         values[entry["name"]] = text
     return values
+
+
+def policy_object(name: str, **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": name},
+        "spec": spec,
+    }

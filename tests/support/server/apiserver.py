@@ -357,3 +357,9 @@ class ApiServer:
                     process.kill()
                     process.wait(15)
         self._processes.clear()
+
+
+def put(directory: Path, issued: Issued) -> None:
+    """Write both files, one after the other, as a careless issuer would."""
+    (directory / "tls.crt").write_bytes(issued.certificate)
+    (directory / "tls.key").write_bytes(issued.key)

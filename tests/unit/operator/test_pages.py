@@ -13,8 +13,8 @@ from deltashard_operator.policy.refusal import CODES
 from deltashard_operator.run import condition
 
 from tests.support.operator import sample
+from tests.support.operator.example import WORKLOADS, documents
 from tests.support.server.minio_server import ROOT
-from tests.unit.operator.test_examples import WORKLOADS, documents
 
 PAGES = ROOT / "docs" / "kubernetes"
 WORKLOADS_PAGE = (PAGES / "workloads.md").read_text()

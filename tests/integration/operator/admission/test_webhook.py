@@ -9,9 +9,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,19 @@ from typing import Any
 import pytest
 from deltashard_operator.kube import cluster_name, webhook_configuration
 
-from tests.integration.operator.conftest import WebhookProcess
-from tests.integration.operator.policy.test_policy_cache import policy
-from tests.integration.operator.tls.test_certificate import put
 from tests.support.operator import sample
-from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest
+from tests.support.operator.sample import policy_object
+from tests.support.operator.webhook_process import (
+    WebhookProcess,
+    has_sidecar,
+    job,
+    opted,
+    pod,
+    registered,
+)
+from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
 from tests.support.server.minio_server import free_port, wait_for
 
-HOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
 POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
 OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "controller": True}
@@ -37,65 +41,6 @@ OF_JOB = {"apiVersion": "batch/v1", "kind": "Job", "name": "j", "uid": "0b4f", "
 def rest(apiserver: ApiServer) -> Iterator[Rest]:
     with apiserver.http() as rest:
         yield rest
-
-
-def job(name: str, annotations: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
-    pod = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}], **spec}
-    metadata: dict[str, Any] = {"name": name}
-    if annotations is not None:
-        metadata["annotations"] = annotations
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": metadata,
-        "spec": {"template": {"spec": pod}},
-    }
-
-
-def pod(name: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
-    found = job(name, annotations)
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": found["metadata"],
-        "spec": found["spec"]["template"]["spec"],
-    }
-
-
-def opted(**more: str) -> dict[str, str]:
-    return {cluster_name.POLICY: "default"} | {
-        cluster_name.PREFIX + key.replace("_", "-"): v for key, v in more.items()
-    }
-
-
-def has_sidecar(reply: Reply) -> bool:
-    spec = reply.document.get("spec", {})
-    inits = spec.get("template", {"spec": spec})["spec"].get("initContainers") or []
-    return any(c["name"] == cluster_name.SIDECAR for c in inits)
-
-
-@contextmanager
-def registered(rest: Rest, client_config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """The webhook's configuration in the cluster, in force; yields how to change where it points."""
-
-    def probe() -> Reply:
-        return rest.create(job("probe", opted()), dry_run=True)
-
-    document = webhook_configuration.mutating(client_config)
-    path = f"{HOOKS}/{webhook_configuration.CONFIGURATION}"
-    assert rest("POST", HOOKS, document).status == 201
-
-    def change(client_config: dict[str, Any]) -> None:
-        document = webhook_configuration.mutating(client_config)
-        document["metadata"]["resourceVersion"] = rest("GET", path).document["metadata"]["resourceVersion"]
-        assert rest("PUT", path, document).status == 200
-
-    try:
-        wait_for(lambda: probe().status != 201 or has_sidecar(probe()), what="the configuration in force")
-        yield change
-    finally:
-        assert rest("DELETE", path).status == 200
-        wait_for(lambda: probe().status == 201 and not has_sidecar(probe()), what="the configuration's end")
 
 
 def test_with_every_replica_dead_nobody_else_notices(rest: Rest) -> None:
@@ -196,13 +141,13 @@ def test_a_policy_is_found_the_moment_it_is_made_and_missed_by_name(
         assert (
             "there is no CheckpointPolicy 'mine' in the workload's namespace" in refused.document["message"]
         )
-        assert rest.create(policy("mine", bits=4, store={"url": "s3://own-bucket"})).status == 201
+        assert rest.create(policy_object("mine", bits=4, store={"url": "s3://own-bucket"})).status == 201
         made = rest.create(job("late", mine), dry_run=True)  # at once
         assert made.status == 201, made
         values = sample.expanded(sample.sidecar_of(made.document["spec"]["template"]), {})
         assert (values["DELTASHARD_ENCODING"], values["DELTASHARD_URL"]) == ("q4", "s3://own-bucket")
         many = {"resources": {"requests": {"cpu": "10P"}}}  # a quantity, but no machine has it
-        assert rest.create(policy("broken", sidecar=many)).status == 201
+        assert rest.create(policy_object("broken", sidecar=many)).status == 201
         refused = rest.create(job("late", {cluster_name.POLICY: "broken"}), dry_run=True)
         assert refused.document["reason"] == "BadPolicy"
         assert (

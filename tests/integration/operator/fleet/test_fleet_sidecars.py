@@ -14,9 +14,9 @@ from deltashard_sidecar.fleet.fleet_stream import Fleet as Client
 from deltashard_sidecar.telemetry.structured_logging import configure
 from kubernetes import client
 
-from tests.integration.sidecar.fleet.test_fleet_stream import SOON, Side
 from tests.support.operator.fleet_service import Pod, eventually, serving
 from tests.support.server.apiserver import ApiServer
+from tests.support.sidecar.fleet_side import SOON, Side
 
 
 def connected(side: Side, pod: Pod, address: str, authority: bytes, token: Path) -> Client:

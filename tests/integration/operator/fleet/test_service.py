@@ -19,7 +19,6 @@ from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce
 from deltashard_proto.v1 import fleet_pb2 as wire
 from kubernetes import client
 
-from tests.integration.operator.tls.test_certificate import put
 from tests.support.operator.fleet_service import (
     PATIENCE_S,
     Book,
@@ -29,7 +28,7 @@ from tests.support.operator.fleet_service import (
     request_token,
     serving,
 )
-from tests.support.server.apiserver import ApiServer, Authority, Rest
+from tests.support.server.apiserver import ApiServer, Authority, Rest, put
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.minio_server import free_port
 

@@ -16,10 +16,10 @@ from deltashard_operator.kube.lease import LeaderOnly, Lease, LeaseLost
 from deltashard_operator.run import run_record
 from kubernetes import client
 
+from tests.support.operator.controller_api import Api, controller_of, job, pod
 from tests.support.operator.controller_process import ControllerProcess, eventually
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.faulty_proxy import FixedAnswers
-from tests.unit.operator.controller.test_controller_races import Api, controller_of, job, pod
 
 pytestmark = pytest.mark.timeout(900)
 

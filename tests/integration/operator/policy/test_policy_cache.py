@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from deltashard_operator.policy.admission_deadline import Deadline
@@ -12,16 +11,8 @@ from deltashard_operator.policy.policy_cache import GROUP, PAUSES_S, PLURAL, VER
 from deltashard_operator.policy.refusal import Refusal
 from kubernetes import client
 
+from tests.support.operator.sample import policy_object
 from tests.support.server.minio_server import free_port, wait_for
-
-
-def policy(name: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": f"{GROUP}/{VERSION}",
-        "kind": "CheckpointPolicy",
-        "metadata": {"name": name},
-        "spec": spec,
-    }
 
 
 @pytest.fixture
@@ -36,7 +27,7 @@ def cache(api: client.ApiClient) -> Iterator[PolicyCache]:
 def test_the_cache_follows_the_cluster(api: client.ApiClient, cache: PolicyCache) -> None:
     """Created, changed, deleted: seen without being asked for."""
     objects = client.CustomObjectsApi(api)
-    objects.create_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, policy("seen", bits=8))
+    objects.create_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, policy_object("seen", bits=8))
     wait_for(lambda: cache.get("default", "seen") == {"bits": 8}, what="the new policy")
     change = {"spec": {"bits": 4}}
     objects.patch_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, "seen", change)
@@ -48,7 +39,7 @@ def test_the_cache_follows_the_cluster(api: client.ApiClient, cache: PolicyCache
 def test_a_live_look_sees_what_is_there_and_what_is_not(api: client.ApiClient, cache: PolicyCache) -> None:
     """Past the cache, straight from the API."""
     client.CustomObjectsApi(api).create_namespaced_custom_object(
-        GROUP, VERSION, "default", PLURAL, policy("looked", bits=2)
+        GROUP, VERSION, "default", PLURAL, policy_object("looked", bits=2)
     )
     assert cache.look("default", "looked", Deadline(60.0)) == {"bits": 2}
     assert cache.look("default", "nowhere", Deadline(60.0)) is None
@@ -66,7 +57,7 @@ def test_what_was_not_there_is_remembered_for_a_moment(api: client.ApiClient, ca
     wait_for(looked, what="an answer that holds", timeout_s=120)
     assert not cache.absent("other", "later")
     client.CustomObjectsApi(api).create_namespaced_custom_object(
-        GROUP, VERSION, "default", PLURAL, policy("later", bits=3)
+        GROUP, VERSION, "default", PLURAL, policy_object("later", bits=3)
     )
     wait_for(lambda: cache.get("default", "later") == {"bits": 3}, what="the new policy")
     wait_for(lambda: not cache.absent("default", "later"), what="the end of the memory")

@@ -33,9 +33,8 @@ from deltashard_operator.tls.authority import (
 )
 from kubernetes import client
 
-from tests.integration.operator.admission.test_webhook import HOOKS, has_sidecar, job, opted
-from tests.integration.operator.conftest import WebhookProcess
 from tests.support.operator.fleet_service import PATIENCE_S, Book, Pod, Reporter, eventually
+from tests.support.operator.webhook_process import HOOKS, WebhookProcess, has_sidecar, job, opted
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import free_port, wait_for
 

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 from deltashard_operator.tls.certificate import Certificate, CertificateUnusable
 
-from tests.support.server.apiserver import Authority, Issued
-
-
-def put(directory: Path, issued: Issued) -> None:
-    """Write both files, one after the other, as a careless issuer would."""
-    (directory / "tls.crt").write_bytes(issued.certificate)
-    (directory / "tls.key").write_bytes(issued.key)
+from tests.support.server.apiserver import Authority, put
 
 
 def trusting(*authorities: Authority) -> ssl.SSLContext:

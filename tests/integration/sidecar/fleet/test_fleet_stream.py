@@ -14,45 +14,22 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.fleet import fleet_stream
-from deltashard_sidecar.fleet.directive import Directive
 from deltashard_sidecar.fleet.fleet_stream import Fleet
 from deltashard_sidecar.fleet.heartbeat import BackOff
-from deltashard_sidecar.telemetry.incident import Incidents
-from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import configure
 
 from tests.support.fake_trainer import until
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.port import free_port
+from tests.support.sidecar.fleet_side import SOON, Side
 
 DEADLINE_S = 60.0
 AT_ONCE = BackOff(first_s=0.0, longest_s=0.0)
-SOON = BackOff(first_s=0.05, longest_s=0.1)
 
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
     return Authority()
-
-
-class Side:
-    """What a sidecar would do with what it hears."""
-
-    def __init__(self) -> None:
-        self.metrics = Metrics()
-        self.incidents = Incidents(self.metrics)
-        self.directives: list[Directive] = []
-        self.asked: list[fleet.SaveRequested] = []
-        self.phase = fleet.PHASE_WAITING
-
-    def beat(self) -> fleet.Heartbeat:
-        return fleet.Heartbeat(phase=self.phase, incidents=self.incidents.kept())
-
-    def value(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
-
-    def refused(self, cause: str) -> float:
-        return self.value("deltashard_fleet_refusals_total", cause=cause)
 
 
 @contextmanager

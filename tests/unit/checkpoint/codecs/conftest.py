@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,19 +11,11 @@ from types import ModuleType
 import pytest
 from deltashard_checkpoint.codecs import kernel_choice, numba_kernel
 
+from tests.support.checkpoint.kernel import native
+
+__all__ = ["native"]
+
 REFERENCE = Path(__file__).parents[4] / "bench" / "codecs_reference.py"
-
-
-@pytest.fixture(scope="session")
-def native() -> ModuleType:
-    """The native kernels; their absence is only excused where there is no C compiler."""
-    try:
-        from deltashard_checkpoint.codecs import native_kernel
-    except ImportError as e:
-        if any(shutil.which(c) for c in ("cc", "gcc", "clang")):
-            pytest.fail(f"a C compiler is here, but no native kernels: {e}")
-        pytest.skip("no C compiler: numba serves")
-    return native_kernel
 
 
 @pytest.fixture(params=["numba", "native"])

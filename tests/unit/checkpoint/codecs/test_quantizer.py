@@ -85,6 +85,7 @@ def test_any_floats_come_back_within_the_error_of_a_step_or_exactly(encoding, x)
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 8, 33, 64, 130])
 @pytest.mark.parametrize("encoding", QUANTIZED)
+@pytest.mark.slow
 def test_rows_of_every_odd_kind_are_exact_or_bounded(kernel_set, encoding, columns):
     x = odd_rows(columns)
     x = np.concatenate([x, np.random.default_rng(1).normal(0, 0.05, (200, columns)).astype(np.float32)])
@@ -97,6 +98,7 @@ def test_rows_of_every_odd_kind_are_exact_or_bounded(kernel_set, encoding, colum
 
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda s: s.kind)
 @pytest.mark.parametrize("encoding", QUANTIZED)
+@pytest.mark.slow
 def test_nan_and_inf_survive_every_search(kernel_set, encoding, search):
     x = np.random.default_rng(3).normal(0, 0.05, (100, 16)).astype(np.float32)
     x[3, 5] = np.nan
@@ -209,6 +211,7 @@ def test_the_exponent_serves_the_most_rows_or_is_zero(scale, spread, bits, seed)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.slow
 def test_every_dtype_goes_into_every_encoding_and_back(kernel_set, encoding, dtype):
     wide = np.random.default_rng(0).normal(0, 0.05, (50, 24)).astype(np.float32)
     x = narrowed(wide.astype(np.float64) if dtype == "float64" else wide, dtype)

@@ -135,6 +135,7 @@ def test_mutated_frames_are_refused_by_hash() -> None:
     _survives(8000, 1, attempt)
 
 
+@pytest.mark.slow
 def test_frames_with_a_valid_hash_decode_or_are_refused_by_name() -> None:
     """Behind the hash: parsing, row ids, decoding and scattering of hostile fields."""
     others = list(SAMPLES.values())

@@ -20,8 +20,7 @@ from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import _Commit
 
-from tests.support.checkpoint.run_builder import Run, Time
-from tests.unit.checkpoint.log.test_entry import resealed
+from tests.support.checkpoint.run_builder import Run, Time, resealed
 
 
 def genesis(state: RunState, seq: int, writer: str) -> Genesis | None:

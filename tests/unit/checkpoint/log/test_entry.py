@@ -5,7 +5,6 @@ import random
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
-from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.object_key import compaction_index_key, cut_prefix
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import (
@@ -22,7 +21,7 @@ from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part
+from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, resealed
 
 HASH = "ab" * 32
 COMMON = {"previous": HASH, "writer": "w-1", "at_s": 1.25}
@@ -106,14 +105,6 @@ def test_the_bytes_of_an_entry_are_the_format():
         b'{"at_s":1.5,"format":1,"hash":"3858b30791aa495cc3fbadde45d434d242e05729c60c65841848b6a597930104",'
         b'"kind":"genesis","owner":"o","previous":"","run":"r","seq":0,"writer":"w"}'
     )
-
-
-def resealed(document: dict) -> bytes:
-    """A document with a hash that fits: what a hostile or broken writer could put."""
-    import hashlib
-
-    body = {key: value for key, value in document.items() if key != "hash"}
-    return canonical({**body, "hash": hashlib.sha256(canonical(body)).hexdigest()})
 
 
 @pytest.mark.parametrize("entry", an_example_of_each(), ids=lambda e: f"{type(e).__name__}-{e.seq}")

@@ -25,8 +25,7 @@ from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, mark_closing, op
 from deltashard_cli.main import cli
 
 from tests.crash import log_victim
-from tests.support.checkpoint.run_builder import Run
-from tests.unit.checkpoint.log.test_entry import resealed
+from tests.support.checkpoint.run_builder import Run, resealed
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from deltashard_cli.main import cli, exit_code
 
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, log_of, save, values
-from tests.support.checkpoint.run_builder import Run
-from tests.unit.checkpoint.log.test_entry import resealed
+from tests.support.checkpoint.run_builder import Run, resealed
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.restore import checkpoint_reader
 from deltashard_checkpoint.restore.fetcher import Fetcher
@@ -43,6 +44,7 @@ saves = st.tuples(
 
 @settings(max_examples=25, deadline=None)
 @given(history=st.lists(saves, min_size=1, max_size=3), after=shardings(), seed=st.integers(0, 99))
+@pytest.mark.slow
 def test_any_history_restores_to_any_sharding(history: list, after: list[Box], seed: int) -> None:
     """Weights and point-wise state exactly; row-wise state too, since every shard of a row has the row's value."""
     model = Model(TABLE, seed)

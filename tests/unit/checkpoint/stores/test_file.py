@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,34 +53,6 @@ def test_data_is_synced_before_it_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Path, "rename", rename)
     store.put("log/HINT", b"x")
     assert events == ["fsync file", "rename", "fsync dir log"]
-
-
-@pytest.mark.parametrize("instant", ["write", "fsync", "link"])
-def test_killed_in_a_put(tmp_path: Path, instant: str) -> None:
-    """A process killed while it writes leaves no object, nothing in listings, and the key free for the next."""
-    program = f"""
-import os, signal, sys
-from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.stores.key_rule import BadKey
-store = FileStore(sys.argv[1])
-real = os.{instant}
-def die(*arguments):
-    if "{instant}" == "write":
-        real(arguments[0], bytes(arguments[1])[:3])
-    os.kill(os.getpid(), signal.SIGKILL)
-os.{instant} = die
-store.put_if_absent("log/0", b"first " * 100)
-"""
-    died = subprocess.run([sys.executable, "-c", program, str(tmp_path / "store")], timeout=60, check=False)
-    assert died.returncode == -signal.SIGKILL
-    store = FileStore(tmp_path / "store")
-    # `fsync` dies when the new directory is synced, before there is a temporary file.
-    assert len(list((tmp_path / "store" / "log").iterdir())) == (0 if instant == "fsync" else 1)
-    assert list(store.list("")) == []
-    with pytest.raises(ObjectNotFound):
-        store.get("log/0")
-    store.put_if_absent("log/0", b"second")
-    assert store.get("log/0") == b"second"
 
 
 def test_stale_temporaries_go_with_their_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

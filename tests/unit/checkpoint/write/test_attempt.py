@@ -18,8 +18,7 @@ from deltashard_checkpoint.write.attempt import (
 )
 from deltashard_checkpoint.write.commit import FencedError, TakenOver
 
-from tests.support.checkpoint.run_builder import Run
-from tests.unit.checkpoint.log.test_entry import resealed
+from tests.support.checkpoint.run_builder import Run, resealed
 
 
 def test_the_first_attempt_has_nothing_to_resume_from():

@@ -16,7 +16,7 @@ from deltashard_operator.run.observed_object import Workload
 from deltashard_operator.run.watched_run import Run
 
 from tests.support.operator import sample as samples
-from tests.unit.operator.controller.test_controller_races import Api, controller_of
+from tests.support.operator.controller_api import Api, controller_of
 
 Document = dict[str, Any]
 

@@ -8,35 +8,13 @@ from typing import Any
 import pytest
 from deltashard_operator.run import failure, observed_object, watched_run
 from deltashard_operator.run.failure import Loss, LossCause, Tally
-from deltashard_operator.run.observed_object import Ending, JobView, PodView, Wish, Workload
+from deltashard_operator.run.observed_object import PodView
 from hypothesis import given
 from hypothesis import strategies as st
 
-TRAIN = Workload(namespace="team", kind="Job", name="train", uid="u-1")
-NOW_S = 1_000_000.0
+from tests.unit.operator.run.observed import NOW_S, TRAIN, ended, job, pod
+
 HOUR_S = 3600.0
-
-
-def pod(**changes: Any) -> PodView:
-    fields: dict[str, Any] = {
-        "uid": "p-1",
-        "name": "train-x",
-        "workload": TRAIN,
-        "wish": Wish(),
-        "job_uid": "u-1",
-        "node": "node-a",
-        "phase": "Running",
-        "started": True,
-    }
-    return PodView(**(fields | changes))
-
-
-def job(**changes: Any) -> JobView:
-    return JobView(**({"uid": "u-1", "name": "train", "workload": TRAIN, "wish": Wish()} | changes))
-
-
-def ended(code: int, reason: str = "Error") -> Ending:
-    return Ending(container="trainer", reason=reason, exit_code=code, at_s=NOW_S - 5)
 
 
 CAUSES: list[tuple[str, PodView, dict[str, Any], LossCause | None]] = [

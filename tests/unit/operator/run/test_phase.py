@@ -68,6 +68,7 @@ def test_the_phase_is_read_from_the_signs(signs: dict[str, Any], phase: Phase) -
         before=st.sampled_from(Phase),
     )
 )
+@pytest.mark.slow
 def test_every_combination_has_a_phase_and_finished_means_what_it_says(signs: Signs) -> None:
     phase = phases.phase_of(signs)
     assert (phase is Phase.FINISHED) == signs.finished

@@ -22,7 +22,7 @@ from deltashard_operator.run.observed_object import NodeView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
 
-from tests.unit.operator.run.test_failure import NOW_S, TRAIN, ended, job, pod
+from tests.unit.operator.run.observed import NOW_S, TRAIN, ended, job, pod
 
 NODES = {"node-a": NodeView(name="node-a", ready=True)}
 EVERY = PolicyInForce(every_s=60.0, encoding="q8", differential="intermittent")

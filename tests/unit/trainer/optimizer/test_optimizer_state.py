@@ -12,7 +12,7 @@ from deltashard.tracking.tracking import Tracking, TrackingSettings
 from deltashard_checkpoint.errors import UserError
 from torch import Tensor, nn
 
-from tests.unit.trainer.tracking.tracking_cases import OPTIMIZERS, Training, quiet
+from tests.support.trainer.tracking_case import OPTIMIZERS, Training, quiet
 
 SETTINGS = TrackingSettings(hash_below_bytes=0)
 
@@ -65,6 +65,7 @@ def same(a: object, b: object) -> bool:
 
 @pytest.mark.parametrize("sparse", [True, False])
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.slow
 def test_a_restored_optimizer_continues_bit_for_bit(name, sparse):
     """Any optimizer: state arrives with its keys, types and values, and five further steps end in equal weights."""
     if not OPTIMIZERS[name][1 if sparse else 2]:

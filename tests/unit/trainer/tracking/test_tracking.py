@@ -14,74 +14,26 @@ from deltashard.errors import UserError
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from tests.unit.trainer.tracking.tracking_cases import (
+from tests.support.trainer.tracking_case import (
     COLUMNS,
     EVENTS,
     EXACT,
     OPTIMIZERS,
+    PLAIN,
     ROWS,
     TABLES,
+    Cutter,
     Training,
+    begin,
     make_table,
     quiet,
 )
 
-# Trackers alone: the audit must not cover up for them.
-PLAIN = TrackingSettings(hash_below_bytes=0, audit_rows=0)
 # Every row is sampled, so that even a write without a trace must be found before the next cut.
 ALL_SEEN = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
 TRACELESS = {"write_data"}
-
-
-def changed_rows(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[int]:
-    """Rows whose bits differ; every row when a field came or went."""
-    if before.keys() != after.keys():
-        return set(range(ROWS))
-    rows: set[int] = set()
-    for name, old in before.items():
-        a, b = (x.reshape(ROWS, -1).contiguous().view(torch.uint8) for x in (old, after[name]))
-        rows.update((a != b).any(1).nonzero().view(-1).tolist())
-    return rows
-
-
-class Cutter:
-    """Takes cuts that commit at once, and compares each selection with what truly changed."""
-
-    def __init__(self, training: Training, tracking: Tracking) -> None:
-        self.training, self.tracking = training, tracking
-        self.table = tracking.by_name["table.weight"]
-        self.cut = 0
-        self.rows = self.changed = self.selected = 0
-        self.take("all")
-
-    def take(self, mode: str = "since_commit") -> set[int]:
-        self.cut += 1
-        self.tracking.audit_before_commit()
-        self.tracking.refresh()
-        selection = self.table.prepare_cut(mode)
-        rows = set(range(ROWS)) if selection.all else set(selection.ids.tolist())
-        now = self.training.snapshot()
-        if mode != "all":
-            truth = changed_rows(self.before, now)
-            assert rows >= truth, (
-                f"missed {sorted(truth - rows)} under {self.table.tracker}: {self.table.reason}"
-            )
-            self.rows += ROWS
-            self.changed += len(truth)
-            self.selected += len(rows)
-        self.before = now
-        self.tracking.cut_taken(self.cut, mode)
-        self.tracking.committed(self.cut, baseline=mode == "all")
-        self.tracking.audit_sample()
-        return rows
-
-
-def begin(optimizer: str, kind: str, sparse: bool, seed: int = 0, how=PLAIN) -> tuple[Training, Cutter]:
-    training = Training(optimizer, kind, sparse, seed)
-    tracking = Tracking(training.model, [training.optimizer, training.dense], settings=how)
-    return training, Cutter(training, tracking)
 
 
 def cases() -> list[tuple[str, str, bool]]:
@@ -111,6 +63,7 @@ OVER: collections.Counter[tuple[str, str]] = collections.Counter()
     ),
     seed=st.integers(0, 1000),
 )
+@pytest.mark.slow
 def test_no_row_that_changed_is_missed(case, events, seed):
     """Any optimizer x any table x any sequence of events: selections hold every changed row, by weight or state."""
     with quiet():
@@ -126,6 +79,7 @@ def test_no_row_that_changed_is_missed(case, events, seed):
 
 
 @pytest.mark.parametrize("case", cases(), ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.slow
 def test_plain_training_is_tracked_as_cheaply_as_it_can_be(case, record_property):
     """Whitelisted optimizers stay on gradients, all others use hashes; over-marking is a figure, and a small one."""
     with quiet():
@@ -156,6 +110,7 @@ def test_plain_training_is_tracked_as_cheaply_as_it_can_be(case, record_property
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "rowwise_adagrad"])
+@pytest.mark.slow
 def test_each_event_alone_between_trainings(name, sparse, event):
     """Every event by itself, before a cut, after one, and across one."""
     with quiet():
@@ -418,6 +373,7 @@ def test_dense_and_sparse_gradients_of_one_table_do_not_hide_rows():
             cutter.take()
 
 
+@pytest.mark.slow
 def test_a_compiled_model_and_a_scheduled_optimizer():
     """A scheduler wraps `step` and changes nothing; a compiled model has no lookup hooks, and misses nothing."""
     training, cutter = begin("sgd", "embedding", False)
@@ -597,24 +553,6 @@ def test_a_table_that_is_added_later_is_in_the_next_cut(optimizers):
     tracking.refresh()
     assert [t.fqn for t in tracking.tables] == ["table.weight"]
     assert tracking.regrown
-
-
-def test_a_forked_child_is_not_watched():
-    """A loader's worker may run parts of the model: no hook of ours is left in it."""
-    training, cutter = begin("sgd", "embedding", False)
-    child = os.fork()
-    if child == 0:
-        left = bool(
-            training.model["table"]._forward_hooks
-            or training.weight._backward_hooks
-            or training.optimizer._optimizer_step_pre_hooks
-        )
-        os._exit(int(left))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    with quiet():
-        training.train()
-        assert cutter.take()
-    assert cutter.table.tracker == "gradients"
 
 
 def test_a_step_looks_at_its_own_optimizers_tables_only(monkeypatch):

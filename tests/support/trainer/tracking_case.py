@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from deltashard.optim import RowWiseAdagrad
+from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -470,3 +471,56 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
+
+
+# Trackers alone: the audit must not cover up for them.
+PLAIN = TrackingSettings(hash_below_bytes=0, audit_rows=0)
+
+
+def changed_rows(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[int]:
+    """Rows whose bits differ; every row when a field came or went."""
+    if before.keys() != after.keys():
+        return set(range(ROWS))
+    rows: set[int] = set()
+    for name, old in before.items():
+        a, b = (x.reshape(ROWS, -1).contiguous().view(torch.uint8) for x in (old, after[name]))
+        rows.update((a != b).any(1).nonzero().view(-1).tolist())
+    return rows
+
+
+class Cutter:
+    """Takes cuts that commit at once, and compares each selection with what truly changed."""
+
+    def __init__(self, training: Training, tracking: Tracking) -> None:
+        self.training, self.tracking = training, tracking
+        self.table = tracking.by_name["table.weight"]
+        self.cut = 0
+        self.rows = self.changed = self.selected = 0
+        self.take("all")
+
+    def take(self, mode: str = "since_commit") -> set[int]:
+        self.cut += 1
+        self.tracking.audit_before_commit()
+        self.tracking.refresh()
+        selection = self.table.prepare_cut(mode)
+        rows = set(range(ROWS)) if selection.all else set(selection.ids.tolist())
+        now = self.training.snapshot()
+        if mode != "all":
+            truth = changed_rows(self.before, now)
+            assert rows >= truth, (
+                f"missed {sorted(truth - rows)} under {self.table.tracker}: {self.table.reason}"
+            )
+            self.rows += ROWS
+            self.changed += len(truth)
+            self.selected += len(rows)
+        self.before = now
+        self.tracking.cut_taken(self.cut, mode)
+        self.tracking.committed(self.cut, baseline=mode == "all")
+        self.tracking.audit_sample()
+        return rows
+
+
+def begin(optimizer: str, kind: str, sparse: bool, seed: int = 0, how=PLAIN) -> tuple[Training, Cutter]:
+    training = Training(optimizer, kind, sparse, seed)
+    tracking = Tracking(training.model, [training.optimizer, training.dense], settings=how)
+    return training, Cutter(training, tracking)

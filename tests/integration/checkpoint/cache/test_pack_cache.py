@@ -1,0 +1,52 @@
+"""The cache of packs among processes: a disk that is full, an owner that is another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.cache.pack_spool import CacheUnusable
+
+
+def test_one_owner_at_a_time(tmp_path: Path) -> None:
+    """Within a process and between processes; the lock goes with its owner."""
+    with PackCache(tmp_path, budget_bytes=1000):
+        with pytest.raises(CacheUnusable, match="another running process"):
+            PackCache(tmp_path, budget_bytes=1000)
+        code = f"""
+from pathlib import Path
+from deltashard_checkpoint.cache.pack_cache import PackCache
+PackCache(Path({str(tmp_path)!r}), budget_bytes=1000)
+"""
+        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert "another running process" in other.stderr
+    PackCache(tmp_path, budget_bytes=1000).close()
+
+
+def test_a_full_disk_evicts_and_then_says_so(tmp_path: Path) -> None:
+    """The real thing: a process whose files may not exceed 64 KiB writes a pack of 128 KiB."""
+    code = f"""
+import resource, signal
+from pathlib import Path
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.cache.pack_spool import CacheFull
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+cache = PackCache(Path({str(tmp_path)!r}), budget_bytes=1 << 20)
+for name in ("old", "older"):
+    spool = cache.create(name, capacity_bytes=640)
+    spool.reserve(640); spool.write(0, memoryview(bytes(640))); cache.seal(spool); cache.unpin(name)
+spool = cache.create("new", capacity_bytes=131072)
+spool.reserve(131072)
+try:
+    spool.write(0, memoryview(bytes(131072)))
+except CacheFull as error:
+    print(error, "old" in cache, "older" in cache)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "no room on the cache disk" in out
+    assert "more space" in out
+    assert out.strip().endswith("False False"), "unpinned packs make room first"

@@ -1,0 +1,117 @@
+"""A controller on an API that answers from memory: objects as its tests need them, and writes that wait until they are let go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from deltashard_operator.controller.controller import Controller
+from deltashard_operator.controller.event import Teller
+from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.controller.status import ALL
+from deltashard_operator.kube import cluster_name
+from deltashard_operator.kube.call import Answer, Caller
+from deltashard_operator.policy.chart_defaults import Defaults
+
+Document = dict[str, Any]
+
+
+UID = "0b4f3c1e-0000-4000-8000-000000000001"
+
+
+class Api:
+    """Answers as an API server would; status writes wait for `let_go` and then find the object gone.
+
+    `stored` are the CheckpointRuns, `listed` other objects by their collection's path.
+    """
+
+    def __init__(self, stored: list[Document] | None = None) -> None:
+        self.asked: list[str] = []
+        self.stored = stored or []
+        self.listed: dict[str, list[Document]] = {}
+        self.writing, self.let_go = asyncio.Event(), asyncio.Event()
+
+    async def __call__(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, **_: Any
+    ) -> Answer:
+        self.asked.append(f"{method} {path}")
+        if method == "POST" and path.endswith("/checkpointruns") and body is not None:
+            metadata = {**body["metadata"], "uid": "made", "creationTimestamp": "2026-01-01T00:00:00Z"}
+            return Answer(status=201, document={**body, "metadata": metadata})
+        if method == "PATCH" and path.endswith("/status"):
+            self.writing.set()
+            await self.let_go.wait()
+            return Answer(status=404, document={})
+        if method == "DELETE":
+            return Answer(status=403, document={"reason": "Forbidden"})
+        return Answer(status=200, document={})
+
+    async def every(self, path: str, **_: Any) -> list[Document]:
+        return self.stored if path == ALL else self.listed.get(path, [])
+
+
+def controller_of(
+    api: Api,
+    *,
+    keep_finished_s: float = 86400.0,
+    default_policy: Path | None = None,
+    wall: Callable[[], float] = time.time,
+    leads: Callable[[], bool] = lambda: True,
+) -> Controller:
+    call = cast(Caller, api)
+    return Controller(
+        call=call,
+        teller=Teller(call),
+        defaults=Defaults(default_policy, None),
+        metrics=ControllerMetrics(),
+        keep_finished_s=keep_finished_s,
+        status_interval_s=1.0,
+        wall=wall,
+        leads=leads,
+    )
+
+
+def job() -> Document:
+    labels = {cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE}
+    notes = {cluster_name.POLICY: "default"}
+    return {
+        "metadata": {"name": "train", "namespace": "n", "uid": UID, "labels": labels, "annotations": notes},
+        "spec": {"template": {"metadata": {"annotations": notes}, "spec": {"containers": [{"name": "t"}]}}},
+        "status": {},
+    }
+
+
+def checkpoint_run(name: str = "train-0b4f3c1e", uid: str = UID, **status: Any) -> Document:
+    workload = {"kind": "Job", "name": "train", "uid": uid}
+    return {
+        "metadata": {"name": name, "namespace": "n", "uid": "made"},
+        "spec": {"runId": f"train-{uid}", "policy": "default", "workload": workload},
+        "status": status,
+    }
+
+
+def pod() -> Document:
+    """A pod of the Job."""
+    labels = {
+        cluster_name.MANAGED_BY: cluster_name.MANAGED_BY_VALUE,
+        cluster_name.JOB_NAME_LABEL: "train",
+        cluster_name.JOB_UID_LABEL: UID,
+    }
+    notes = {cluster_name.POLICY: "default", cluster_name.INJECTED: "1"}
+    return {
+        "metadata": {
+            "name": "train-x",
+            "namespace": "n",
+            "uid": "p-1",
+            "labels": labels,
+            "annotations": notes,
+            "ownerReferences": [
+                {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": UID, "controller": True}
+            ],
+        },
+        "spec": {"nodeName": "node-a"},
+        "status": {"phase": "Running"},
+    }

@@ -1,0 +1,27 @@
+"""The golden cases: manifests before their admission, and where they carry the annotation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from deltashard_operator.kube import cluster_name
+
+FOLDER = Path(__file__).parents[2] / "golden" / "pods"
+
+
+CASES = sorted(path.name.removesuffix(".in.yaml") for path in FOLDER.glob("*.in.yaml"))
+
+
+def documents(case: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((FOLDER / f"{case}.in.yaml").read_text()))
+
+
+def annotated(document: Any, path: list[str]) -> bool:
+    if not path:
+        return cluster_name.POLICY in (document.get("annotations") or {})
+    key, inner = path[0].removesuffix("[]"), (document or {}).get(path[0].removesuffix("[]"))
+    if path[0] != key:
+        return all(annotated(each, path[1:]) for each in inner)
+    return inner is not None and annotated(inner, path[1:])

@@ -1,0 +1,150 @@
+"""`deltashard-webhook` as a process, its configuration in the cluster, and what asks for it."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import urllib3
+import yaml
+from deltashard_operator.kube import cluster_name, webhook_configuration
+
+from tests.support.operator import sample
+from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
+from tests.support.server.minio_server import free_port, wait_for
+
+
+@dataclass
+class WebhookProcess:
+    """`deltashard-webhook` as the chart runs it, on loopback; `start` and `stop` as often as wanted."""
+
+    apiserver: ApiServer
+    directory: Path
+    drain_s: float = 0.5
+    authority: Authority = field(default_factory=Authority)
+    port: int = 0
+    metrics_port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, certificate: bool = True) -> None:
+        """Start and wait until it says that it is ready; without a certificate, until it is alive."""
+        self.port, self.metrics_port = self.port or free_port(), free_port()
+        (self.directory / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
+        if certificate:
+            put(self.directory, self.authority.issue())
+        flags = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "metrics-port": self.metrics_port,
+            "certificate-dir": self.directory,
+            "default-policy": self.directory / "policy.yaml",
+            "kubeconfig": self.apiserver.kubeconfig,
+            "drain-s": self.drain_s,
+        }
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "deltashard_operator.main", *(f"--{k}={v}" for k, v in flags.items())],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        page = "healthz" if certificate else "livez"
+        wait_for(lambda: self.get(page)[0] == 200, timeout_s=120, what="the webhook")
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and text of a plain page; status 0 when nobody answers."""
+        assert self.process is not None
+        assert self.process.poll() is None, (self.directory / "log").read_text()
+        with urllib3.PoolManager(retries=False, timeout=60.0) as http:
+            try:
+                reply = http.request("GET", f"http://127.0.0.1:{self.metrics_port}/{path}")
+            except urllib3.exceptions.HTTPError:
+                return 0, ""
+            return reply.status, reply.data.decode()
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End it; returns its exit status."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        status = self.process.wait(60)
+        self.process = None
+        return status
+
+    def client_config(self, *authorities: Authority) -> dict[str, Any]:
+        """How the API server reaches it."""
+        bundle = b"".join(each.pem for each in authorities or (self.authority,))
+        return {
+            "url": f"https://127.0.0.1:{self.port}{webhook_configuration.PATH}",
+            "caBundle": base64.b64encode(bundle).decode(),
+        }
+
+
+HOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+
+
+def job(name: str, annotations: dict[str, str] | None = None, **spec: Any) -> dict[str, Any]:
+    pod = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}], **spec}
+    metadata: dict[str, Any] = {"name": name}
+    if annotations is not None:
+        metadata["annotations"] = annotations
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata,
+        "spec": {"template": {"spec": pod}},
+    }
+
+
+def pod(name: str, annotations: dict[str, str] | None = None) -> dict[str, Any]:
+    found = job(name, annotations)
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": found["metadata"],
+        "spec": found["spec"]["template"]["spec"],
+    }
+
+
+def opted(**more: str) -> dict[str, str]:
+    return {cluster_name.POLICY: "default"} | {
+        cluster_name.PREFIX + key.replace("_", "-"): v for key, v in more.items()
+    }
+
+
+def has_sidecar(reply: Reply) -> bool:
+    spec = reply.document.get("spec", {})
+    inits = spec.get("template", {"spec": spec})["spec"].get("initContainers") or []
+    return any(c["name"] == cluster_name.SIDECAR for c in inits)
+
+
+@contextmanager
+def registered(rest: Rest, client_config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """The webhook's configuration in the cluster, in force; yields how to change where it points."""
+
+    def probe() -> Reply:
+        return rest.create(job("probe", opted()), dry_run=True)
+
+    document = webhook_configuration.mutating(client_config)
+    path = f"{HOOKS}/{webhook_configuration.CONFIGURATION}"
+    assert rest("POST", HOOKS, document).status == 201
+
+    def change(client_config: dict[str, Any]) -> None:
+        document = webhook_configuration.mutating(client_config)
+        document["metadata"]["resourceVersion"] = rest("GET", path).document["metadata"]["resourceVersion"]
+        assert rest("PUT", path, document).status == 200
+
+    try:
+        wait_for(lambda: probe().status != 201 or has_sidecar(probe()), what="the configuration in force")
+        yield change
+    finally:
+        assert rest("DELETE", path).status == 200
+        wait_for(lambda: probe().status == 201 and not has_sidecar(probe()), what="the configuration's end")
