@@ -54,16 +54,19 @@ def record(run_id: str, kind: str, api_version: str, name: str = "w") -> dict[st
     ],
 )
 def test_the_names_of_numbered_pods(numbering: Numbering, base: str, run: str, held: bool) -> None:
+    """A run is a numbered pod's when it is the base, the replica of a JobSet, and a number without leading zeros."""
     assert numbering.holds(base, run) is held
 
 
 def test_which_run_ids_a_name_may_be_a_pods_of() -> None:
+    """A name may end in one number, or in the two of a JobSet's pod, and in no more."""
     assert run_claim.bases("exp-1-2-3") == ("exp-1-2", "exp-1")
     assert run_claim.bases("exp-01") == ()
     assert run_claim.bases("exp") == ()
 
 
 def test_what_is_numbered() -> None:
+    """Indexed Jobs, StatefulSets and JobSets number their pods; a Job of another group is not known to."""
     assert run_claim.numbering_of_job(job("j")) is None
     assert run_claim.numbering_of_job(job("j", pods=3)) == Numbering(count=3)
     assert run_claim.numbering_of_job(job("ads-w-0", pods=3, owner=JOBSET)) == Numbering(
