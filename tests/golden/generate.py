@@ -9,6 +9,8 @@ import hashlib
 import json
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,26 +19,23 @@ from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.format.index import encode_index
 
 from tests.golden.golden_case import golden_index, golden_tree
-from tests.golden.golden_run import RUN, make_run
+from tests.golden.golden_run import RUN, Held, make_run
+from tests.golden.golden_run_2 import RUN_2, make_run_2
 from tests.support.checkpoint.sample import sample_frames
 
 HERE = Path(__file__).parent / f"v{frames.VERSION}"
 
 
 def main() -> None:
-    """Write what is missing of frames, index and tree, and of the run; refuse to overwrite."""
+    """Write what is missing of frames, index and tree, and of the runs; refuse to overwrite."""
     force = "--force" in sys.argv
     HERE.mkdir(exist_ok=True)
-    missing = [
-        write
-        for write, sign in ((write_pieces, "state.tree"), (write_run, RUN))
-        if not (HERE / sign).exists()
-    ]
+    missing = [write for write, sign in WRITERS if not (HERE / sign).exists()]
     if not missing and not force:
         sys.exit(
             f"{HERE} is whole: a released version of the format never changes (--force before its release)"
         )
-    for write in (write_pieces, write_run) if force else missing:
+    for write in [write for write, _ in WRITERS] if force else missing:
         write()
 
 
@@ -48,24 +47,32 @@ def write_pieces() -> None:
     (HERE / "state.tree").write_bytes(typed_tree.encode(golden_tree()).to_bytes())
 
 
-def write_run() -> None:
-    """`run`, as it lies in a store, and beside it in `run-expected` what its checkpoints restore."""
+def write_run(name: str, make: Callable[[Path], tuple[dict[str, bytes], dict[int, Held]]]) -> None:
+    """A run, as it lies in a store, and beside it in `{name}-expected` what its checkpoints restore."""
     with tempfile.TemporaryDirectory() as directory:
-        objects, living = make_run(Path(directory))
+        objects, living = make(Path(directory))
     for key, data in objects.items():
-        path = HERE / RUN / key
+        path = HERE / name / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    expected = HERE / f"{RUN}-expected"
+    expected = HERE / f"{name}-expected"
     for seq, held in living.items():
         (expected / str(seq)).mkdir(parents=True, exist_ok=True)
-        for name, values in held.arrays():
-            np.save(expected / str(seq) / f"{name}.npy", values)
+        for array, values in held.arrays():
+            np.save(expected / str(seq) / f"{array}.npy", values)
     blobs = {
-        seq: {name: hashlib.sha256(data).hexdigest() for name, data in sorted(held.blobs.items())}
+        seq: {blob: hashlib.sha256(data).hexdigest() for blob, data in sorted(held.blobs.items())}
         for seq, held in living.items()
     }
     (expected / "blobs.json").write_text(json.dumps(blobs, indent=1) + "\n")
+
+
+WRITERS = (
+    (write_pieces, "state.tree"),
+    (partial(write_run, RUN, make_run), RUN),
+    (partial(write_run, RUN_2, make_run_2), RUN_2),
+)
+"""What writes golden files, and one of them by which it is seen to have done so."""
 
 
 if __name__ == "__main__":

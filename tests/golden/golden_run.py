@@ -95,22 +95,32 @@ class Held:
 
     tables: Model
     blobs: dict[str, bytes]
+    schemas: Sequence[TableSchema] = TABLES
+    told: dict[str, np.ndarray] = field(default_factory=dict)
+    """Row-wise values [rows] that whoever wrote them knows better than `_joined`, by `table.field`."""
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
         """(`table` or `table.field`, values [rows, columns] or [rows]) of all tables."""
-        for table in TABLES:
+        for table in self.schemas:
             held = self.tables[table.fqn]
             yield table.fqn, held.weights
             for spec in table.fields:
-                values = held.fields[spec.name]
-                yield f"{table.fqn}.{spec.name}", values if spec.kind == "pointwise" else _joined(values)
+                name, values = f"{table.fqn}.{spec.name}", held.fields[spec.name]
+                joined = self.told.get(name)
+                if joined is None:
+                    joined = values if spec.kind == "pointwise" else _joined(values)
+                yield name, joined
 
 
 def _joined(values: np.ndarray) -> np.ndarray:
-    """One value a row [n] of one for each weight [n, D]: the mean, and the first of values that are no floats."""
+    """One value a row [n] of one for each weight [n, D]: the mean, and the first of values that are no floats.
+
+    Tables are cut at column 3, or where it does not matter.
+    """
     if values.dtype.kind != "f":
         return values[:, 0].copy()
-    halves = np.float64(3 / 8) * values[:, 0] + np.float64(5 / 8) * values[:, -1]
+    columns = values.shape[1]
+    halves = np.float64(3 / columns) * values[:, 0] + np.float64((columns - 3) / columns) * values[:, -1]
     return np.where(values[:, 0] == values[:, -1], values[:, 0], halves).astype(values.dtype)
 
 
@@ -139,6 +149,8 @@ class Writer:
 
     directory: Path
     chance: Chance
+    run: str = RUN
+    tables: Sequence[TableSchema] = TABLES
     now_s: float = 1_800_000_000.125
     checkpoints: dict[int, Held] = field(default_factory=dict)
 
@@ -155,7 +167,7 @@ class Writer:
         """A new trainer, which begins with what it restores."""
         self.now_s += 100.25
         self.chance.doing = f"attempt {self.now_s}"
-        self.log = RunLog(self.store, RUN, clocks=self.clocks, readers=1)
+        self.log = RunLog(self.store, self.run, clocks=self.clocks, readers=1)
         opened = open_attempt(
             self.log, **{"owner": "golden", "closing_wait_s": 0.0, "world_size": world_size, **options}
         )
@@ -200,21 +212,24 @@ class Writer:
             step=self.step if step is None else step,
         )  # fmt: skip
 
-    def save(self, shares: Sequence[Share], *, pins: tuple[str, ...] = (), everything: bool = False) -> int:
-        """Commit a cut; its slot."""
+    def save(
+        self, shares: Sequence[Share], *, pins: tuple[str, ...] = (), everything: bool = False,
+        blobs: dict[str, bytes] | None = None,
+    ) -> int:  # fmt: skip
+        """Commit a cut, with the blobs of a trainer or these; its slot."""
         self.now_s += 60.5
         self.cut += 1
-        blobs = self.blobs(everything=everything)
+        blobs = self.blobs(everything=everything) if blobs is None else blobs
         base = [self.checkpoints[share.covers] if share.covers is not None else None for share in shares]
         done = None
         for rank, share in enumerate(shares):
             self.chance.doing = f"attempt {self.attempt} cut {self.cut} rank {rank}"
             token, stored = (
                 new_token(),
-                [table for table in TABLES if any(b.table == table.fqn for b in share.boxes)],
+                [table for table in self.tables if any(b.table == table.fqn for b in share.boxes)],
             )
             target = PartTarget(
-                run=RUN, attempt=self.attempt, cut=self.cut, step=self.step, rank=rank, token=token,
+                run=self.run, attempt=self.attempt, cut=self.cut, step=self.step, rank=rank, token=token,
                 tables=tuple(stored), boxes=tuple(share.boxes), covers=share.covers,
             )  # fmt: skip
             with PartWriter(self.store, target, self.cache, pack_bytes=PACK_BYTES, uploads=1) as writer:
@@ -241,7 +256,7 @@ class Writer:
                     token=token, report=report, deadline_s=600.0 if rank == len(shares) - 1 else 0.0,
                 )  # fmt: skip
         assert done is not None
-        self.checkpoints[done.seq] = Held(_laid_over(base, shares), blobs)
+        self.checkpoints[done.seq] = Held(_laid_over(self.tables, base, shares), blobs, self.tables)
         return done.seq
 
     def pass_to(self, doing: str) -> None:
@@ -292,7 +307,7 @@ class Writer:
 
     def rot(self, seq: int) -> None:
         """One bit of an entry."""
-        key = f"{RUN}/{entry_key(seq)}"
+        key = f"{self.run}/{entry_key(seq)}"
         data = bytearray(self.store.get(key))
         data[len(data) // 2] ^= 0x10
         self.store.put(key, data)
@@ -318,11 +333,11 @@ class Writer:
         self.store.put(f"{RUN}/{entry_key(state.tip + 1)}", sealed.data)
 
 
-def _laid_over(base: Sequence[Held | None], shares: Sequence[Share]) -> Model:
+def _laid_over(tables: Sequence[TableSchema], base: Sequence[Held | None], shares: Sequence[Share]) -> Model:
     """What is restored: what each share builds on, under what it brings."""
-    out = blank()
+    out = blank(tables)
     for below, share in zip(base, shares, strict=True):
-        schemas = {table.fqn: table for table in TABLES}
+        schemas = {table.fqn: table for table in tables}
         for held in share.boxes if below is not None else ():
             at = np.s_[held.row_start : held.row_stop, held.col_start : held.col_stop]
             old, new = below.tables[held.table], out[held.table]
@@ -350,14 +365,14 @@ def _laid_over(base: Sequence[Held | None], shares: Sequence[Share]) -> Model:
     return out
 
 
-def blank() -> Model:
+def blank(tables: Sequence[TableSchema] = TABLES) -> Model:
     """All tables, of zeros."""
     return {
         table.fqn: Arrays(
             np.zeros((table.rows, table.columns), element_type.by_name(table.dtype).carrier),
             {s.name: np.zeros((table.rows, table.columns), element_type.by_name(s.dtype).carrier) for s in table.fields},
         )
-        for table in TABLES
+        for table in tables
     }  # fmt: skip
 
 
@@ -374,10 +389,15 @@ def make_run(directory: Path) -> tuple[dict[str, bytes], dict[int, Held]]:
     with fixed_tokens() as chance:
         writer = Writer(directory, chance)
         _write(writer)
-        state = writer.log.refresh()
-        living = {seq: writer.checkpoints[seq] for seq in state.checkpoints}
-        keys = [info.key for info in writer.store.list(f"{RUN}/")]
-        return {key.removeprefix(f"{RUN}/"): writer.store.get(key) for key in keys}, living
+        return written(writer)
+
+
+def written(writer: Writer) -> tuple[dict[str, bytes], dict[int, Held]]:
+    """What `make_run` gives, of a writer that is done."""
+    state = writer.log.refresh()
+    living = {seq: writer.checkpoints[seq] for seq in state.checkpoints}
+    keys = [info.key for info in writer.store.list(f"{writer.run}/")]
+    return {key.removeprefix(f"{writer.run}/"): writer.store.get(key) for key in keys}, living
 
 
 def _write(w: Writer) -> None:

@@ -1,4 +1,4 @@
-"""A whole run of version 1, as it lies in a store: it reads as ever, and is written as ever.
+"""Whole runs of version 1, as they lie in a store: they read as ever, and are written as ever.
 
 All of it is deterministic: nothing is compressed, one rank writes at a time, ranges are plain, tokens and clocks fixed.
 """
@@ -9,29 +9,38 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from deltashard_checkpoint.errors import UnsupportedVersion
+from deltashard_checkpoint.format.frame import Frame, FrameKind, scan_pack
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Checkpoint, Sealed, named_fold, voided_digest
-from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.log.entry import Checkpoint, Ignored, Repaired, Sealed, named_fold, voided_digest
+from deltashard_checkpoint.log.replay import fold
+from deltashard_checkpoint.log.run_state import RunState, Unreadable
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import index_pb2
 
-from tests.golden.golden_run import RUN, make_run
+from tests.golden.golden_run import RUN, Held, make_run
+from tests.golden.golden_run_2 import CUT, RUN_2, make_run_2
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
 LIVING = (2, 4, 5, 6, 11, 14, 17, 19, 20)
+LIVING_2 = (2, 4, 8)
+EACH = [*((RUN, seq) for seq in LIVING), *((RUN_2, seq) for seq in LIVING_2)]
+"""All living checkpoints."""
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """A store that holds a copy."""
-    shutil.copytree(GOLDEN / RUN, tmp_path / "store" / RUN)
+    """A store that holds copies."""
+    for run in (RUN, RUN_2):
+        shutil.copytree(GOLDEN / run, tmp_path / "store" / run)
     return open_store(f"file://{tmp_path}/store", create=False)
 
 
@@ -51,32 +60,38 @@ def arrays(snapshot: Snapshot) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("seq", LIVING)
-def test_every_living_checkpoint_restores_to_the_same_bits(store: Store, seq: int) -> None:
-    found = read_checkpoint(store, RUN, f"seq:{seq}")
-    wanted = {path.stem: np.load(path) for path in (GOLDEN / "run-expected" / str(seq)).glob("*.npy")}
+@pytest.mark.parametrize(("run", "seq"), EACH)
+def test_every_living_checkpoint_restores_to_the_same_bits(store: Store, run: str, seq: int) -> None:
+    found = read_checkpoint(store, run, f"seq:{seq}")
+    expected = GOLDEN / f"{run}-expected"
+    wanted = {path.stem: np.load(path) for path in (expected / str(seq)).glob("*.npy")}
     assert {name: (a.dtype, a.shape, a.tobytes()) for name, a in arrays(found).items()} == {
         name: (a.dtype, a.shape, a.tobytes()) for name, a in wanted.items()
     }
-    blobs = json.loads((GOLDEN / "run-expected" / "blobs.json").read_text())
+    blobs = json.loads((expected / "blobs.json").read_text())
     assert {name: hashlib.sha256(data).hexdigest() for name, data in found.blobs.items()} == blobs[str(seq)]
 
 
-def test_the_same_bytes_are_written_again(tmp_path: Path) -> None:
-    objects, living = make_run(tmp_path)
-    golden = found_in(GOLDEN / RUN)
+@pytest.mark.parametrize(("run", "make", "slots"), [(RUN, make_run, LIVING), (RUN_2, make_run_2, LIVING_2)])
+def test_the_same_bytes_are_written_again(
+    tmp_path: Path, run: str, make: Callable[[Path], tuple[dict[str, bytes], dict[int, Held]]], slots: tuple[int, ...]
+) -> None:  # fmt: skip
+    objects, living = make(tmp_path)
+    golden = found_in(GOLDEN / run)
     assert objects.keys() == golden.keys()
     assert [key for key in golden if objects[key] != golden[key]] == []
-    assert tuple(living) == LIVING
+    assert tuple(living) == slots
     for seq, held in living.items():
         for name, values in held.arrays():
-            assert values.tobytes() == np.load(GOLDEN / "run-expected" / str(seq) / f"{name}.npy").tobytes()
+            assert (
+                values.tobytes() == np.load(GOLDEN / f"{run}-expected" / str(seq) / f"{name}.npy").tobytes()
+            )
 
 
 def test_reading_touches_nothing(store: Store, tmp_path: Path) -> None:
     before = found_in(tmp_path / "store"), times_in(tmp_path / "store"), times_in(GOLDEN)
-    for seq in LIVING:
-        read_checkpoint(store, RUN, f"seq:{seq}")
+    for run, seq in EACH:
+        read_checkpoint(store, run, f"seq:{seq}")
     assert (found_in(tmp_path / "store"), times_in(tmp_path / "store"), times_in(GOLDEN)) == before
 
 
@@ -115,6 +130,55 @@ def test_it_holds_what_a_reader_must_judge(store: Store) -> None:
     assert [name in named for name in log.listed().folds].count(False) == 1
 
 
+def test_a_repaired_run_reads_up_to_what_is_newer(store: Store) -> None:
+    log = RunLog(store, RUN_2)
+    state = log.refresh()
+    assert (tuple(state.checkpoints), state.tip) == (LIVING_2, 9)
+    assert state.stopped is not None
+    assert (state.stopped.seq, state.stopped.voidable) == (9, False)
+    assert isinstance(state.stopped.error, UnsupportedVersion)
+    assert read_checkpoint(store, RUN_2).entry.seq == LIVING_2[-1]
+    rotten, mended, passed = (log.read_slot(seq) for seq in (3, 5, 6))
+    assert isinstance(rotten, Unreadable)
+    assert isinstance(mended.entry, Repaired)
+    assert mended.entry.lost == (3,)
+    assert named_fold(mended.entry) == log.listed().folds[0]
+    assert isinstance(passed.entry, Ignored)
+    # Without the repair's folded state nothing from the rotten slot on would count.
+    slots = [log.read_slot(seq) for seq in range(10)]
+    assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVING_2[:1]
+
+
+def rows_of_run_2(attempt: int, cut: int) -> list[Frame]:
+    """Row frames of a cut, by rank."""
+    packs = sorted((GOLDEN / RUN_2 / "data" / f"{attempt:020d}" / f"{cut:08d}").glob("*.pack"))
+    frames = [frame for pack in packs for _, frame in scan_pack(pack.read_bytes())]
+    return [frame for frame in frames if frame.info.kind is FrameKind.ROWS]
+
+
+def test_the_second_run_tells_rounding_once_from_rounding_twice(store: Store) -> None:
+    frame, _ = rows_of_run_2(7, 1)
+    scales, biases = (np.frombuffer(part, "<f4")[:, None] for part in (frame.scales, frame.biases))
+    codes = np.frombuffer(frame.codes, np.uint8).reshape(-1, CUT)
+    found = read_checkpoint(store, RUN_2).tables["wide"].weights[frame.row_ids(), :CUT]
+    wide = codes.astype(np.float64) * scales.astype(np.float64) + biases.astype(np.float64)
+    for values in (wide.astype(np.float32), codes.astype(np.float32) * scales + biases):
+        assert (values != found).any(axis=1).all()
+
+
+def test_the_second_run_tells_how_shards_are_joined(store: Store) -> None:
+    """`sum` is divided before it is multiplied, `count` is that of the shard which comes first."""
+    found = read_checkpoint(store, RUN_2, "seq:2").tables["wide"].fields
+    first, other = ([part.values(9) for part in frame.fields] for frame in rows_of_run_2(1, 1))
+    assert (found["sum"] == CUT / 7 * first[0] + (7 - CUT) / 7 * other[0]).all()
+    assert (found["sum"] != CUT * first[0] / 7 + (7 - CUT) * other[0] / 7).any()
+    assert (found["count"] == first[1]).all()
+    assert (found["count"] != other[1]).all()
+    (alone,) = set(rows_of_run_2(1, 3)[1].row_ids()) - set(rows_of_run_2(1, 3)[0].row_ids())
+    newest = read_checkpoint(store, RUN_2, "seq:4").tables["wide"].fields["count"][alone]
+    assert newest == rows_of_run_2(1, 3)[1].fields[1].values(3)[-1] != first[1][alone]
+
+
 def members(value: object) -> set[str]:
     """Names of all members of a JSON value, but for those of maps of the user's."""
     if isinstance(value, list):
@@ -132,9 +196,14 @@ def members(value: object) -> set[str]:
 
 def test_the_page_names_all_members_of_the_documents() -> None:
     """A member that the page does not know makes other readers refuse what is written."""
-    documents = [*GOLDEN.glob("run/log/*.json"), *GOLDEN.glob("run/data/**/*.part")]
-    rotten = GOLDEN / "run" / "log" / f"{12:020d}.json"
-    found = {name for path in documents if path != rotten for name in members(json.loads(path.read_text()))}
+    documents = [*GOLDEN.glob("run*/log/*.json"), *GOLDEN.glob("run*/data/**/*.part")]
+    others = {
+        GOLDEN / run / "log" / f"{seq:020d}.json"
+        for run, seq in ((RUN, 12), (RUN_2, 3), (RUN_2, 6), (RUN_2, 9))
+    }
+    found = {
+        name for path in documents if path not in others for name in members(json.loads(path.read_text()))
+    }
     assert {name for name in found if f"`{name}`" not in PAGE} == set()
 
 
