@@ -24,8 +24,9 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1 import trainer_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from deltashard_sidecar.save_service import Refused
 from deltashard_sidecar.session.session import UnknownSession
-from deltashard_sidecar.sidecar import RankTaken, Refused, Sidecar
+from deltashard_sidecar.sidecar import RankTaken, Sidecar
 
 SERVICE = "deltashard.v1.Trainer"
 MAX_MESSAGE_BYTES = 64 << 20
@@ -85,14 +86,14 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
 
     def Notify(self, request: pb.NotifyRequest, context: grpc.ServicerContext) -> pb.NotifyReply:  # noqa: ARG002, N802 - gRPC
         """See trainer.proto."""
-        return pb.NotifyReply(trainers=self._sidecar.notify(request.reason, request.deadline_s))
+        return pb.NotifyReply(trainers=self._sidecar.control.notify(request.reason, request.deadline_s))
 
     def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Notice]:  # noqa: N802 - gRPC
         """See trainer.proto."""
         try:
             session = self._sidecar.sessions.get(request.session)
             context.add_callback(session.notices.poke)
-            yield from self._sidecar.watch(request.session, context.is_active)
+            yield from self._sidecar.control.watch(request.session, context.is_active)
         except DeltashardError as error:
             self._fail("watch", context, error)
 
@@ -107,8 +108,7 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             return
         session_id = first.ready.session if kind == "ready" else first.begin.session
         try:
-            self._sidecar.hold_stream(session_id, context.cancel)
-            try:
+            with self._sidecar.stream(session_id, context.cancel):
                 begin = _begin(first, requests)
                 if begin is None:
                     return
@@ -117,8 +117,6 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
                 name = f"save-{save.cut.attempt}-{save.cut.cut}"
                 threading.Thread(target=save.read, args=(requests,), name=name, daemon=True).start()
                 yield from save.replies()
-            finally:
-                self._sidecar.drop_stream(session_id, context.cancel)
         except Refused as refused:
             yield refused.reply
         except DeltashardError as error:
@@ -134,13 +132,10 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             return
         want = first.want
         try:
-            session = self._sidecar.hold_stream(want.session, context.cancel)
+            with self._sidecar.stream(want.session, context.cancel) as session:
+                yield from self._sidecar.restore(session, want, requests, context.is_active)
         except DeltashardError as error:
             self._fail("restore", context, error)
-        try:
-            yield from self._sidecar.restore(session, want, requests, context.is_active)
-        finally:
-            self._sidecar.drop_stream(want.session, context.cancel)
 
 
 def _begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> pb.SaveRequest.Begin | None:

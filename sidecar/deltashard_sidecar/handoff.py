@@ -13,10 +13,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from deltashard_sidecar.run.run import Run
+from deltashard_sidecar.run.run import Run
 
 END_DEADLINE_S = 4.0
 

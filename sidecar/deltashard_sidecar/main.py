@@ -26,7 +26,8 @@ from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
-from deltashard_sidecar.save import lifecycle
+from deltashard_sidecar.save import lifecycle as save_lifecycle
+from deltashard_sidecar.session import lifecycle as session_lifecycle
 
 if TYPE_CHECKING:
     from deltashard_sidecar.fleet.fleet_stream import Fleet
@@ -131,7 +132,7 @@ def _serve(config: settings.Settings, log: Logger) -> int:
         if not sidecar.tick():
             log.info("sidecar.lingered", linger_s=config.linger_s)
             break
-    log.info("sidecar.stopping", in_flight=len(sidecar.in_flight()))
+    log.info("sidecar.stopping", in_flight=len(sidecar.flights.in_flight()))
     server.stopping()
     sidecar.terminate(hurry)
     if fleet is not None:
@@ -157,11 +158,11 @@ def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: L
     fleet = Fleet(
         config,
         beat=Standing(sidecar).heartbeat,
-        follow=sidecar.follow,
-        save_now=lambda asked: sidecar.save_now(
+        follow=sidecar.control.follow,
+        save_now=lambda asked: sidecar.control.save_now(
             asked.reason, urgent=asked.urgent, deadline_s=asked.deadline_s
         ),
-        acknowledge=sidecar.reports.incidents.acknowledge,
+        acknowledge=sidecar.activity.incidents.acknowledge,
         metrics=metrics,
         log=log,
     )
@@ -216,7 +217,8 @@ def reference(argv: Sequence[str]) -> int:
     """Write the generated pages of the reference into a directory."""
     directory = Path(argv[0] if argv else "docs/reference")
     (directory / "sidecar-settings.md").write_text(settings.reference())
-    (directory / "save-lifecycle.md").write_text(lifecycle.reference())
+    (directory / "save-lifecycle.md").write_text(save_lifecycle.reference())
+    (directory / "session-lifecycle.md").write_text(session_lifecycle.reference())
     return 0
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.cache.cache_dir import sweep
 from deltashard_checkpoint.errors import DeltashardError
@@ -27,10 +26,8 @@ from deltashard_checkpoint.maintenance.garbage_collection import collect, debris
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 
+from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
-
-if TYPE_CHECKING:
-    from deltashard_sidecar.run.run import Run
 
 ROUND_DEADLINE_S = 300.0
 LEARN_DEADLINE_S = 30.0

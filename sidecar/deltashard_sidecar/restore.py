@@ -17,7 +17,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError
@@ -35,11 +34,9 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.block import Use
-from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.run.run import Run
+from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
-
-if TYPE_CHECKING:
-    from deltashard_sidecar.run.run import Run
 
 PREFETCH_BYTES = 32 << 20
 FETCH_THREADS = 4
@@ -99,13 +96,13 @@ class Restore:
     """One Restore call."""
 
     def __init__(
-        self, *, run: Run, session: Session, want: pb.RestoreRequest.Want, keeper: ArenaKeeper, log: Logger
+        self, *, run: Run, who: Attachment, want: pb.RestoreRequest.Want, keeper: ArenaKeeper, log: Logger
     ) -> None:
         self._run = run
-        self._session = session
+        self._who = who
         self._want = want
         self._keeper = keeper
-        self._log = log.bind(seq=want.seq, rank=session.rank)
+        self._log = log.bind(seq=want.seq, rank=who.rank)
         self._blocks: dict[int, int] = {}
         self._places: list[tuple[int, int, bool]] = []
         self._next = 0
@@ -125,7 +122,7 @@ class Restore:
         if want.from_run and want.from_run != self._run.name:
             log = RunLog(self._run.store, want.from_run)
         else:
-            log = self._run.log_of(self._session)
+            log = self._run.log_of(self._who)
         state = log.state
         if want.seq not in state.checkpoints:
             state = log.refresh(deadline_s=settings.restore_deadline_s)
@@ -134,8 +131,7 @@ class Restore:
         wanted: dict[str, list[Box]] = {}
         for message in want.boxes:
             wanted.setdefault(message.table, []).append(box_of(message))
-        schemas = {table.fqn: table for table in self._session.tables}
-        ahead, self._session.ahead = self._session.ahead, None
+        schemas = {table.fqn: table for table in self._who.tables}
         plan = plan_restore(
             self._run.store,
             state,
@@ -145,7 +141,7 @@ class Restore:
             strict=not want.lenient,
             mapping=dict(want.mapping),
             weights_only=want.weights_only,
-            indexes=None if ahead is None else ahead.take(),
+            indexes=self._run.read_ahead(self._who),
             deadline_s=settings.restore_deadline_s,
         )
         return state, plan
@@ -258,7 +254,7 @@ class Restore:
         number, offset, _ = self._places[self._next]
         if number not in self._blocks:
             gives_up = self._gives_up if wait else _at_once()
-            block = self._keeper.take_serving(self._session.local_rank, give_up=gives_up)
+            block = self._keeper.take_serving(self._who.local_rank, give_up=gives_up)
             if block is None:
                 if wait:
                     raise RestoreStopped("no block came free: the trainer stopped reading", where="restore")
@@ -276,7 +272,7 @@ class Restore:
             for request in requests:
                 self._heard_s = time.monotonic()
                 for block in request.freed.blocks:
-                    self._keeper.served(self._session.local_rank, block)
+                    self._keeper.served(self._who.local_rank, block)
             self._clean = True
         except Exception as error:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
             self._log.debug("restore.stream_broke", **explain(error))
@@ -289,9 +285,9 @@ class Restore:
         while alive() and not self._over.wait(0.2) and time.monotonic() < until:
             pass
         if self._over.is_set() and self._clean:
-            self._keeper.read_all(self._session.local_rank)
+            self._keeper.read_all(self._who.local_rank)
         else:
-            self._keeper.quarantine(self._session.local_rank, Use.SERVING)
+            self._keeper.quarantine(self._who.local_rank, Use.SERVING)
 
 
 def _failed(cause: Cause, message: str) -> pb.RestoreReply:

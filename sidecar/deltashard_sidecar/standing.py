@@ -1,4 +1,4 @@
-"""How this sidecar stands, as its heartbeat says it.
+"""State of this sidecar, as its heartbeat says it.
 
 Called from the fleet's thread, and it only reads: a handful of the pipeline's attributes, and the newest log state any
 handle has seen.
@@ -17,19 +17,19 @@ from deltashard_sidecar.sidecar import Sidecar
 
 
 class Standing:
-    """Of one sidecar."""
+    """State of one sidecar, read."""
 
     def __init__(self, sidecar: Sidecar) -> None:
         self._sidecar = sidecar
         self._sizes: tuple[int, int, int] = (-1, 0, 0)
 
     def heartbeat(self) -> fleet.Heartbeat:
-        """How it stands now."""
-        sidecar, reports = self._sidecar, self._sidecar.reports
+        """The state now."""
+        sidecar, activity = self._sidecar, self._sidecar.activity
         run, sessions = sidecar.run, sidecar.sessions.all()
         state = run.state()
-        in_force = sidecar.in_force
-        opened = [s for s in sessions if s.attempt is not None]
+        in_force = sidecar.control.in_force
+        opened = [s for s in sessions if s.attempt.number is not None]
         beat = fleet.Heartbeat(
             run=run.name if run.named.is_set() else "",
             phase=heartbeats.phase(
@@ -37,39 +37,42 @@ class Standing:
                 attached=len(sessions),
                 opened=len(opened) == len(sessions),
                 restoring=any(self._restores_now(s) for s in opened),
-                saving=bool(sidecar.in_flight()),
-                closed=reports.closed_in_order,
+                saving=bool(sidecar.flights.in_flight()),
+                closed=activity.closed_in_order,
             ),
             ranks=[
-                fleet.Rank(rank=s.rank, world_size=s.world_size, step=sidecar.keeper.step_of(s.local_rank))
-                for s in sessions
+                fleet.Rank(
+                    rank=who.rank, world_size=who.world_size, step=sidecar.keeper.step_of(who.local_rank)
+                )
+                for who in (s.who for s in sessions)
             ],
-            attempt=max((s.attempt or 0 for s in opened), default=0),
+            attempt=max((s.attempt.number or 0 for s in opened), default=0),
             policy=in_force.policy.message(),
-            saves_failed=reports.saves_failed,
-            saves_failed_in_a_row=reports.failed_in_a_row,
-            restores=reports.restores,
+            saves_failed=activity.saves_failed,
+            saves_failed_in_a_row=activity.failed_in_a_row,
+            restores=activity.restores,
             store_ok=run.health.store_ok,
             credentials_ok=run.health.credentials_ok,
             directive=in_force.generation,
-            incidents=reports.incidents.kept(),
+            incidents=activity.incidents.kept(),
         )
         beat.stored_bytes, beat.checkpoints = self._held(state)
         newest = state.newest()
         if newest is not None:
-            mine = next((s.last_commit for s in opened if s.last_commit is not None), None)
-            own = (
-                mine is not None and mine.seq == newest.seq
-            )  # it says how long the commit took, the log does not
+            commits = (s.attempt.last_commit for s in opened)
+            mine = next((commit for commit in commits if commit is not None), None)
+            # Our own says how long the commit took, the log does not.
+            own = mine is not None and mine.seq == newest.seq
             beat.last_commit.CopyFrom(mine if own and mine is not None else commit_message(newest))
             beat.last_commit_at_s = newest.at_s
         return beat
 
     def _restores_now(self, session: Session) -> bool:
         """Until every row is there; a trainer that steps has what it wanted."""
-        if session.restored or not session.resumed:
+        attempt = session.attempt
+        if attempt.restored or not attempt.resumed:
             return False
-        return self._sidecar.keeper.step_time_s(session.local_rank) < session.opened_at_s
+        return self._sidecar.keeper.step_time_s(session.who.local_rank) < attempt.asked_at_s
 
     def _held(self, state: RunState) -> tuple[int, int]:
         """(bytes, checkpoints) live in the store, counted anew only when the log went on."""

@@ -1,8 +1,9 @@
 """What trainers are told to do: when to save, under which policy, and that somebody else trains now.
 
-The half of the sidecar that speaks to its trainers, by two roads: the control line, which `Checkpointer.step()` reads
-without a system call, and the notices of Watch. It hears from the timer, from the hook of a pod that stops
-(`notify`), and from the controller (`follow`, `save_now`).
+It speaks to the trainers by two roads: the control line, which `Checkpointer.step()` reads without a system call, and
+the notices of Watch. It hears from the timer, from the hook of a pod that stops (`notify`), from the controller
+(`follow`, `save_now`) and from saves that begin and end. Its lock covers the policy in force, the timers of all
+sessions, their control lines and how each rank's last save ended; it is never held while waiting.
 """
 
 from __future__ import annotations
@@ -14,91 +15,164 @@ from collections.abc import Callable, Iterator
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import UserError
 from deltashard_proto.arena_layout import NEVER
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
-from deltashard_sidecar.fleet.activity import Reports
-from deltashard_sidecar.fleet.directive import KEY, Directive, InForce, Policy, recorded
+from deltashard_sidecar.fleet.activity import FENCED
 from deltashard_sidecar.handoff import Closings
+from deltashard_sidecar.policy import KEY, Directive, InForce, Policy, recorded
 from deltashard_sidecar.run.run import Run
+from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.session import notice as notices
+from deltashard_sidecar.session.schedule import Schedule
 from deltashard_sidecar.session.session import Session, Sessions
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 
-class Orders:
-    """Sessions, what holds for them, and what they are told; `Sidecar` builds on it."""
+class TrainerControl:
+    """What holds for the attached trainers, and what they are told. Thread-safe."""
 
     def __init__(
-        self, settings: Settings, *, keeper: ArenaKeeper, run: Run, metrics: Metrics, log: Logger
+        self,
+        settings: Settings,
+        *,
+        sessions: Sessions,
+        flights: Flights,
+        closings: Closings,
+        keeper: ArenaKeeper,
+        run: Run,
+        metrics: Metrics,
+        log: Logger,
     ) -> None:
-        self.settings = settings
-        self.keeper = keeper
-        self.run = run
-        self.metrics = metrics
-        self.log = log
-        self.sessions = Sessions()
-        self.stopping = False
-        self.in_force = InForce(started_with=Policy.of(settings))
-        self.reports = Reports(run.incidents)
-        self.closings = Closings(run)
+        self._workload = settings.workload_uid
+        self._sessions = sessions
+        self._flights = flights
+        self._closings = closings
+        self._keeper = keeper
+        self._run = run
+        self._metrics = metrics
+        self._log = log
         self._lock = threading.Lock()
-        self._saves: dict[int, Save] = {}
+        self._in_force = InForce(started_with=Policy.of(settings))
+        self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
+        """Local rank -> (attempt, how its last save ended): for a session that comes too late to be told."""
+
+    @property
+    def in_force(self) -> InForce:
+        """Policy and directive that hold now."""
+        return self._in_force
+
+    # Trainers that come.
+
+    def admit(self, request: pb.AttachRequest) -> Session:
+        """A new session, under the policy in force; the rank's older one must have been closed."""
+        rank = request.local_rank
+        with self._lock:  # a directive comes before all of this or finds the session
+            policy, now_s = self._in_force.policy, time.monotonic()
+            schedule = Schedule(every_s=policy.every_s, every_steps=policy.every_steps, anchor_s=now_s)
+            if request.HasField("attempt"):
+                schedule = schedule.opened(now_s=now_s, step=self._keeper.step_of(rank))
+            session = self._sessions.add(request, schedule)
+            # Its last session may have ended before it read how its last save did.
+            attempt, notice = self._outcomes.get(rank, (None, None))
+            if notice is not None and attempt == session.attempt.number:
+                session.notices.post(notice)
+        return session
+
+    def opened(self, session: Session, reply: pb.OpenReply) -> None:
+        """An attempt was opened for a session."""
+        with self._lock:
+            session.opened(reply)
+            session.timer.opened(now_s=time.monotonic(), step=reply.step)
 
     # What the controller says.
 
     def follow(self, directive: Directive) -> None:
         """Go on under `directive`, unless it is not newer than what is in force. No save is touched that has begun."""
         with self._lock:
-            before = self.in_force
-            self.in_force = after = before.after(directive)
-            sessions = self.sessions.all()
+            before = self._in_force
+            self._in_force = after = before.after(directive)
+            sessions = self._sessions.all()
             for session in sessions:
-                session.schedule = session.schedule.paced(
-                    every_s=after.policy.every_s, every_steps=after.policy.every_steps
-                )
+                session.timer.paced(every_s=after.policy.every_s, every_steps=after.policy.every_steps)
         if after is before:
             return
-        self.metrics.directives.inc()
-        self.log.info("directive.followed", generation=directive.generation, policy=str(after.policy))
+        self._metrics.directives.inc()
+        self._log.info("directive.followed", generation=directive.generation, policy=str(after.policy))
         for session in sessions:
             session.notices.post(notices.policy(after.policy.message()))
             self.direct(session)
 
-    def _adopt(self, session: Session) -> None:
+    def adopt(self, session: Session) -> None:
         """Follow what this workload's newest commit was told, should no controller say so (again)."""
-        newest = self.run.log_of(session).state.newest()
+        newest = self._run.log_of(session.who).state.newest()
         text = None if newest is None else newest.metadata.get(KEY)
         if text is None:
             return
         try:
             directive = recorded(text)
         except UserError as error:
-            self.explain("directive.unreadable", error)
+            self._log.warning("directive.unreadable", **explain(error))
             return
-        if directive.workload == self.settings.workload_uid:
+        if directive.workload == self._workload:
             self.follow(directive)
 
     def save_now(self, reason: str, *, urgent: bool, deadline_s: float) -> int:
         """Have the trainers save at their next step; returns how many were told."""
         if urgent:
             return self.notify(reason, deadline_s)
-        told = [s for s in self.sessions.all() if s.rank == 0 and s.attempt is not None and not s.fenced]
+        told = [s for s in self._sessions.all() if s.who.rank == 0 and s.may_commit]
         for session in told:
             session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=False))
-        self.log.info("save.asked", reason=reason, trainers=len(told))
+        self._log.info("save.asked", reason=reason, trainers=len(told))
         return len(told)
+
+    # Saves.
+
+    def begins(self, session: Session, *, step: int, urgent: bool) -> None:
+        """A save of the session begins: its interval starts anew."""
+        with self._lock:
+            session.timer.began(now_s=time.monotonic(), step=step, urgent=urgent)
+
+    def ended(self, save: Save) -> None:
+        """A save committed or failed: its trainer is told, and its timer goes on."""
+        attempt, rank = save.cut.attempt, save.who.local_rank
+        cause, message = save.failure
+        if save.commit is not None:
+            notice = notices.committed(save.commit)
+        else:
+            notice = notices.save_failed(save.cut.cut, cause, message)
+        with self._lock:
+            session = self._sessions.of_rank(rank)
+            self._outcomes[rank] = attempt, notice
+            if session is None or session.attempt.number != attempt:
+                return
+            session.timer.ended()
+        if save.commit is not None:
+            session.attempt.committed(attempt, save.commit)
+        elif cause in FENCED:
+            session.fenced(cause, message)
+        if (fence := session.fence) is not None:
+            by = self._run.newest_attempt(session.who)
+            taken_over = fence.cause is Cause.TAKEN_OVER
+            session.notices.post(notices.fenced(attempt, by, fence.why, taken_over=taken_over))
+        session.notices.post(notice)
+        self.direct(session)
+
+    def awaits_urgent(self, attempt: int) -> bool:
+        """Whether a trainer of this attempt was told to save at once and has not begun."""
+        return any(s.timer.urgent and s.attempt.number == attempt for s in self._sessions.all())
 
     # Notices and the control line.
 
     def watch(self, session_id: str, alive: Callable[[], bool]) -> Iterator[pb.Notice]:
         """Notices of a session until it ends or `alive()` is false."""
-        session = self.sessions.get(session_id)
-        session.watchers += 1
-        try:
+        session = self._sessions.get(session_id)
+        with session.presence.sign():
             for notice in session.notices.read(alive):
                 acknowledges = notice.WhichOneof("kind") == "committed"
                 if acknowledges:
@@ -106,44 +180,40 @@ class Orders:
                 yield notice
                 if acknowledges:
                     crash_point("ack.after_send")
-        finally:
-            session.watchers -= 1
 
     def notify(self, reason: str, deadline_s: float) -> int:
         """Have every trainer with an open attempt save now; returns how many were told."""
         told = 0
-        for session in self.sessions.all():
-            if session.attempt is not None and not session.fenced:
-                session.urgent_reason = reason
-                self.closings.begin((session.attempt,))
+        for session in self._sessions.all():
+            attempt = session.attempt.number
+            if attempt is not None and session.may_commit:
+                with self._lock:
+                    session.timer.hurry(reason)
+                self._closings.begin((attempt,))
                 session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=True))
                 self.direct(session)
                 told += 1
-        self.log.info("notified", reason=reason, deadline_s=deadline_s, trainers=told)
+        self._log.info("notified", reason=reason, deadline_s=deadline_s, trainers=told)
         return told
+
+    def direct_all(self) -> None:
+        """Write the control lines of all trainers."""
+        for session in self._sessions.all():
+            self.direct(session)
 
     def direct(self, session: Session) -> None:
         """Write the control line of one trainer."""
-        rank = session.local_rank
+        rank = session.who.local_rank
         with self._lock:
             if session.closed:
                 return
-            now_s, step = time.monotonic(), self.keeper.step_of(rank)
-            before = session.schedule.skipped
-            session.schedule, at = session.schedule.advance(now_s=now_s, step=step)
-            self.metrics.skipped.inc(session.schedule.skipped - before)
-            running = self._saves.get(rank)
-            urgent = bool(session.urgent_reason) and (
+            step = self._keeper.step_of(rank)
+            at, skipped = session.timer.advance(now_s=time.monotonic(), step=step)
+            self._metrics.skipped.inc(skipped)
+            running = self._flights.of_rank(rank)
+            urgent = bool(session.timer.urgent) and (
                 running is None or running.over.is_set() or running.staging
             )
             # Ranks cut together: only rank 0 hears the timer, the others hear rank 0.
-            due = at if session.rank == 0 else NEVER
-            self.keeper.direct(rank, save_at_step=step if urgent else due, urgent=urgent)
-
-    def in_flight(self) -> list[Save]:
-        """Saves that have not ended."""
-        return [save for save in list(self._saves.values()) if not save.over.is_set()]
-
-    def explain(self, event: str, error: BaseException) -> None:
-        """Log an error that was answered to a caller."""
-        self.log.warning(event, **explain(error))
+            due = at if session.who.rank == 0 else NEVER
+            self._keeper.direct(rank, save_at_step=step if urgent else due, urgent=urgent)

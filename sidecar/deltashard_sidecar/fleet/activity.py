@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard_sidecar.save.save import Save
+from deltashard_sidecar.session.session import Session
 from deltashard_sidecar.telemetry.incident import Incidents
-
-if TYPE_CHECKING:
-    from deltashard_sidecar.save.save import Save
-    from deltashard_sidecar.session.session import Session
 
 FENCED = frozenset({Cause.FENCED, Cause.TAKEN_OVER})
 """Causes of a save's failure that end the trainer's run."""
 
 
-class Reports:
+class Activity:
     """Counters and incidents of one sidecar. Thread-safe."""
 
     def __init__(self, incidents: Incidents) -> None:
@@ -40,20 +37,21 @@ class Reports:
 
     def left(self, session: Session, *, step: int, idle: bool) -> None:
         """A trainer detached at `step`; `idle`: no save of it is in flight."""
-        self.closed_in_order = idle and session.attempt is not None and session.durable_step == step
+        attempt = session.attempt
+        self.closed_in_order = idle and attempt.number is not None and attempt.durable_step == step
 
     def lost(self, session: Session, *, step: int) -> None:
         """A trainer is gone without a word."""
-        if session.attempt is None:
+        if session.attempt.number is None:
             return
         self.incidents.add(
             fleet.INCIDENT_KIND_TRAINER_LOST,
             cause=Cause.LOST,
-            message=f"the trainer of rank {session.rank} went away at step {step} without detaching",
+            message=f"the trainer of rank {session.who.rank} went away at step {step} without detaching",
             step=step,
         )
 
-    def opened(self, session: Session, reply: pb.OpenReply) -> None:
+    def opened(self, reply: pb.OpenReply) -> None:
         """An attempt was opened."""
         if reply.fell_back:
             why = reply.log_damage or "newer checkpoints are not whole"
@@ -63,25 +61,23 @@ class Reports:
                 message=f"attempt {reply.attempt} goes back to step {reply.step}, past newer checkpoints: {why}",
                 step=reply.step,
             )
-        lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else 0
-        session.lost_steps = max(0, lost)
 
     def restored(self, session: Session, *, step: int, source: str) -> None:
         """A trainer has every row of what it resumes from."""
-        if session.restored:
+        attempt = session.attempt
+        if not attempt.handed_over():
             return
-        session.restored = True
         with self._lock:
             self.restores += 1
-        if session.rank == 0:  # one restore of a run, however many ranks
-            seconds = time.monotonic() - session.opened_s
+        if session.who.rank == 0:  # one restore of a run, however many ranks
+            seconds = time.monotonic() - attempt.asked_s
             self.incidents.add(
                 fleet.INCIDENT_KIND_RESTORED,
                 cause=source,
-                message=f"attempt {session.attempt} goes on from step {step}, {session.lost_steps} steps were lost; "
+                message=f"attempt {attempt.number} goes on from step {step}, {attempt.lost_steps} steps were lost; "
                 f"read from the {source} in {seconds:.1f} s",
                 step=step,
-                lost_steps=session.lost_steps,
+                lost_steps=attempt.lost_steps,
                 seconds=seconds,
             )
 

@@ -27,9 +27,10 @@ from deltashard_checkpoint.errors import DeltashardError
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1.fleet_pb2_grpc import FleetStub
 
-from deltashard_sidecar.fleet import directive, heartbeat
-from deltashard_sidecar.fleet.directive import Directive
+from deltashard_sidecar import policy
+from deltashard_sidecar.fleet import heartbeat
 from deltashard_sidecar.fleet.heartbeat import BackOff, Pace
+from deltashard_sidecar.policy import Directive
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
@@ -236,7 +237,7 @@ class Fleet:
             self._acknowledge(reply.ack.incident)
         elif kind == "directive":
             try:
-                self._follow(directive.received(reply.directive, self._settings.workload_uid))
+                self._follow(policy.received(reply.directive, self._settings.workload_uid))
             except DeltashardError as error:
                 self._log.error("directive.refused", **explain(error))
         elif kind == "save_now":

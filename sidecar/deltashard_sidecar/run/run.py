@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import DeltashardError
-from deltashard_checkpoint.format.index import table_message
+from deltashard_checkpoint.format.index import Index, table_message
 from deltashard_checkpoint.format.object_key import new_token
 from deltashard_checkpoint.log.chain import chain, in_lineage, parts_of
 from deltashard_checkpoint.log.commit_log import RunLog, stopped
-from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
 from deltashard_checkpoint.restore.fetcher import warm_cache
@@ -38,17 +38,18 @@ from deltashard_checkpoint.write.attempt import (
 )
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.fleet.directive import Policy
+from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.identity import Identity, identity
 from deltashard_sidecar.run.range_search import Searches
-from deltashard_sidecar.run.read_ahead import IndexesAhead
 from deltashard_sidecar.run.store_health import StoreHealth
-from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.incident import Incidents
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
+AHEAD_DEADLINE_S = 10.0
+"""For the indexes of a checkpoint that is about to be restored."""
 REATTACH_DEADLINE_S = 5.0
 """A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
 CLOSING_DEADLINE_S = 3.0
@@ -71,6 +72,36 @@ def commit_message(entry: Checkpoint, *, durable_s: float = 0.0) -> pb.Commit:
     )
 
 
+class IndexesAhead:
+    """Indexes of some parts, on their way since this was made: what a restore will ask for first.
+
+    They are read while the entry of the attempt is being put. Only ever a gain of time: an index is found by its key,
+    which carries the hash of its bytes, and what could not be read ahead is asked for again by the restore, which says
+    what is wrong.
+    """
+
+    def __init__(self, store: Store, run: str, parts: Iterable[Part]) -> None:
+        self._store = store
+        self._run = run
+        self._parts = tuple(parts)
+        self._found: Mapping[str, Index] = {}
+        self._done = threading.Event()
+        threading.Thread(target=self._load, name="ahead", daemon=True).start()
+
+    def take(self) -> Mapping[str, Index]:
+        """By index key; empty when they could not be read. Waits for them."""
+        self._done.wait(2 * AHEAD_DEADLINE_S)
+        return self._found
+
+    def _load(self) -> None:
+        try:
+            self._found = load_indexes(self._store, self._run, self._parts, deadline_s=AHEAD_DEADLINE_S)
+        except DeltashardError:
+            pass
+        finally:
+            self._done.set()
+
+
 class Run:
     """The run of this sidecar. Thread-safe."""
 
@@ -90,6 +121,7 @@ class Run:
         self._logger = log
         self._lock = threading.Lock()
         self._logs: dict[str, RunLog] = {}
+        self._ahead: dict[str, IndexesAhead] = {}
         self._seen: RunState | None = None
         if (known := identity(settings, None)) is not None:
             self._name(known)
@@ -151,10 +183,10 @@ class Run:
         """Whether any is known; False also while the store has not answered yet."""
         return bool(self.log.state.checkpoints)
 
-    def log_of(self, session: Session) -> RunLog:
+    def log_of(self, who: Attachment) -> RunLog:
         """The session's own handle on the log."""
         with self._lock:
-            return self._logs.get(session.id, self.log)
+            return self._logs.get(who.id, self.log)
 
     def forget_others(self, used: Callable[[], set[str]]) -> None:
         """Let the handles of sessions go that nobody uses any more; `used` gives the ids of those in use.
@@ -163,17 +195,18 @@ class Run:
         yet not in use is over.
         """
         with self._lock:
-            held = set(self._logs)
+            held = {*self._logs, *self._ahead}
         over = held - used() if held else held
         if over:
             self.state()  # remembers what they have seen
         with self._lock:
             for session_id in over:
                 self._logs.pop(session_id, None)
+                self._ahead.pop(session_id, None)
 
-    def newest_attempt(self, session: Session) -> int:
+    def newest_attempt(self, who: Attachment) -> int:
         """The attempt that fences all others, as last seen."""
-        return self.log_of(session).state.attempt or 0
+        return self.log_of(who).state.attempt or 0
 
     def last_commit(self, state: RunState, attempt: int) -> pb.Commit | None:
         """The newest commit of an attempt."""
@@ -184,33 +217,34 @@ class Run:
 
     # Attempts.
 
-    def resume(self, session: Session) -> pb.Commit | None:
-        """A trainer attached that trains under an attempt already: its last commit, as far as the store answers."""
-        assert session.attempt is not None
+    def resume(self, who: Attachment, attempt: int) -> pb.Commit | None:
+        """Last commit of the attempt that a trainer attached in the middle of, as far as the store answers."""
         log = self.log.fork()
         try:
             log.refresh(deadline_s=REATTACH_DEADLINE_S)
         except DeltashardError as error:
             self._logger.warning("log.unseen", **explain(error))
         with self._lock:
-            self._logs[session.id] = log
-        return self.last_commit(log.state, session.attempt)
+            self._logs[who.id] = log
+        return self.last_commit(log.state, attempt)
 
-    def open(self, request: pb.OpenRequest, session: Session, *, step_seen: int) -> pb.OpenReply:
-        """Open an attempt for `session`; raises what `open_attempt` raises, and what reading `from_run` does.
+    def open(
+        self, request: pb.OpenRequest, who: Attachment, *, gone: Callable[[], bool], step_seen: int
+    ) -> pb.OpenReply:
+        """Open an attempt for a trainer; raises what `open_attempt` raises, and what reading `from_run` does.
 
-        In a pod, what a person must mend elsewhere (a Secret, a bucket, a quota) is waited for, by the same deadline:
-        the store's health tells people meanwhile, and a container that restarts instead would only lose its pod's
-        back-off to it.
+        In a pod, what a person must mend elsewhere (a Secret, a bucket, a quota) is waited for, by this deadline and
+        while the trainer is not `gone`: the store's health tells people meanwhile, and a container that restarts
+        instead would only lose its pod's back-off to it.
         """
         until_s = time.monotonic() + self.settings.open_deadline_s
         waits = False
         while True:
             try:
                 left_s = max(0.0, until_s - time.monotonic())
-                return self._open(request, session, step_seen=step_seen, deadline_s=left_s)
+                return self._open(request, who, step_seen=step_seen, deadline_s=left_s)
             except (AccessDenied, BucketMissing, StoreFull) as error:
-                if not self.settings.workload_uid or session.closed or time.monotonic() >= until_s:
+                if not self.settings.workload_uid or gone() or time.monotonic() >= until_s:
                     raise
                 if not waits:
                     waits = True
@@ -218,7 +252,7 @@ class Run:
                 time.sleep(OPEN_AGAIN_S)
 
     def _open(
-        self, request: pb.OpenRequest, session: Session, *, step_seen: int, deadline_s: float
+        self, request: pb.OpenRequest, who: Attachment, *, step_seen: int, deadline_s: float
     ) -> pb.OpenReply:
         which = request.which or "latest"
         source: Checkpoint | None = None
@@ -238,16 +272,16 @@ class Run:
             owner=self.identity.owner,
             workload=self.settings.workload_uid,
             pod=self.settings.pod_uid,
-            world_size=session.world_size,
+            world_size=who.world_size,
             which=which,
             exclude=() if request.from_run else request.exclude_seqs,
             takeover=request.takeover,
             closing_wait_s=min(CLOSING_WAIT_S, deadline_s),
             deadline_s=deadline_s,
-            choosing=lambda state, checkpoint: self._read_ahead(session, state, checkpoint.seq),
+            choosing=lambda state, checkpoint: self._read_ahead(who, state, checkpoint.seq),
         )
         with self._lock:
-            self._logs[session.id] = log
+            self._logs[who.id] = log
         damage = "; ".join(filter(None, (damage, opened.damage)))
         if damage:
             self.metrics.log_damaged.inc()
@@ -273,16 +307,24 @@ class Run:
                 reply.last_step_seen = step_seen
         return reply
 
-    def _read_ahead(self, session: Session, state: RunState, seq: int) -> None:
+    def _read_ahead(self, who: Attachment, state: RunState, seq: int) -> None:
         """Begin to read the indexes that a restore of this checkpoint will ask for."""
         try:
             parts = (
-                *(link.part for link in chain(state, seq, session.boxes, strict=False)),
+                *(link.part for link in chain(state, seq, who.boxes, strict=False)),
                 *parts_of(state, seq),
             )
         except DeltashardError:
             return  # the restore will say what is wrong
-        session.ahead = IndexesAhead(self.store, state.run, parts)
+        ahead = IndexesAhead(self.store, state.run, parts)
+        with self._lock:
+            self._ahead[who.id] = ahead
+
+    def read_ahead(self, who: Attachment) -> Mapping[str, Index] | None:
+        """Indexes by key that were read ahead for the trainer's restore, once; waits for them. None: none were."""
+        with self._lock:
+            ahead = self._ahead.pop(who.id, None)
+        return None if ahead is None else ahead.take()
 
     def closing(self, attempt: int, *, begun: bool) -> None:
         """Best effort: tell openers elsewhere that a save of this attempt still uploads, or that it ended."""
@@ -294,20 +336,21 @@ class Run:
 
     # Cuts.
 
-    def decide(self, session: Session, begin: pb.SaveRequest.Begin, policy: Policy) -> tuple[int | None, str]:
+    def decide(
+        self, who: Attachment, attempt: int, begin: pb.SaveRequest.Begin, policy: Policy
+    ) -> tuple[int | None, str]:
         """(seq the cut must cover since, None for all rows; what to write of it into the log). No store is asked."""
-        assert session.attempt is not None
-        state = self.log_of(session).state
-        history = differential.history(state, session.attempt)
+        state = self.log_of(who).state
+        history = differential.history(state, attempt)
         decision = differential.decide(policy.differential, history, force_full=begin.full)
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
         base = begin.since_baseline_seq if begin.HasField("since_baseline_seq") else None
         covers: int | None = None
         # IMPORTANT: a cut may only lean on what the trainer vouches for *and* the log shows as live in this attempt's
         # lineage. Anything else is a whole baseline: more bytes, never a lost row.
-        if decision != "full" and base is not None and in_lineage(state, session.attempt, base):
+        if decision != "full" and base is not None and in_lineage(state, attempt, base):
             covers = base
-        if decision == "since_commit" and commit is not None and in_lineage(state, session.attempt, commit):
+        if decision == "since_commit" and commit is not None and in_lineage(state, attempt, commit):
             covers = commit
         held = "baseline" if covers is None else f"since {covers}"
         return covers, (

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deltashard_checkpoint.errors import InternalBug
+from deltashard_sidecar.transition import after, page
 
 
 class State(Enum):
@@ -40,10 +40,6 @@ class Event(Enum):
     ENCODED = "encoded"
     COMMIT = "commit"
     FAIL = "fail"
-
-
-class IllegalEvent(InternalBug):
-    """The table has no arrow for this event in this state."""
 
 
 TABLE: dict[State, dict[Event, State]] = {
@@ -83,11 +79,8 @@ class Lifecycle:
     cause: str = ""
 
     def on(self, event: Event, cause: str = "") -> Lifecycle:
-        """The lifecycle after `event`; raises `IllegalEvent` when the table has no such arrow."""
-        to = TABLE[self.state].get(event)
-        if to is None:
-            raise IllegalEvent(f"{event.value!r} in state {self.state.value}", where="save lifecycle")
-        return replace(self, state=to, cause=cause)
+        """Lifecycle after `event`; raises `IllegalEvent` when the table has no such arrow."""
+        return replace(self, state=after(TABLE, self.state, event, where="save lifecycle"), cause=cause)
 
     @property
     def ended(self) -> bool:
@@ -96,20 +89,5 @@ class Lifecycle:
 
 
 def reference() -> str:
-    """The lifecycle page of the reference: a mermaid diagram and a table, in Markdown."""
-    lines = [
-        "# Life of a save",
-        "",
-        "Generated from `sidecar/deltashard_sidecar/save/lifecycle.py`; do not edit.",
-        "",
-        "```mermaid",
-        "stateDiagram-v2",
-        "    [*] --> IDLE",
-    ]
-    for state, arrows in TABLE.items():
-        lines += [f"    {state.value} --> {to.value}: {event.value}" for event, to in arrows.items()]
-        if not arrows:
-            lines.append(f"    {state.value} --> [*]")
-    lines += ["```", "", "| event | meaning |", "|---|---|"]
-    lines += [f"| {event.value} | {meaning} |" for event, meaning in MEANING.items()]
-    return "\n".join(lines) + "\n"
+    """The lifecycle page of the reference, in Markdown."""
+    return page("Life of a save", "sidecar/deltashard_sidecar/save/lifecycle.py", TABLE, MEANING)

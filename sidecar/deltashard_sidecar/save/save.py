@@ -35,7 +35,8 @@ from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.batch import BadBatch, Rows, check_blob, rows_of
 from deltashard_sidecar.arena.block import NotGranted, Use
 from deltashard_sidecar.save.lifecycle import Event, Lifecycle, State
-from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.session.attachment import Attachment
+from deltashard_sidecar.session.session import Stalls
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
@@ -120,12 +121,13 @@ def cause_of(error: BaseException) -> Cause:
 
 
 class Save:
-    """One save of one session. Public methods may be called from any thread."""
+    """One save of one attachment. Public methods may be called from any thread."""
 
     def __init__(
         self,
         *,
-        session: Session,
+        who: Attachment,
+        stalls: Stalls,
         cut: Cut,
         sink: Sink,
         keeper: ArenaKeeper,
@@ -135,7 +137,7 @@ class Save:
         deadline_s: float,
         ended: Callable[[Save], None],
     ) -> None:
-        self.session = session
+        self.who = who
         self.cut = cut
         self.life = Lifecycle().on(Event.BEGIN)
         self.begun_s = time.monotonic()
@@ -144,11 +146,12 @@ class Save:
         self.failure: tuple[Cause, str] = (Cause.ERROR, "")
         self.stream_over = threading.Event()
         self.over = threading.Event()
+        self._stalls = stalls
         self._sink = sink
         self._keeper = keeper
         self._submit = submit
         self._metrics = metrics
-        self._log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=session.rank)
+        self._log = log.bind(attempt=cut.attempt, cut=cut.cut, step=cut.step, rank=who.rank)
         self._deadline_s = deadline_s
         self._ended = ended
         self._outbox: queue.SimpleQueue[pb.SaveReply | None] = queue.SimpleQueue()
@@ -167,7 +170,7 @@ class Save:
 
     def start(self) -> None:
         """Grant the first blocks; to be called before `read` and `replies`."""
-        self._keeper.on_free(self.session.local_rank, self._grant)
+        self._keeper.on_free(self.who.local_rank, self._grant)
         self._grant()
 
     def replies(self) -> Iterator[pb.SaveReply]:
@@ -203,7 +206,7 @@ class Save:
         try:
             if kind == "rows":
                 d = request.rows
-                batch = rows_of(d, self.session.tables, self._keeper.block_bytes)
+                batch = rows_of(d, self.who.tables, self._keeper.block_bytes)
                 data = self._received(d.block, d.offset, batch.length)
                 self._encode(d.block, lambda: self._sink.rows(batch, data))
             elif kind == "blob":
@@ -231,7 +234,7 @@ class Save:
     def _received(self, block: int, offset: int, length: int) -> memoryview:
         # Only the stream thread comes here. No lock of ours is held: freeing a block grants it to other saves.
         closes = self._open_block if self._open_block != block else None
-        data = self._keeper.received(self.session.local_rank, block, offset, length, closes=closes)
+        data = self._keeper.received(self.who.local_rank, block, offset, length, closes=closes)
         with self._lock:
             self._pending += 1
             self._blocks_used += self._open_block != block
@@ -284,7 +287,7 @@ class Save:
         with self._lock:
             if self.life.state is not State.STAGING:
                 return
-            granted = self._keeper.grant(self.session.local_rank)
+            granted = self._keeper.grant(self.who.local_rank)
             self._blocks_granted += len(granted)
             if granted:
                 self._outbox.put(pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted)))
@@ -306,7 +309,7 @@ class Save:
         self._stop_granting()
         self._metrics.stall.observe(sealed.stall_s)
         self._metrics.in_flight.inc()
-        self.session.stall_aborts = 0
+        self._stalls.sealed()
         self._log.info(
             "save.staged", stall_s=round(sealed.stall_s, 4), rows=sealed.rows, raw_bytes=sealed.raw_bytes
         )
@@ -320,14 +323,14 @@ class Save:
 
     def _stop_granting(self) -> None:
         """The trainer writes no more: its open and unused blocks are ours again."""
-        self._keeper.on_free(self.session.local_rank, None)
-        self._keeper.surrender(self.session.local_rank)
+        self._keeper.on_free(self.who.local_rank, None)
+        self._keeper.surrender(self.who.local_rank)
 
     def _abort(self, cause: str) -> None:
         self._stopped_copying = True
         stalled = cause == Cause.STALL_BUDGET
         known = Cause.STALL_BUDGET if stalled else Cause.ABORTED
-        self.session.stall_aborts = self.session.stall_aborts + 1 if stalled else 0
+        self._stalls.gave_up(stalled=stalled)
         self._end(Event.ABORT, known, cause or "the trainer aborted the save")
 
     def _stream_ended(self) -> None:
@@ -335,12 +338,12 @@ class Save:
             staging = self.life.state is State.STAGING
         if staging:
             self._end(Event.BREAK, Cause.BROKEN, "the stream ended before the seal")
-        self._keeper.on_free(self.session.local_rank, None)
+        self._keeper.on_free(self.who.local_rank, None)
         if not self._sealed:
             if self._stopped_copying:
-                self._keeper.surrender(self.session.local_rank)
+                self._keeper.surrender(self.who.local_rank)
             else:
-                count = self._keeper.quarantine(self.session.local_rank, Use.GRANTED)
+                count = self._keeper.quarantine(self.who.local_rank, Use.GRANTED)
                 if count:
                     self._log.warning("save.quarantined", blocks=count)
         self.stream_over.set()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
@@ -19,12 +18,10 @@ from deltashard_proto.arena_layout import MAX_FRAME_BYTES
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.batch import BadBatch, Rows
-from deltashard_sidecar.fleet.directive import KEY
+from deltashard_sidecar.policy import KEY
+from deltashard_sidecar.run.run import Run, commit_message
 from deltashard_sidecar.save.save import Cut, Sealed
-from deltashard_sidecar.session.session import Session
-
-if TYPE_CHECKING:
-    from deltashard_sidecar.run.run import Run
+from deltashard_sidecar.session.attachment import Attachment
 
 _buffers = threading.local()
 
@@ -42,12 +39,12 @@ def _buffer(size: int) -> memoryview:
 class PartSink:
     """The real `save.Sink`."""
 
-    def __init__(self, run: Run, session: Session, cut: Cut) -> None:
+    def __init__(self, run: Run, who: Attachment, cut: Cut) -> None:
         settings = run.settings
         self._run = run
-        self._session = session
+        self._who = who
         self._cut = cut
-        self._log = run.log_of(session)
+        self._log = run.log_of(who)
         self._options = EncodeOptions(
             encoding=encoding_named(cut.encoding), state_encoding=cut.state_encoding
         )
@@ -60,10 +57,10 @@ class PartSink:
                 attempt=cut.attempt,
                 cut=cut.cut,
                 step=cut.step,
-                rank=session.rank,
+                rank=who.rank,
                 token=run.token,
-                tables=session.tables,
-                boxes=session.boxes,
+                tables=who.tables,
+                boxes=who.boxes,
                 covers=cut.covers,
             ),
             run.cache,
@@ -103,8 +100,6 @@ class PartSink:
 
     def commit(self, sealed: Sealed, *, deadline_s: float) -> pb.Commit:
         """See `save.Sink`."""
-        from deltashard_sidecar.run.run import commit_message
-
         if sealed.full:
             self._writer.target = replace(self._writer.target, covers=None)
         part = self._writer.finish()
@@ -117,17 +112,17 @@ class PartSink:
             attempt=self._cut.attempt,
             cut=self._cut.cut,
             step=self._cut.step,
-            world_size=self._session.world_size,
+            world_size=self._who.world_size,
             token=self._run.token,
             report=PartReport(
                 part=part,
-                tables=self._session.tables,
+                tables=self._who.tables,
                 encodings=stats.encodings,
                 rows=stats.rows,
                 raw_bytes=stats.raw_bytes,
                 stall_s=sealed.stall_s,
                 directive=self._cut.directive,
-                fingerprint=self._session.fingerprint,
+                fingerprint=self._who.fingerprint,
                 metadata=self._metadata(sealed),
                 pins=sealed.pins,
             ),

@@ -17,7 +17,7 @@ from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.vocabulary import encoding_named, stored_state_dtype
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.session.session import BadAttach
+from deltashard_sidecar.session.attachment import BadAttach
 from deltashard_sidecar.settings import Settings
 
 

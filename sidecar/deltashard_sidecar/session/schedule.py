@@ -1,4 +1,4 @@
-"""When the next save is due. Pure: a clock reading and the trainer's step come in, a step number comes out.
+"""When the next save is due. `Schedule` is pure: a clock reading and the trainer's step in, a step number out.
 
 The answer is written to the trainer's control line as SAVE_AT_STEP, which `Checkpointer.step()` compares with its own
 step: a due time becomes "at your next step" (the step it has reached), a due step is written ahead. Nothing is written
@@ -72,3 +72,40 @@ class Schedule:
         if self.every_s > 0 and now_s - self.anchor_s >= self.every_s:
             at = min(at, step)
         return after, at
+
+
+class Timer:
+    """Schedule of one trainer, and what it shall save at once. Not thread-safe: `TrainerControl` holds its lock."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.urgent = ""
+        """Why a save is wanted now; empty: none is."""
+
+    def paced(self, *, every_s: float, every_steps: int) -> None:
+        """The policy changed."""
+        self.schedule = self.schedule.paced(every_s=every_s, every_steps=every_steps)
+
+    def opened(self, *, now_s: float, step: int) -> None:
+        """A trainer opened its attempt at `step`."""
+        self.schedule = self.schedule.opened(now_s=now_s, step=step)
+
+    def hurry(self, reason: str) -> None:
+        """A save is wanted at the next step."""
+        self.urgent = reason
+
+    def began(self, *, now_s: float, step: int, urgent: bool) -> None:
+        """A save began."""
+        self.schedule = self.schedule.began(now_s=now_s, step=step)
+        if urgent:
+            self.urgent = ""
+
+    def ended(self) -> None:
+        """The save in flight ended."""
+        self.schedule = self.schedule.ended()
+
+    def advance(self, *, now_s: float, step: int) -> tuple[int, int]:
+        """(SAVE_AT_STEP, saves skipped since the last call) at this instant, with the trainer at `step`."""
+        before = self.schedule.skipped
+        self.schedule, at = self.schedule.advance(now_s=now_s, step=step)
+        return at, self.schedule.skipped - before

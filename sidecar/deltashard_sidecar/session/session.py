@@ -2,82 +2,78 @@
 
 A session outlives its streams, not its process: the writer lock on the control line and the Watch stream tell whether
 the process lives. When both are gone the session is dropped by `reap`, and whatever it had staged goes on alone.
+
+Its parts, each written by one class: `who` (frozen), `presence`, `attempt`, `stalls` (their own methods), `timer`
+(`TrainerControl`), `fence` and the state in `lifecycle` (`Session`).
 """
 
 from __future__ import annotations
 
-import secrets
+import contextlib
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.format.index import box_of, table_of
-from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard_sidecar.run.read_ahead import IndexesAhead
+from deltashard_sidecar.session.attachment import Attachment
+from deltashard_sidecar.session.attempt import Attempt, Fence
+from deltashard_sidecar.session.lifecycle import Event, Lifecycle, State
 from deltashard_sidecar.session.notice import Notices
-from deltashard_sidecar.session.schedule import Schedule
+from deltashard_sidecar.session.schedule import Schedule, Timer
 
 GRACE_S = 20.0
 """A trainer has so long after Attach to take its writer lock or to watch before it counts as dead."""
+STALL_ABORTS = 2
+"""After so many saves in a row aborted for their stall, the next one waits it out."""
 
 
 class UnknownSession(UserError):
     """The session was replaced by a newer attachment of the rank, or belongs to an earlier sidecar: attach again."""
 
 
-class BadAttach(UserError):
-    """An Attach that cannot be served: protocol, ranks or tables."""
+class Presence:
+    """Signs of life of one trainer process, and its open streams. Thread-safe."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._attached_s = time.monotonic()
+        self._signs = 0
+        """Watch and Restore streams that are read."""
+        self._locked = False
+        """Whether its process was ever seen to hold the writer lock."""
+        self._cancels: list[Callable[[], None]] = []
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Session:
-    """One attached trainer process."""
+    @contextlib.contextmanager
+    def sign(self) -> Iterator[None]:
+        """A stream that shows, as long as it lasts, that the process lives."""
+        with self._lock:
+            self._signs += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._signs -= 1
 
-    id: str
-    rank: int
-    local_rank: int
-    world_size: int
-    pid: int
-    tables: tuple[TableSchema, ...]
-    boxes: tuple[Box, ...]
-    fingerprint: dict[str, str]
-    schedule: Schedule
-    attempt: int | None = None
-    notices: Notices = field(default_factory=Notices)
-    attached_s: float = field(default_factory=time.monotonic)
-    watchers: int = 0
-    streams: int = 0
-    closed: bool = False
-    locked: bool = False
-    """Whether its process was ever seen to hold the writer lock."""
-    fenced: str = ""
-    """Why this attempt can never commit again; empty while it can."""
-    fenced_cause: Cause = Cause.FENCED
-    """With `fenced`: fenced, or taken_over by another workload."""
-    stall_aborts: int = 0
-    """Saves in a row that the trainer aborted for their stall budget."""
-    last_commit: pb.Commit | None = None
-    urgent_reason: str = ""
-    opened_s: float = 0.0
-    """When its attempt was opened, monotonic."""
-    opened_at_s: float = 0.0
-    """The same, Unix seconds."""
-    ahead: IndexesAhead | None = None
-    """Indexes that the restore which follows will want; it takes them."""
-    resumed: bool = False
-    """Whether its attempt resumes from a checkpoint."""
-    restored: bool = False
-    """Whether every row of that was handed over."""
-    durable_step: int | None = None
-    """The newest step that a crash of the trainer cannot take back."""
-    lost_steps: int = 0
-    """By the restart that this attempt is, as far as this arena saw."""
+    @contextlib.contextmanager
+    def stream(self, cancel: Callable[[], None]) -> Iterator[None]:
+        """A stream that `cancel` ends when the trainer is gone."""
+        with self._lock:
+            self._cancels.append(cancel)
+        try:
+            yield
+        finally:
+            with self._lock, contextlib.suppress(ValueError):
+                self._cancels.remove(cancel)
+
+    def cancel_streams(self) -> None:
+        """End the streams of a trainer that is gone."""
+        with self._lock:
+            cancels, self._cancels = self._cancels, []
+        for cancel in cancels:
+            cancel()
 
     def alive(self, *, lock_held: bool) -> bool:
         """Whether its process still shows a sign of life.
@@ -85,39 +81,87 @@ class Session:
         Once it held its writer lock, that alone counts: forked workers inherit its sockets, so its streams may look
         alive long after it was killed, but never its lock.
         """
-        self.locked |= lock_held
-        if self.closed or self.locked:
-            return lock_held and not self.closed
-        young = time.monotonic() - self.attached_s < GRACE_S
-        return self.watchers > 0 or self.streams > 0 or young
+        with self._lock:
+            self._locked |= lock_held
+            young = time.monotonic() - self._attached_s < GRACE_S
+            return lock_held if self._locked else self._signs > 0 or young
 
 
-def check_attach(request: pb.AttachRequest, lines: int) -> int:
-    """The protocol version both sides speak; raises `BadAttach` for what cannot be served."""
-    protocol = TRAINER_PROTOCOL.common(request.protocol_min, request.protocol_max)
-    if protocol is None:
-        raise BadAttach(
-            f"no protocol in common: the trainer speaks {request.protocol_min}-{request.protocol_max}, "
-            f"this sidecar {TRAINER_PROTOCOL.least}-{TRAINER_PROTOCOL.most}",
-            where="attach",
-            remedy="use trainer library and sidecar image of neighbouring versions",
-        )
-    if request.local_rank >= lines:
-        raise BadAttach(f"local rank {request.local_rank}: at most {lines} trainers a pod", where="attach")
-    if request.rank >= max(1, request.world_size):
-        raise BadAttach(f"rank {request.rank} of world size {request.world_size}", where="attach")
-    named = {table.fqn: table for table in request.tables}
-    if len(named) != len(request.tables):
-        raise BadAttach("two tables have one name", where="attach")
-    for box in request.boxes:
-        table = named.get(box.table)
-        if (
-            table is None
-            or not box.row_start < box.row_stop <= table.rows
-            or not box.col_start < box.col_stop <= table.columns
-        ):
-            raise BadAttach(f"box {box.table}[{box.row_start}:{box.row_stop}] is in no table", where="attach")
-    return protocol
+class Stalls:
+    """Saves in a row that the trainer aborted for their stall budget; written by the rank's saves, one at a time."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def sealed(self) -> None:
+        """A cut was handed over in time."""
+        self.aborted = 0
+
+    def gave_up(self, *, stalled: bool) -> None:
+        """The trainer aborted a cut, for its stall or for another reason."""
+        self.aborted = self.aborted + 1 if stalled else 0
+
+    @property
+    def wait_out(self) -> bool:
+        """Whether the next save has no stall budget."""
+        return self.aborted >= STALL_ABORTS
+
+
+class Session:
+    """One attached trainer process. Thread-safe, `timer` excepted."""
+
+    def __init__(self, who: Attachment, schedule: Schedule, *, attempt: int | None) -> None:
+        self.who = who
+        self.notices = Notices()
+        self.presence = Presence()
+        self.attempt = Attempt(attempt)
+        self.stalls = Stalls()
+        self.timer = Timer(schedule)
+        self.fence: Fence | None = None
+        """Why its attempt can never commit again; None while it can."""
+        self._lock = threading.Lock()
+        self._life = Lifecycle()
+        if attempt is not None:
+            self._life = self._life.on(Event.RESUME)
+
+    @property
+    def id(self) -> str:
+        """What names this session in every call."""
+        return self.who.id
+
+    @property
+    def state(self) -> State:
+        """Where it is, see `lifecycle`."""
+        return self._life.state
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is over."""
+        return self.state is State.CLOSED
+
+    @property
+    def may_commit(self) -> bool:
+        """Whether it has an attempt that is not fenced."""
+        return self.attempt.number is not None and self.fence is None
+
+    def opened(self, reply: pb.OpenReply) -> None:
+        """An attempt was opened for it."""
+        with self._lock:
+            self._life = self._life.on(Event.OPEN)
+            self.attempt.opened(reply)
+            self.fence = None
+
+    def fenced(self, cause: Cause, why: str) -> None:
+        """Its attempt can never commit again."""
+        with self._lock:
+            self._life = self._life.on(Event.FENCE)
+            self.fence = Fence(cause=cause, why=why)
+
+    def close(self, event: Event) -> None:
+        """It is over; Watch streams end once they have read what is queued."""
+        with self._lock:
+            self._life = self._life.on(event)
+        self.notices.close()
 
 
 class Sessions:
@@ -129,24 +173,14 @@ class Sessions:
 
     def add(self, request: pb.AttachRequest, schedule: Schedule) -> Session:
         """A session for this process; the rank's older one must have been closed."""
-        session = Session(
-            id=secrets.token_hex(8),
-            rank=request.rank,
-            local_rank=request.local_rank,
-            world_size=max(1, request.world_size),
-            pid=request.pid,
-            tables=tuple(table_of(t) for t in request.tables),
-            boxes=tuple(box_of(b) for b in request.boxes),
-            fingerprint=dict(request.fingerprint),
-            schedule=schedule,
-            attempt=request.attempt if request.HasField("attempt") else None,
-        )
+        attempt = request.attempt if request.HasField("attempt") else None
+        session = Session(Attachment.of(request), schedule, attempt=attempt)
         with self._lock:
-            self._by_rank[session.local_rank] = session
+            self._by_rank[session.who.local_rank] = session
         return session
 
     def get(self, session_id: str) -> Session:
-        """The live session of that id; raises `UnknownSession`."""
+        """Live session of that id; raises `UnknownSession`."""
         with self._lock:
             for session in self._by_rank.values():
                 if session.id == session_id and not session.closed:
@@ -158,7 +192,7 @@ class Sessions:
         )
 
     def of_rank(self, local_rank: int) -> Session | None:
-        """The rank's session, if any."""
+        """Session of the rank; None: no trainer of it is attached."""
         with self._lock:
             return self._by_rank.get(local_rank)
 
@@ -167,17 +201,16 @@ class Sessions:
         with self._lock:
             return list(self._by_rank.values())
 
-    def close(self, session: Session) -> None:
-        """Forget a session; its Watch streams end."""
+    def close(self, session: Session, event: Event) -> None:
+        """Forget a session."""
         with self._lock:
-            session.closed = True
-            if self._by_rank.get(session.local_rank) is session:
-                del self._by_rank[session.local_rank]
-        session.notices.close()
+            session.close(event)
+            if self._by_rank.get(session.who.local_rank) is session:
+                del self._by_rank[session.who.local_rank]
 
     def reap(self, lock_held: Callable[[int], bool]) -> list[Session]:
         """Close the sessions whose process is gone; returns them."""
-        dead = [s for s in self.all() if not s.alive(lock_held=lock_held(s.local_rank))]
+        dead = [s for s in self.all() if not s.presence.alive(lock_held=lock_held(s.who.local_rank))]
         for session in dead:
-            self.close(session)
+            self.close(session, Event.LOSE)
         return dead

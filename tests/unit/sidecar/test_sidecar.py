@@ -14,10 +14,9 @@ from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar import settings
-from deltashard_sidecar import sidecar as sidecars
+from deltashard_sidecar import save_service, settings
 from deltashard_sidecar.arena.arena import ArenaKeeper
-from deltashard_sidecar.fleet.directive import Directive, Policy
+from deltashard_sidecar.policy import Directive, Policy
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.sidecar import Sidecar
@@ -41,7 +40,7 @@ def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     run = Run(config, metrics=metrics, log=log)
     made = Sidecar(config, keeper=keeper, run=run, metrics=metrics, log=log)
     yield made
-    made.pool.shutdown()
+    made.saves.pool.shutdown()
     run.close()
     keeper.retire()
 
@@ -65,7 +64,7 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
 
     def directed(rank: int) -> int:
         if not threads:
-            threads.append(threading.Thread(target=sidecar.follow, args=(directive,)))
+            threads.append(threading.Thread(target=sidecar.control.follow, args=(directive,)))
             threads[0].start()
             threads[0].join(0.5)  # it is over by then, or waits for the attachment
         return step_of(rank)
@@ -74,7 +73,7 @@ def test_a_directive_that_comes_while_a_trainer_attaches_sets_its_timer(
     session = sidecar.sessions.get(sidecar.attach(attachment()).session)
     threads[0].join(60.0)
     assert not threads[0].is_alive()
-    assert session.schedule.every_s == 7.0
+    assert session.timer.schedule.every_s == 7.0
     sidecar.detach(pb.DetachRequest(session=session.id))
 
 
@@ -84,10 +83,10 @@ def test_the_log_of_a_session_goes_with_the_session(sidecar: Sidecar) -> None:
     for _ in range(3):
         session = sidecar.sessions.get(sidecar.attach(request).session)
         sidecar.tick()
-        assert sidecar.run.log_of(session) is not sidecar.run.log
+        assert sidecar.run.log_of(session.who) is not sidecar.run.log
         sidecar.detach(pb.DetachRequest(session=session.id))
         sidecar.tick()
-        assert sidecar.run.log_of(session) is sidecar.run.log
+        assert sidecar.run.log_of(session.who) is sidecar.run.log
 
 
 def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
@@ -98,7 +97,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
     first.start()
-    monkeypatch.setattr(sidecars, "BRIEF_WAIT_S", 60.0)
+    monkeypatch.setattr(save_service, "BRIEF_WAIT_S", 60.0)
     asked, wait = threading.Event(), first.over.wait
 
     def waited(timeout: float | None = None) -> bool:
@@ -109,7 +108,7 @@ def test_a_save_that_begins_while_the_end_of_the_last_one_is_told_waits_for_it(
         assert asked.wait(60.0)
 
     monkeypatch.setattr(first.over, "wait", waited)
-    monkeypatch.setattr(sidecar.reports, "ended", told)
+    monkeypatch.setattr(sidecar.activity, "ended", told)
     stream = threading.Thread(target=first.read, args=(iter(()),))
     stream.start()
     while not first.life.ended:
@@ -131,7 +130,7 @@ def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
         raise RuntimeError("nobody foresaw it")
 
     with monkeypatch.context() as patched:
-        patched.setattr(sidecar.reports, "ended", broken)
+        patched.setattr(sidecar.activity, "ended", broken)
         first = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
         first.start()
         first.read(iter(()))
@@ -144,7 +143,7 @@ def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, li
     session = sidecar.attach(attachment()).session
     sidecar.open(pb.OpenRequest(session=session, which="none"))
     given: list[Any] = []
-    monkeypatch.setattr(sidecar.pool, "submit", given.append)
+    monkeypatch.setattr(sidecar.saves.pool, "submit", given.append)
     save = sidecar.begin(pb.SaveRequest.Begin(session=session, cut=1, step=1))
     save.start()
     _begun, granted = itertools.islice(save.replies(), 2)

@@ -22,7 +22,7 @@ from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar.fleet.directive import KEY
+from deltashard_sidecar.policy import KEY
 
 from tests.support.fake_trainer import Model, SaveRefused, Trainer, sidecar, until
 from tests.support.server.fleet_server import Authority, FleetServer

@@ -9,11 +9,11 @@ from deltashard_sidecar.save.lifecycle import (
     MEANING,
     TABLE,
     Event,
-    IllegalEvent,
     Lifecycle,
     State,
     reference,
 )
+from deltashard_sidecar.transition import IllegalEvent
 
 DOCS = Path(__file__).parents[4] / "docs/reference/save-lifecycle.md"
 

@@ -5,17 +5,13 @@ import time
 import pytest
 from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.format.schema import Box, TableSchema
+from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar.session.attachment import BadAttach, check_attach
 from deltashard_sidecar.session.capacity import encoded_bytes
+from deltashard_sidecar.session.lifecycle import Event, State
 from deltashard_sidecar.session.schedule import Schedule
-from deltashard_sidecar.session.session import (
-    GRACE_S,
-    BadAttach,
-    Session,
-    Sessions,
-    UnknownSession,
-    check_attach,
-)
+from deltashard_sidecar.session.session import GRACE_S, Session, Sessions, UnknownSession
 
 TABLE = TableSchema(fqn="t", rows=100, columns=8, dtype="float32")
 BOX = Box(table="t", row_start=0, row_stop=100, col_start=0, col_stop=8)
@@ -43,29 +39,63 @@ def test_a_session_is_found_until_it_is_replaced_or_closed() -> None:
     sessions = Sessions()
     first = session(sessions)
     assert sessions.get(first.id) is first
-    sessions.close(first)
+    sessions.close(first, Event.REPLACE)
     second = session(sessions)
     assert sessions.of_rank(0) is second
     with pytest.raises(UnknownSession, match="attach again"):
         sessions.get(first.id)
 
 
-def test_a_young_session_lives_without_a_sign() -> None:
+def test_a_young_session_lives_without_a_sign(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has yet to take its lock and to watch; later silence is death."""
-    one = session(Sessions())
+    one = session(Sessions()).presence
     assert one.alive(lock_held=False)
-    one.attached_s = time.monotonic() - GRACE_S - 1
+    monkeypatch.setattr(one, "_attached_s", time.monotonic() - GRACE_S - 1)
     assert not one.alive(lock_held=False)
-    one.watchers = 1
-    assert one.alive(lock_held=False)
+    with one.sign():
+        assert one.alive(lock_held=False)
+    assert not one.alive(lock_held=False)
 
 
 def test_once_locked_only_the_lock_counts() -> None:
     """Forked workers keep the sockets of a killed trainer open, but not its lock."""
-    one = session(Sessions())
-    one.watchers = 1
-    assert one.alive(lock_held=True)
-    assert not one.alive(lock_held=False)
+    one = session(Sessions()).presence
+    with one.sign():
+        assert one.alive(lock_held=True)
+        assert not one.alive(lock_held=False)
+
+
+def test_the_streams_of_a_trainer_that_is_gone_are_ended() -> None:
+    """Those that are open, each once; one that ended by itself is left alone."""
+    one = session(Sessions()).presence
+    ended: list[str] = []
+    with one.stream(lambda: ended.append("first")):
+        pass
+    with one.stream(lambda: ended.append("second")):
+        one.cancel_streams()
+        one.cancel_streams()
+    assert ended == ["second"]
+
+
+def test_a_fence_holds_until_a_new_attempt_is_open() -> None:
+    """A fenced session may not commit; what it had resumed and lost is forgotten with its attempt."""
+    sessions = Sessions()
+    one = session(sessions)
+    assert (one.state, one.may_commit) == (State.ATTACHED, False)
+    one.opened(pb.OpenReply(attempt=3, resume_seq=9, step=7, last_step_seen=12))
+    assert (one.state, one.may_commit, one.attempt.lost_steps) == (State.OPEN, True, 5)
+    one.attempt.committed(2, pb.Commit(step=8))
+    assert (one.attempt.durable_step, one.attempt.last_commit) == (7, None)
+    one.attempt.committed(3, pb.Commit(step=9))
+    assert one.attempt.durable_step == 9
+    one.fenced(Cause.TAKEN_OVER, "another workload")
+    assert (one.state, one.may_commit) == (State.FENCED, False)
+    one.opened(pb.OpenReply(attempt=4))
+    assert (one.state, one.fence, one.attempt.durable_step) == (State.OPEN, None, None)
+    sessions.close(one, Event.DETACH)
+    one.fenced(Cause.FENCED, "too late to matter")
+    assert one.closed
+    assert session(sessions, attempt=4).state is State.OPEN
 
 
 @pytest.mark.parametrize(

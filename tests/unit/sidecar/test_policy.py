@@ -8,7 +8,7 @@ import math
 import pytest
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar.fleet.directive import BadDirective, Directive, InForce, Policy, received, recorded
+from deltashard_sidecar.policy import BadDirective, Directive, InForce, Policy, received, recorded
 
 BASE = Policy(every_s=300.0, encoding="q8", differential="intermittent", state_encoding="fp32")
 

@@ -1,0 +1,201 @@
+"""Saves that begin and end: who may begin one, what is decided about it, and who hears how it ended.
+
+- one save in flight per rank; an urgent one replaces a periodic one that still stages and waits for one that uploads;
+- a failed save costs the save and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from deltashard_proto.cause import Cause
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.arena.arena import ArenaKeeper
+from deltashard_sidecar.fleet.activity import Activity
+from deltashard_sidecar.handoff import Closings
+from deltashard_sidecar.maintenance import Housekeeping
+from deltashard_sidecar.run.run import Run
+from deltashard_sidecar.save.flight import Flights
+from deltashard_sidecar.save.save import Cut, Save
+from deltashard_sidecar.save.sink import PartSink
+from deltashard_sidecar.session.capacity import raw_bytes
+from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.settings import Settings
+from deltashard_sidecar.telemetry.metric import Metrics
+from deltashard_sidecar.telemetry.structured_logging import Logger
+from deltashard_sidecar.trainer_control import TrainerControl
+
+URGENT_WAIT_S = 3.0
+"""An urgent save waits so long at its begin for one that uploads; then it is refused and asked for again afterwards."""
+BRIEF_WAIT_S = 1.0
+ENCODE_NICENESS = 10
+"""Of encoding threads: on shared cores (a laptop) the cut that is being copied, and training, go first."""
+
+
+class Refused(Exception):
+    """A save is not begun; `reply` says why."""
+
+    def __init__(self, cut: int, cause: Cause, message: str) -> None:
+        super().__init__(message)
+        failed = pb.SaveReply.Failed(cut=cut, cause=cause, message=message, code=cause.code)
+        self.reply = pb.SaveReply(failed=failed)
+
+
+def _yield_to_training() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ENCODE_NICENESS)
+
+
+class SaveService:
+    """The begin and the end of every save. Thread-safe: it holds parts, and nothing of its own that changes."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        flights: Flights,
+        control: TrainerControl,
+        activity: Activity,
+        closings: Closings,
+        keeping: Housekeeping,
+        keeper: ArenaKeeper,
+        run: Run,
+        metrics: Metrics,
+        log: Logger,
+    ) -> None:
+        self.pool = ThreadPoolExecutor(
+            settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
+        )
+        self._settings = settings
+        self._flights = flights
+        self._control = control
+        self._activity = activity
+        self._closings = closings
+        self._keeping = keeping
+        self._keeper = keeper
+        self._run = run
+        self._metrics = metrics
+        self._log = log
+
+    def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
+        """Begin a save; raises `Refused`."""
+        attempt, fence = session.attempt.number, session.fence
+        if fence is not None:
+            raise Refused(begin.cut, fence.cause, fence.why)
+        if attempt is None:
+            raise Refused(begin.cut, Cause.INVALID, "no attempt is open: restore() first")
+        rank = session.who.local_rank
+        self._make_way(rank, begin)
+        self._keeper.copies_stopped(rank)
+        save = self._flights.begin(rank, lambda: self._made(session, attempt, begin))
+        if save is None:
+            raise Refused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
+        self._control.direct(session)
+        if begin.tracking_faults:
+            self._activity.tracking_fault(begin.tracking_faults, step=begin.step)
+        cut = save.cut
+        self._log.info(
+            "save.begun",
+            attempt=cut.attempt,
+            cut=cut.cut,
+            step=cut.step,
+            reason=cut.reason,
+            covers=cut.covers,
+            rank=session.who.rank,
+        )
+        return save
+
+    def _made(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Save:
+        """The save, decided and counted as begun; only `Flights` calls this, so nobody can end it before."""
+        cut = self._decided(session, attempt, begin)
+        save = Save(
+            who=session.who,
+            stalls=session.stalls,
+            cut=cut,
+            sink=PartSink(self._run, session.who, cut),
+            keeper=self._keeper,
+            submit=self.pool.submit,
+            metrics=self._metrics,
+            log=self._log,
+            deadline_s=self._settings.save_deadline_s,
+            ended=self._ended,
+        )
+        self._control.begins(session, step=begin.step, urgent=begin.urgent)
+        return save
+
+    def _decided(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Cut:
+        """What the cut holds and how long it may hold training, by the policy in force. No store is asked."""
+        in_force = self._control.in_force
+        policy = in_force.policy
+        covers, directive = self._run.decide(session.who, attempt, begin, policy)
+        waits = session.stalls.wait_out
+        if waits:
+            self._log.warning("save.waits_out_its_stall", aborted=session.stalls.aborted, cut=begin.cut)
+        arena_bytes = self._keeper.ledger.total * self._keeper.block_bytes
+        if covers is None and (raw := raw_bytes(session.who.tables, session.who.boxes)) > arena_bytes:
+            # It can only go on as batches are encoded: to abort it and try again would take longer still.
+            waits = True
+            self._log.info(
+                "save.larger_than_the_arena", raw_bytes=raw, arena_bytes=arena_bytes, cut=begin.cut
+            )
+        return Cut(
+            attempt=attempt,
+            cut=begin.cut,
+            step=begin.step,
+            reason=begin.reason,
+            urgent=begin.urgent,
+            covers=covers,
+            encoding=policy.encoding,
+            state_encoding=policy.state_encoding,
+            stall_budget_s=0.0 if waits else self._settings.stall_budget_s,
+            directive=directive,
+            follows=None if in_force.directive is None else in_force.directive.text(),
+        )
+
+    def _make_way(self, rank: int, begin: pb.SaveRequest.Begin) -> None:
+        """Refuse while another save of the rank is in flight.
+
+        An urgent save cancels one that stages and waits a while for one that uploads; any other waits only for what is
+        about to end anyway: an abort on its way, a stream being closed, an end that is being told (the trainer may have
+        heard of it already, and begins anew).
+        """
+        running = self._flights.of_rank(rank)
+        if running is None:
+            return
+        if begin.urgent and running.staging and not running.cut.urgent:
+            running.cancel(Cause.SUPERSEDED, f"an urgent save ({begin.reason}) takes its place")
+        brief = running.staging or running.life.ended
+        patience_s = URGENT_WAIT_S if begin.urgent else BRIEF_WAIT_S if brief else 0.0
+        if running.over.wait(patience_s) and running.stream_over.wait(BRIEF_WAIT_S):
+            return
+        self._metrics.skipped.inc()
+        raise Refused(begin.cut, Cause.BUSY, f"cut {running.cut.cut} is {running.life.state.value.lower()}")
+
+    def _ended(self, save: Save) -> None:
+        """A save committed or failed: the metrics, people, the trainer and other pods hear of it."""
+        cut, commit = save.cut, save.commit
+        if commit is not None:
+            self._metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
+            self._log.info(
+                "save.committed",
+                seq=commit.seq,
+                attempt=cut.attempt,
+                cut=cut.cut,
+                step=cut.step,
+                baseline=commit.baseline,
+                durable_s=round(commit.durable_s, 3),
+                stored_bytes=commit.stored_bytes,
+            )
+        self._activity.ended(save)
+        self._control.ended(save)
+        others = (other for other in self._flights.in_flight() if other is not save)
+        if not self._control.awaits_urgent(cut.attempt) and all(
+            other.cut.attempt != cut.attempt for other in others
+        ):
+            self._closings.end(cut.attempt)
+        if commit is not None and save.who.rank == 0:
+            self._keeping.committed(self._run.log_of(save.who))
