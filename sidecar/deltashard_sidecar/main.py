@@ -39,8 +39,6 @@ EXIT_USAGE = 2
 EXIT_OWNED = 3
 EXIT_ENVIRONMENT = 4
 TICK_S = 0.1
-NOTIFY_DEADLINE_S = 5.0
-"""A hook must never hold the pod's end up, but a node that drains is a busy one."""
 
 USAGE = """usage: deltashard-sidecar serve --url URL --run RUN --dir DIR --cache-dir DIR [--SETTING VALUE ...]
        deltashard-sidecar notify [--reason eviction] [--deadline-s S] [--socket PATH]
@@ -153,11 +151,20 @@ def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: L
     if not config.fleet:
         return None
     from deltashard_sidecar.fleet.fleet_stream import Fleet
-    from deltashard_sidecar.standing import Standing
+    from deltashard_sidecar.fleet.standing import Standing
 
+    standing = Standing(
+        run=sidecar.run,
+        sessions=sidecar.sessions,
+        flights=sidecar.flights,
+        keeper=sidecar.keeper,
+        activity=sidecar.activity,
+        in_force=lambda: sidecar.control.in_force,
+        stopping=lambda: sidecar.stopping,
+    )
     fleet = Fleet(
         config,
-        beat=Standing(sidecar).heartbeat,
+        beat=standing.heartbeat,
         follow=sidecar.control.follow,
         save_now=lambda asked: sidecar.control.save_now(
             asked.reason, urgent=asked.urgent, deadline_s=asked.deadline_s
@@ -185,32 +192,20 @@ def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:
 
 def notify(argv: Sequence[str]) -> int:
     """Tell the sidecar that its pod is going: every trainer saves now. Returns at once; 0 when nobody listens."""
-    import grpc
-    from deltashard_proto.v1 import trainer_pb2 as pb
-    from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
+    from deltashard_sidecar import hook_client
 
     flags, path = _socket(argv)
-    request = pb.NotifyRequest(
-        reason=flags.get("--reason", "eviction"),
-        deadline_s=settings.number("term_deadline_s", flags.get("--deadline-s", "0"), where="--deadline-s"),
-    )
-    with grpc.insecure_channel(f"unix:{path}") as channel, contextlib.suppress(grpc.RpcError):
-        TrainerStub(channel).Notify(request, timeout=NOTIFY_DEADLINE_S)  # type: ignore[no-untyped-call]  # generated
+    deadline_s = settings.number("term_deadline_s", flags.get("--deadline-s", "0"), where="--deadline-s")
+    hook_client.notify(path, reason=flags.get("--reason", "eviction"), deadline_s=deadline_s)
     return 0
 
 
 def health(argv: Sequence[str]) -> int:
     """Exit 0 when the sidecar serves."""
-    import grpc
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from deltashard_sidecar import hook_client
 
     _, path = _socket(argv)
-    with grpc.insecure_channel(f"unix:{path}") as channel:
-        try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2.0)
-        except grpc.RpcError:
-            return 1
-    return 0 if reply.status == health_pb2.HealthCheckResponse.SERVING else 1
+    return 0 if hook_client.serves(path) else 1
 
 
 def reference(argv: Sequence[str]) -> int:

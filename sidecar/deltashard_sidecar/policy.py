@@ -27,7 +27,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.settings import Settings
 
 KEY = "deltashard/directive"
-"""Of a commit's metadata; the prefix `deltashard/` is not the user's."""
+"""Name in a commit's metadata; the prefix `deltashard/` is not the user's."""
 MAX_TEXT = 4096
 _MAX_INT = (1 << 63) - 1
 
@@ -104,7 +104,7 @@ class InForce:
 
     @property
     def generation(self) -> int:
-        """Of the directive; 0: none."""
+        """Generation of the directive; 0: none."""
         return 0 if self.directive is None else self.directive.generation
 
     def after(self, directive: Directive) -> InForce:

@@ -33,7 +33,7 @@ URGENT_WAIT_S = 3.0
 """An urgent save waits so long at its begin for one that uploads; then it is refused and asked for again afterwards."""
 BRIEF_WAIT_S = 1.0
 ENCODE_NICENESS = 10
-"""Of encoding threads: on shared cores (a laptop) the cut that is being copied, and training, go first."""
+"""Niceness of encoding threads: on shared cores (a laptop) the cut that is being copied, and training, go first."""
 
 
 class Refused(Exception):

@@ -42,7 +42,7 @@ class Rows:
     col_start: int
     col_stop: int
     offsets: tuple[int, ...]
-    """Of ids, weights and each field, within the batch."""
+    """Where ids, weights and each field begin, in bytes from the start of the batch."""
     length: int
     """Bytes of the whole batch."""
 

@@ -57,6 +57,29 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", 1 << 20),
 )
 
+_CODES = {
+    grpc.StatusCode.UNAUTHENTICATED: "unauthenticated",
+    grpc.StatusCode.PERMISSION_DENIED: "denied",
+    grpc.StatusCode.NOT_FOUND: "unknown_pod",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "no_room",
+    grpc.StatusCode.ABORTED: "replaced",
+    grpc.StatusCode.UNAVAILABLE: "unreachable",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "unreachable",
+    grpc.StatusCode.CANCELLED: "unreachable",
+    grpc.StatusCode.UNIMPLEMENTED: "protocol",
+    grpc.StatusCode.FAILED_PRECONDITION: "protocol",
+    grpc.StatusCode.INVALID_ARGUMENT: "protocol",
+}
+_UNTRUSTED = ("tsi_protocol_failure", "certificate", "verification")
+"""A handshake that merely broke (the controller restarts) says none of these."""
+
+
+def refusal(code: grpc.StatusCode, details: str) -> str:
+    """Why a stream was not taken in, one of `metric.FLEET_CAUSES`."""
+    if code == grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in _UNTRUSTED):
+        return "verification"
+    return _CODES.get(code, "other")
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Stream:
@@ -177,7 +200,7 @@ class Fleet:
             except grpc.RpcError as error:
                 code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
                 why = (error.details() if isinstance(error, grpc.Call) else str(error)) or ""
-                cause = heartbeat.refusal(code, why)
+                cause = refusal(code, why)
                 why = f"{code.name}: {why}"
             finally:
                 stream.end()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import grpc
 from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
@@ -23,30 +22,8 @@ LONGEST_S = 300.0
 DEFAULT_S = 15.0
 """Between two heartbeats, when the controller does not say."""
 
-_CODES = {
-    grpc.StatusCode.UNAUTHENTICATED: "unauthenticated",
-    grpc.StatusCode.PERMISSION_DENIED: "denied",
-    grpc.StatusCode.NOT_FOUND: "unknown_pod",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "no_room",
-    grpc.StatusCode.ABORTED: "replaced",
-    grpc.StatusCode.UNAVAILABLE: "unreachable",
-    grpc.StatusCode.DEADLINE_EXCEEDED: "unreachable",
-    grpc.StatusCode.CANCELLED: "unreachable",
-    grpc.StatusCode.UNIMPLEMENTED: "protocol",
-    grpc.StatusCode.FAILED_PRECONDITION: "protocol",
-    grpc.StatusCode.INVALID_ARGUMENT: "protocol",
-}
-_UNTRUSTED = ("tsi_protocol_failure", "certificate", "verification")
-"""A handshake that merely broke (the controller restarts) says none of these."""
 LASTING = frozenset({"verification", "unauthenticated", "denied", "protocol", "token"})
 """Coming again soon will hardly help; someone must mend it."""
-
-
-def refusal(code: grpc.StatusCode, details: str) -> str:
-    """Why a stream was not taken in, one of `metric.FLEET_CAUSES`."""
-    if code == grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in _UNTRUSTED):
-        return "verification"
-    return _CODES.get(code, "other")
 
 
 def hello(settings: Settings, *, version: str, process: str, started_at_s: float) -> fleet.Hello:

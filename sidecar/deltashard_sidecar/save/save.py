@@ -41,12 +41,12 @@ from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 HELD_SHARE = 7 / 8
-"""Of the granted blocks: while fewer are used, nothing is encoded before the seal."""
+"""Share of the granted blocks: while fewer are used, nothing is encoded before the seal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What was decided about a save at its begin."""
+    """Decisions about one save, made at its begin."""
 
     attempt: int
     cut: int
@@ -66,7 +66,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sealed:
-    """What the trainer said at the seal."""
+    """The trainer's words at the seal."""
 
     rows: int
     raw_bytes: int

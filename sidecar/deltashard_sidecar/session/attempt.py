@@ -29,7 +29,7 @@ class Attempt:
         self.asked_s = 0.0
         """When it was asked for, monotonic."""
         self.asked_at_s = 0.0
-        """The same, Unix seconds."""
+        """When it was asked for, Unix seconds."""
         self.resumed = False
         """Whether it resumes from a checkpoint."""
         self.restored = False

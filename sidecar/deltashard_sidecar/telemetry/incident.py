@@ -17,7 +17,7 @@ from deltashard_sidecar.telemetry.metric import Metrics
 
 LIMIT = 64
 MAX_TEXT = 1000
-"""Of a message; a longer one is clipped."""
+"""Characters of a message; a longer one is clipped."""
 
 
 class Incidents:

@@ -32,7 +32,7 @@ import grpc
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
-from deltashard_sidecar.fleet import heartbeat
+from deltashard_sidecar.fleet import fleet_stream, heartbeat
 
 NAME = "deltashard-fleet.deltashard-system.svc"
 """Of the controller's certificate."""
@@ -152,7 +152,7 @@ class Sidecar:
         except TimeoutError:
             return welcomed, "no_welcome"
         except grpc.RpcError as error:
-            return welcomed, "" if welcomed else heartbeat.refusal(error.code(), error.details() or "")
+            return welcomed, "" if welcomed else fleet_stream.refusal(error.code(), error.details() or "")
         except asyncio.InvalidStateError:  # written to after its end
             return welcomed, "" if welcomed else "unreachable"
         finally:

@@ -138,6 +138,28 @@ def test_a_save_whose_end_cannot_be_told_is_over_all_the_same(
     second.cancel(Cause.STOPPING, "it is over")
 
 
+def test_a_save_is_counted_as_begun_before_anybody_can_end_it(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever cancels it finds its interval begun, so the timer is never left waiting for a save that is over."""
+    session = sidecar.sessions.get(sidecar.attach(attachment()).session)
+    sidecar.open(pb.OpenRequest(session=session.id, which="none"))
+    found: list[Save | None] = []
+    begins = sidecar.control.begins
+
+    def watched(*about: Any, **more: Any) -> None:
+        found.append(sidecar.flights.of_rank(0))
+        begins(*about, **more)
+
+    monkeypatch.setattr(sidecar.control, "begins", watched)
+    save = sidecar.begin(pb.SaveRequest.Begin(session=session.id, cut=1, step=1))
+    assert found == [None]
+    assert sidecar.flights.of_rank(0) is save
+    assert session.timer.schedule.busy
+    save.cancel(Cause.STOPPING, "it is over")
+    assert not session.timer.schedule.busy
+
+
 def staging(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> tuple[Save, list[int], list[Any]]:
     """A save that has begun, the blocks granted to it, and what will have been given to the encode pool."""
     session = sidecar.attach(attachment()).session

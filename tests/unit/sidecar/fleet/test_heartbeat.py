@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 import pytest
 from deltashard_proto.v1 import fleet_pb2 as fleet
-from deltashard_sidecar.fleet.heartbeat import BackOff, Pace, phase, refusal
+from deltashard_sidecar.fleet.fleet_stream import refusal
+from deltashard_sidecar.fleet.heartbeat import BackOff, Pace, phase
 from deltashard_sidecar.telemetry.metric import FLEET_CAUSES
 
 

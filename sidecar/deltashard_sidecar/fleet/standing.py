@@ -6,43 +6,63 @@ handle has seen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from deltashard_checkpoint.log.chain import parts_of
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
+from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.fleet import heartbeat as heartbeats
-from deltashard_sidecar.run.run import commit_message
-from deltashard_sidecar.session.session import Session
-from deltashard_sidecar.sidecar import Sidecar
+from deltashard_sidecar.fleet.activity import Activity
+from deltashard_sidecar.policy import InForce
+from deltashard_sidecar.run.run import Run, commit_message
+from deltashard_sidecar.save.flight import Flights
+from deltashard_sidecar.session.session import Session, Sessions
 
 
 class Standing:
-    """State of one sidecar, read."""
+    """State of one sidecar, read from its parts."""
 
-    def __init__(self, sidecar: Sidecar) -> None:
-        self._sidecar = sidecar
+    def __init__(
+        self,
+        *,
+        run: Run,
+        sessions: Sessions,
+        flights: Flights,
+        keeper: ArenaKeeper,
+        activity: Activity,
+        in_force: Callable[[], InForce],
+        stopping: Callable[[], bool],
+    ) -> None:
+        self._run = run
+        self._sessions = sessions
+        self._flights = flights
+        self._keeper = keeper
+        self._activity = activity
+        self._in_force = in_force
+        self._stopping = stopping
         self._sizes: tuple[int, int, int] = (-1, 0, 0)
 
     def heartbeat(self) -> fleet.Heartbeat:
         """The state now."""
-        sidecar, activity = self._sidecar, self._sidecar.activity
-        run, sessions = sidecar.run, sidecar.sessions.all()
+        run, activity, in_force = self._run, self._activity, self._in_force()
+        sessions = self._sessions.all()
         state = run.state()
-        in_force = sidecar.control.in_force
         opened = [s for s in sessions if s.attempt.number is not None]
         beat = fleet.Heartbeat(
             run=run.name if run.named.is_set() else "",
             phase=heartbeats.phase(
-                stopping=sidecar.stopping,
+                stopping=self._stopping(),
                 attached=len(sessions),
                 opened=len(opened) == len(sessions),
                 restoring=any(self._restores_now(s) for s in opened),
-                saving=bool(sidecar.flights.in_flight()),
+                saving=bool(self._flights.in_flight()),
                 closed=activity.closed_in_order,
             ),
             ranks=[
                 fleet.Rank(
-                    rank=who.rank, world_size=who.world_size, step=sidecar.keeper.step_of(who.local_rank)
+                    rank=who.rank, world_size=who.world_size, step=self._keeper.step_of(who.local_rank)
                 )
                 for who in (s.who for s in sessions)
             ],
@@ -72,7 +92,7 @@ class Standing:
         attempt = session.attempt
         if attempt.restored or not attempt.resumed:
             return False
-        return self._sidecar.keeper.step_time_s(session.who.local_rank) < attempt.asked_at_s
+        return self._keeper.step_time_s(session.who.local_rank) < attempt.asked_at_s
 
     def _held(self, state: RunState) -> tuple[int, int]:
         """(bytes, checkpoints) live in the store, counted anew only when the log went on."""
