@@ -1,11 +1,10 @@
 """The process of the controller: options, clients, watches, sockets, signals.
 
-`deltashard-controller` waits for its Lease (`lease`), reads the CheckpointRuns, then watches (kopf, in a thread),
-listens to sidecars (`service`), issues certificates (`authority`) and serves plain pages: /livez (the loop turns, and
-every watch is tended), /healthz (besides, the API is heard and sidecars can report) and /metrics. When all watches fail
-they begin anew with a growing pause; only when that does not help for long does the process give up, for a fresh one to
-try. On SIGTERM or SIGINT it sends the sidecars away, writes what is not written yet, lets go of the Lease and exits 0;
-a second signal hurries it. Every flag is also a variable: `--metrics-port` is `DELTASHARD_CONTROLLER_METRICS_PORT`.
+`deltashard-controller` waits for its Lease (`lease`), reads the CheckpointRuns, then watches (`object_watch`), listens
+to sidecars (`service`), issues certificates (`authority`) and serves plain pages: /livez (the loop turns, and every
+watch is tended), /healthz (besides, the API is heard and sidecars can report) and /metrics. On SIGTERM or SIGINT it
+sends the sidecars away, writes what is not written yet, lets go of the Lease and exits 0; a second signal hurries it.
+Every flag is also a variable: `--metrics-port` is `DELTASHARD_CONTROLLER_METRICS_PORT`.
 """
 
 from __future__ import annotations
@@ -13,37 +12,35 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
-import contextlib
 import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import kopf
 import structlog
 from aiohttp import web
-from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, UserError
+from deltashard_checkpoint.errors import DeltashardError, UserError
 from kubernetes import client, config
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from deltashard_operator import VERSION, structured_logging
-from deltashard_operator.controller import handler
-from deltashard_operator.controller.connection import STALE_S, Freshness, connection
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.service import Files, Fleet
 from deltashard_operator.fleet.token_review import Reviewer
+from deltashard_operator.kube import object_watch
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.lease import LeaderOnly, Lease
+from deltashard_operator.kube.object_watch import ObjectWatch
+from deltashard_operator.kube.watch_session import STALE_S
 from deltashard_operator.main import EXIT_USAGE, api_client
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.tls.authority import Authority, AuthorityOptions
@@ -55,18 +52,10 @@ MAX_LAG_S = 10.0
 LAG_TICK_S = 0.25
 LAG_WINDOW_S = 60.0
 PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-KOPF_END_S = 8.0
-"""kopf gets so long to end; its thread holds nothing."""
-GIVE_UP_S = 900.0
-"""Watches that fail for so long without a break end the process."""
 USER_AGENT = f"deltashard-controller/{VERSION}"
 """What audit logs and managedFields call it."""
 CHOICES = {"certificates": ("builtin", "external")}
 _log = structlog.get_logger("deltashard.controller")
-
-
-class WatchesFailed(EnvironmentFault):
-    """Nothing could be watched for a long time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,11 +164,9 @@ class Process:
             keep_finished_s=options.keep_finished_days * 86400,
             status_interval_s=options.status_interval_s,
         )
-        self.freshness = Freshness(
-            tuple(handler.RESOURCES),
-            on_list=self.controller.watches.sweep_soon,
-            on_watch=lambda path: metrics.watch_restarts.labels(handler.RESOURCES[path]).inc(),
-        )
+        watches = self.controller.watches
+        self.watch = ObjectWatch(api, watches.kinds, on_list=watches.on_list, count=metrics.watched)
+        self.freshness = self.watch.freshness
         metrics.watch_age.set_function(self.freshness.heard_s)
         self.lag = Lag()
         metrics.loop_lag.set_function(self.lag.worst_s)
@@ -260,78 +247,6 @@ class Process:
             else:
                 return
 
-    async def watch(self, stop: asyncio.Event) -> None:
-        """Watch until `stop`, beginning anew whatever goes wrong; raises `WatchesFailed` when it stays wrong."""
-        failures, failing_since_s = 0, 0.0
-        self.freshness.begin()
-        while not stop.is_set():
-            begun_s = time.monotonic()
-            error = await self._watched(stop)
-            if stop.is_set():
-                return
-            _log.warning("controller.watches_failed", error=f"{type(error).__name__}: {error}"[:300])
-            self.metrics.kopf_restarts.inc()
-            now_s = time.monotonic()
-            if now_s - begun_s > LAG_WINDOW_S or not failures:
-                failures, failing_since_s = 0, begun_s
-            if now_s - failing_since_s > GIVE_UP_S:
-                raise WatchesFailed(f"nothing could be watched for {GIVE_UP_S:.0f} s", remedy="see the log")
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), PAUSES_S[min(failures, len(PAUSES_S) - 1)])
-            failures += 1
-
-    async def _watched(self, stop: asyncio.Event) -> BaseException | None:
-        """Run kopf once, in a thread and on a loop of its own; what ended it, None when it was told to.
-
-        On a loop it shares, kopf takes the signals for itself and at its end cancels every task it did not start.
-        """
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[BaseException | None] = loop.create_future()
-        told = threading.Event()
-
-        def finish(error: BaseException | None) -> None:
-            if not ended.done():
-                ended.set_result(error)
-
-        def work() -> None:
-            error: BaseException | None = None
-            try:
-                asyncio.run(self._kopf(loop, told))
-            except BaseException as caught:  # noqa: BLE001 - handed on
-                error = caught
-            with contextlib.suppress(RuntimeError):  # our loop is closed: nobody waits
-                loop.call_soon_threadsafe(finish, error)
-
-        threading.Thread(target=work, name="kopf", daemon=True).start()
-        stopping = asyncio.create_task(stop.wait())
-        try:
-            both: tuple[asyncio.Future[Any], ...] = (ended, stopping)
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            told.set()
-            with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(ended, KOPF_END_S)
-            return None
-        finally:
-            told.set()
-            stopping.cancel()
-
-    async def _kopf(self, loop: asyncio.AbstractEventLoop, told: threading.Event) -> None:
-        asyncio.get_running_loop().set_exception_handler(handler.unclosed)
-        configuration, freshness = self._api.configuration, self.freshness
-        registry = handler.registry(
-            self.controller.watches,
-            self.metrics,
-            log_in=lambda: connection(configuration, freshness, USER_AGENT),
-            hand_on=loop.call_soon_threadsafe,
-        )
-        await kopf.operator(
-            registry=registry,
-            settings=handler.settings(),
-            clusterwide=True,
-            standalone=True,
-            stop_flag=told,
-        )
-
     async def serve(self) -> None:
         """Serve until a signal, then drain."""
         stop, hurry = asyncio.Event(), asyncio.Event()
@@ -363,18 +278,16 @@ class Process:
                 return
             start(self.teller.run(), "events")
             start(self.controller.pump(), "pump")
-            start(self.controller.watches.sweep_for_ever(), "sweep")
-            watching = start(self.watch(stop), "watches")
+            start(self.controller.watches.settle_for_ever(), "settle")
+            start(self.watch.run(), "watch")
             await self.fleet.start(self.options.host, self.options.fleet_port)
             _log.info("controller.serving", metrics_port=runner.addresses[0][1], port=self.fleet.port)
             await stop.wait()
             self.stopping = True
             _log.info("controller.stopping")
             await self.fleet.stop(2.0)
-            if not any(task.done() for task in tasks if task is not watching):
+            if not any(task.done() for task in tasks):
                 await _unless(hurry, self.controller.drain(self.options.drain_s))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(watching), KOPF_END_S + 1)
             for task in tasks:
                 if task.done():
                     task.result()
@@ -409,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-controller`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
     structured_logging.configure()
-    handler.quiet()
+    object_watch.quiet()
 
     async def run() -> None:
         await Process(options, api_client(options.kubeconfig)).serve()

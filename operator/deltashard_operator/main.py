@@ -25,6 +25,8 @@ from deltashard_operator import structured_logging
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.admission.webhook import Webhook
+from deltashard_operator.kube import object_watch
+from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.policy.policy_cache import PolicyCache
 from deltashard_operator.tls.certificate import Certificate
@@ -84,6 +86,7 @@ async def serve(options: Options, api: client.ApiClient) -> None:
     """Serve until a signal, then drain."""
     metrics = WebhookMetrics()
     cache = PolicyCache(api, on_restart=metrics.watch_restarts.inc)
+    watch = ObjectWatch(api, (cache.kind,), on_list=cache.on_list)
     webhook = Webhook(
         certificate=Certificate(options.certificate_dir),
         cache=cache,
@@ -98,10 +101,11 @@ async def serve(options: Options, api: client.ApiClient) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    cache.start()
     webhook.reload()
     watching = asyncio.create_task(webhook.watch_certificate())
     watching.add_done_callback(lambda _: stop.set())  # it never ends but by a fault
+    following = asyncio.create_task(watch.run())
+    following.add_done_callback(lambda _: stop.set())
     secure, plain = (web.AppRunner(each, access_log=None) for each in webhook.applications())
     try:
         await secure.setup()
@@ -112,8 +116,9 @@ async def serve(options: Options, api: client.ApiClient) -> None:
         log = structlog.get_logger("deltashard.webhook")
         log.info("webhook.serving", port=secure.addresses[0][1], metrics_port=plain.addresses[0][1])
         await stop.wait()
-        if watching.done():
-            watching.result()
+        for task in (watching, following):
+            if task.done():
+                task.result()
         webhook.draining = True
         log.info("webhook.draining", drain_s=options.drain_s)
         with contextlib.suppress(TimeoutError):
@@ -121,7 +126,8 @@ async def serve(options: Options, api: client.ApiClient) -> None:
         log.info("webhook.stopped")
     finally:
         watching.cancel()
-        cache.stop()
+        following.cancel()
+        await asyncio.gather(watching, following, return_exceptions=True)
         await secure.cleanup()
         await plain.cleanup()
 
@@ -130,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `deltashard-webhook`."""
     options = read_options(sys.argv[1:] if argv is None else argv, os.environ)
     structured_logging.configure()
+    object_watch.quiet()
     try:
         asyncio.run(serve(options, api_client(options.kubeconfig)))
     except (UserError, config.ConfigException, OSError) as error:

@@ -118,7 +118,6 @@ class Controller:
             if run.directed is not None and not run.finished and self._books.fleet is not None:
                 self._books.fleet.direct(run.key, Directive(generation=run.generation, policy=run.directed))
         self.loaded = True
-        self.watches.begin()
         _log.info("controller.loaded", runs=len(self._books.by_key))
 
     # -- what the sidecars say ---------------------------------------------------------------------------------------
@@ -126,14 +125,14 @@ class Controller:
     def connected(self, hello: Hello) -> None:
         """See `sidecar_report.Ledger`."""
         known = self._books.pods.get(hello.pod_uid)
-        entry = self._books.by_key.get(known[0]) if known is not None else None
+        entry = self._books.by_key.get(known) if known is not None else None
         if known is None or entry is None:
             raise sidecar_report.Unknown(
                 "this pod is not known (yet)", where=f"{hello.namespace}/{hello.pod}"
             )
-        if known[0] != hello.run_key:
+        if known != hello.run_key:
             raise sidecar_report.Refused(
-                f"this pod is of workload {known[0][1]}, not {hello.workload_uid}",
+                f"this pod is of workload {known[1]}, not {hello.workload_uid}",
                 where=f"{hello.namespace}/{hello.pod}",
             )
         holder = self._books.holder(entry)

@@ -111,6 +111,15 @@ class ControllerMetrics:
             self.handler_errors.labels(resource)
             self.watch_restarts.labels(resource)
 
+    def watched(self, what: str, kind: str) -> None:
+        """Count what `ObjectWatch` says."""
+        if what == "failure":
+            self.kopf_restarts.inc()
+        else:
+            {"event": self.handled, "error": self.handler_errors, "watch": self.watch_restarts}[what].labels(
+                kind
+            ).inc()
+
     def follow(self, runs: Runs) -> None:
         """Say what there is to say of these runs at every scrape."""
         self.queue.set_function(runs.unwritten)

@@ -69,9 +69,9 @@ class Entries:
         self.fleet: Director | None = None
         self.by_key: dict[RunKey, Entry] = {}
         self._by_id: dict[tuple[str, str], set[RunKey]] = {}
-        self.pods: dict[str, tuple[RunKey, float]] = {}
-        """Pod UID -> its run, and when it was last seen to change."""
-        self.jobs: dict[str, tuple[RunKey, float]] = {}
+        self.pods: dict[str, RunKey] = {}
+        """Pod UID -> its run."""
+        self.jobs: dict[str, RunKey] = {}
         self.nodes: dict[str, NodeView] = {}
         self.specs: dict[tuple[str, str], Mapping[str, Any]] = {}
         """Of CheckpointPolicies, by namespace and name."""

@@ -1,19 +1,20 @@
-"""What the API says: watched objects become facts of runs, and what went while nobody looked is found.
+"""What the API says: watched objects become facts of runs, and what is not listed any more is gone.
 
 Handlers put facts into the run they are of, which marks it; they draw no conclusions and never wait.
 
 Whose a pod is, its ownerReference says; whose the Job is that it names, the Job. A pod that is seen before its Job
-waits for it, until a sweep finds that no such Job is to come (one that was made before the webhook has not our
-label). Once known, a pod stays with its run.
+waits for it, unless the API says that no such Job is to come (one that was made before the webhook has not our label).
+Once known, a pod stays with its run.
 
-A watch that begins anew shows what is there and not what went; so after every list, and every ten minutes, a `sweep`
-asks for the names of all Jobs and pods and drops what is not among them. A new controller's first sweeps tell it, too,
-when it has seen all that there is, policies included.
+A watch that begins anew lists what is there, and what is not among it is dropped. When all kinds are listed, and every
+ten minutes, it is settled whose the waiting pods are and which runs are over unseen; from the first time on a new
+controller has seen all that there is, policies included.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -22,27 +23,25 @@ import structlog
 
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries
-from deltashard_operator.kube.call import METADATA, ApiUnavailable, Caller
+from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
-from deltashard_operator.run import observed_object, run_record, watched_run
+from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
+from deltashard_operator.run import observed_object, watched_run
 from deltashard_operator.run.observed_object import PodView
 from deltashard_operator.run.watched_run import Run
 
 SELECTOR = f"{MANAGED_BY}={MANAGED_BY_VALUE}"
-JOBS = "/apis/batch/v1/jobs"
-PODS = "/api/v1/pods"
-POLICIES = "/apis/deltashard.io/v1alpha1/checkpointpolicies"
 TICK_S = 0.25
-SWEEP_S = 600.0
-SWEEP_SOON_S = 1.5
-SYNC_TRIES = 15
-"""Sweeps after which a new controller judges although something listed was not seen."""
+SETTLE_S = 600.0
+SETTLE_SOON_S = 1.5
+OURS = "/apis/deltashard.io/v1alpha1"
+NOBODYS = ("", "")
 Document = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.controller")
 
 
 class Watches:
-    """Handlers of watched objects, and sweeps."""
+    """Whom `ObjectWatch` tells."""
 
     def __init__(
         self,
@@ -60,65 +59,64 @@ class Watches:
         self._wall = wall
         self._waiting: dict[str, dict[str, Document]] = {}
         """Job UID -> its pods that came before it, by UID."""
-        self._sweep_at_s = 0.0
-        self._begun = False
-        self._sync_tries = 0
+        self._settle_at_s = math.inf
+        self._listed = False
+        self.kinds = (
+            WatchedKind("jobs", "/apis/batch/v1/jobs", self.on_job, self.job_gone, SELECTOR),
+            WatchedKind("pods", "/api/v1/pods", self.on_pod, self.pod_gone, SELECTOR),
+            WatchedKind("nodes", "/api/v1/nodes", self.on_node, self.node_gone),
+            WatchedKind("policies", f"{OURS}/checkpointpolicies", self.on_policy, self.policy_gone),
+            WatchedKind("runs", f"{OURS}/checkpointruns", lambda _run: None, self.run_gone),
+        )
+        """What is to be watched."""
         self.synced = False
         """Whether all that there is was seen: before, no run of an earlier controller's is judged and none directed."""
 
-    def begin(self) -> None:
-        """What was known before is in the books: sweep from now on."""
-        self._begun = True
-        self._sweep_at_s = self._wall() + SWEEP_SOON_S
-
-    def on_job(self, kind: str | None, document: Document) -> None:
-        """A Job came, changed or went (`DELETED`)."""
+    def on_job(self, document: Document) -> None:
+        """A Job is there, or changed."""
         now_s = self._wall()
         job = observed_object.job_of(document)
         key = job.workload.key
         entry = self._books.by_key.get(key)
-        if kind == "DELETED":
-            if entry is not None and job.uid in entry.run.jobs:  # the last word of it says how it ended
-                self._books.set(entry, watched_run.with_job(entry.run, job, now_s))
-            self._forget_job(job.uid, now_s)
-            return
         if entry is None:
             if self._is_old(job.ended_at_s if job.outcome else now_s, now_s):
                 return
             entry = self._books.enter(Run(workload=job.workload, wish=job.wish))
-        self._books.jobs[job.uid] = key, now_s
+        self._books.jobs[job.uid] = key
         self._books.set(entry, watched_run.with_job(entry.run, job, now_s))
         for waiting in self._waiting.pop(job.uid, {}).values():
-            self.on_pod(None, waiting)
+            self.on_pod(waiting)
 
-    def _forget_job(self, uid: str, now_s: float) -> None:
-        known = self._books.jobs.pop(uid, None)
-        entry = self._books.by_key.get(known[0]) if known is not None else None
-        if entry is not None:
-            self._books.set(entry, watched_run.without_job(entry.run, uid, now_s))
+    def job_gone(self, job: ObjectKey, last: Document | None) -> None:
+        """A Job is gone."""
+        entry = self._books.by_key.get(self._books.jobs.pop(job.uid, NOBODYS))
+        if entry is None:
+            return
+        now_s = self._wall()
+        if last is not None:  # it says how it ended
+            self._books.set(entry, watched_run.with_job(entry.run, observed_object.job_of(last), now_s))
+        self._books.set(entry, watched_run.without_job(entry.run, job.uid, now_s))
 
     def _is_old(self, ended_at_s: float, now_s: float) -> bool:
         """Whether something that nobody knows ended so long ago that its CheckpointRun is removed already."""
         return now_s - ended_at_s > self._keep_finished_s
 
-    def on_pod(self, kind: str | None, document: Document) -> None:
-        """A pod came, changed or went."""
+    def on_pod(self, document: Document) -> None:
+        """A pod is there, or changed."""
         pod = self._owned(observed_object.pod_of(document))
         if pod is not None:
-            self._on_pod(kind, pod)
+            self._set_pod(pod)
             return
-        waiting = self._waiting.setdefault(observed_object.workload_of(document).uid, {})
-        if kind == "DELETED":
-            waiting.pop(document["metadata"]["uid"], None)
-        else:
-            waiting[document["metadata"]["uid"]] = document
-            self.sweep_soon(PODS)
+        self._waiting.setdefault(observed_object.workload_of(document).uid, {})[
+            document["metadata"]["uid"]
+        ] = document
+        self._settle_soon()
 
     def _owned(self, pod: PodView) -> PodView | None:
         """The pod as its run's; None while its Job is not known."""
         known = self._books.pods.get(pod.uid)
         job_known = self._books.jobs.get(pod.job_uid)
-        entry = self._books.by_key.get((known or job_known or (("", ""),))[0])
+        entry = self._books.by_key.get(known or job_known or NOBODYS)
         job = entry.run.jobs.get(pod.job_uid) if entry is not None else None
         if job is not None:
             return observed_object.of_job_pod(pod, job)
@@ -127,49 +125,49 @@ class Watches:
             return replace(pod, workload=entry.run.workload, index=before.index)
         return None if pod.job_uid and pod.workload.key not in self._books.by_key else pod
 
-    def _on_pod(self, kind: str | None, pod: PodView) -> None:
+    def _set_pod(self, pod: PodView) -> None:
         now_s = self._wall()
         key = pod.workload.key
         entry = self._books.by_key.get(key)
         if entry is None:
             ended_at_s = pod.ending.at_s if pod.ending is not None and not pod.alive else now_s
-            if kind == "DELETED" or self._is_old(ended_at_s, now_s):
+            if self._is_old(ended_at_s, now_s):
                 return
             entry = self._books.enter(Run(workload=pod.workload, wish=pod.wish))
-        ready = self._node_ready(pod)
         if entry.reloaded_s and pod.uid not in entry.run.pods:
             self._books.set(entry, _known_before(entry.run, pod, entry.reloaded_s))
-        if kind == "DELETED":
-            if pod.uid in entry.run.pods:  # the last word of it says how it went
-                self._books.set(entry, watched_run.with_pod(entry.run, pod, node_ready=ready, now_s=now_s))
-            self._forget_pod(pod.uid, now_s)
-            return
-        self._books.pods[pod.uid] = key, now_s
+        self._books.pods[pod.uid] = key
+        ready = self._node_ready(pod)
         self._books.set(entry, watched_run.with_pod(entry.run, pod, node_ready=ready, now_s=now_s))
 
-    def _forget_pod(self, uid: str, now_s: float) -> None:
-        known = self._books.pods.pop(uid, None)
-        entry = self._books.by_key.get(known[0]) if known is not None else None
-        pod = entry.run.pods.get(uid) if entry is not None else None
+    def pod_gone(self, key: ObjectKey, last: Document | None) -> None:
+        """A pod is gone."""
+        for waiting in self._waiting.values():
+            waiting.pop(key.uid, None)
+        if last is not None and key.uid in self._books.pods:  # it says how it went
+            self.on_pod(last)
+        entry = self._books.by_key.get(self._books.pods.pop(key.uid, NOBODYS))
+        pod = entry.run.pods.get(key.uid) if entry is not None else None
         if entry is None or pod is None:
             return
-        ready = self._node_ready(pod)
-        self._books.set(entry, watched_run.without_pod(entry.run, uid, node_ready=ready, now_s=now_s))
+        ready, now_s = self._node_ready(pod), self._wall()
+        self._books.set(entry, watched_run.without_pod(entry.run, key.uid, node_ready=ready, now_s=now_s))
 
     def _node_ready(self, pod: PodView) -> bool:
         node = self._books.nodes.get(pod.node)
         return node is not None and node.ready
 
-    def on_node(self, kind: str | None, document: Document) -> None:
-        """A node came, changed or went."""
+    def on_node(self, document: Document) -> None:
+        """A node is there, or changed."""
         node = observed_object.node_of(document)
-        if kind == "DELETED":
-            self._books.nodes.pop(node.name, None)
-            return
         before = self._books.nodes.get(node.name)
         self._books.nodes[node.name] = node
         if node.cordoned and before is not None and not before.cordoned:
             self._save_before_drain(node.name)
+
+    def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
+        """A node is gone."""
+        self._books.nodes.pop(node.name, None)
 
     def _save_before_drain(self, node: str) -> None:
         """Its evictions are to come: a checkpoint now leaves them less to save within the grace period."""
@@ -181,100 +179,100 @@ class Watches:
                     "run.save_before_drain", namespace=entry.run.workload.namespace, node=node, told=told
                 )
 
-    def on_policy(self, kind: str | None, document: Document) -> None:
-        """A CheckpointPolicy came, changed or went."""
-        key = document["metadata"]["namespace"], document["metadata"]["name"]
-        spec = document.get("spec") or {}
-        if kind == "DELETED":
-            self._books.specs.pop(key, None)
-        elif self._books.specs.get(key) != spec:
-            self._books.specs[key] = spec
-        else:
+    def on_policy(self, document: Document) -> None:
+        """A CheckpointPolicy is there, or changed."""
+        self._set_policy(
+            document["metadata"]["namespace"], document["metadata"]["name"], document.get("spec") or {}
+        )
+
+    def policy_gone(self, policy: ObjectKey, _last: Document | None) -> None:
+        """A CheckpointPolicy is gone."""
+        self._set_policy(policy.namespace, policy.name, None)
+
+    def _set_policy(self, namespace: str, name: str, spec: Document | None) -> None:
+        key = namespace, name
+        if self._books.specs.get(key) == spec:
             return
+        if spec is None:
+            del self._books.specs[key]
+        else:
+            self._books.specs[key] = spec
         self._books.serial += 1
         for each in self._books:
             if (each.run.workload.namespace, each.run.wish.policy) == key:
                 self._books.mark(each.run.key)
 
-    def on_run(self, kind: str | None, document: Document) -> None:
-        """A CheckpointRun changed: of interest is only that somebody deleted one."""
-        if kind != "DELETED":
-            return
-        run = run_record.run_of(document)
-        entry = self._books.by_key.get(run.key)
-        if entry is None or entry.served is None or entry.served.uid != document["metadata"]["uid"]:
-            return
-        if entry.run.finished:
-            self._books.drop(run.key)
-        else:
-            self._books.lost(entry)
+    def run_gone(self, record: ObjectKey, _last: Document | None) -> None:
+        """Somebody deleted a CheckpointRun."""
+        for entry in list(self._books):
+            if entry.served is None or entry.served.uid != record.uid:
+                continue
+            if entry.run.finished:
+                self._books.drop(entry.run.key)
+            else:
+                self._books.lost(entry)
 
-    # -- what went while nobody looked ------------------------------------------------------------------------------
+    # -- whose pods are whose Job is not known, and what is over unseen -----------------------------------------------
 
-    def sweep_soon(self, path: str) -> None:
-        """A list of this path was made: a watch began anew."""
-        if path in {JOBS, PODS} and self._begun:
-            self._sweep_at_s = min(self._sweep_at_s, self._wall() + SWEEP_SOON_S)
+    def on_list(self) -> None:
+        """Everything was listed."""
+        self._listed = True
+        self._settle_at_s = self._wall()
 
-    async def sweep_for_ever(self) -> None:
-        """Sweep when it is due."""
+    async def settle_for_ever(self) -> None:
+        """Settle when it is due."""
         while True:
             await asyncio.sleep(TICK_S)
-            if self._wall() < self._sweep_at_s:
+            if self._wall() < self._settle_at_s:
                 continue
-            self._sweep_at_s = self._wall() + SWEEP_S
+            self._settle_at_s = self._wall() + SETTLE_S
             try:
-                await self.sweep()
-                if not self.synced:
-                    self._sweep_at_s = self._wall() + 1.0
+                await self.settle()
             except ApiUnavailable as error:
-                self._sweep_at_s = self._wall() + 10 * SWEEP_SOON_S
-                _log.warning("controller.sweep_failed", error=str(error))
+                self._settle_at_s = self._wall() + 10 * SETTLE_SOON_S
+                _log.warning("controller.not_settled", error=str(error))
 
-    async def sweep(self) -> None:
-        """Drop what is not there any more; raises `ApiUnavailable`."""
-        begun_s = self._wall()
-        jobs, pods = [
-            {
-                each["metadata"]["uid"]
-                for each in await self._call.every(path, selector=SELECTOR, accept=METADATA)
-            }
-            for path in (JOBS, PODS)
-        ]
-        now_s = self._wall()
-        for uid in self._waiting.keys() - jobs:
-            for pod in map(observed_object.pod_of, self._waiting.pop(uid).values()):
-                if pod.alive:
-                    self._on_pod(None, pod)
-        gone = [uid for uid, (_, seen_s) in self._books.pods.items() if uid not in pods and seen_s < begun_s]
-        for uid in gone:
-            self._forget_pod(uid, now_s)
-        for uid in [
-            uid for uid, (_, seen_s) in self._books.jobs.items() if uid not in jobs and seen_s < begun_s
-        ]:
-            self._forget_job(uid, now_s)
-        for entry in list(self._books):
-            run = entry.run
-            there = {"Job": jobs, "Pod": pods}.get(run.workload.native)
-            known = run.jobs or any(each.alive for each in run.pods.values())
-            if there is None or run.finished or known or run.workload.uid in there:
+    async def settle(self) -> None:
+        """Find whose the pods are whose Job is not known, then end the runs that are over unseen.
+
+        Raises `ApiUnavailable`.
+        """
+        if not self._listed:
+            return
+        for uid in list(self._waiting):
+            if await self._to_come(uid):
+                self._settle_soon()
                 continue
-            if run.seen_s < begun_s:
-                self._books.set(entry, watched_run.finished(run, "Deleted", now_s))
+            for pod in map(observed_object.pod_of, self._waiting.pop(uid, {}).values()):
+                if pod.alive:
+                    self._set_pod(pod)
+        there = {"Job": self._books.jobs, "Pod": self._books.pods}
+        for entry in list(self._books):
+            run, uid = entry.run, entry.run.workload.uid
+            known = run.jobs or any(each.alive for each in run.pods.values())
+            if run.workload.native not in there or run.finished or known or uid in self._waiting:
+                continue
+            if uid not in there[run.workload.native]:
+                self._books.set(entry, watched_run.finished(run, "Deleted", self._wall()))
         self._metrics.sweeps.inc()
-        if gone:
-            _log.info("controller.swept", pods=len(gone))
-        if not self.synced:
-            self._sync_tries += 1
-            listed = await self._call.every(POLICIES, accept=METADATA)
-            specs = {(each["metadata"]["namespace"], each["metadata"]["name"]) for each in listed}
-            # Watches bring what the lists name, but for what ended so long ago that nobody keeps it.
-            seen = (
-                jobs <= set(self._books.jobs)
-                and pods <= set(self._books.pods)
-                and specs <= set(self._books.specs)
-            )
-            self.synced = seen or self._sync_tries >= SYNC_TRIES
+        self.synced = True
+
+    def _settle_soon(self) -> None:
+        self._settle_at_s = min(self._settle_at_s, self._wall() + SETTLE_SOON_S)
+
+    async def _to_come(self, uid: str) -> bool:
+        """Whether the watch will bring the Job of this UID: whether it is there, with our label."""
+        pod = next(iter(self._waiting.get(uid, {}).values()), None)
+        if pod is None:
+            return False
+        job = observed_object.workload_of(pod)
+        path = f"/apis/batch/v1/namespaces/{job.namespace}/jobs/{job.name}"
+        answer = await self._call("GET", path)
+        if not answer.ok and answer.status != 404:
+            raise ApiUnavailable(f"cannot be read: {answer.sentence}", where=path)
+        metadata = answer.document.get("metadata") or {}
+        labels = metadata.get("labels") or {}
+        return metadata.get("uid") == uid and labels.get(MANAGED_BY) == MANAGED_BY_VALUE
 
 
 def _known_before(run: Run, pod: PodView, written_s: float) -> Run:

@@ -32,7 +32,6 @@ READ_S = 30.0
 CHUNK = 500
 """Objects in a page of a list."""
 MERGE = "application/merge-patch+json"
-METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 VERBS = ("GET", "LIST", "POST", "PUT", "PATCH", "DELETE")
 OUTCOMES = ("ok", "not_found", "conflict", "throttled", "refused", "unavailable")
 ApiClient = client.ApiClient

@@ -25,13 +25,12 @@ UID = "0b4f3c1e-0000-4000-8000-000000000001"
 class Api:
     """Answers as an API server would; status writes wait for `let_go` and then find the object gone.
 
-    `stored` are the CheckpointRuns, `listed` other objects by their collection's path.
+    `stored` are the CheckpointRuns.
     """
 
     def __init__(self, stored: list[Document] | None = None) -> None:
         self.asked: list[str] = []
         self.stored = stored or []
-        self.listed: dict[str, list[Document]] = {}
         self.writing, self.let_go = asyncio.Event(), asyncio.Event()
 
     async def __call__(
@@ -50,7 +49,8 @@ class Api:
         return Answer(status=200, document={})
 
     async def every(self, path: str, **_: Any) -> list[Document]:
-        return self.stored if path == ALL else self.listed.get(path, [])
+        assert path == ALL
+        return self.stored
 
 
 def controller_of(

@@ -64,6 +64,8 @@ class ControllerProcess:
     namespace: str = "deltashard-system"
     """Where its Lease is; there is none where the namespace is not."""
     identity: str = ""
+    kubeconfig: Path | None = None
+    """Another way to the API server than straight."""
     authority: Authority = field(default_factory=lambda: Authority("fleet"))
     fleet_port: int = 0
     metrics_port: int = 0
@@ -81,7 +83,7 @@ class ControllerProcess:
             "certificates": "external",
             "certificate-dir": self.directory,
             "default-policy": self.directory / "policy.yaml",
-            "kubeconfig": self.apiserver.kubeconfig,
+            "kubeconfig": self.kubeconfig or self.apiserver.kubeconfig,
             "keep-finished-days": self.keep_finished_days,
             "status-interval-s": self.status_interval_s,
             "heartbeat-s": self.heartbeat_s,

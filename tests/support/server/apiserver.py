@@ -207,6 +207,13 @@ NAMESPACED = {
 }
 
 
+def _is_ready(http: Rest) -> bool:
+    try:
+        return all(http("GET", path).status == 200 for path in ("/readyz", "/api/v1/namespaces/default"))
+    except urllib3.exceptions.HTTPError:
+        return False
+
+
 class ApiServer:
     """etcd and kube-apiserver; `start`, use `kubeconfig` or `api`, `stop`."""
 
@@ -285,12 +292,7 @@ class ApiServer:
                         f"{process.args[0]} ended:\n{(self.directory / 'log').read_text()[-4000:]}",
                         pytrace=False,
                     )
-            try:
-                return all(
-                    http("GET", path).status == 200 for path in ("/readyz", "/api/v1/namespaces/default")
-                )
-            except urllib3.exceptions.HTTPError:
-                return False
+            return _is_ready(http)
 
         try:
             with http:
@@ -301,6 +303,18 @@ class ApiServer:
         except BaseException:
             self.stop()
             raise
+
+    def kill_api(self) -> None:
+        """End the API server at once; etcd stays."""
+        self._processes[1].kill()
+        self._processes[1].wait(30)
+
+    def start_api(self) -> None:
+        """Start it again as it was, and wait until it answers."""
+        arguments = [str(each) for each in self._processes.pop(1).args]  # type: ignore[union-attr]
+        self._spawn(Path(arguments[0]), *arguments[1:])
+        with self.http() as http:
+            wait_for(lambda: _is_ready(http), what="the API server", timeout_s=180)
 
     def _certificates(self) -> dict[str, bytes]:
         authority = Authority("cluster")

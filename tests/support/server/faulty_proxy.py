@@ -71,6 +71,13 @@ class FaultyProxy:
     def release(self) -> None:
         self.hang = False
 
+    def cut(self) -> None:
+        """End every connection that there is."""
+        with self._lock:
+            open_sockets, self._sockets = self._sockets, set()
+        for one in open_sockets:
+            _close(one)
+
     def _spawn(self, work: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)
         self._threads.append(thread)

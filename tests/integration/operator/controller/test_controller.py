@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Any
 
 import grpc
 import pytest
-import urllib3
 from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import run_record
 from deltashard_proto.v1 import fleet_pb2 as wire
@@ -20,6 +18,8 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from tests.support.operator.controller_process import MERGE, Cluster, ControllerProcess, Sidecar, eventually
 from tests.support.operator.definition import serving
 from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.faulty_proxy import FaultyProxy
+from tests.support.server.minio_server import free_port
 
 pytestmark = pytest.mark.timeout(900)  # processes start slowly on a busy machine
 
@@ -190,6 +190,51 @@ def test_a_new_controller_goes_on_where_the_one_before_was_killed(own: Own) -> N
     assert [each["cause"] for each in after["losses"]] == ["Unseen", "OOMKilled"]
     assert len(cluster.events("Restored")) == 2
     assert controller.stop() == 0, controller.log
+
+
+def test_what_went_while_the_api_was_away_is_found(
+    own: Own, second_apiserver: ApiServer, tmp_path: Path
+) -> None:
+    """By an API server that knows no older changes. It leads on, and lives."""
+    controller, cluster = own.controller, own.cluster
+    spec = {"intervalSeconds": 60, "store": {"url": "s3://checkpoints/x"}}
+    policy = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "default"},
+    }
+    assert cluster.http.create({**policy, "spec": spec}, cluster.namespace).status == 201
+    with FaultyProxy(second_apiserver.port) as proxy:
+        direct = f"127.0.0.1:{second_apiserver.port}"
+        controller.kubeconfig = tmp_path / "kubeconfig"
+        controller.kubeconfig.write_text(
+            second_apiserver.kubeconfig.read_text().replace(direct, f"127.0.0.1:{proxy.port}")
+        )
+        controller.start()
+        job, gone = cluster.job(), cluster.job("gone")
+        pod, lost = cluster.running_pod(job), cluster.running_pod(job)
+        with Sidecar(controller, cluster, pod, job) as sidecar:
+            sidecar.beat(step=5, every_s=60.0)
+            cluster.reaches(job, phase="Training")
+            eventually(lambda: len(cluster.status(job)["pods"]) == 2, "both pods")
+            eventually(lambda: cluster.run(gone), "the other run")
+            proxy.upstream_port = free_port()
+            proxy.cut()
+            cluster.delete("jobs", "gone")
+            cluster.delete("pods", lost["metadata"]["name"])
+            cluster.delete("checkpointpolicies", "default")
+            second_apiserver.kill_api()
+            assert controller.get("livez") == (200, "ok")
+            second_apiserver.start_api()
+            proxy.upstream_port = second_apiserver.port
+            cluster.reaches(gone, phase="Finished", finishedReason="Deleted")
+            eventually(lambda: len(cluster.status(job)["pods"]) == 1, "the pod's end")
+            eventually(lambda: sidecar.directives, "the directive of the chart's policy")
+            assert sidecar.directives[-1].policy.every_s == 300.0
+            eventually(lambda: controller.get("healthz")[0] == 200, "health")
+        assert controller.metric("deltashard_controller_watcher_failures_total") == 0
+        assert controller.metric("deltashard_controller_leading") == 1
+        assert controller.stop() == 0, controller.log
 
 
 def test_what_is_not_written_at_sigterm_is_written_before_the_end(own: Own) -> None:
@@ -496,14 +541,9 @@ def test_a_start_with_two_thousand_pods_and_a_cut_of_all_watches(busy: ApiServer
             )
             assert running.get("livez") == (200, "ok")
             begun = running.metric("deltashard_controller_watch_restarts_total", resource="jobs")
-            api = busy._processes[1]
-            api.kill()
-            api.wait(30)
+            busy.kill_api()
             eventually(lambda: running.get("livez")[0] == 200, "life without an API server")
-            busy._processes[1] = subprocess.Popen(
-                api.args, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
-            eventually(lambda: _answers(http), "the API server")
+            busy.start_api()
             eventually(
                 lambda: (
                     (running.metric("deltashard_controller_watch_restarts_total", resource="jobs") or 0)
@@ -517,17 +557,6 @@ def test_a_start_with_two_thousand_pods_and_a_cut_of_all_watches(busy: ApiServer
         finally:
             if running.process is not None:
                 running.stop(signal.SIGKILL)
-
-
-def _answers(http: Rest) -> bool:
-    """Whether the API server serves again, custom resources and rights included."""
-    try:
-        return all(
-            http("GET", path).status == 200
-            for path in ("/apis/batch/v1/jobs?limit=1", "/apis/deltashard.io/v1alpha1/checkpointruns?limit=1")
-        )
-    except urllib3.exceptions.HTTPError:
-        return False
 
 
 def test_labels_select_runs_by_the_id_that_users_write(

@@ -187,8 +187,8 @@ def test_a_controller_that_does_not_lead_writes_nothing() -> None:
         api.let_go.set()
         controller = controller_of(api, leads=lambda: leads)
         await controller.load()
-        controller.watches.on_job("ADDED", job())
-        controller.watches.on_pod("ADDED", pod())
+        controller.watches.on_job(job())
+        controller.watches.on_pod(pod())
 
         async def written() -> list[str]:
             controller.tick()

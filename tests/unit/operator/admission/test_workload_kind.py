@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.controller.watch import JOBS, PODS
 from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import Hello
 from deltashard_operator.kube import cluster_name
@@ -69,15 +68,16 @@ def hello(workload_uid: str) -> Hello:
 
 
 def held(api: Api, *events: tuple[str, Document]) -> dict[str, Run]:
-    """The runs by workload UID, after these events of watches and a sweep."""
+    """The runs by workload UID, after these were seen and all was listed."""
 
     async def scenario() -> dict[str, Run]:
         controller = controller_of(api)
         await controller.load()
         for kind, document in events:
             watches = controller.watches
-            (watches.on_pod if kind == "pod" else watches.on_job)("ADDED", document)
-        await controller.watches.sweep()
+            (watches.on_pod if kind == "pod" else watches.on_job)(document)
+        controller.watches.on_list()
+        await controller.watches.settle()
         return {each.workload.uid: each for each in controller.runs()}
 
     return asyncio.run(scenario())
@@ -145,10 +145,8 @@ def test_anothers_job_is_none_of_ours() -> None:
 def test_a_jobs_pods_are_of_the_jobset_that_owns_the_job() -> None:
     """In whatever order they are seen; labels are not asked."""
     theirs, owner = pod(("batch/v1", "Job"), uid="j-1"), job("j-1", jobset="s-1")
-    api = Api()
-    api.listed = {JOBS: [{"metadata": {"uid": "j-1"}}], PODS: [{"metadata": {"uid": "p-1"}}]}
     for events in ([("job", owner), ("pod", theirs)], [("pod", theirs), ("job", owner)]):
-        found = held(api, *events)
+        found = held(Api(), *events)
         assert set(found) == {"s-1"}
         assert set(found["s-1"].pods) == {"p-1"}
         assert found["s-1"].pods["p-1"].index == "workers-1"
@@ -156,9 +154,7 @@ def test_a_jobs_pods_are_of_the_jobset_that_owns_the_job() -> None:
 
 def test_a_pod_whose_job_nobody_watches_is_the_jobs() -> None:
     """A Job that is older than the webhook has no label of ours; its new pods are injected by themselves."""
-    api = Api()
-    api.listed = {PODS: [{"metadata": {"uid": "p-1"}}]}
-    found = held(api, ("pod", pod(("batch/v1", "Job"), uid="j-1")))
+    found = held(Api(), ("pod", pod(("batch/v1", "Job"), uid="j-1")))
     assert set(found) == {"j-1"}
     assert not found["j-1"].finished
 
@@ -176,10 +172,8 @@ def test_no_label_makes_a_pods_words_another_runs(labels: dict[str, str]) -> Non
     async def scenario() -> None:
         controller = controller_of(Api())
         await controller.load()
-        controller.watches.on_job(
-            "ADDED", job("j-1", jobset="s-1" if cluster_name.JOBSET_UID_LABEL in labels else "")
-        )
-        controller.watches.on_pod("ADDED", pod(None, labels=labels))
+        controller.watches.on_job(job("j-1", jobset="s-1" if cluster_name.JOBSET_UID_LABEL in labels else ""))
+        controller.watches.on_pod(pod(None, labels=labels))
         with pytest.raises(sidecar_report.Refused, match="of workload p-1, not"):
             controller.connected(hello("s-1" if cluster_name.JOBSET_UID_LABEL in labels else "j-1"))
         assert all(not each.reports for each in controller.runs())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 from deltashard_operator.controller.controller import Controller
-from deltashard_operator.controller.watch import JOBS, PODS, POLICIES
 from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello, Phase, PolicyInForce, RunKey
+from deltashard_operator.kube.call import Answer
+from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import run_record
 
 from tests.support.operator import sample
@@ -48,10 +50,10 @@ def test_a_finished_run_whose_checkpointrun_goes_while_it_is_written_is_let_go()
     async def scenario() -> None:
         api = Api()
         controller = controller_of(api)
-        controller.watches.on_job("ADDED", job())
-        controller.watches.on_job("DELETED", job())
+        controller.watches.on_job(job())
+        controller.watches.job_gone(ObjectKey("n", "train", UID), job())
         await ticked(controller, api.writing)
-        controller.watches.on_run("DELETED", checkpoint_run())
+        controller.watches.run_gone(ObjectKey("n", "train-0b4f3c1e", "made"), checkpoint_run())
         assert len(controller) == 0
         api.let_go.set()
         async with asyncio.timeout(DEADLINE_S):
@@ -106,15 +108,10 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         told = Told()
         controller.follow(told)
         policy = {"metadata": {"namespace": "n", "name": "default"}, "spec": {"intervalSeconds": 77}}
-        api.listed = {
-            JOBS: [{"metadata": {"uid": UID}}],
-            PODS: [{"metadata": {"uid": "p-1"}}],
-            POLICIES: [{"metadata": policy["metadata"]}],
-        }
         api.let_go.set()
         await controller.load()
-        controller.watches.on_job("ADDED", job())
-        controller.watches.on_pod("ADDED", pod())
+        controller.watches.on_job(job())
+        controller.watches.on_pod(pod())
         hello = Hello(
             protocol_min=1, protocol_max=1, namespace="n", pod="train-x", pod_uid="p-1", process="p",
             workload_kind="Job", workload_name="train", workload_uid=UID,
@@ -130,14 +127,15 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
             await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
             return [each.policy.every_s for each in told.directives]
 
-        await controller.watches.sweep()
+        await controller.watches.settle()
         assert not controller.synced
         assert await told_by_now() == []
-        controller.watches.on_policy("ADDED", policy)
-        await controller.watches.sweep()
+        controller.watches.on_policy(policy)
+        controller.watches.on_list()
+        await controller.watches.settle()
         assert controller.synced
         assert await told_by_now() == []
-        controller.watches.on_policy("MODIFIED", {**policy, "spec": {"intervalSeconds": 60}})
+        controller.watches.on_policy({**policy, "spec": {"intervalSeconds": 60}})
         assert await told_by_now() == [60.0]
 
     asyncio.run(scenario())
@@ -152,5 +150,39 @@ def test_a_checkpointrun_that_cannot_be_read_stops_no_other() -> None:
         await controller.load()
         assert [each.name for each in controller.runs()] == ["train-0b4f3c1e"]
         assert controller.metrics.registry.get_sample_value("deltashard_controller_judge_errors_total") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_pod_waits_for_its_job_only_while_one_is_to_come() -> None:
+    """The API says whether there is one that will be seen: of this UID, with our label."""
+
+    async def scenario() -> None:
+        asked: list[str] = []
+        labelled = job()
+
+        class Jobs(Api):
+            async def __call__(self, method: str, path: str, *more: Any, **others: Any) -> Answer:
+                if not path.startswith("/apis/batch/"):
+                    return await super().__call__(method, path, *more, **others)
+                asked.append(path)
+                return Answer(status=200, document=labelled)
+
+        controller = controller_of(Jobs())
+        await controller.load()
+        watches = controller.watches
+        watches.on_pod(pod())
+        await watches.settle()
+        assert asked == []  # before the Jobs are listed one may come with them
+        watches.on_list()
+        await watches.settle()
+        assert asked == ["/apis/batch/v1/namespaces/n/jobs/train"]
+        assert len(controller) == 0
+        labelled["metadata"]["labels"] = {}
+        await watches.settle()
+        assert [(each.finished, len(each.pods)) for each in controller.runs()] == [("", 1)]
+        watches.pod_gone(ObjectKey("n", "train-x", "p-1"), None)
+        await watches.settle()
+        assert [each.finished for each in controller.runs()] == ["Deleted"]
 
     asyncio.run(scenario())

@@ -9,11 +9,11 @@ from typing import Any
 
 import kopf
 import pytest
-from deltashard_operator.controller import handler
+from deltashard_operator.kube import object_watch
 from kopf._cogs.clients import watching
 from kopf._cogs.structs.references import Resource
 
-JOBS: Any = Resource(group="batch", version="v1", plural="jobs")
+RESOURCE: Any = Resource(group="batch", version="v1", plural="jobs")
 WATCHES = 64
 
 
@@ -28,9 +28,9 @@ async def _left_open(*, silenced: bool) -> None:
     Whether one of them is closed before what is inside it, is chance: of so many some are.
     """
     if silenced:
-        asyncio.get_running_loop().set_exception_handler(handler.unclosed)
+        asyncio.get_running_loop().set_exception_handler(object_watch.drop_unclosed)
     watches = [
-        watching.infinite_watch(settings=kopf.OperatorSettings(), resource=JOBS, namespace=None)
+        watching.infinite_watch(settings=kopf.OperatorSettings(), resource=RESOURCE, namespace=None)
         for _ in range(WATCHES)
     ]
     for each in watches:
@@ -56,8 +56,10 @@ def test_every_other_error_of_the_loop_is_told(caplog: pytest.LogCaptureFixture)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(handler.unclosed)
-        generator = watching.infinite_watch(settings=kopf.OperatorSettings(), resource=JOBS, namespace=None)
+        loop.set_exception_handler(object_watch.drop_unclosed)
+        generator = watching.infinite_watch(
+            settings=kopf.OperatorSettings(), resource=RESOURCE, namespace=None
+        )
         same = RuntimeError("generator didn't stop after athrow()")
         loop.call_exception_handler({"message": "one", "exception": ValueError("x"), "asyncgen": generator})
         loop.call_exception_handler({"message": "two", "exception": same, "asyncgen": _one_event()})

@@ -1,0 +1,267 @@
+"""Objects of a few kinds, watched over the whole cluster by kopf: what is there, what changes, and what went.
+
+kopf lists and watches, goes on where a watch ended, lists again when that is too long ago (410 Gone), ends watches that
+are silent and tries what fails for ever. Its `on.event` alone is used, which writes nothing: no finalizers, annotations
+or progress. Objects are chosen by the server, by label; nothing else of the cluster's reaches this process. kopf has no
+limit of workers: with one below the number of objects it can wait for ever at its start.
+
+Whoever watches a kind is told on its own asyncio loop: of each object that a list names, of what is gone by that list,
+then of each change. A list comes again only when changes may have been missed.
+
+kopf runs in a thread of its own: on a loop it shares it takes the signals for itself and at its end cancels every task
+that it did not start. When it ends (an error that it does not try again, a definition that is not there), or leaves a
+kind unwatched, it is begun anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import kopf
+import structlog
+from kubernetes import client
+
+from deltashard_operator.kube.watch_session import Document, Freshness, session
+
+SERVER_S = 240
+"""The server ends a watch after so long, and kopf goes on from where it was."""
+INACTIVITY_S = 75
+"""Bookmarks come every minute: a watch without a byte for longer is dead."""
+CONNECT_S = 10
+REQUEST_S = 60
+CHUNK = 500
+PAUSES_S = (1.0, 2.0, 5.0, 10.0)
+"""Before another try, the last one for ever; half of it is left to chance, so that replicas spread."""
+STEADY_S = 60.0
+"""kopf that held for so long was well."""
+TICK_S = 1.0
+END_S = 8.0
+"""kopf gets so long to end; its thread holds nothing."""
+_log = structlog.get_logger("deltashard.watch")
+
+
+class ObjectKey(NamedTuple):
+    """Which object."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedKind:
+    """One kind of objects, and who is told of them: both are called on the loop that `ObjectWatch.run` runs on."""
+
+    name: str
+    """For metrics and logs."""
+    path: str
+    """URL path of all of them, such as /apis/batch/v1/jobs."""
+    on_object: Callable[[Document], None]
+    """Called with an object that is there, or changed."""
+    on_gone: Callable[[ObjectKey, Document | None], None]
+    """Called when one is gone, with its last state, or with None when it went unseen."""
+    selector: str = ""
+    """Labels that the server chooses by."""
+
+    @property
+    def resource(self) -> tuple[str, str, str]:
+        """Group, version and plural."""
+        *root, version, plural = self.path.split("/")[1:]
+        return "".join(root[1:]), version, plural
+
+
+class ObjectWatch:
+    """Watches kinds. `run` it as a task."""
+
+    def __init__(
+        self,
+        api: client.ApiClient,
+        kinds: Sequence[WatchedKind],
+        *,
+        on_list: Callable[[], None],
+        count: Callable[[str, str], None] = lambda _what, _kind: None,
+    ) -> None:
+        """`on_list` is called after a list when every kind was listed; `count` with event, error, watch or failure."""
+        self._api = api
+        self._kinds = {kind.path: kind for kind in kinds}
+        self._count = count
+        self._on_list = on_list
+        self._known: dict[str, dict[tuple[str, str], ObjectKey]] = {kind.name: {} for kind in kinds}
+        """What is there, by kind, by namespace and name."""
+        self._listing: dict[str, set[tuple[str, str]]] = {}
+        """What the newest list of a kind names so far."""
+        self._listed: set[str] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kopf")
+        self.freshness = Freshness(self._kinds)
+
+    async def run(self) -> None:
+        """Watch until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        pauses = iter(_Pauses())
+        while True:
+            begun_s, told = time.monotonic(), threading.Event()
+            self.freshness.begin()
+            work = loop.run_in_executor(
+                self._thread, asyncio.run, self._kopf(loop.call_soon_threadsafe, told)
+            )
+            try:
+                while not work.done() and not self.freshness.untended():
+                    await asyncio.wait({work}, timeout=TICK_S)
+            finally:
+                untended = self.freshness.untended()
+                told.set()
+                await asyncio.wait({work}, timeout=END_S)
+            await asyncio.wait({work})  # as long as it does not end, nothing is tended
+            error = work.exception()
+            why = f"{type(error).__name__}: {error}" if error else f"not watched: {', '.join(untended)}"
+            _log.warning("watch.failed", error=why[:300])
+            self._count("failure", "")
+            if time.monotonic() - begun_s > STEADY_S:
+                pauses = iter(_Pauses())
+            await asyncio.sleep(next(pauses))
+
+    # -- on kopf's thread ---------------------------------------------------------------------------------------------
+
+    async def _kopf(self, hand_on: Callable[..., object], told: threading.Event) -> None:
+        asyncio.get_running_loop().set_exception_handler(drop_unclosed)
+        registry = kopf.OperatorRegistry()
+
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> kopf.AiohttpSession:
+            return session(
+                self._api,
+                self._kinds,
+                self.freshness,
+                on_page=lambda path, page, first: hand_on(self._take_page, self._kinds[path], page, first),
+                on_watch=lambda path: self._count("watch", self._kinds[path].name),
+            )
+
+        for kind in self._kinds.values():
+
+            async def handle(event: Any, kind: WatchedKind = kind, **_: Any) -> None:
+                if event["type"] is not None:  # what a list names came with its page
+                    hand_on(self._take, kind, event["type"], event["object"])
+
+            kopf.on.event(*kind.resource, registry=registry, id=kind.name)(handle)
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=settings(tuple(self._kinds.values())),
+                clusterwide=True,
+                standalone=True,
+                stop_flag=told,
+            )
+        finally:
+            told.set()  # kopf waits for it in a thread, without which its loop would not end
+
+    # -- on the loop of who is told -----------------------------------------------------------------------------------
+
+    def _take_page(self, kind: WatchedKind, page: Document, first: bool) -> None:
+        names = self._listing.setdefault(kind.name, set())
+        if first:
+            names.clear()
+        for document in page.get("items") or ():
+            names.add(_key_of(document)[:2])
+            self._take(kind, "LISTED", document)
+        if (page.get("metadata") or {}).get("continue"):
+            return
+        known = self._known[kind.name]
+        for name in known.keys() - names:
+            self._tell(kind, kind.on_gone, known.pop(name), None)
+        self._listed.add(kind.name)
+        if len(self._listed) == len(self._kinds):
+            self._on_list()
+
+    def _take(self, kind: WatchedKind, what: str, document: Document) -> None:
+        key, known = _key_of(document), self._known[kind.name]
+        before = known.pop(key[:2], key)
+        if what == "DELETED":
+            self._tell(kind, kind.on_gone, key, document)
+            return
+        if before != key:  # it went, and another was made under its name
+            self._tell(kind, kind.on_gone, before, None)
+        known[key[:2]] = key
+        self._tell(kind, kind.on_object, document)
+
+    def _tell(self, kind: WatchedKind, told: Callable[..., None], *of: Any) -> None:
+        try:
+            told(*of)
+        except Exception:  # noqa: BLE001 - one odd object must not stop the others
+            self._count("error", kind.name)
+            _log.exception("watch.event_not_understood", kind=kind.name)
+        self._count("event", kind.name)
+
+
+def _key_of(document: Document) -> ObjectKey:
+    metadata = document["metadata"]
+    return ObjectKey(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
+
+
+class _Pauses:
+    """Pauses between tries, without end."""
+
+    def __iter__(self) -> Iterator[float]:
+        for pause_s in itertools.chain(PAUSES_S, itertools.repeat(PAUSES_S[-1])):
+            yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311
+
+
+class _NoEssence(kopf.MultiDiffBaseStorage):
+    """Spares a copy of every object (0.8 ms for a pod): no handler asks what changed of it."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+
+def settings(kinds: Sequence[WatchedKind]) -> kopf.OperatorSettings:
+    """How kopf watches."""
+    found = kopf.OperatorSettings()
+    found.posting.enabled = False
+    found.scanning.disabled = True
+    found.watching.server_timeout = SERVER_S
+    found.watching.inactivity_timeout = INACTIVITY_S
+    found.watching.chunk_size = CHUNK
+    for kind in kinds:
+        if kind.selector:
+            found.watching.label_selectors[kind.resource] = kind.selector
+    found.networking.request_timeout = REQUEST_S
+    found.networking.connect_timeout = CONNECT_S
+    found.networking.error_backoffs = _Pauses()
+    found.queueing.idle_timeout = 1.0
+    found.persistence.diffbase_storage = _NoEssence([])
+    found.persistence.progress_storage = kopf.MultiProgressStorage([])
+    found.process.ultimate_exiting_timeout = None  # the process has its own end
+    return found
+
+
+def quiet() -> None:
+    """Have kopf log its warnings alone: it tells of every event and every watch."""
+    for name in ("kopf", "aiohttp"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # that signals are not its own
+
+
+def drop_unclosed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Drop one message of kopf's end, and hand on all others: an exception handler of kopf's loop.
+
+    kopf cancels the reader of a watch without closing the watch's generators (`queueing.watcher` has no `aclosing`). So
+    asyncio closes them when the loop ends, all at once and in no order: where `streaming_block` is closed before
+    `infinite_watch`, which is inside it, the latter finds that the block "didn't stop". Nothing is left open by it: the
+    pause waiter is cancelled and the session is closed besides.
+    """
+    error = context.get("exception")
+    if (
+        getattr(context.get("asyncgen"), "__name__", "") == "infinite_watch"
+        and isinstance(error, RuntimeError)
+        and "generator didn't stop after athrow()" in str(error)
+    ):
+        return
+    loop.default_exception_handler(context)
