@@ -36,6 +36,7 @@ Writable = bytearray | memoryview | npt.NDArray[np.uint8]
 
 CONSTANT_TAG = np.uint16(0x7D00)
 MIN_EXPONENT, MAX_EXPONENT = -100, 113
+NEARLY_INFINITE = np.float32(2.0**128 * (1 - 2.0**-9))
 MAX_STARTS = 12
 
 
@@ -262,9 +263,10 @@ def search_ranges(search: Search, bits: int, x: F32, lo: F32, hi: F32) -> None:
 def choose_exponent(lo: F32, hi: F32, bits: int) -> tuple[int, npt.NDArray[np.bool_]]:
     """The exponent of a frame whose rows range over [lo, hi], and which rows it does not serve (bool [n]).
 
-    An exponent serves a row if no value reaches 2**15 in its units, and if float16's smallest spacing moves the top
-    code by at most 1/16 of a step; rows with a range below 2**-9 of their magnitude are excused from the latter, as
-    the rounding of their bias costs them more. Non-finite rows have no say and are not reported.
+    An exponent serves a row if no value reaches 2**15 in its units nor an infinity when decoded, and if float16's
+    smallest spacing moves the top code by at most 1/16 of a step; rows with a range below 2**-9 of their magnitude are
+    excused from the latter, as the rounding of their bias costs them more. Non-finite rows have no say and are not
+    reported.
     """
     finite = np.isfinite(lo) & np.isfinite(hi) & np.isfinite(hi - lo)
     magnitude = np.maximum(np.abs(lo), np.abs(hi))
@@ -272,6 +274,9 @@ def choose_exponent(lo: F32, hi: F32, bits: int) -> tuple[int, npt.NDArray[np.bo
     least = np.frexp(np.where(finite, magnitude, 0))[1] - 15
     most = np.frexp(np.where(finite, span, 0))[1] + 20 - 2 * bits
     least = np.where(magnitude == 0, MIN_EXPONENT, np.clip(least, MIN_EXPONENT, MAX_EXPONENT))
+    # IMPORTANT: no exponent serves these. Rounded to float16, a bias or scale so near the largest float32 would decode
+    # as an infinity, and a finite weight would come back as that. (Constant rows are stored exactly, in place.)
+    least = np.where((magnitude >= NEARLY_INFINITE) & (span > 0), MAX_EXPONENT + 1, least)
     most = np.where(span <= magnitude * np.float32(2.0**-9), MAX_EXPONENT, np.minimum(most, MAX_EXPONENT))
     misfit = finite & ((least > 0) | (most < 0))
     if int(misfit.sum()) * 64 <= len(lo):

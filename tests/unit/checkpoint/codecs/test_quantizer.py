@@ -305,3 +305,18 @@ def test_the_default_search_is_used_unless_another_is_asked_for():
         default = store(encoding, x)
         asked = store(encoding, x, search=DEFAULT_SEARCH[encoding])
         assert default.sections[2].tobytes() == asked.sections[2].tobytes()
+
+
+@pytest.mark.parametrize("encoding", QUANTIZED)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_floats_never_come_back_as_infinities(kernel_set, encoding, sign):
+    """Rounding a scale or bias to float16 there would overflow; such rows are kept exactly."""
+    largest = np.float32(np.finfo(np.float32).max)
+    top = largest * np.linspace(0.99, 1, 60, dtype=np.float32)
+    x = np.zeros((600, 16), np.float32)
+    x[::10, 3] = sign * top
+    x[::10, 4] = sign * top / 3
+    stored = store(encoding, x, search=PLAIN)
+    assert stored.encoded.fits
+    assert np.isfinite(stored.restored()).all()
+    _check_bounds(x, stored)
