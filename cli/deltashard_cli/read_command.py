@@ -11,7 +11,6 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from rich.text import Text
 
-from deltashard_cli import summary as summaries
 from deltashard_cli import verification
 from deltashard_cli.checkpoint_choice import compaction_indexes, open_checkpoint, read_state, using
 from deltashard_cli.diff import Difference, compare
@@ -29,7 +28,14 @@ from deltashard_cli.output import (
     warn,
     when,
 )
-from deltashard_cli.summary import CheckpointSummary, RunSummary
+from deltashard_cli.summary import (
+    CheckpointSummary,
+    RunSummary,
+    inspection_of,
+    summarize_checkpoint,
+    summarize_plan,
+    summarize_run,
+)
 from deltashard_cli.target import NoSuchRun, Target, find_run, must_exist, names, open_root, runs_of
 
 _SHOWN_BLOBS = 12
@@ -51,8 +57,8 @@ def ls(url: str, run: str | None, *, as_json: bool) -> None:
     if (damage := state.damage()) is not None:
         warn(damage)
     moved = compaction_indexes(target.store, state)
-    found = [summaries.summarize_checkpoint(state, entry, moved) for entry in state.checkpoints.values()]
-    summary = summaries.summarize_run(state)
+    found = [summarize_checkpoint(state, entry, moved) for entry in state.checkpoints.values()]
+    summary = summarize_run(state)
     if as_json:
         print_json({"run": summary, "checkpoints": found})
         return
@@ -118,10 +124,10 @@ def _summarize(target: Target) -> RunSummary:
         state = read_state(target)
     except LogGap as gap:
         warn(f"{target.run}: {gap.what}")
-        return replace(summaries.summarize_run(RunState(run=target.run)), stopped=gap.what)
+        return replace(summarize_run(RunState(run=target.run)), stopped=gap.what)
     if (damage := state.damage()) is not None:
         warn(f"{target.run}: {damage}")
-    return summaries.summarize_run(state)
+    return summarize_run(state)
 
 
 def _checkpoint_row(one: CheckpointSummary) -> tuple[object, ...]:
@@ -151,7 +157,7 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
     """Show one checkpoint: its parts, tables, blobs and the chain it restores from."""
     target = find_run(url, run)
     checkpoint = open_checkpoint(target, which)
-    found = summaries.inspect(checkpoint.state, checkpoint.entry, checkpoint.indexes)
+    found = inspection_of(checkpoint.state, checkpoint.entry, checkpoint.indexes)
     if as_json:
         print_json(found)
         return
@@ -253,7 +259,7 @@ def plan(
         )
     wanted = [known[fqn] for fqn in tables] if tables else list(known.values())
     made = checkpoint.plan(wanted, blobs=not tables, fields=not weights_only)
-    found = summaries.summarize_plan(checkpoint.state, checkpoint.entry, made)
+    found = summarize_plan(checkpoint.state, checkpoint.entry, made)
     if as_json:
         print_json(found)
         return

@@ -170,7 +170,7 @@ class Inspection:
     """Bytes by name."""
 
 
-def inspect(state: RunState, entry: Checkpoint, indexes: Mapping[str, Index]) -> Inspection:
+def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Index]) -> Inspection:
     """`entry` with what the indexes of its own parts (its compaction's, if it has one) say."""
     parts = parts_of(state, entry.seq)
     own = [indexes[part.index_key] for part in parts]

@@ -14,8 +14,8 @@ from deltashard_checkpoint.maintenance.retention import Retention, append_retire
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint, choose
 
-from deltashard_cli import export as exports
 from deltashard_cli.checkpoint_choice import open_checkpoint, using
+from deltashard_cli.export import Written, export_safetensors, export_torch, restore_directory
 from deltashard_cli.option import Finite, run_options, which_option
 from deltashard_cli.output import console, number, plural, print_json, progress, size
 from deltashard_cli.target import POLICY, find_run
@@ -32,9 +32,9 @@ _SPOOL_BYTES = 1 << 30
 def restore(url: str, directory: Path, run: str | None, which: str, *, raw: bool, as_json: bool) -> None:
     """Write a checkpoint's tables, optimizer state and blobs into a new DIRECTORY, with a manifest.json."""
 
-    def write(checkpoint: OpenCheckpoint) -> exports.Written:
+    def write(checkpoint: OpenCheckpoint) -> Written:
         with progress("restoring", _bytes(checkpoint)) as advance:
-            return exports.restore_directory(checkpoint, directory, raw=raw, advance=advance)
+            return restore_directory(checkpoint, directory, raw=raw, advance=advance)
 
     _report(using(find_run(url, run), which, write), as_json=as_json)
 
@@ -65,9 +65,9 @@ def export(
         raise click.UsageError(
             f"cannot tell the format from {file.name!r}: use .pt or .safetensors, or say --format"
         )
-    made = exports.export_torch if kind == "torch" else exports.export_safetensors
+    made = export_torch if kind == "torch" else export_safetensors
 
-    def write(checkpoint: OpenCheckpoint) -> exports.Written:
+    def write(checkpoint: OpenCheckpoint) -> Written:
         with progress("exporting", _bytes(checkpoint)) as advance:
             return made(checkpoint, file, state=state, force=force, advance=advance)
 
@@ -78,7 +78,7 @@ def _bytes(checkpoint: OpenCheckpoint) -> int:
     return checkpoint.plan(checkpoint.entry.tables, blobs=True).bytes
 
 
-def _report(written: exports.Written, *, as_json: bool) -> None:
+def _report(written: Written, *, as_json: bool) -> None:
     if as_json:
         print_json(written)
         return

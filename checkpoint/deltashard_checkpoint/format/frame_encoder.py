@@ -22,8 +22,25 @@ from deltashard_checkpoint.codecs.encoding import effective_encoding, raw_encodi
 from deltashard_checkpoint.codecs.side_list import read_exceptions, write_exceptions
 from deltashard_checkpoint.errors import InternalBug
 from deltashard_checkpoint.format import element_type
-from deltashard_checkpoint.format import frame as frames
-from deltashard_checkpoint.format.frame import FrameInfo, FrameKind, aligned
+from deltashard_checkpoint.format.frame import (
+    ALIGN,
+    BLOB_META,
+    DIGEST_AT,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    MAX_BLOB_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_NAME_BYTES,
+    MAX_ROWS,
+    MAX_TABLE_ROWS,
+    TABLE_META,
+    VERSION,
+    Frame,
+    FrameInfo,
+    FrameKind,
+    aligned,
+)
 from deltashard_checkpoint.format.row_block import EncodeOptions, FrameUnfit, RowBlock, raw_row_bytes
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.vocabulary import ENCODINGS, Encoding, stored_state_dtype
@@ -45,21 +62,16 @@ class EncodedFrame:
 
 def rows_per_frame(table: TableSchema, columns: int) -> int:
     """How many rows of `columns` columns, with their fields, fit one frame whatever their values and encoding."""
-    spare = frames.MAX_FRAME_BYTES - aligned(_meta_bound(table)) - frames.ALIGN * (8 + len(table.fields))
+    spare = MAX_FRAME_BYTES - aligned(_meta_bound(table)) - ALIGN * (8 + len(table.fields))
     ids = -(-table.rows.bit_length() // 7)  # a delta's worst case
-    return max(1, min(frames.MAX_ROWS, spare // (raw_row_bytes(table, columns) + ids)))
+    return max(1, min(MAX_ROWS, spare // (raw_row_bytes(table, columns) + ids)))
 
 
 def frame_bound(table: TableSchema, columns: int, rows: int) -> int:
     """A size of buffer that holds any frame of `rows` rows."""
     ids = 8 + rows * 9
     sections = rows * raw_row_bytes(table, columns) + ids
-    return (
-        frames.HEADER_BYTES
-        + aligned(_meta_bound(table))
-        + aligned(sections)
-        + frames.ALIGN * (8 + len(table.fields))
-    )
+    return HEADER_BYTES + aligned(_meta_bound(table)) + aligned(sections) + ALIGN * (8 + len(table.fields))
 
 
 def encode_rows(
@@ -146,11 +158,11 @@ def _encode_weights(
             encoding, rows, scales, biases, codes, dtype=table.dtype, search=options.search
         )
         end = layout.end + aligned(len(encoded.exceptions))
-        if encoding is raw or (encoded.fits and end <= min(frames.MAX_FRAME_BYTES, len(room))):
+        if encoding is raw or (encoded.fits and end <= min(MAX_FRAME_BYTES, len(room))):
             break
-    if end > frames.MAX_FRAME_BYTES:
+    if end > MAX_FRAME_BYTES:
         raise FrameUnfit(
-            f"{n} rows make a frame of {end} bytes, at most {frames.MAX_FRAME_BYTES} are allowed",
+            f"{n} rows make a frame of {end} bytes, at most {MAX_FRAME_BYTES} are allowed",
             where=table.fqn,
             remedy="split them: rows_per_frame, or encode_row_frames",
         )
@@ -164,7 +176,7 @@ def encode_row_frames(block: RowBlock, options: EncodeOptions, *, step: int) -> 
         yield encode_rows(block[at : at + limit], options, step=step)
 
 
-def take_rows(frame: frames.Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
+def take_rows(frame: Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
     """The rows of a frame for which `keep` (bool [rows], at least one) is set, as encoded: nothing is decoded.
 
     Restoring the result gives, for these rows, bit for bit what restoring `frame` gives: scales, biases, codes, state
@@ -187,7 +199,7 @@ def take_rows(frame: frames.Frame, keep: npt.NDArray[np.bool_]) -> EncodedFrame:
         mine = keep[positions]
         exceptions = write_exceptions((np.cumsum(keep) - 1)[positions[mine]], values[mine])
     layout = _Layout([len(meta), len(id_bytes), *(section.size for section in sections), len(exceptions)])
-    if layout.end > frames.MAX_FRAME_BYTES:
+    if layout.end > MAX_FRAME_BYTES:
         raise InternalBug(f"fewer rows make a larger frame: {layout.end} bytes of {info.length}")
     view = memoryview(np.empty(layout.end, np.uint8).data)
     contents: list[memoryview] = [memoryview(meta), memoryview(id_bytes)]
@@ -224,17 +236,13 @@ def encode_blob(
     """
     data = memoryview(chunk).cast("B")
     encoded_name = name.encode()
-    if not 0 < len(encoded_name) <= frames.MAX_NAME_BYTES:
+    if not 0 < len(encoded_name) <= MAX_NAME_BYTES:
         raise FrameUnfit(f"a blob's name of {len(encoded_name)} bytes", where=name[:80])
-    if not 0 <= offset <= offset + len(data) <= blob_bytes <= frames.MAX_BLOB_BYTES:
+    if not 0 <= offset <= offset + len(data) <= blob_bytes <= MAX_BLOB_BYTES:
         raise FrameUnfit(f"chunk [{offset}, +{len(data)}) of a blob of {blob_bytes} bytes", where=name)
-    meta = (
-        struct.pack("<H", len(encoded_name))
-        + encoded_name
-        + frames.BLOB_META.pack(offset, blob_bytes, len(data))
-    )
+    meta = struct.pack("<H", len(encoded_name)) + encoded_name + BLOB_META.pack(offset, blob_bytes, len(data))
     layout = _Layout([len(meta), len(data)])
-    if layout.end > frames.MAX_FRAME_BYTES:
+    if layout.end > MAX_FRAME_BYTES:
         raise FrameUnfit(
             f"a chunk of {len(data)} bytes", where=name, remedy=f"use chunks of {BLOB_CHUNK_BYTES} bytes"
         )
@@ -266,7 +274,7 @@ class _Layout:
 
     def __init__(self, sizes: list[int]) -> None:
         self.spans: list[tuple[int, int]] = []
-        self.end = frames.HEADER_BYTES
+        self.end = HEADER_BYTES
         for size in sizes:
             self.spans.append((self.end, self.end + size))
             self.end = aligned(self.end + size)
@@ -276,7 +284,7 @@ class _Layout:
 
     def clear_padding(self, buffer: memoryview) -> None:
         for _, stop in self.spans:
-            if stop % frames.ALIGN:
+            if stop % ALIGN:
                 end = aligned(stop)
                 buffer[stop:end] = bytes(end - stop)
 
@@ -306,14 +314,14 @@ def _seal(
     rows: int = 0,
 ) -> bytes:
     """Write the header, hash the frame, write the hash."""
-    frames.HEADER.pack_into(
-        view, 0, frames.MAGIC, frames.VERSION, kind, encoding, ids_kind, exponent, 0, meta, ids, exceptions, rows,
+    HEADER.pack_into(
+        view, 0, MAGIC, VERSION, kind, encoding, ids_kind, exponent, 0, meta, ids, exceptions, rows,
         len(view), step, 0, bytes(16),
     )  # fmt: skip
-    state = xxhash.xxh3_128(view[: frames.DIGEST_AT])
-    state.update(view[frames.HEADER_BYTES :])
+    state = xxhash.xxh3_128(view[:DIGEST_AT])
+    state.update(view[HEADER_BYTES:])
     digest = state.digest()
-    view[frames.DIGEST_AT : frames.HEADER_BYTES] = digest
+    view[DIGEST_AT:HEADER_BYTES] = digest
     return digest
 
 
@@ -326,25 +334,21 @@ def _field_bytes(table: TableSchema, stored: list[str], n: int, width: int) -> l
 
 def _meta_bound(table: TableSchema) -> int:
     names = 2 + len(table.fqn.encode()) + sum(4 + len(spec.name.encode()) for spec in table.fields)
-    return names + frames.TABLE_META.size
+    return names + TABLE_META.size
 
 
 def _table_meta(
     table: TableSchema, stored: list[str], columns: tuple[int, int], rows: tuple[int, int]
 ) -> bytes:
     fqn = table.fqn.encode()
-    if (
-        not 0 < len(fqn) <= frames.MAX_NAME_BYTES
-        or len(table.fields) > 255
-        or table.rows > frames.MAX_TABLE_ROWS
-    ):
+    if not 0 < len(fqn) <= MAX_NAME_BYTES or len(table.fields) > 255 or table.rows > MAX_TABLE_ROWS:
         raise FrameUnfit(
             "a table's name, number of fields or rows exceed the format's limits", where=table.fqn[:80]
         )
     pieces = [
         struct.pack("<H", len(fqn)),
         fqn,
-        frames.TABLE_META.pack(
+        TABLE_META.pack(
             table.rows,
             table.columns,
             element_type.by_name(table.dtype).code,

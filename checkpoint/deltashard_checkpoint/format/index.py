@@ -14,11 +14,19 @@ from deltashard_proto.v1 import index_pb2
 from google.protobuf.message import DecodeError
 
 from deltashard_checkpoint.cache import pack_spool
-from deltashard_checkpoint.codecs import encoding
+from deltashard_checkpoint.codecs.encoding import MAX_COLUMNS
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.format import element_type, object_key
-from deltashard_checkpoint.format import frame as frames
-from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
+from deltashard_checkpoint.format.frame import (
+    ALIGN,
+    HEADER_BYTES,
+    MAX_BLOB_BYTES,
+    MAX_FRAME_BYTES,
+    MAX_ROWS,
+    MAX_TABLE_ROWS,
+    FrameInfo,
+    FrameKind,
+)
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
@@ -179,7 +187,7 @@ def table_of(message: index_pb2.TableSchema) -> TableSchema:
         element_type.is_known(f.dtype) for f in fields
     ):
         raise CorruptObject(f"fields of table {message.fqn[:80]!r} are no fields")
-    if not 0 < message.columns <= encoding.MAX_COLUMNS or not 0 < message.rows <= frames.MAX_TABLE_ROWS:
+    if not 0 < message.columns <= MAX_COLUMNS or not 0 < message.rows <= MAX_TABLE_ROWS:
         raise CorruptObject(f"table {message.fqn[:80]!r} of shape [{message.rows}, {message.columns}]")
     if message.dtype not in element_type.WEIGHT_DTYPES:
         raise CorruptObject(f"table {message.fqn[:80]!r} of type {message.dtype[:40]!r}")
@@ -242,14 +250,14 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
     if m.kind not in (1, 2, 3):
         raise CorruptObject(f"frame of unknown kind {m.kind}")
     kind = FrameKind(m.kind)
-    if not frames.HEADER_BYTES < m.length <= frames.MAX_FRAME_BYTES or m.length % frames.ALIGN:
+    if not HEADER_BYTES < m.length <= MAX_FRAME_BYTES or m.length % ALIGN:
         raise CorruptObject(f"a frame cannot be {m.length} bytes long")
     if len(m.xxh3_128) != 16:
         raise CorruptObject("a frame's hash has not 16 bytes")
     if kind is FrameKind.BLOB:
         if m.table or m.row_min or m.row_max or m.rows or m.col_start or m.col_stop or m.encoding:
             raise CorruptObject("a blob frame claims rows")
-        if m.blob_bytes > frames.MAX_BLOB_BYTES or m.blob_offset > m.blob_bytes:
+        if m.blob_bytes > MAX_BLOB_BYTES or m.blob_offset > m.blob_bytes:
             raise CorruptObject(f"blob chunk at {m.blob_offset} of {m.blob_bytes} bytes")
         return FrameInfo(
             kind=kind, length=m.length, digest=m.xxh3_128, step=m.step, name=_name(m.name, "blob"),
@@ -265,7 +273,7 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
             f"frame of rows {m.row_min} to {m.row_max}, columns {m.col_start}:{m.col_stop} lies outside its table "
             f"{table.fqn} [{table.rows}, {table.columns}]"
         )
-    if not 1 <= m.rows <= min(frames.MAX_ROWS, m.row_max - m.row_min + 1):
+    if not 1 <= m.rows <= min(MAX_ROWS, m.row_max - m.row_min + 1):
         raise CorruptObject(f"{m.rows} rows between {m.row_min} and {m.row_max}")
     if (m.encoding in ENCODINGS) is not (kind is FrameKind.ROWS) or (
         m.encoding and kind is FrameKind.TOMBSTONE
@@ -324,7 +332,7 @@ def _check_places(places: list[Place], stored: tuple[Pack, ...]) -> None:
     for place in sorted(places, key=lambda p: (p.pack, p.offset)):
         if place.pack != pack:
             pack, end = place.pack, 0
-        if place.offset % frames.ALIGN or place.offset < end:
+        if place.offset % ALIGN or place.offset < end:
             raise CorruptObject(f"frames overlap or are not aligned at {place.offset} in pack {pack}")
         end = place.offset + place.info.length
         if end > stored[pack].bytes:

@@ -136,7 +136,10 @@ def open_attempt(
     version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run of a name
     that is taken (`key_rule.RESERVED`).
     """
-    excluded = tuple(exclude)
+    opener = _Opener(
+        owner=owner, workload=workload, pod=pod, world_size=world_size, which=which, excluded=tuple(exclude),
+        takeover=takeover,
+    )  # fmt: skip
     state, marked = _look(log, closing_wait_s, deadline_s)
     if state.tip < 0:
         validate_new_run(log.run)
@@ -152,48 +155,12 @@ def open_attempt(
     def build(now: RunState, seq: int, writer: str) -> Entry:
         # IMPORTANT: the resume point is chosen against the state at the slot that is being won. Chosen any earlier, a
         # commit that got in between would be lost though it was acknowledged.
-        if now.stopped is not None and not now.stopped.voidable:
-            raise stopped(now)
-        if now.stopped is not None and now.stopped.seq == 0:
-            raise LogStopped(
-                f"the first entry of the log cannot be read: {now.stopped.error.what}",
-                where=f"run {now.run}",
-                remedy=f"restore {entry_key(0)} from a copy or a version, or use another run name",
-            )
-        if now.owner != owner and not takeover:
-            raise OwnerMismatch(
-                f"the run belongs to {now.owner!r}, not to {owner!r}",
-                where=f"run {now.run}",
-                remedy="choose another run name, or say takeover",
-            )
-        if not takeover and (displaced := displacement(now, workload, pod)) is not None:
-            raise displaced
-        resume = select(now, which, excluded)
-        if now.damage() is not None and resume is None and which == "latest":
-            # IMPORTANT: only silence would follow: the attempt that leaves the bad slot behind makes the log look as if
-            # nothing had ever been committed, and training would begin anew.
-            raise NothingRestorable(
-                now.damage() or "",
-                where=f"run {now.run}",
-                remedy=f"restore {entry_key(now.stopped.seq if now.stopped else 0)} from a copy or a version; "
-                "fresh=True begins anew",
-            )
+        opener.check(now)
+        resume = opener.resume_point(now)
         chosen[:] = [(now, resume)]
         if resume is not None and choosing is not None:
             choosing(now, resume)
-        return AttemptOpened(
-            seq=seq,
-            previous="",
-            writer=writer if now.stopped is None else voiding_writer(writer, now.stopped.hash),
-            at_s=0.0,
-            world_size=world_size,
-            resumes_from=None if resume is None else resume.seq,
-            owner=owner,
-            takeover=now.owner != owner,
-            voids=None if now.stopped is None else now.stopped.seq,
-            workload=workload,
-            pod=pod,
-        )
+        return opener.entry(now, seq, writer, resume)
 
     sealed = log.append(
         build, before="attempt.before_open", after="attempt.after_open", deadline_s=deadline_s, voiding=True
@@ -207,11 +174,78 @@ def open_attempt(
         resume=resume,
         state=log.state,
         waited_s=waited_s,
-        fell_back=(bool(excluded) and newest is not None and newest != resume)
+        fell_back=(bool(opener.excluded) and newest is not None and newest != resume)
         or (voided is not None and which == "latest"),
         voided=voided,
         damage=before.damage() or "",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opener:
+    """Who opens an attempt, and what it asks to resume from. Pure: every answer is about the state it is given."""
+
+    owner: str
+    workload: str
+    pod: str
+    world_size: int
+    which: str
+    excluded: tuple[int, ...]
+    takeover: bool
+
+    def check(self, now: RunState) -> None:
+        """Refuse what may not open: a log that cannot be read on, another's run, a workload or pod that was followed.
+
+        Raises `LogStopped`, `OwnerMismatch`, `FencedError` or `TakenOver`.
+        """
+        if now.stopped is not None and not now.stopped.voidable:
+            raise stopped(now)
+        if now.stopped is not None and now.stopped.seq == 0:
+            raise LogStopped(
+                f"the first entry of the log cannot be read: {now.stopped.error.what}",
+                where=f"run {now.run}",
+                remedy=f"restore {entry_key(0)} from a copy or a version, or use another run name",
+            )
+        if self.takeover:
+            return
+        if now.owner != self.owner:
+            raise OwnerMismatch(
+                f"the run belongs to {now.owner!r}, not to {self.owner!r}",
+                where=f"run {now.run}",
+                remedy="choose another run name, or say takeover",
+            )
+        if (displaced := displacement(now, self.workload, self.pod)) is not None:
+            raise displaced
+
+    def resume_point(self, now: RunState) -> Checkpoint | None:
+        """The checkpoint to load, None for none; raises what `select` raises."""
+        resume = select(now, self.which, self.excluded)
+        if now.damage() is not None and resume is None and self.which == "latest":
+            # IMPORTANT: only silence would follow: the attempt that leaves the bad slot behind makes the log look as if
+            # nothing had ever been committed, and training would begin anew.
+            raise NothingRestorable(
+                now.damage() or "",
+                where=f"run {now.run}",
+                remedy=f"restore {entry_key(now.stopped.seq if now.stopped else 0)} from a copy or a version; "
+                "fresh=True begins anew",
+            )
+        return resume
+
+    def entry(self, now: RunState, seq: int, writer: str, resume: Checkpoint | None) -> AttemptOpened:
+        """The entry for slot `seq`; a slot before it that cannot be read counts for nothing from then on."""
+        return AttemptOpened(
+            seq=seq,
+            previous="",
+            writer=writer if now.stopped is None else voiding_writer(writer, now.stopped.hash),
+            at_s=0.0,
+            world_size=self.world_size,
+            resumes_from=None if resume is None else resume.seq,
+            owner=self.owner,
+            takeover=now.owner != self.owner,
+            voids=None if now.stopped is None else now.stopped.seq,
+            workload=self.workload,
+            pod=self.pod,
+        )
 
 
 def displacement(state: RunState, workload: str, pod: str) -> FencedError | None:

@@ -26,10 +26,9 @@ from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 from urllib3.response import BaseHTTPResponse, HTTPResponse
 
-from deltashard_checkpoint.stores import gate as gates
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.deadline import remaining_s
-from deltashard_checkpoint.stores.gate import Gate
+from deltashard_checkpoint.stores.gate import Gate, current
 
 SLICE_BYTES = 1024 * 1024
 _SHORTEST_S = 0.01
@@ -48,7 +47,7 @@ class _Once(HTTPConnection):
 
     def putrequest(self, method: str, url: str, *args: Any, **kw: Any) -> None:
         self._method = method
-        gate = gates.current()
+        gate = current()
         with self._gate_lock:
             self._gate = gate
         if gate is not None:
