@@ -27,7 +27,8 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_cli.target import Target
 from deltashard_cli.verification import verify
 
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, until
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same
 from tests.support.machine import limit_s
 from tests.support.server.minio_server import MinioServer
 from tests.support.server.troubled_s3 import TroubledS3, by_seed
@@ -177,9 +178,9 @@ class Story:
             number = trainer.save()
             if meanwhile is not None:
                 meanwhile()
-            until(
+            eventually(
                 lambda: number in trainer.commits or number in trainer.failures or trainer.gone,
-                deadline_s=limit_s(300),
+                within_s=limit_s(300),
                 what=f"cut {number} ends",
             )
             trainer.committed(number)

@@ -22,6 +22,7 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support.eventually import eventually
 from tests.support.fake_trainer import (
     Model,
     SaveRefused,
@@ -30,7 +31,6 @@ from tests.support.fake_trainer import (
     lock_is_free,
     same,
     sidecar,
-    until,
 )
 
 States = dict[tuple[int, int], list[np.ndarray]]
@@ -251,7 +251,7 @@ def test_sidecar_killed_while_it_keeps_house(story: Story, point: str) -> None:
     with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
         for _ in range(6):
             trainer.committed(story.cut(trainer))
-        until(lambda: process.poll() is not None)
+        eventually(lambda: process.poll() is not None)
         raise SaveRefused("gone", "killed between saves")
     interrupted(process)
     trainer.close()
@@ -269,7 +269,7 @@ def test_sidecar_killed_while_it_compacts(story: Story, point: str) -> None:
     with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
         for _ in range(6):
             trainer.committed(story.cut(trainer))
-        until(lambda: process.poll() is not None)
+        eventually(lambda: process.poll() is not None)
         raise SaveRefused("gone", "killed between saves")
     interrupted(process)
     trainer.close()
@@ -342,7 +342,7 @@ def test_trainer_killed(story: Story, stage: str, commits: bool) -> None:
         assert child.returncode == -signal.SIGKILL, child.stderr
         assert lock_is_free(process.dir / "arena", 0), "a lock dies with its process"
         if commits:
-            until(lambda: story.newest() != before, what="the sidecar commits alone")
+            eventually(lambda: story.newest() != before, what="the sidecar commits alone")
             newest = story.newest()
             assert newest is not None
             with np.load(saved) as arrays:

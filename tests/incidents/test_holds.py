@@ -18,7 +18,8 @@ from deltashard.save import ask, save_stream, saving
 from torch import nn
 
 from tests.incidents.toys import Run, newest_step
-from tests.support.fake_trainer import SidecarProcess, sidecar, until
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import SidecarProcess, sidecar
 
 
 def state_of(pid: int | None) -> str:
@@ -32,7 +33,7 @@ def stopped(pid: int | None) -> Iterator[None]:
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     try:
-        until(lambda: state_of(pid) == "T", what="stopped")
+        eventually(lambda: state_of(pid) == "T", what="stopped")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(save_stream, "HOLD_S", 0.2)
             yield
@@ -52,7 +53,7 @@ def saved_in_the_end(ckpt: deltashard.Checkpointer, train: Callable[[], None]) -
             return False
         return True
 
-    until(saved, what="a save")
+    eventually(saved, what="a save")
     assert ckpt.stats.last_commit is not None
     assert ckpt.stats.last_commit.step == ckpt.steps
 
@@ -68,7 +69,7 @@ def test_a_stopped_sidecar_costs_one_save(tmp_path: Path) -> None:
             assert handle.done
             with pytest.raises(SaveFailed, match="silent"):
                 handle.wait()
-            until(lambda: run.ckpt._session.link is None, what="the sidecar counts as away")
+            eventually(lambda: run.ckpt._session.link is None, what="the sidecar counts as away")
             failures = run.ckpt.stats.failures.total()
             for _ in range(5):
                 run.train(1)
@@ -151,12 +152,12 @@ def test_close_ends_by_its_deadline_whatever_the_sidecar_does(tmp_path: Path) ->
             run.train(1)
             if known:
                 assert run.ckpt.save().done
-                until(lambda run=run: run.ckpt._session.link is None, what="away")
+                eventually(lambda run=run: run.ckpt._session.link is None, what="away")
             with pytest.raises(SaveFailed, match="not durable"):
                 run.ckpt.close(deadline_s=1)
             thread = run.ckpt._session._thread
             assert thread is not None
-            until(lambda thread=thread: not thread.is_alive(), what="no thread is left")
+            eventually(lambda thread=thread: not thread.is_alive(), what="no thread is left")
         assert newest_step(tmp_path / str(known)) == 1
 
 
@@ -187,8 +188,8 @@ def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, p
 
         def die() -> Any:
             pod.signal(signal.SIGKILL)
-            until(lambda: run.ckpt._session.link is None, what="the loss is noticed")
-            until(lambda: held(run.ckpt._session._lock), what="the session thread looks for the sidecar")
+            eventually(lambda: run.ckpt._session.link is None, what="the loss is noticed")
+            eventually(lambda: held(run.ckpt._session._lock), what="the session thread looks for the sidecar")
             return refresh()
 
         run.ckpt._tracking.refresh = die
@@ -209,7 +210,7 @@ def test_waiting_without_a_timeout_ends_when_the_sidecar_stays_away(
         run.train(1)
         run.save()
         pod.signal(signal.SIGKILL)
-        until(lambda: run.ckpt._session.link is None, what="the loss is noticed")
+        eventually(lambda: run.ckpt._session.link is None, what="the loss is noticed")
         run.train(1)
         monkeypatch.setattr(ask, "LONGEST_AWAY_S", 0.0)
         with pytest.raises(SaveFailed, match="has been away"):

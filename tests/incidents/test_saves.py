@@ -16,8 +16,9 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_sidecar.main import notify
 
 from tests.incidents.toys import ROWS, Run, assert_holds, newest_step, stored
+from tests.support.eventually import eventually
 from tests.support.server.faulty_proxy import FaultyProxy
-from tests.support.server.minio_server import MinioServer, wait_for
+from tests.support.server.minio_server import MinioServer
 
 
 @pytest.mark.minio
@@ -209,7 +210,7 @@ def test_megatron_1435_sidecar_gone_is_survived_and_counted(
         with pytest.raises(deltashard.SaveFailed):
             run.save()
         run.train(20)
-        wait_for(
+        eventually(
             lambda: (run.train(1), run.kinds("attached"))[1], timeout_s=60, what="the library attached again"
         )
         assert run.ckpt.sidecar_pid != first
@@ -298,6 +299,6 @@ def test_xtuner_1859_file_descriptors_are_constant_over_many_saves(tmp_path: Pat
             run.train(1)
             run.save()
         # The streams of the last save may still be ending.
-        wait_for(lambda: open_files(os.getpid()) <= here + 2, timeout_s=60, what="no more descriptors here")
-        wait_for(lambda: open_files(run.ckpt.sidecar_pid) <= there + 2, timeout_s=60, what="no more there")
+        eventually(lambda: open_files(os.getpid()) <= here + 2, timeout_s=60, what="no more descriptors here")
+        eventually(lambda: open_files(run.ckpt.sidecar_pid) <= there + 2, timeout_s=60, what="no more there")
         assert run.model.items.weight.shape[0] == ROWS

@@ -19,8 +19,8 @@ from deltashard_operator.kube import cluster_name
 from tests.load.simulation import control_plane, workload
 from tests.load.simulation.control_plane import Plane
 from tests.load.simulation.operator_process import Controller, Webhook
+from tests.support.eventually import eventually
 from tests.support.server.apiserver import Reply
-from tests.support.server.minio_server import wait_for
 from tests.support.tool import built
 
 TEAM = "team"
@@ -42,7 +42,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
         finally:
             webhook.stop(signal.SIGKILL)
             controller.stop(signal.SIGKILL)
-        wait_for(lambda: _asked(plane, "dead").status == 500, what="the webhook's death", timeout_s=60)
+        eventually(lambda: _asked(plane, "dead").status == 500, what="the webhook's death", timeout_s=60)
         yield plane
     finally:
         plane.stop()
@@ -96,7 +96,7 @@ def test_jobs_of_others_run(plane: Plane, annotations: dict[str, str] | None) ->
         found = plane.rest("GET", path).document["items"]
         return [pod["status"].get("phase") for pod in found] == ["Running"]
 
-    wait_for(running, what=f"the pod of {name}", timeout_s=control_plane.PATIENCE_S)
+    eventually(running, what=f"the pod of {name}", timeout_s=control_plane.PATIENCE_S)
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -136,7 +136,7 @@ def test_a_lost_pod_of_a_training_is_replaced(plane: Plane) -> None:
         found = [pod for pod in workload.living(plane) if pod.job == "train-0"]
         return len(found) == 2 and mine[0] not in found
 
-    control_plane.until(replaced, what="the replacement", timeout_s=control_plane.PATIENCE_S)
+    eventually(replaced, what="the replacement", every_s=0.5, within_s=control_plane.PATIENCE_S)
     path = f"/api/v1/namespaces/{TEAM}/pods?labelSelector={cluster_name.JOB_NAME_LABEL}%3Dtrain-0"
     for pod in plane.rest("GET", path).document["items"]:
         assert [each["name"] for each in pod["spec"]["initContainers"]] == [cluster_name.SIDECAR]

@@ -34,17 +34,9 @@ from deltashard_proto.arena_layout import STEP, Arena, aligned, sections
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
+from tests.support.eventually import eventually
+
 DEADLINE_S = 60.0
-
-
-def until(
-    condition: Callable[[], object], *, deadline_s: float = DEADLINE_S, what: str = "condition"
-) -> None:
-    """Wait for a condition, polling; fails after the deadline."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"{what}: not within {deadline_s} s"
-        threading.Event().wait(0.005)
 
 
 class Zygote:
@@ -144,7 +136,7 @@ class SidecarProcess:
                 return False
             return facts["pid"] == self.pid
 
-        until(is_ready, what="the sidecar serves")
+        eventually(is_ready, what="the sidecar serves")
         return facts
 
     def metrics_page(self) -> str:
@@ -161,7 +153,7 @@ class SidecarProcess:
 
     def died(self) -> int:
         """Wait for its end; the exit status, negative for a signal."""
-        until(lambda: self.poll() is not None, what="the sidecar ends")
+        eventually(lambda: self.poll() is not None, what="the sidecar ends")
         assert self.status is not None
         return self.status
 
@@ -415,7 +407,7 @@ class Trainer:
 
     def committed(self, number: int) -> pb.Commit:
         """Wait for the commit of a cut; the baseline's marks are dropped when it is one."""
-        until(
+        eventually(
             lambda: number in self.commits or number in self.failures or self.gone, what=f"cut {number} ends"
         )
         if number not in self.commits and number not in self.failures:

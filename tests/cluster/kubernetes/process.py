@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.support.eventually import NotWithin, eventually
 from tests.support.machine import limit_s
 
 
@@ -29,12 +30,10 @@ def wait_until(
 
     `timeout_s` is for an idle machine: this one may take longer (`machines.patience`).
     """
-    timeout_s = limit_s(timeout_s)
-    ends_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > ends_s:
-            raise ClusterError(f"not within {timeout_s:.0f} s: {what() if callable(what) else what}")
-        time.sleep(every_s)
+    try:
+        eventually(condition, what, timeout_s=timeout_s, every_s=every_s)
+    except NotWithin as missed:
+        raise ClusterError(str(missed)) from None
 
 
 def start_time(pid: int) -> str | None:

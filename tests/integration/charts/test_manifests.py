@@ -15,8 +15,9 @@ import pytest
 from deltashard_operator import chart_test, controller_main, main
 
 from tests.integration.charts.helm import CERTIFICATE, NAMESPACE, Document, Rendering, render
+from tests.support.eventually import eventually
 from tests.support.server.apiserver import Rest
-from tests.support.server.minio_server import ROOT, wait_for
+from tests.support.server.minio_server import ROOT
 
 MONITORING = {
     "podMonitor": {"enabled": True},
@@ -69,7 +70,7 @@ def prepared(http: Rest) -> Rest:
         assert http("POST", root, definition).status == 201, path
         spec = definition["spec"]
         place = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-        wait_for(lambda place=place: http("GET", place).status == 200, what=place)
+        eventually(lambda place=place: http("GET", place).status == 200, what=place)
     http.namespace(NAMESPACE, {"pod-security.kubernetes.io/enforce": "restricted"})
     rendering = render()
     for account in [*rendering.all("ServiceAccount"), *rendering.all("ServiceAccount", hook=True)]:

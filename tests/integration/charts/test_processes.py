@@ -16,8 +16,9 @@ import urllib3
 import yaml
 
 from tests.integration.charts.helm import NAMESPACE, Release, render
+from tests.support.eventually import eventually
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.minio_server import free_port, wait_for
+from tests.support.server.minio_server import free_port
 
 CONFIGURATION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations/deltashard-webhook"
 WAIT_S = 120.0
@@ -105,8 +106,8 @@ def test_rights_are_enough(apiserver: ApiServer, http: Rest, tmp_path: Path) -> 
 
     program = "deltashard_operator.controller_main"
     with running(program, log, **controller | {"fleet-port": free_port()}) as address:
-        wait_for(lambda: ready(address), what="the controller", timeout_s=WAIT_S)
-        wait_for(lambda: all(bundles()), what="the bundle", timeout_s=WAIT_S)
+        eventually(lambda: ready(address), what="the controller", timeout_s=WAIT_S)
+        eventually(lambda: all(bundles()), what="the bundle", timeout_s=WAIT_S)
     issued = bundles()
     root = f"/api/v1/namespaces/{NAMESPACE}"
     tls = http("GET", f"{root}/secrets/deltashard-webhook-tls").document["data"]
@@ -121,11 +122,11 @@ def test_rights_are_enough(apiserver: ApiServer, http: Rest, tmp_path: Path) -> 
         "drain-s": 0,
     }
     with running("deltashard_operator.main", log, **webhook) as address:
-        wait_for(lambda: ready(address), what="the webhook", timeout_s=WAIT_S)
+        eventually(lambda: ready(address), what="the webhook", timeout_s=WAIT_S)
     release.upgrade({"webhook": {"exemptNamespaces": ["legacy"]}})
     assert bundles() == issued
     with running(program, log, **controller | {"fleet-port": free_port()}) as address:
-        wait_for(lambda: ready(address), what="the controller again", timeout_s=WAIT_S)
+        eventually(lambda: ready(address), what="the controller again", timeout_s=WAIT_S)
     assert bundles() == issued
     assert http("GET", f"{root}/secrets/deltashard-webhook-tls").document["data"] == tls
     said = log.read_text()

@@ -14,8 +14,8 @@ from deltashard_operator.kube import webhook_configuration
 from kubernetes import client, watch
 
 from tests.integration.charts.helm import CERTIFICATE, NAMESPACE, RELEASE, HelmRefused, Release, render
+from tests.support.eventually import eventually
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.minio_server import wait_for
 
 CA = base64.b64encode(b"the authority").decode()
 DATA = {"tls.crt": base64.b64encode(b"certificate").decode(), "tls.key": base64.b64encode(b"key").decode()}
@@ -118,7 +118,7 @@ def test_others_never_notice(release: Release, http: Rest) -> None:
     """FailurePolicy Fail and no webhook: Jobs and pods that are not annotated come through, annotated ones do not."""
     release.install()
     as_the_controller_does(http)
-    refused = eventually(lambda: http.create(job(annotated=True), dry_run=True), lambda r: r.status == 500)
+    refused = answered(lambda: http.create(job(annotated=True), dry_run=True), lambda r: r.status == 500)
     for _ in range(3):
         assert http.create(job(annotated=False), dry_run=True).status == 201
         assert http.create(pod(), dry_run=True).status == 201
@@ -126,7 +126,7 @@ def test_others_never_notice(release: Release, http: Rest) -> None:
     count = re.compile(
         r"^apiserver_admission_webhook_rejection_count\{(.*jobs.deltashard.io.*)\} [1-9]", re.MULTILINE
     )
-    found = eventually(lambda: count.search(metrics(http)), bool)  # what the alert WebhookErrors reads
+    found = answered(lambda: count.search(metrics(http)), bool)  # what the alert WebhookErrors reads
     assert 'error_type="calling_webhook_error"' in found[1]
 
 
@@ -166,7 +166,7 @@ def test_without_a_webhook_the_policies_still_refuse(release: Release, http: Res
     """With failurePolicy Ignore an annotated Job would train without checkpoints; it is told to come again."""
     release.install({"webhook": {"failurePolicy": "Ignore"}})
 
-    refused = eventually(
+    refused = answered(
         lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 422
     )
     assert "deltashard-jobs-have-sidecar" in refused.document["message"]
@@ -227,7 +227,7 @@ def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Rele
         "metadata": {"name": "kept"},
         "spec": {"store": {"url": "s3://bucket/prefix"}},
     }
-    eventually(lambda: http.create(policy), lambda reply: reply.status in {201, 409})
+    answered(lambda: http.create(policy), lambda reply: reply.status in {201, 409})
     release.uninstall()
     root = "/apis/admissionregistration.k8s.io/v1"
     for kind in (
@@ -237,9 +237,7 @@ def test_uninstall_leaves_what_others_need_and_nothing_that_blocks(release: Rele
     ):
         names = [item["metadata"]["name"] for item in http("GET", f"{root}/{kind}").document["items"]]
         assert not [name for name in names if "deltashard" in name]
-    assert eventually(
-        lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 201
-    )
+    assert answered(lambda: http.create(job(annotated=True), dry_run=True), lambda reply: reply.status == 201)
     assert kept(http)
     path = "/apis/deltashard.io/v1alpha1/namespaces/default/checkpointpolicies/kept"
     assert http("GET", path).document["spec"] == policy["spec"]
@@ -277,7 +275,7 @@ def _all_configurations(apiserver: ApiServer) -> list[str]:
     return [item["metadata"]["name"] for item in items]
 
 
-def eventually(ask: Any, good: Any) -> Any:
+def answered(ask: Any, good: Any) -> Any:
     """The first answer that is good: the API server takes a moment to heed new resources and policies."""
     answers: list[Any] = []
 
@@ -285,7 +283,7 @@ def eventually(ask: Any, good: Any) -> Any:
         answers[:] = [ask()]
         return bool(good(answers[0]))
 
-    wait_for(met, what=f"a good answer in place of {answers}")
+    eventually(met, lambda: f"a good answer in place of {answers}")
     return answers[0]
 
 
@@ -407,7 +405,7 @@ def test_rights_are_the_least(release: Release, http: Rest) -> None:
     """In another namespace: just the table. In its own, the controller has its certificates, by name, besides."""
     release.install()
     for account, rights in RIGHTS.items():
-        eventually(
+        answered(
             lambda account=account: allowed(http, account, "team-a", "list", "deltashard.io/checkpointruns"),
             bool,
         )
@@ -453,8 +451,10 @@ def test_the_test_s_rights_last_as_long_as_it_runs(release: Release, http: Rest,
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/deltashard-test"
     with ThreadPoolExecutor(1) as pool:
         test = pool.submit(release, "test", RELEASE, "--timeout", "3m")
-        wait_for(lambda: test.done() or http("GET", path).status == 200, what="the test's pod", timeout_s=120)
-        assert eventually(lambda: allowed(http, "deltashard-test", "default", "create", created), bool)
+        eventually(
+            lambda: test.done() or http("GET", path).status == 200, what="the test's pod", timeout_s=120
+        )
+        assert answered(lambda: allowed(http, "deltashard-test", "default", "create", created), bool)
         for resource in sorted(RESOURCES):
             may = {verb for verb in VERBS if allowed(http, "deltashard-test", "default", verb, resource)}
             assert may == ({"create"} if resource == created else set()), resource

@@ -22,10 +22,11 @@ from minio import MinioAdmin
 from minio.credentials import StaticProvider
 
 from tests.support.checkpoint.written_run import WrittenRun
+from tests.support.eventually import eventually
 from tests.support.operator import sample
 from tests.support.operator.webhook_process import WebhookProcess, has_sidecar, opted, pod, registered
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.minio_server import ROOT, MinioServer, wait_for
+from tests.support.server.minio_server import ROOT, MinioServer
 
 PAGE = (ROOT / "docs" / "kubernetes" / "tenants.md").read_text()
 SECRET = "the-other-teams-key"
@@ -91,7 +92,7 @@ def teams(apiserver: ApiServer, shared_webhook: WebhookProcess) -> Iterator[Team
         theirs["metadata"]["name"] = "theirs"
         path = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies"
         assert rest("POST", path.format(other), theirs).status == 201
-        wait_for(lambda: user("GET", path.format(mine)).status == 200, what="the user's rights")
+        eventually(lambda: user("GET", path.format(mine)).status == 200, what="the user's rights")
         with registered(rest, shared_webhook.client_config()):
             yield Teams(rest, user, mine, other)
 

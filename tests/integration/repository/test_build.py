@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.kubernetes.process import start_time
+from tests.support.eventually import eventually
 from tests.support.machine import limit_s
-from tests.support.server.minio_server import wait_for
 from tests.support.tool import ROOT
 
 GO = """#!/usr/bin/env bash
@@ -68,7 +68,7 @@ def _half_built(folder: Path) -> list[Path]:
 
 def _children(folder: Path) -> list[tuple[int, str | None]]:
     """The build's processes: of the hanging build, its compiler and its go."""
-    wait_for((folder / "children").exists, what="the build's child")
+    eventually((folder / "children").exists, what="the build's child")
     return [(int(pid), start_time(int(pid))) for pid in (folder / "children").read_text().split()]
 
 
@@ -82,7 +82,7 @@ def test_where_never_builds(build: Build, tmp_path: Path) -> None:
 def test_builds_once_whoever_asks(build: Build, tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
     first, second = build(), build()
-    wait_for((tmp_path / "builds").exists, what="a build")
+    eventually((tmp_path / "builds").exists, what="a build")
     (tmp_path / "wait").unlink()
     found = {each.communicate()[0].strip() for each in (first, second)}
     assert (first.returncode, second.returncode) == (0, 0)
@@ -104,7 +104,7 @@ def test_an_ended_build_leaves_nothing(build: Build, tmp_path: Path, how: signal
     running.communicate(timeout=limit_s(60))
     assert running.returncode != 0
     for pid, started in children:
-        wait_for(lambda pid=pid, started=started: start_time(pid) != started, what=f"the end of {pid}")
+        eventually(lambda pid=pid, started=started: start_time(pid) != started, what=f"the end of {pid}")
     assert _half_built(tmp_path) == []
 
 
@@ -115,7 +115,7 @@ def test_what_a_killed_build_left_is_removed(build: Build, tmp_path: Path) -> No
     running.kill()
     (compiler, _), (go, started) = children
     if shutil.which("setpriv"):
-        wait_for(lambda: start_time(go) != started, what="the end of go")
+        eventually(lambda: start_time(go) != started, what="the end of go")
     else:
         os.kill(go, signal.SIGKILL)
     os.kill(compiler, signal.SIGKILL)  # a real one ends by itself

@@ -16,7 +16,8 @@ from deltashard.errors import SaveFailed
 from deltashard.save.save_stream import CutFailed
 from torch import nn
 
-from tests.support.fake_trainer import Model, Trainer, sidecar, until
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, Trainer, sidecar
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -248,17 +249,17 @@ def test_news_of_a_save_reaches_the_next_attachment(tmp_path: Path, *, fails: bo
         trainer = Trainer(process.socket, Model())
         trainer.open()
         trainer._watch.cancel()
-        until(lambda: trainer.gone)
+        eventually(lambda: trainer.gone)
         if fails:
             store.rename(tmp_path / "elsewhere")
             store.write_text("no directory")
         number = trainer.save()
         event = "save.failed" if fails else "save.committed"
-        until(lambda: any(e["event"] == event for e in process.events()))
+        eventually(lambda: any(e["event"] == event for e in process.events()))
         assert not trainer.commits
         assert not trainer.failures
         trainer.attach()
-        until(lambda: number in (trainer.failures if fails else trainer.commits))
+        eventually(lambda: number in (trainer.failures if fails else trainer.commits))
         trainer.close()
 
 

@@ -25,7 +25,8 @@ from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.main import EXIT_OWNED
 
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar, until
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.minio_server import MinioServer
 
@@ -76,7 +77,7 @@ def test_the_command_line(tmp_path: Path, url: str) -> None:
     first = subprocess.Popen([*command, "serve", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         ready = tmp_path / "d/ready.json"
-        until(ready.exists)
+        eventually(ready.exists)
         facts = json.loads(ready.read_text())
         assert facts["pid"] == first.pid
         assert set(facts) == {"pid", "epoch", "metrics_port", "protocol"}
@@ -117,7 +118,7 @@ def test_it_lingers_only_without_a_trainer(tmp_path: Path, url: str) -> None:
         trainer.open()
         trainer.save_and_commit()
         with pytest.raises(AssertionError, match="not within"):
-            until(lambda: process.poll() is not None, deadline_s=5.0)
+            eventually(lambda: process.poll() is not None, within_s=5.0)
         trainer.detach()
         assert process.died() == 0
         trainer.close()
@@ -279,7 +280,7 @@ def test_an_aborted_save_frees_its_blocks_at_once(process: SidecarProcess, train
         cut.abort("stall_budget")
         assert cut.end is not None
         assert cut.end.failed.cause == "stall_budget"
-    until(lambda: blocks(process, "free") == 8)
+    eventually(lambda: blocks(process, "free") == 8)
     cut = trainer.begin()
     assert cut.begun is not None
     assert cut.begun.stall_budget_s == 0
@@ -298,10 +299,10 @@ def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trai
     cut = trainer.begin()
     cut.rows_of(0, None)
     cut.vanish()
-    until(lambda: blocks(process, "quarantined") > 0)
+    eventually(lambda: blocks(process, "quarantined") > 0)
     held = blocks(process, "quarantined")
     with pytest.raises(AssertionError, match="not within"):
-        until(lambda: blocks(process, "quarantined") < held, deadline_s=0.5)
+        eventually(lambda: blocks(process, "quarantined") < held, within_s=0.5)
     state = trainer.model.state()
     commit = trainer.save_and_commit()
     assert blocks(process, "quarantined") == 0
@@ -324,7 +325,7 @@ def test_blocks_of_an_older_epoch_wait_for_their_writer(tmp_path: Path, url: str
         cut = other.begin()
         assert cut.granted.empty(), "rank 0 still holds its lock from the older epoch"
         trainer.attach()
-        until(lambda: not cut.granted.empty(), what="blocks after rank 0 attached again")
+        eventually(lambda: not cut.granted.empty(), what="blocks after rank 0 attached again")
         cut.abort()
         other.close()
         trainer.close()
@@ -344,13 +345,13 @@ def test_bad_descriptors_fail_their_save_only(process: SidecarProcess, trainer: 
         if bad == {"contiguous": False}:  # ids [0, 0, ...] are not ascending: found by the encoder
             trainer.arena.block(block)[:80] = bytes(80)
             cut.outbox.put(pb.SaveRequest(seal=pb.SaveRequest.Seal(rows=10)))
-        until(lambda c=cut: c.end is not None)
+        eventually(lambda c=cut: c.end is not None)
         cut.outbox.put(None)
         if bad != {"contiguous": False}:
             assert cut.end is not None
             assert cut.end.failed.cause == "invalid"
         else:
-            until(lambda c=cut: c.number in trainer.failures or c.end.WhichOneof("kind") == "failed")
+            eventually(lambda c=cut: c.number in trainer.failures or c.end.WhichOneof("kind") == "failed")
         assert cut.over.wait(60)
     trainer.save_and_commit()
     assert process.poll() is None
@@ -399,12 +400,12 @@ def test_notify_asks_every_trainer_to_save_now(trainer: Trainer, process: Sideca
     line = trainer.arena.line(0)
     assert line[SAVE_AT_STEP] == NEVER
     assert trainer.stub.Notify(pb.NotifyRequest(reason="eviction", deadline_s=9)).trainers == 1
-    until(lambda: trainer.urgent)
+    eventually(lambda: trainer.urgent)
     assert trainer.urgent[0].reason == "eviction"
     assert trainer.urgent[0].urgent
-    until(lambda: line[URGENT] == 1 and line[SAVE_AT_STEP] <= trainer.model.step)
+    eventually(lambda: line[URGENT] == 1 and line[SAVE_AT_STEP] <= trainer.model.step)
     trainer.save_and_commit(urgent=True)
-    until(lambda: line[URGENT] == 0 and line[SAVE_AT_STEP] == NEVER)
+    eventually(lambda: line[URGENT] == 0 and line[SAVE_AT_STEP] == NEVER)
 
 
 def test_the_timer_writes_the_control_line(tmp_path: Path, url: str) -> None:
@@ -414,12 +415,12 @@ def test_the_timer_writes_the_control_line(tmp_path: Path, url: str) -> None:
         line = trainer.arena.line(0)
         assert line[SAVE_AT_STEP] == NEVER
         trainer.open()
-        until(lambda: line[SAVE_AT_STEP] == 5)
+        eventually(lambda: line[SAVE_AT_STEP] == 5)
         for _ in range(5):
             trainer.model.train()
             trainer.stepped()
         trainer.save_and_commit(reason="steps")
-        until(lambda: line[SAVE_AT_STEP] == 10)
+        eventually(lambda: line[SAVE_AT_STEP] == 10)
         trainer.close()
 
 
@@ -443,8 +444,8 @@ def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
             if i == 99:
                 counts = me.num_fds(), me.num_threads()
         # The threads of the last streams may still be ending.
-        until(lambda: me.num_fds() <= counts[0] + 2, what=f"no more descriptors than {counts}")
-        until(lambda: me.num_threads() <= counts[1] + 4, what=f"no more threads than {counts}")
+        eventually(lambda: me.num_fds() <= counts[0] + 2, what=f"no more descriptors than {counts}")
+        eventually(lambda: me.num_threads() <= counts[1] + 4, what=f"no more threads than {counts}")
         status = Path(f"/proc/{process.pid}/status").read_text()
         anonymous = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])  # type: ignore[index]
         assert anonymous < 256 << 10, status
@@ -486,7 +487,7 @@ def test_a_fenced_trainer_is_told_and_the_sidecar_serves_on(tmp_path: Path, url:
         new.open()
         with pytest.raises(SaveRefused, match="fenced"):
             old.save_and_commit()
-        until(lambda: old.fenced)
+        eventually(lambda: old.fenced)
         assert (old.fenced[0].attempt, old.fenced[0].by) == (old.attempt, new.attempt)
         with pytest.raises(SaveRefused, match="fenced"):
             old.begin()
@@ -574,7 +575,7 @@ def test_prefetch_brings_the_newest_checkpoint_before_anyone_asks(tmp_path: Path
         process.kill()
     shutil.rmtree(tmp_path / "cache")
     with sidecar(tmp_path, url, encoding="fp32", prefetch="yes") as process:
-        until(lambda: any(event["event"] == "prefetch.done" for event in process.events()))
+        eventually(lambda: any(event["event"] == "prefetch.done" for event in process.events()))
         trainer = Trainer(process.socket, Model())
         trainer.open()
         done = trainer.restore(commit.seq)
@@ -599,7 +600,7 @@ def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
             cuts = {info.key.rpartition("/")[0] for info in open_store(url).list("run/data/")}
             return len(live) == 2 and len(cuts) <= 3
 
-        until(settled, what="old checkpoints are gone")
+        eventually(settled, what="old checkpoints are gone")
         trainer.model.wipe()
         trainer.restore(commit.seq)
         assert same(trainer.model.state(), state)
@@ -615,7 +616,7 @@ def test_caches_of_ended_runs_make_room(tmp_path: Path, url: str) -> None:
         PackCache(tmp_path / "alive", budget_bytes=1 << 20),
         sidecar(tmp_path, url, cache_total_bytes=1) as process,
     ):
-        until(lambda: any(event["event"] == "sweep.done" for event in process.events()))
+        eventually(lambda: any(event["event"] == "sweep.done" for event in process.events()))
         assert not (tmp_path / "ended").exists()
         assert (tmp_path / "alive").exists()
 
@@ -649,7 +650,7 @@ def test_store_down_training_goes_on(tmp_path: Path, own_minio: MinioServer) -> 
         trainer.model.train()
         state = trainer.model.state()
         number = trainer.save()
-        until(lambda: blocks(process, "free") == 8, what="every block is free although nothing uploads")
+        eventually(lambda: blocks(process, "free") == 8, what="every block is free although nothing uploads")
         with pytest.raises(SaveRefused, match="busy"):
             trainer.begin()
         own_minio.start()

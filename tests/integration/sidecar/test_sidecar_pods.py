@@ -29,7 +29,8 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from minio import MinioAdmin
 from minio.credentials import StaticProvider
 
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar, until
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.minio_server import MinioServer
@@ -97,7 +98,7 @@ def test_numbered_pods_are_runs_of_their_own(tmp_path: Path, url: str) -> None:
     again = place(tmp_path, "again")
     with sidecar(again, url, **pod(index="1", prefetch="yes")) as process:
         trainer = Trainer(process.socket, Model())
-        until(lambda: list((again / "cache").glob("*.pack")), deadline_s=DEADLINE_S, what="prefetched")
+        eventually(lambda: list((again / "cache").glob("*.pack")), within_s=DEADLINE_S, what="prefetched")
         assert trainer.open().step == 11
         trainer.close()
 
@@ -132,7 +133,7 @@ def test_two_live_workloads_of_one_run_end_in_one(tmp_path: Path, url: str) -> N
         with pytest.raises(SaveRefused, match="taken_over: .*job-b") as refused:
             earlier.save_and_commit()
         assert refused.value.cause == "taken_over"
-        until(lambda: earlier.fenced, what="the notice")
+        eventually(lambda: earlier.fenced, what="the notice")
         with pytest.raises(SaveRefused, match="taken_over"):
             earlier.begin()
         for _ in range(3):
@@ -250,7 +251,7 @@ def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
         trainer.model.train()
         trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=20)
         store = open_store(direct)
-        until(lambda: list(store.list("ns/job/closing/")), deadline_s=DEADLINE_S, what="the marker")
+        eventually(lambda: list(store.list("ns/job/closing/")), within_s=DEADLINE_S, what="the marker")
         slow.hang = True
         number = trainer.save(reason="urgent", urgent=True)
         state = trainer.model.state()
@@ -261,7 +262,7 @@ def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
             pb.OpenRequest(session=fresh.reply.session, which="latest"), timeout=120
         )
         with pytest.raises(AssertionError, match="not within"):
-            until(opening.done, deadline_s=2.0)
+            eventually(opening.done, within_s=2.0)
         assert old.poll() is None
         slow.hang = False
         slow.release()
@@ -287,16 +288,16 @@ def test_a_marker_goes_with_the_trainer_that_never_cut(tmp_path: Path, url: str)
         for gone in ("detached", "killed"):
             trainer.save_and_commit()
             # The timer has come by, so the sidecar has seen this trainer alive.
-            until(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER, deadline_s=DEADLINE_S)
+            eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER, within_s=DEADLINE_S)
             trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=20)
-            until(lambda: list(store.list("ns/job/closing/")), deadline_s=DEADLINE_S, what="the marker")
+            eventually(lambda: list(store.list("ns/job/closing/")), within_s=DEADLINE_S, what="the marker")
             if gone == "detached":
                 trainer.detach()
                 trainer.attach()
                 trainer.open()
             else:
                 trainer.close()
-            until(lambda: not list(store.list("ns/job/closing/")), deadline_s=DEADLINE_S, what=gone)
+            eventually(lambda: not list(store.list("ns/job/closing/")), within_s=DEADLINE_S, what=gone)
 
 
 # Stores that are not ready.
@@ -347,15 +348,15 @@ def test_a_secret_that_comes_later_is_used_without_a_restart(
         opening = trainer.stub.Open.future(
             pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
         )
-        until(lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), deadline_s=DEADLINE_S)
-        until(lambda: not server.last.credentials_ok, deadline_s=DEADLINE_S, what="the condition")
-        until(lambda: server.last.store_ok, deadline_s=DEADLINE_S, what="it is not the store's fault")
+        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), within_s=DEADLINE_S)
+        eventually(lambda: not server.last.credentials_ok, within_s=DEADLINE_S, what="the condition")
+        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="it is not the store's fault")
         assert str(path) in server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING)[-1].message
         assert not opening.done()
         credentials(path, own_minio.access_key, own_minio.secret_key)
         trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
         trainer.save_and_commit()
-        until(lambda: server.last.credentials_ok, deadline_s=DEADLINE_S, what="the condition ends")
+        eventually(lambda: server.last.credentials_ok, within_s=DEADLINE_S, what="the condition ends")
         trainer.close()
 
 
@@ -444,9 +445,9 @@ def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServ
                 opening = trainer.stub.Open.future(
                     pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
                 )
-                until(lambda: server.beats and not server.last.credentials_ok, deadline_s=DEADLINE_S)
-                until(
-                    lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), deadline_s=DEADLINE_S
+                eventually(lambda: server.beats and not server.last.credentials_ok, within_s=DEADLINE_S)
+                eventually(
+                    lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), within_s=DEADLINE_S
                 )
                 assert str(token) in server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING)[0].message
                 token.touch()
@@ -456,7 +457,7 @@ def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServ
                 new.rename(token)
                 trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
                 trainer.save_and_commit()
-                until(lambda: server.last.credentials_ok, deadline_s=DEADLINE_S, what="the condition ends")
+                eventually(lambda: server.last.credentials_ok, within_s=DEADLINE_S, what="the condition ends")
                 trainer.close()
         finally:
             minio.stop()
@@ -483,20 +484,20 @@ def test_rotated_credentials_are_picked_up(
         trainer.model.train()
         with pytest.raises(SaveRefused, match="check key, secret and the policy of the bucket"):
             trainer.save_and_commit()
-        until(
+        eventually(
             lambda: [
                 i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "denied"
             ],
-            deadline_s=DEADLINE_S,
+            within_s=DEADLINE_S,
             what="denied",
         )
-        until(lambda: not server.last.store_ok, deadline_s=DEADLINE_S, what="the condition")
+        eventually(lambda: not server.last.store_ok, within_s=DEADLINE_S, what="the condition")
         assert server.last.credentials_ok
         credentials(path, "second", "second-secret")
         trainer.model.train()
         state = trainer.model.state()
         commit = trainer.save_and_commit()
-        until(lambda: server.last.store_ok, deadline_s=DEADLINE_S, what="well again")
+        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="well again")
         trainer.model.wipe()
         trainer.restore(commit.seq)
         assert same(trainer.model.state(), state)
@@ -512,8 +513,8 @@ def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, serve
         opening = trainer.stub.Open.future(
             pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
         )
-        until(lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE), deadline_s=DEADLINE_S)
-        until(lambda: not server.last.store_ok, deadline_s=DEADLINE_S, what="the condition")
+        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE), within_s=DEADLINE_S)
+        eventually(lambda: not server.last.store_ok, within_s=DEADLINE_S, what="the condition")
         one = server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[0]
         assert one.cause == "bucket_missing"
         assert "create the bucket" in one.message
@@ -521,7 +522,7 @@ def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, serve
         own_minio.client().make_bucket("made-later")
         trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
         trainer.save_and_commit()
-        until(lambda: server.last.store_ok, deadline_s=DEADLINE_S, what="the condition ends")
+        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="the condition ends")
         trainer.close()
 
 
@@ -542,9 +543,9 @@ def test_a_full_store_and_one_that_is_down(
         trainer.model.train()
         with pytest.raises(SaveRefused, match="raise the quota"):
             trainer.save_and_commit()
-        until(
+        eventually(
             lambda: [i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "full"],
-            deadline_s=DEADLINE_S,
+            within_s=DEADLINE_S,
             what="full",
         )
         (one,) = (i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "full")
@@ -552,20 +553,20 @@ def test_a_full_store_and_one_that_is_down(
         manage.bucket_quota_clear(bucket)
         trainer.model.train()
         trainer.save_and_commit()
-        until(lambda: server.last.store_ok, deadline_s=DEADLINE_S, what="room again")
+        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="room again")
         own_minio.stop()
         trainer.model.train()
         state = trainer.model.state()
         number = trainer.save()
-        until(lambda: not server.last.store_ok, deadline_s=DEADLINE_S, what="down")
-        until(
+        eventually(lambda: not server.last.store_ok, within_s=DEADLINE_S, what="down")
+        eventually(
             lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[-1].cause == "unavailable",
-            deadline_s=DEADLINE_S,
+            within_s=DEADLINE_S,
             what="down is told",
         )
         own_minio.start()
-        until(lambda: number in trainer.commits, deadline_s=DEADLINE_S, what="committed by itself")
-        until(lambda: server.last.store_ok, deadline_s=DEADLINE_S, what="up again")
+        eventually(lambda: number in trainer.commits, within_s=DEADLINE_S, what="committed by itself")
+        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="up again")
         seq = trainer.commits[number].seq
         trainer.model.wipe()
         trainer.restore(seq)
@@ -593,7 +594,8 @@ TRAINER = """
 import sys, os, signal
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from tests.support.fake_trainer import Model, Trainer, until
+from tests.support.fake_trainer import Model, Trainer
+from tests.support.eventually import eventually
 t = Trainer(Path(sys.argv[1]), Model())
 opened = t.open()
 if opened.HasField("resume_seq"):
@@ -601,10 +603,10 @@ if opened.HasField("resume_seq"):
     t.restore(opened.resume_seq)
 print(os.getuid(), t.model.step, flush=True)
 t.model.train(); t.stepped()
-until(lambda: t.urgent, deadline_s=90)
+eventually(lambda: t.urgent, within_s=90)
 commit = t.save_and_commit(reason="urgent", urgent=True)
 print("committed", commit.step, flush=True)
-until(lambda: False, deadline_s=90)
+eventually(lambda: False, within_s=90)
 """
 
 
@@ -664,7 +666,7 @@ def test_a_trainer_of_another_user_with_the_shared_group(tmp_path: Path) -> None
             assert process.poll() is None, process.communicate()
             return ready.exists() and json.loads(ready.read_text())["pid"] == process.pid
 
-        until(serves, deadline_s=DEADLINE_S, what="the sidecar serves")
+        eventually(serves, within_s=DEADLINE_S, what="the sidecar serves")
         assert subprocess.run([*main, "health"], check=False, **settings).returncode == 0
         for path in (volume / "arena", volume / "sidecar.sock"):
             found = path.stat()

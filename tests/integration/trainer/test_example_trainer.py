@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.eventually import eventually
 from tests.support.published import PUBLISHED
-from tests.support.server.minio_server import ROOT, wait_for
+from tests.support.server.minio_server import ROOT
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -64,7 +65,7 @@ def _steps(log: Path) -> list[int]:
 def test_stopped_and_started_again(train: object) -> None:
     """SIGTERM: the last step is saved and the process does not exit 0; the next one restores it and says from where."""
     process, log = train("--steps=1000000")  # type: ignore[operator]
-    wait_for(lambda: len(_steps(log)) >= 10 or process.poll() is not None, what="ten steps", timeout_s=600)
+    eventually(lambda: len(_steps(log)) >= 10 or process.poll() is not None, what="ten steps", timeout_s=600)
     assert "begins at step 0" in log.read_text(), log.read_text()
     process.send_signal(signal.SIGTERM)
     assert process.wait(300) in {-signal.SIGTERM, 128 + signal.SIGTERM}

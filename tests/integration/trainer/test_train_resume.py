@@ -37,7 +37,7 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.attempt import open_attempt
 from torch import nn
 
-from tests.support.fake_trainer import until
+from tests.support.eventually import eventually
 
 sys.path.insert(0, str(Path(__file__).parent))
 from resuming import CASES
@@ -235,8 +235,10 @@ def test_deltas_over_many_saves_restore_the_last_state(make: Make) -> None:
         loop.train(1, ckpt)
         ckpt.save().wait(120)
     # The threads of the last stream may still be ending.
-    until(lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 2, what="no more descriptors")
-    until(lambda: threading.active_count() <= threads + 2, what="no more threads")
+    eventually(
+        lambda: len(list(Path("/proc/self/fd").iterdir())) <= descriptors + 2, what="no more descriptors"
+    )
+    eventually(lambda: threading.active_count() <= threads + 2, what="no more threads")
     ckpt.close()
     again = Loop(seed=1)
     restored = make(again, content_hash=True).restore()

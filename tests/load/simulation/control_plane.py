@@ -13,16 +13,16 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tests.load.simulation.process import Process
+from tests.support.eventually import eventually
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.minio_server import ROOT, free_port, wait_for
+from tests.support.server.minio_server import ROOT, free_port
 from tests.support.tool import built
 
 SYSTEM = "deltashard-system"
@@ -124,7 +124,7 @@ class Plane:
             self.kwok.start()
             for name in self.nodes:
                 self.make({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})
-            wait_for(self._nodes_ready, what="nodes of kwok", timeout_s=PATIENCE_S)
+            eventually(self._nodes_ready, what="nodes of kwok", timeout_s=PATIENCE_S)
         except BaseException:
             self.stop()
             raise
@@ -146,7 +146,7 @@ class Plane:
         """A namespace in which pods can be made."""
         self.make({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         path = f"/api/v1/namespaces/{name}/serviceaccounts/default"
-        wait_for(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=PATIENCE_S)
+        eventually(lambda: self.rest("GET", path).status == 200, what=path, timeout_s=PATIENCE_S)
 
     def kubeconfig(self, name: str) -> Path:
         """A kubeconfig with the rights of a service account of the system, and no others."""
@@ -189,7 +189,7 @@ class Plane:
         kinds = {document["kind"] for document in documents}
         assert {"MutatingWebhookConfiguration", "ClusterRole", "CustomResourceDefinition"} <= kinds
         for name in definitions:
-            wait_for(lambda name=name: self._served(name), what=name, timeout_s=PATIENCE_S)
+            eventually(lambda name=name: self._served(name), what=name, timeout_s=PATIENCE_S)
 
     def _served(self, name: str) -> bool:
         path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{name}"
@@ -201,15 +201,6 @@ class Plane:
         self.job_controller.check()
         found = self.rest("GET", "/api/v1/nodes").document["items"]
         return sum(node["status"].get("phase") == "Running" for node in found) == len(self.nodes)
-
-
-def until(condition: Callable[[], object], *, what: str, timeout_s: float, every_s: float = 0.5) -> None:
-    """Wait for what is dear to look at."""
-    ends_s = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > ends_s:
-            raise TimeoutError(f"{what} did not come true in {timeout_s:.0f} s")
-        time.sleep(every_s)
 
 
 def objects(rest: Rest, path: str) -> list[dict[str, Any]]:

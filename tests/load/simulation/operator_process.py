@@ -12,7 +12,8 @@ import urllib3
 from tests.load.simulation import control_plane
 from tests.load.simulation.control_plane import CONTROLLER, SYSTEM, WEBHOOK, Plane
 from tests.load.simulation.process import Process, Usage
-from tests.support.server.minio_server import free_port, wait_for
+from tests.support.eventually import eventually
+from tests.support.server.minio_server import free_port
 
 
 class Service:
@@ -43,7 +44,7 @@ class Service:
     def start(self) -> None:
         """Start it and wait until it says that it is ready."""
         self.process.start()
-        wait_for(self.ready, what=f"{self.name} ready", timeout_s=control_plane.PATIENCE_S)
+        eventually(self.ready, what=f"{self.name} ready", timeout_s=control_plane.PATIENCE_S)
 
     def ready(self) -> bool:
         """Whether its readiness probe succeeds."""
@@ -93,7 +94,7 @@ class Webhook(Service):
             tls = self.plane.mount("secrets", "deltashard-webhook-tls", self.folder)
             return self.plane.mount("configmaps", "deltashard-fleet-ca", self.folder) and tls
 
-        wait_for(mounted, what="the webhook's certificate", timeout_s=control_plane.PATIENCE_S)
+        eventually(mounted, what="the webhook's certificate", timeout_s=control_plane.PATIENCE_S)
         super().start()
 
 
@@ -114,7 +115,7 @@ class Controller(Service):
     def fleet_authority(self) -> str:
         """PEM of the authority that sidecars trust."""
         folder: Path = self.folder / "fleet"
-        wait_for(
+        eventually(
             lambda: self.plane.mount("configmaps", "deltashard-fleet-ca", folder),
             what="the fleet's authority",
             timeout_s=control_plane.PATIENCE_S,

@@ -16,6 +16,7 @@ from tests.load.simulation.operator_process import Controller, Webhook
 from tests.load.simulation.process import Usage, usage
 from tests.load.simulation.swarm import Member, Swarm
 from tests.load.simulation.workload import Pod
+from tests.support.eventually import eventually
 
 NAMESPACES = tuple(f"team-{number}" for number in range(5))
 
@@ -98,10 +99,10 @@ class System:
             return self.streams() == number
 
         try:
-            control_plane.until(
+            eventually(
                 all_here,
                 what=f"{number} sidecars",
-                timeout_s=control_plane.PATIENCE_S + number / 10,
+                within_s=control_plane.PATIENCE_S + number / 10,
                 every_s=0.2,
             )
         except TimeoutError as error:
@@ -181,7 +182,9 @@ class System:
             ]
             return len(found) == len(places)
 
-        control_plane.until(replaced, what=f"{len(places)} replacements", timeout_s=control_plane.PATIENCE_S)
+        eventually(
+            replaced, what=f"{len(places)} replacements", every_s=0.5, within_s=control_plane.PATIENCE_S
+        )
         members = workload.members(self.plane, found, ranks=self.pods_each, restored=True)
         self._add(members, within_s=1.0)
 

@@ -14,7 +14,7 @@ import urllib3
 
 from tests.load.simulation import control_plane
 from tests.load.simulation.control_plane import Plane
-from tests.support.server.minio_server import wait_for
+from tests.support.eventually import eventually
 
 PATH = "/apis/deltashard.io/v1alpha1/checkpointruns"
 
@@ -92,7 +92,7 @@ class Runs:
             return condition(self)
 
         try:
-            wait_for(met, what=what, timeout_s=timeout_s)
+            eventually(met, what=what, timeout_s=timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"{error}; runs: {dict(self.phases())}") from None
         return time.monotonic() - begun_s

@@ -12,6 +12,7 @@ from deltashard_operator.kube import cluster_name
 from tests.load.simulation import control_plane
 from tests.load.simulation.control_plane import Plane
 from tests.load.simulation.swarm import Member
+from tests.support.eventually import eventually
 
 THREADS = 12
 T = TypeVar("T")
@@ -106,7 +107,7 @@ def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> No
             assert reply.status in {201, 500, 503}, reply.document
             return reply.status == 201
 
-        control_plane.until(admitted, what=f"Job {number}", timeout_s=control_plane.PATIENCE_S)
+        eventually(admitted, what=f"Job {number}", every_s=0.5, within_s=control_plane.PATIENCE_S)
         inits = made["spec"]["template"]["spec"].get("initContainers") or []
         assert [each["name"] for each in inits] == [cluster_name.SIDECAR], "it was not injected"
 
@@ -117,8 +118,11 @@ def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> No
         plane.kwok.check()
         return len(living(plane)) == runs * pods
 
-    control_plane.until(
-        running, what=f"{runs * pods} running pods", timeout_s=control_plane.PATIENCE_S + runs * pods / 10
+    eventually(
+        running,
+        what=f"{runs * pods} running pods",
+        every_s=0.5,
+        within_s=control_plane.PATIENCE_S + runs * pods / 10,
     )
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -196,14 +194,6 @@ class Run:
             seqs = set(pool.map(commit, reports))
         assert len(seqs) == 1
         return seqs.pop()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    """Poll a condition that another thread brings about."""
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "it never came"
-        threading.Event().wait(0.002)
 
 
 def open_descriptors() -> int:

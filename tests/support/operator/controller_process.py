@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -24,10 +24,11 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
 
+from tests.support.eventually import eventually
 from tests.support.operator import sample
 from tests.support.operator.fleet_service import request_token
 from tests.support.server.apiserver import ApiServer, Authority, Rest, put
-from tests.support.server.minio_server import free_port, wait_for
+from tests.support.server.minio_server import free_port
 
 PATIENCE_S = 240.0
 MERGE = "application/merge-patch+json"
@@ -38,18 +39,6 @@ Document = dict[str, Any]
 def now(seconds: float = 0.0) -> str:
     """The API's timestamp of so many seconds from now."""
     return (dt.datetime.now(dt.UTC) + dt.timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """The first value that is true."""
-    found: list[Any] = []
-
-    def holds() -> bool:
-        found[:] = [condition()]
-        return bool(found[0])
-
-    wait_for(holds, what=what, timeout_s=PATIENCE_S)
-    return found[0]
 
 
 @dataclass

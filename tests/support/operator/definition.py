@@ -8,8 +8,9 @@ from pathlib import Path
 
 import yaml
 
+from tests.support.eventually import eventually
 from tests.support.server.apiserver import ApiServer
-from tests.support.server.minio_server import ROOT, wait_for
+from tests.support.server.minio_server import ROOT
 
 GROUP = "apiextensions.k8s.io/v1"
 
@@ -26,7 +27,7 @@ def install_definitions(server: ApiServer) -> None:
             assert made.status == 201, made.document
             spec = made.document["spec"]
             place = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
-            wait_for(lambda place=place: http("GET", place).status == 200, what=place)
+            eventually(lambda place=place: http("GET", place).status == 200, what=place)
 
 
 @contextlib.contextmanager

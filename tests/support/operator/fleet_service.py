@@ -218,11 +218,3 @@ class Reporter:
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self.call.write(wire.ReportRequest(hello=self.hello))
         return await self.status()
-
-
-async def eventually(condition: Callable[[], object], what: str) -> None:
-    """Wait until it is true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - it is about things that nobody signals
-            await asyncio.sleep(0.01)
-    assert condition(), what

@@ -17,9 +17,10 @@ import urllib3
 import yaml
 from deltashard_operator.kube import cluster_name, webhook_configuration
 
+from tests.support.eventually import eventually
 from tests.support.operator import sample
 from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
-from tests.support.server.minio_server import free_port, wait_for
+from tests.support.server.minio_server import free_port
 
 
 @dataclass
@@ -58,7 +59,7 @@ class WebhookProcess:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         page = "healthz" if certificate else "livez"
-        wait_for(lambda: self.get(page)[0] == 200, timeout_s=120, what="the webhook")
+        eventually(lambda: self.get(page)[0] == 200, timeout_s=120, what="the webhook")
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and text of a plain page; status 0 when nobody answers."""
@@ -143,8 +144,8 @@ def registered(rest: Rest, client_config: dict[str, Any]) -> Iterator[Callable[[
         assert rest("PUT", path, document).status == 200
 
     try:
-        wait_for(lambda: probe().status != 201 or has_sidecar(probe()), what="the configuration in force")
+        eventually(lambda: probe().status != 201 or has_sidecar(probe()), what="the configuration in force")
         yield change
     finally:
         assert rest("DELETE", path).status == 200
-        wait_for(lambda: probe().status == 201 and not has_sidecar(probe()), what="the configuration's end")
+        eventually(lambda: probe().status == 201 and not has_sidecar(probe()), what="the configuration's end")

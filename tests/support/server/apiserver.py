@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from kubernetes import client, config
 
-from tests.support.server.minio_server import wait_for
+from tests.support.eventually import eventually
 from tests.support.server.port import free_port
 from tests.support.tool import built
 
@@ -296,7 +296,7 @@ class ApiServer:
 
         try:
             with http:
-                wait_for(ready, what="the API server", timeout_s=180)
+                eventually(ready, what="the API server", timeout_s=180)
                 for name in ("default", "trainer"):  # nobody makes them without the controller manager
                     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name}}
                     assert http.create(account).status == 201

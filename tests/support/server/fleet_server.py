@@ -19,7 +19,7 @@ from cryptography.x509.oid import NameOID
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import fleet_pb2_grpc
 
-from tests.support.fake_trainer import until
+from tests.support.eventually import eventually
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -89,7 +89,7 @@ class FleetServer(fleet_pb2_grpc.FleetServicer):
         self._server = grpc.server(self._pool, options=(("grpc.so_reuseport", 0),))
         fleet_pb2_grpc.add_FleetServicer_to_server(self, self._server)
         self.port = 0
-        until(lambda: self._bind(port), deadline_s=60.0, what=f"port {port} is free")
+        eventually(lambda: self._bind(port), within_s=60.0, what=f"port {port} is free")
 
     def _bind(self, port: int) -> int:
         """One that somebody holds is waited for: a port given is that of a server that has just ended."""

@@ -9,29 +9,17 @@ import os
 import secrets
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import urllib3
 from minio import Minio
 
-from tests.support.machine import limit_s
+from tests.support.eventually import eventually
 from tests.support.server.port import free_port
 from tests.support.tool import ROOT, built
 
-__all__ = ["ROOT", "MinioServer", "free_port", "wait_for"]
-
-
-def wait_for(condition: Callable[[], object], *, timeout_s: float = 120.0, what: str = "condition") -> None:
-    """Poll until `condition()` is true; `timeout_s` is for an idle machine, this one may take longer."""
-    timeout_s = limit_s(timeout_s)
-    ends_at = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > ends_at:
-            raise TimeoutError(f"{what} did not come true in {timeout_s} s")
-        time.sleep(0.01)
+__all__ = ["ROOT", "MinioServer", "free_port"]
 
 
 class MinioServer:
@@ -144,7 +132,7 @@ class MinioServer:
                 return False
 
         try:
-            wait_for(settled, what="MinIO ready")
+            eventually(settled, what="MinIO ready")
         finally:
             http.clear()
         return process.poll() is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support.server.minio_server import wait_for
+from tests.support.eventually import eventually
 from tests.support.tool import ROOT
 
 
@@ -26,7 +26,9 @@ def test_says_how_far_the_training_is(
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100)
     with progress.Progress(console, tmp_path, 2500):
-        wait_for(lambda: terminal or "step 0 of 2,500" in out.getvalue(), what="a line before the first step")
+        eventually(
+            lambda: terminal or "step 0 of 2,500" in out.getvalue(), what="a line before the first step"
+        )
         (tmp_path / "steps-1.jsonl").write_text(json.dumps([0.0, 750, 0.5, 0.001, 1, False]) + "\n")
-        wait_for(lambda: "step 750 of 2,500" in out.getvalue(), what="a line of the step")
+        eventually(lambda: "step 750 of 2,500" in out.getvalue(), what="a line of the step")
     sys.modules.pop("progress", None)

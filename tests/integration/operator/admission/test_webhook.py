@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from deltashard_operator.kube import cluster_name, webhook_configuration
 
+from tests.support.eventually import eventually
 from tests.support.operator import sample
 from tests.support.operator.sample import policy_object
 from tests.support.operator.webhook_process import (
@@ -29,7 +30,7 @@ from tests.support.operator.webhook_process import (
     registered,
 )
 from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
-from tests.support.server.minio_server import free_port, wait_for
+from tests.support.server.minio_server import free_port
 
 POLICIES = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
 BINDINGS = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicybindings"
@@ -210,7 +211,7 @@ def test_rotation_under_load_fails_no_admission(rest: Rest, webhook: WebhookProc
 
     def more(n: int = 20) -> None:
         goal = sum(answered) + n
-        wait_for(lambda: sum(answered) >= goal or failed, what="more admissions")
+        eventually(lambda: sum(answered) >= goal or failed, what="more admissions")
 
     def loaded() -> float:
         _, page = webhook.get("metrics")
@@ -228,7 +229,7 @@ def test_rotation_under_load_fails_no_admission(rest: Rest, webhook: WebhookProc
             for _ in range(2):
                 before = loaded()
                 put(webhook.directory, new.issue())
-                wait_for(lambda before=before: loaded() > before, what="the new certificate in service")
+                eventually(lambda before=before: loaded() > before, what="the new certificate in service")
                 more()
             change(webhook.client_config(new))
             more(60)
@@ -244,13 +245,13 @@ def test_from_no_certificate_to_the_last_admission(rest: Rest, apiserver: ApiSer
     """Alive before its certificate exists, ready with it; after SIGTERM not ready, yet answering until it drained."""
     webhook = WebhookProcess(apiserver, tmp_path, drain_s=60.0)
     webhook.start(certificate=False)
-    wait_for(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")
+    eventually(lambda: webhook.get("healthz") == (503, "no certificate is loaded"), what="the policies")
     put(tmp_path, webhook.authority.issue())
-    wait_for(lambda: webhook.get("healthz")[0] == 200, what="ready")
+    eventually(lambda: webhook.get("healthz")[0] == 200, what="ready")
     assert webhook.process is not None
     with registered(rest, webhook.client_config()):
         webhook.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: webhook.get("healthz")[0] == 503, what="not ready")
+        eventually(lambda: webhook.get("healthz")[0] == 503, what="not ready")
         assert webhook.get("healthz")[1] == "stopping"
         assert webhook.get("livez")[0] == 200
         for _ in range(20):
@@ -266,10 +267,10 @@ def test_what_holds_without_the_webhook(rest: Rest) -> None:
         assert rest("POST", kind, document).status == 201, document
     ours = [{"name": cluster_name.SIDECAR, "image": "s", "restartPolicy": "Always"}]
     try:
-        wait_for(
+        eventually(
             lambda: rest.create(job("bare", opted()), dry_run=True).status == 422, what="policies in force"
         )
-        wait_for(
+        eventually(
             lambda: rest.create(pod("bare", opted()), dry_run=True).status == 422, what="policies in force"
         )
         said = rest.create(job("bare", opted()), dry_run=True).document["message"]
@@ -284,7 +285,7 @@ def test_what_holds_without_the_webhook(rest: Rest) -> None:
         def late() -> Reply:
             return rest("PATCH", path, patch, dry_run=True, content="application/merge-patch+json")
 
-        wait_for(lambda: late().warnings, what="the warning")
+        eventually(lambda: late().warnings, what="the warning")
         assert late().status == 200
         assert "was added to a Job that exists" in late().warnings[0]
         other = {"metadata": {"labels": {"a": "b"}}}
@@ -293,8 +294,12 @@ def test_what_holds_without_the_webhook(rest: Rest) -> None:
         for document in reversed(documents):
             kind = POLICIES if document["kind"] == "ValidatingAdmissionPolicy" else BINDINGS
             rest("DELETE", f"{kind}/{document['metadata']['name']}")
-        wait_for(lambda: rest.create(job("bare", opted()), dry_run=True).status == 201, what="policies gone")
-        wait_for(lambda: rest.create(pod("bare", opted()), dry_run=True).status == 201, what="policies gone")
+        eventually(
+            lambda: rest.create(job("bare", opted()), dry_run=True).status == 201, what="policies gone"
+        )
+        eventually(
+            lambda: rest.create(pod("bare", opted()), dry_run=True).status == 201, what="policies gone"
+        )
 
 
 def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(

@@ -15,7 +15,8 @@ from deltashard_operator.kube import cluster_name
 from deltashard_operator.run import run_record
 from deltashard_proto.v1 import fleet_pb2 as wire
 
-from tests.support.operator.controller_process import MERGE, Cluster, ControllerProcess, Sidecar, eventually
+from tests.support.eventually import eventually
+from tests.support.operator.controller_process import MERGE, Cluster, ControllerProcess, Sidecar
 from tests.support.operator.definition import serving
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.faulty_proxy import FaultyProxy

@@ -14,7 +14,8 @@ from deltashard_sidecar.fleet.fleet_stream import Fleet as Client
 from deltashard_sidecar.telemetry.structured_logging import configure
 from kubernetes import client
 
-from tests.support.operator.fleet_service import Pod, eventually, serving
+from tests.support.eventually import eventually_async
+from tests.support.operator.fleet_service import Pod, serving
 from tests.support.server.apiserver import ApiServer
 from tests.support.sidecar.fleet_side import SOON, Side
 
@@ -53,31 +54,31 @@ def test_a_sidecar_and_the_controller_understand_each_other(
             address = f"localhost:{fleet.port}"
             sidecar = connected(side, pod, address, service.authority.pem, tmp_path / "token")
             try:
-                await eventually(lambda: side.directives, "the directive")
+                await eventually_async(lambda: side.directives, "the directive")
                 assert (side.directives[0].generation, side.directives[0].policy.every_s) == (3, 7.0)
-                await eventually(lambda: book.heartbeats, "the first heartbeat")
+                await eventually_async(lambda: book.heartbeats, "the first heartbeat")
                 ((hello, _), *_) = book.heartbeats
                 assert (hello.pod, hello.pod_uid, hello.run_key) == (pod.name, pod.uid, key)
                 side.phase = wire.PHASE_TRAINING
                 side.incidents.add(
                     wire.INCIDENT_KIND_SAVE_FAILED, cause="unavailable", message="the store is away"
                 )
-                await eventually(lambda: not side.incidents.kept(), "the acknowledgement")
+                await eventually_async(lambda: not side.incidents.kept(), "the acknowledgement")
                 beat = next(beat for _, beat in book.heartbeats if beat.incidents)
                 assert beat.incidents[0].kind is IncidentKind.SAVE_FAILED
                 assert book.heartbeats[-1][1].phase is Phase.TRAINING
-                await eventually(
+                await eventually_async(
                     lambda: fleet.save_now(key, "user", urgent=True, deadline_s=5.0), "a stream to ask"
                 )
-                await eventually(lambda: side.asked, "the save request")
+                await eventually_async(lambda: side.asked, "the save request")
 
                 # A new leaf, and streams that end to authenticate again: they come back to the new server.
                 service.tls.issued = service.authority.issue()
                 loads = service.metrics.loads.labels("loaded")._value.get
-                await eventually(lambda: loads() == 2, "the new certificate")
+                await eventually_async(lambda: loads() == 2, "the new certificate")
                 accepted = service.metrics.accepted._value.get
                 before = accepted()
-                await eventually(lambda: accepted() >= before + 2, "the sidecar comes again, twice")
+                await eventually_async(lambda: accepted() >= before + 2, "the sidecar comes again, twice")
                 assert service.value("streams_refused_total", cause="not_authentic") == 0
 
                 # The controller ends and another one listens in its place.
@@ -87,11 +88,13 @@ def test_a_sidecar_and_the_controller_understand_each_other(
                 again = Fleet(ledger=book, reviewer=service.reviewer, tls=service.tls, metrics=FleetMetrics())
                 again.direct(key, Directive(generation=4, policy=PolicyInForce(encoding="q8")))
                 await again.start("127.0.0.1", port)
-                await eventually(lambda: side.directives[-1].generation == 4, "the next one's directive")
+                await eventually_async(
+                    lambda: side.directives[-1].generation == 4, "the next one's directive"
+                )
                 side.phase = wire.PHASE_CLOSED
                 await asyncio.to_thread(sidecar.stop)
-                await eventually(lambda: book.heartbeats[-1][1].phase is Phase.CLOSED, "the last word")
-                await eventually(lambda: not book.present, "the end")
+                await eventually_async(lambda: book.heartbeats[-1][1].phase is Phase.CLOSED, "the last word")
+                await eventually_async(lambda: not book.present, "the end")
                 await again.stop(5.0)
             finally:
                 await asyncio.to_thread(sidecar.stop)

@@ -19,15 +19,8 @@ from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce
 from deltashard_proto.v1 import fleet_pb2 as wire
 from kubernetes import client
 
-from tests.support.operator.fleet_service import (
-    PATIENCE_S,
-    Book,
-    Pod,
-    Reporter,
-    eventually,
-    request_token,
-    serving,
-)
+from tests.support.eventually import eventually_async
+from tests.support.operator.fleet_service import PATIENCE_S, Book, Pod, Reporter, request_token, serving
 from tests.support.server.apiserver import ApiServer, Authority, Rest, put
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.minio_server import free_port
@@ -66,14 +59,14 @@ def test_a_sidecar_reports_and_hears(api: client.ApiClient, pod: Pod, token: str
                 service.book.take = False
                 incidents = [wire.Incident(id=number, message="m") for number in (3, 4)]
                 await sidecar.beat(run="default/train", phase=wire.PHASE_TRAINING, incidents=incidents)
-                await eventually(lambda: service.book.heartbeats, "the heartbeat")
+                await eventually_async(lambda: service.book.heartbeats, "the heartbeat")
                 service.book.take = True
                 for _ in range(2):
                     await sidecar.beat(incidents=incidents)
                     assert (await sidecar.next()).ack.incident == 4
                 await sidecar.call.done_writing()
                 assert (await sidecar.status())[0] is Code.OK
-            await eventually(lambda: not service.book.present, "the end")
+            await eventually_async(lambda: not service.book.present, "the end")
             assert service.book.events == [("connected", pod.name, "p1"), ("disconnected", pod.name, "p1")]
             assert [h.run for _, h in service.book.heartbeats] == ["default/train", "", ""]
             assert service.value("heartbeats_total") == 3
@@ -174,7 +167,7 @@ def test_the_ledger_has_the_last_word(api: client.ApiClient, pod: Pod, token: st
             book.refuse = False
             async with service.reporter(pod, token) as sidecar:
                 await sidecar.greet()
-            await eventually(lambda: not book.present, "the end")
+            await eventually_async(lambda: not book.present, "the end")
             assert [event for event, _, _ in book.events] == ["connected", "disconnected"]
 
     asyncio.run(scenario())
@@ -213,7 +206,7 @@ def test_a_newer_stream_of_a_process_takes_the_older_ones_place(
                 await newer.greet()
                 assert (await older.status())[0] is Code.ABORTED
                 await newer.beat()
-                await eventually(lambda: service.book.heartbeats, "the newer one's heartbeat")
+                await eventually_async(lambda: service.book.heartbeats, "the newer one's heartbeat")
                 assert [event for event, _, _ in service.book.events] == [
                     "connected",
                     "disconnected",
@@ -221,7 +214,7 @@ def test_a_newer_stream_of_a_process_takes_the_older_ones_place(
                 ]
                 assert service.value("streams") == 1
                 assert service.value("streams_ended_total", cause="replaced") == 1
-            await eventually(lambda: not service.book.present, "the end")
+            await eventually_async(lambda: not service.book.present, "the end")
 
     asyncio.run(scenario())
 
@@ -314,7 +307,7 @@ def test_a_new_certificate_serves_new_connections_while_streams_live_on(
         async with serving(api) as service:
             service.tls.issued = old.issue()
             loads = service.metrics.loads.labels("loaded")._value.get
-            await eventually(lambda: loads() == 2, "the old certificate")
+            await eventually_async(lambda: loads() == 2, "the old certificate")
             assert service.fleet.port is not None
             port = service.fleet.port
             async with Reporter(port, old.pem, token, pod.hello("first")) as first:
@@ -323,28 +316,28 @@ def test_a_new_certificate_serves_new_connections_while_streams_live_on(
                 async with Reporter(port, old.pem + new.pem, token, pod.hello("both")) as both:
                     await both.greet()
                 service.tls.issued = old.issue()
-                await eventually(lambda: loads() == 3, "a new leaf of the old authority")
+                await eventually_async(lambda: loads() == 3, "a new leaf of the old authority")
                 async with Reporter(port, old.pem, token, pod.hello("old-bundle")) as lagging:
                     await lagging.greet()
                     service.tls.issued = new.issue()
-                    await eventually(lambda: loads() == 4, "a leaf of the new authority")
+                    await eventually_async(lambda: loads() == 4, "a leaf of the new authority")
                     async with Reporter(port, old.pem + new.pem, token, pod.hello("both")) as both:
                         await both.greet()
                     async with Reporter(port, old.pem, token, pod.hello("lost")) as lost:
                         assert (await lost.refused())[0] is Code.UNAVAILABLE, "no handshake"
                     before = len(service.book.heartbeats)
                     await first.beat()
-                    await eventually(
+                    await eventually_async(
                         lambda: len(service.book.heartbeats) == before + 1, "the first one lives on"
                     )
                     await first.call.done_writing()
                     assert (await first.status())[0] is Code.OK
                     drains = service.fleet._drains
-                    await eventually(lambda: len(drains) == 1, "a server goes with its last stream")
+                    await eventually_async(lambda: len(drains) == 1, "a server goes with its last stream")
                     stopping = asyncio.create_task(service.fleet.stop(60.0))
                     assert (await lagging.status())[0] is Code.UNAVAILABLE
                     await asyncio.wait_for(stopping, 60.0)
-                    await eventually(lambda: not drains, "all are gone")
+                    await eventually_async(lambda: not drains, "all are gone")
 
     asyncio.run(scenario())
 
@@ -361,12 +354,12 @@ def test_the_port_opens_when_there_is_a_certificate(
             await late.start("127.0.0.1", port)
             assert late.unready()
             put(tmp_path, authority.issue())
-            await eventually(lambda: late.port == port, "the port")
+            await eventually_async(lambda: late.port == port, "the port")
             assert not late.unready()
             (tmp_path / "tls.key").write_bytes(authority.issue().key)
             failed = metrics.loads.labels("failed")._value.get
             before = failed()
-            await eventually(lambda: failed() > before, "the misfit is seen")
+            await eventually_async(lambda: failed() > before, "the misfit is seen")
             async with Reporter(port, authority.pem, token, pod.hello()) as sidecar:
                 await sidecar.greet()
             with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -398,7 +391,7 @@ def test_limits_hold(api: client.ApiClient, pod: Pod, token: str, monkeypatch: p
                 huge = wire.Incident(id=1, message="x" * (2 * fleets.MAX_MESSAGE_BYTES))
                 await sidecar.beat(incidents=[huge])
                 assert (await sidecar.status())[0] is not Code.OK
-            await eventually(lambda: not service.fleet._places, "room for another one")
+            await eventually_async(lambda: not service.fleet._places, "room for another one")
             monkeypatch.setattr(fleets, "HELLO_S", 0.3)
             async with service.reporter(pod, token) as mute:
                 assert (await mute.status())[0] is Code.UNAVAILABLE
@@ -435,13 +428,15 @@ def test_a_pod_has_a_few_places_and_not_all(api: client.ApiClient, rest: Rest, p
                     sidecar = await stack.enter_async_context(service.reporter(pod, token, f"p{n}"))
                     if n % 2:
                         await sidecar.greet()
-                await eventually(lambda: service.fleet._places[pod.uid] == fleets.POD_STREAMS, "all proven")
+                await eventually_async(
+                    lambda: service.fleet._places[pod.uid] == fleets.POD_STREAMS, "all proven"
+                )
                 async with service.reporter(pod, token, "more") as more:
                     assert (await more.refused())[0] is Code.RESOURCE_EXHAUSTED
                 assert service.value("streams_refused_total", cause="too_many") == 1
                 async with service.reporter(other, other.token(rest)) as theirs:
                     await theirs.greet()
-            await eventually(lambda: not service.fleet._places, "room again")
+            await eventually_async(lambda: not service.fleet._places, "room again")
             async with service.reporter(pod, token, "more") as more:
                 await more.greet()
 
@@ -465,7 +460,7 @@ def test_a_sidecar_that_does_not_read_loses_its_stream(
                 service.fleet.save_now(key, huge, urgent=False, deadline_s=0)
                 return ended() == 1
 
-            await eventually(flooded, "the end of patience")
+            await eventually_async(flooded, "the end of patience")
             assert service.book.events[-1] == ("disconnected", pod.name, "p1")
 
     asyncio.run(scenario())
@@ -517,7 +512,7 @@ def test_three_hundred_sidecars_at_once(api: client.ApiClient, rest: Rest) -> No
                 assert reply.directive.generation == 1
             for each in sidecars:
                 await each.__aexit__()
-            await eventually(lambda: not service.book.present, "all gone")
+            await eventually_async(lambda: not service.book.present, "all gone")
             assert service.value("streams") == 0
             assert service.value("streams_ended_total", cause="gone") == 300
             assert service.value("streams_ended_total", cause="failed") == 0

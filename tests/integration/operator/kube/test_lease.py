@@ -16,8 +16,9 @@ from deltashard_operator.kube.lease import LeaderOnly, Lease, LeaseLost
 from deltashard_operator.run import run_record
 from kubernetes import client
 
+from tests.support.eventually import eventually
 from tests.support.operator.controller_api import Api, controller_of, job, pod
-from tests.support.operator.controller_process import ControllerProcess, eventually
+from tests.support.operator.controller_process import ControllerProcess
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.faulty_proxy import FixedAnswers
 

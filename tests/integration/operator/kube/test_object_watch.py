@@ -11,11 +11,12 @@ from deltashard_operator.kube import object_watch, watch_session
 from deltashard_operator.kube.object_watch import ObjectKey, ObjectWatch, WatchedKind
 from kubernetes import client
 
+from tests.support.eventually import eventually
 from tests.support.operator.definition import GROUP as EXTENSIONS
 from tests.support.operator.running_watch import running
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.faulty_proxy import FaultyProxy
-from tests.support.server.minio_server import free_port, wait_for
+from tests.support.server.minio_server import free_port
 
 pytestmark = [
     pytest.mark.timeout(900),  # processes start slowly on a busy machine
@@ -87,7 +88,7 @@ class Watching:
 
     def learns(self, **known: int) -> None:
         """Wait until exactly these are known."""
-        wait_for(lambda: self.known == known, what=f"{known}", timeout_s=240)
+        eventually(lambda: self.known == known, what=f"{known}", timeout_s=240)
 
     def counted(self, what: str) -> int:
         """How often it was counted."""
@@ -104,13 +105,13 @@ class Things:
         """Have the API know them."""
         path = f"/apis/{EXTENSIONS}/customresourcedefinitions"
         assert self.http("POST", path, DEFINITION).status == 201
-        wait_for(lambda: self.http("GET", THINGS).status == 200, what="the definition")
+        eventually(lambda: self.http("GET", THINGS).status == 200, what="the definition")
 
     def undefine(self) -> None:
         """Have the API forget them, and every one with it."""
         path = f"/apis/{EXTENSIONS}/customresourcedefinitions/things.watch.test"
         assert self.http("DELETE", path).status == 200
-        wait_for(lambda: self.http("GET", THINGS).status == 404, what="the definition's end")
+        eventually(lambda: self.http("GET", THINGS).status == 404, what="the definition's end")
 
     def create(self, name: str, size: int, **more: Any) -> Document:
         labels = more.pop("labels", {})
@@ -180,7 +181,7 @@ def test_what_is_there_comes_first_then_its_list_then_every_change(
     things.create("others", 9)
     with Watching(api, selector="of=mine") as found:
         found.learns(a0=0, a1=1, a2=2, a3=3, a4=4)
-        wait_for(lambda: found.lists, what="the list's end")
+        eventually(lambda: found.lists, what="the list's end")
         listed = [*(("there", f"a{n}") for n in range(5)), ("listed", "")]
         assert found.told == listed
         things.create("b", 1, labels=mine)
@@ -202,7 +203,7 @@ def test_a_watch_that_is_cut_goes_on_where_it_was(
     things.create("stays", 1)
     with Watching(proxied) as found:
         found.learns(goes=1, stays=1)
-        wait_for(lambda: found.counted("watch") == 1, what="the watch")
+        eventually(lambda: found.counted("watch") == 1, what="the watch")
         proxy.upstream_port = free_port()
         proxy.cut()
         things.delete("goes")
@@ -224,7 +225,7 @@ def test_an_api_that_is_away_and_forgot_where_a_watch_was_is_listed_again(
     things.create("anew", 1)
     with Watching(proxied) as found:
         found.learns(goes=1, stays=1, anew=1)
-        wait_for(lambda: found.counted("watch") == 1, what="the watch")
+        eventually(lambda: found.counted("watch") == 1, what="the watch")
         proxy.upstream_port = free_port()
         proxy.cut()
         things.delete("goes")
@@ -236,7 +237,7 @@ def test_an_api_that_is_away_and_forgot_where_a_watch_was_is_listed_again(
         server.start_api()
         proxy.upstream_port = server.port
         found.learns(stays=2, comes=1, anew=2)
-        wait_for(lambda: found.lists == 2, what="the second list")
+        eventually(lambda: found.lists == 2, what="the second list")
         told = found.told[found.told.index(("listed", "")) + 1 :]
         assert told == [
             ("went unseen", "anew"),
@@ -256,7 +257,7 @@ def test_a_watch_may_begin_before_the_api_does(
     things.create("there", 1)
     proxy.upstream_port = free_port()
     with Watching(proxied) as found:
-        wait_for(lambda: found.watch.freshness._discovering > 0, what="a try")
+        eventually(lambda: found.watch.freshness._discovering > 0, what="a try")
         assert not found.lists
         proxy.upstream_port = server.port
         found.learns(there=1)
@@ -270,13 +271,13 @@ def test_a_definition_that_comes_late_goes_and_comes_again_is_watched(
     monkeypatch.setattr(watch_session, "UNRESOLVED_S", 1.0)
     with server.http() as http, Watching(api) as found:
         things = Things(http)
-        wait_for(lambda: found.counted("failure") > 0, what="a beginning without the definition")
+        eventually(lambda: found.counted("failure") > 0, what="a beginning without the definition")
         things.define()
         things.create("first", 1)
         found.learns(first=1)
         failures = found.counted("failure")
         things.undefine()
-        wait_for(lambda: found.counted("failure") > failures, what="an end")
+        eventually(lambda: found.counted("failure") > failures, what="an end")
         things.define()
         things.create("second", 2)
         found.learns(second=2)
@@ -291,7 +292,7 @@ def test_an_object_that_is_not_understood_stops_no_other(api: client.ApiClient, 
         things.change("odd", 2)
         things.change("plain", 2)
         found.learns(plain=2)
-        wait_for(lambda: found.counted("error") >= 2, what="both errors")
+        eventually(lambda: found.counted("error") >= 2, what="both errors")
     assert found.counted("failure") == 0
 
 
@@ -320,7 +321,7 @@ def test_a_right_that_is_missing_and_is_given_does_not_make_it_list_over_and_ove
             tried = found.watch.freshness.tried
             found.watch.freshness.tried = lambda path: (tries.append(path), tried(path))[1]  # type: ignore[method-assign]
             found.learns(listed=1)
-            wait_for(lambda: len(tries) >= 4, what="the third try to watch")
+            eventually(lambda: len(tries) >= 4, what="the third try to watch")
             rule = {"rules": [{**role["rules"][0], "verbs": ["list", "watch"]}]}
             assert (
                 things.http("PATCH", f"{rights}/clusterroles/lists-things", rule, content=MERGE).status == 200
@@ -351,7 +352,7 @@ def test_a_token_is_read_for_each_request(
         configuration.cert_file = configuration.key_file = None
         configuration.api_key["authorization"] = "Bearer expired"
         with Watching(api) as found:
-            wait_for(lambda: found.watch.freshness._discovering > 0, what="a try")
+            eventually(lambda: found.watch.freshness._discovering > 0, what="a try")
             configuration.api_key["authorization"] = f"Bearer {token}"
             found.learns(there=1)
     assert things.http("DELETE", f"{bindings}/watches-things").status == 200

@@ -12,12 +12,13 @@ from deltashard_operator.policy.policy_cache import GROUP, PLURAL, VERSION, Poli
 from deltashard_operator.policy.refusal import Refusal
 from kubernetes import client
 
+from tests.support.eventually import eventually
 from tests.support.operator.definition import serving
 from tests.support.operator.running_watch import running
 from tests.support.operator.sample import policy_object
 from tests.support.server.apiserver import ApiServer
 from tests.support.server.faulty_proxy import FaultyProxy
-from tests.support.server.minio_server import free_port, wait_for
+from tests.support.server.minio_server import free_port
 
 # asyncio leaves the socket of a TLS handshake that broke off to the garbage collector
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -34,7 +35,7 @@ def second_apiserver(tmp_path: Path) -> Iterator[ApiServer]:
 def cache(api: client.ApiClient) -> Iterator[PolicyCache]:
     cache = PolicyCache(api)
     with running(ObjectWatch(api, (cache.kind,), on_list=cache.on_list)):
-        wait_for(lambda: cache.synced, what="the first list")
+        eventually(lambda: cache.synced, what="the first list")
         yield cache
 
 
@@ -42,12 +43,12 @@ def test_the_cache_follows_the_cluster(api: client.ApiClient, cache: PolicyCache
     """Created, changed, deleted: seen without being asked for."""
     objects = client.CustomObjectsApi(api)
     objects.create_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, policy_object("seen", bits=8))
-    wait_for(lambda: cache.get("default", "seen") == {"bits": 8}, what="the new policy")
+    eventually(lambda: cache.get("default", "seen") == {"bits": 8}, what="the new policy")
     change = {"spec": {"bits": 4}}
     objects.patch_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, "seen", change)
-    wait_for(lambda: cache.get("default", "seen") == {"bits": 4}, what="the change")
+    eventually(lambda: cache.get("default", "seen") == {"bits": 4}, what="the change")
     objects.delete_namespaced_custom_object(GROUP, VERSION, "default", PLURAL, "seen")
-    wait_for(lambda: cache.get("default", "seen") is None, what="the end")
+    eventually(lambda: cache.get("default", "seen") is None, what="the end")
 
 
 def test_a_live_look_sees_what_is_there_and_what_is_not(api: client.ApiClient, cache: PolicyCache) -> None:
@@ -68,13 +69,13 @@ def test_what_was_not_there_is_remembered_for_a_moment(api: client.ApiClient, ca
         assert cache.look("default", "later", Deadline(60.0)) is None
         return cache.absent("default", "later")  # unless the look itself took longer than its answer holds
 
-    wait_for(looked, what="an answer that holds", timeout_s=120)
+    eventually(looked, what="an answer that holds", timeout_s=120)
     assert not cache.absent("other", "later")
     client.CustomObjectsApi(api).create_namespaced_custom_object(
         GROUP, VERSION, "default", PLURAL, policy_object("later", bits=3)
     )
-    wait_for(lambda: cache.get("default", "later") == {"bits": 3}, what="the new policy")
-    wait_for(lambda: not cache.absent("default", "later"), what="the end of the memory")
+    eventually(lambda: cache.get("default", "later") == {"bits": 3}, what="the new policy")
+    eventually(lambda: not cache.absent("default", "later"), what="the end of the memory")
 
 
 def test_an_api_that_does_not_answer_is_said() -> None:
@@ -103,7 +104,7 @@ def test_what_changed_while_the_watch_was_down_is_found(second_apiserver: ApiSer
             cache = PolicyCache(proxied, on_restart=lambda: restarts.append(1))
             watch = ObjectWatch(proxied, (cache.kind,), on_list=cache.on_list)
             with running(watch):
-                wait_for(lambda: cache.synced, what="the first list")
+                eventually(lambda: cache.synced, what="the first list")
                 proxy.upstream_port = free_port()
                 proxy.cut()
                 objects.delete_namespaced_custom_object(*where, "goes")
@@ -112,8 +113,8 @@ def test_what_changed_while_the_watch_was_down_is_found(second_apiserver: ApiSer
                 second_apiserver.start_api()
                 assert (cache.get("default", "goes"), cache.synced) == ({"bits": 8}, True)
                 proxy.upstream_port = second_apiserver.port
-                wait_for(
+                eventually(
                     lambda: cache.get("default", "stays") == {"bits": 4}, what="the change", timeout_s=240
                 )
-                wait_for(lambda: cache.get("default", "goes") is None, what="the end")
+                eventually(lambda: cache.get("default", "goes") is None, what="the end")
     assert (len(cache), restarts) == (1, [1])

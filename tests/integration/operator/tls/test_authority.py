@@ -33,10 +33,11 @@ from deltashard_operator.tls.authority import (
 )
 from kubernetes import client
 
-from tests.support.operator.fleet_service import PATIENCE_S, Book, Pod, Reporter, eventually
+from tests.support.eventually import eventually, eventually_async
+from tests.support.operator.fleet_service import PATIENCE_S, Book, Pod, Reporter
 from tests.support.operator.webhook_process import HOOKS, WebhookProcess, has_sidecar, job, opted
 from tests.support.server.apiserver import ApiServer, Rest
-from tests.support.server.minio_server import free_port, wait_for
+from tests.support.server.minio_server import free_port
 
 DAY_S = 86400.0
 HOOK = f"{HOOKS}/{webhook_configuration.CONFIGURATION}"
@@ -281,7 +282,7 @@ def test_the_rights_it_needs(place: Place, rest: Rest, apiserver: ApiServer) -> 
                 return False
             return True
 
-        wait_for(allowed, timeout_s=PATIENCE_S, what="the roles")
+        eventually(allowed, timeout_s=PATIENCE_S, what="the roles")
     assert issuance.parse(place.bundles()[0])
 
 
@@ -306,12 +307,12 @@ def test_it_runs_as_a_task(place: Place) -> None:
         authority = place.authority(check_s=0.05)
         running = asyncio.create_task(authority.run())
         missing = authority.metrics.failures.labels("missing")._value.get
-        await eventually(lambda: missing() >= 2, "two looks")
-        await eventually(authority.fleet_leaf, "the fleet's leaf")
+        await eventually_async(lambda: missing() >= 2, "two looks")
+        await eventually_async(authority.fleet_leaf, "the fleet's leaf")
         hook["metadata"] = {"name": hook["metadata"]["name"]}
         await asyncio.to_thread(place.rest, "POST", HOOKS, hook)
         checked = authority.metrics.checked.labels("webhook")._value.get
-        await eventually(checked, "the webhook's certificates")
+        await eventually_async(checked, "the webhook's certificates")
         assert not running.done()
         running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -388,8 +389,8 @@ def test_no_admission_fails_while_the_webhooks_certificate_is_rotated(
         webhook.start(certificate=False)
         with Repeated(sync) as kubelet:
             place.authority(webhook_names=reached_by).check_webhook()
-            wait_for(lambda: webhook.get("healthz")[0] == 200, timeout_s=PATIENCE_S, what="the webhook")
-            wait_for(lambda: not admit(), timeout_s=PATIENCE_S, what="the configuration in force")
+            eventually(lambda: webhook.get("healthz")[0] == 200, timeout_s=PATIENCE_S, what="the webhook")
+            eventually(lambda: not admit(), timeout_s=PATIENCE_S, what="the configuration in force")
             with Repeated(admit) as admissions, Repeated(shake_hands) as handshakes:
                 for turn in range(3):
                     before = place.secret(WEBHOOK_SECRET)["tls.crt"]
@@ -401,10 +402,10 @@ def test_no_admission_fails_while_the_webhooks_certificate_is_rotated(
                         served = served_by(webhook.port)
                         return issuance.is_for(served, authority.options.webhook_terms().names)
 
-                    wait_for(rotated, timeout_s=PATIENCE_S, what="the new certificate in service")
+                    eventually(rotated, timeout_s=PATIENCE_S, what="the new certificate in service")
                     assert place.secret(WEBHOOK_SECRET)["tls.crt"] != before
                     tried = admissions.done
-                    wait_for(
+                    eventually(
                         lambda tried=tried: admissions.done > tried + 2,  # type: ignore[misc]
                         timeout_s=PATIENCE_S,
                         what="admissions under the new certificate",
@@ -455,7 +456,7 @@ def test_the_fleet_serves_what_is_issued_and_its_authority_rotates_with_overlap(
         try:
             assert fleet.unready()
             await asyncio.to_thread(authority.check_fleet)
-            await eventually(lambda: fleet.port, "the port")
+            await eventually_async(lambda: fleet.port, "the port")
             assert fleet.port is not None
             old = place.fleet_bundle()
             async with Reporter(fleet.port, old, token, pod.hello("first")) as first:
@@ -474,12 +475,12 @@ def test_the_fleet_serves_what_is_issued_and_its_authority_rotates_with_overlap(
                 await asyncio.to_thread(authority.check_fleet)
                 assert authority.fleet_leaf() != before
                 loads = fleet.metrics.loads.labels("loaded")._value.get
-                await eventually(lambda: loads() >= 2, "the new leaf in service")
+                await eventually_async(lambda: loads() >= 2, "the new leaf in service")
                 async with Reporter(fleet.port, both, token, pod.hello("after")) as sidecar:
                     await sidecar.greet()
                 beats = len(book.heartbeats)
                 await first.beat()
-                await eventually(lambda: len(book.heartbeats) > beats, "the first stream lives on")
+                await eventually_async(lambda: len(book.heartbeats) > beats, "the first stream lives on")
         finally:
             await fleet.stop(5.0)
             reviewer.close()

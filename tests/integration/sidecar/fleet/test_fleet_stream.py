@@ -18,7 +18,7 @@ from deltashard_sidecar.fleet.fleet_stream import Fleet
 from deltashard_sidecar.fleet.heartbeat import BackOff
 from deltashard_sidecar.telemetry.structured_logging import configure
 
-from tests.support.fake_trainer import until
+from tests.support.eventually import eventually
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.port import free_port
 from tests.support.sidecar.fleet_side import SOON, Side
@@ -55,7 +55,7 @@ def client(
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
-    until(condition, deadline_s=DEADLINE_S, what=what)
+    eventually(condition, within_s=DEADLINE_S, what=what)
 
 
 @pytest.fixture
@@ -171,10 +171,10 @@ def test_nothing_is_left_of_a_thousand_streams(authority: Authority, token: Path
     with FleetServer(authority) as server:
         server.end_at_once = True
         with client(side, server.address, authority, token, back_off=AT_ONCE):
-            until(lambda: reconnects() >= 50, deadline_s=120, what="warm")
+            eventually(lambda: reconnects() >= 50, within_s=120, what="warm")
             fds, threads = process.num_fds(), threading.active_count()
-            until(lambda: reconnects() >= 1050, deadline_s=300, what="1,000 reconnects")
-            until(lambda: process.num_fds() <= fds + 8, deadline_s=DEADLINE_S, what="no descriptors left")
-            until(
-                lambda: threading.active_count() <= threads + 4, deadline_s=DEADLINE_S, what="no threads left"
+            eventually(lambda: reconnects() >= 1050, within_s=300, what="1,000 reconnects")
+            eventually(lambda: process.num_fds() <= fds + 8, within_s=DEADLINE_S, what="no descriptors left")
+            eventually(
+                lambda: threading.active_count() <= threads + 4, within_s=DEADLINE_S, what="no threads left"
             )

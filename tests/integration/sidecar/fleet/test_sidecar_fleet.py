@@ -24,7 +24,8 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.policy import KEY
 
-from tests.support.fake_trainer import Model, SaveRefused, Trainer, sidecar, until
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, SaveRefused, Trainer, sidecar
 from tests.support.server.fleet_server import Authority, FleetServer
 
 DEADLINE_S = 60.0
@@ -59,9 +60,9 @@ def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]
 
 def heard(server: FleetServer, what: str, **expected: object) -> fleet.Heartbeat:
     """Wait for a last heartbeat with these values."""
-    until(
+    eventually(
         lambda: all(getattr(server.last, name) == value for name, value in expected.items()),
-        deadline_s=DEADLINE_S,
+        within_s=DEADLINE_S,
         what=f"{what}, last heard: {server.last}",
     )
     return server.last
@@ -86,7 +87,7 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         trainer.stepped()
         heard(server, "training", phase=fleet.PHASE_TRAINING, attempt=1)
         commit = trainer.save_and_commit()
-        until(lambda: server.last.last_commit.seq == commit.seq, deadline_s=DEADLINE_S, what="the commit")
+        eventually(lambda: server.last.last_commit.seq == commit.seq, within_s=DEADLINE_S, what="the commit")
         beat = server.last
         assert (beat.last_commit.step, beat.checkpoints) == (5, 1)
         assert beat.last_commit_at_s == newest(url).at_s
@@ -99,8 +100,12 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         again = Trainer(process.socket, Model())
         opened = again.open()
         again.restore(opened.resume_seq)
-        until(lambda: server.incidents(fleet.INCIDENT_KIND_TRAINER_LOST), deadline_s=DEADLINE_S, what="lost")
-        until(lambda: server.incidents(fleet.INCIDENT_KIND_RESTORED), deadline_s=DEADLINE_S, what="restored")
+        eventually(
+            lambda: server.incidents(fleet.INCIDENT_KIND_TRAINER_LOST), within_s=DEADLINE_S, what="lost"
+        )
+        eventually(
+            lambda: server.incidents(fleet.INCIDENT_KIND_RESTORED), within_s=DEADLINE_S, what="restored"
+        )
         (restored,) = server.incidents(fleet.INCIDENT_KIND_RESTORED)
         assert (restored.step, restored.lost_steps, restored.cause) == (5, 2, "cache")
         assert "2 steps were lost" in restored.message
@@ -108,10 +113,12 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         cut = again.begin()
         heard(server, "saving", phase=fleet.PHASE_SAVING)
         cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
-        until(cut.over.is_set, what="aborted")
+        eventually(cut.over.is_set, what="aborted")
         cut.outbox.put(None)
         heard(server, "the failure", saves_failed=1, saves_failed_in_a_row=1)
-        until(lambda: server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED), deadline_s=DEADLINE_S, what="told")
+        eventually(
+            lambda: server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED), within_s=DEADLINE_S, what="told"
+        )
         (failed,) = server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)
         assert failed.cause == "aborted"
         again.model.step = 8
@@ -162,7 +169,7 @@ def test_a_directive_takes_effect_while_running(tmp_path: Path, url: str, server
         trainer.committed(first.number)
         assert newest(url).encodings == ("fp32",)
         assert KEY not in newest(url).metadata
-        until(lambda: line[SAVE_AT_STEP] == 40, what="the timer follows")
+        eventually(lambda: line[SAVE_AT_STEP] == 40, what="the timer follows")
         assert [p.encoding for p in trainer.policies] == ["q4"]
         assert server.last.policy.every_steps == 40
         server.tell(directive=fleet.Directive(generation=1, policy=pb.Policy(encoding="q2")))
@@ -207,8 +214,8 @@ def test_a_restart_without_a_controller_keeps_the_directive(
         trainer = Trainer(process.socket, Model())
         assert trainer.reply.policy.encoding == "fp32"
         trainer.open()
-        until(lambda: trainer.policies, what="the notice")
-        until(lambda: trainer.arena.line(0)[SAVE_AT_STEP] == 25, what="the timer follows")
+        eventually(lambda: trainer.policies, what="the notice")
+        eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] == 25, what="the timer follows")
         assert trainer.begin().begun.encoding == "q8"
         attempt = trainer.attempt
         trainer.close()
@@ -231,10 +238,10 @@ def test_save_now_reaches_the_trainer(tmp_path: Path, url: str, server: FleetSer
         trainer.open()
         heard(server, "connected", attempt=1)
         server.tell(save_now=fleet.SaveRequested(reason="user"))
-        until(lambda: trainer.urgent, what="asked")
+        eventually(lambda: trainer.urgent, what="asked")
         assert (trainer.urgent[0].reason, trainer.urgent[0].urgent) == ("user", False)
         server.tell(save_now=fleet.SaveRequested(reason="drain", urgent=True, deadline_s=9))
-        until(lambda: len(trainer.urgent) == 2, what="asked again")
+        eventually(lambda: len(trainer.urgent) == 2, what="asked again")
         assert (trainer.urgent[1].reason, trainer.urgent[1].urgent) == ("drain", True)
         trainer.close()
 
@@ -250,13 +257,13 @@ def test_a_controller_restart_loses_nothing(tmp_path: Path, url: str, authority:
         for _ in range(3):
             cut = trainer.begin()
             cut.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="veto")))
-            until(cut.over.is_set, what="aborted")
+            eventually(cut.over.is_set, what="aborted")
             cut.outbox.put(None)
         commit = trainer.save_and_commit()
         with FleetServer(authority, port=first.port) as second:
-            until(
+            eventually(
                 lambda: len(second.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)) == 3,
-                deadline_s=120.0,
+                within_s=120.0,
                 what="the incidents in between",
             )
             heard(second, "where it is", saves_failed=3)
@@ -295,10 +302,10 @@ def test_fenced_by_another_pod_is_told(tmp_path: Path, url: str, server: FleetSe
         open_attempt(other, owner="ns/job", workload="w-2")
         with pytest.raises(SaveRefused, match="taken_over"):
             trainer.save_and_commit()
-        until(lambda: trainer.fenced, what="the notice")
+        eventually(lambda: trainer.fenced, what="the notice")
         assert trainer.fenced[0].taken_over
-        until(
-            lambda: server.incidents(fleet.INCIDENT_KIND_FENCED), deadline_s=DEADLINE_S, what="the incident"
+        eventually(
+            lambda: server.incidents(fleet.INCIDENT_KIND_FENCED), within_s=DEADLINE_S, what="the incident"
         )
         assert server.incidents(fleet.INCIDENT_KIND_FENCED)[0].cause == "taken_over"
         trainer.close()
@@ -331,7 +338,9 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
                 )
             )
             heard(server, "in force", directive=1)
-            until(lambda: step(ckpt) or policies[-1] == "q4", deadline_s=DEADLINE_S, what="the library heard")
+            eventually(
+                lambda: step(ckpt) or policies[-1] == "q4", within_s=DEADLINE_S, what="the library heard"
+            )
             commit = ckpt.save().wait(DEADLINE_S)
             assert not commit.baseline, "another encoding is no reason for a whole baseline"
             assert newest(url).encodings == ("q4",)
@@ -340,10 +349,12 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             assert ckpt.save().wait(DEADLINE_S).baseline, (
                 "a tracking fault makes the next save hold every row"
             )
-            until(lambda: server.incidents(fleet.INCIDENT_KIND_TRACKING_FAULT), deadline_s=DEADLINE_S)
+            eventually(lambda: server.incidents(fleet.INCIDENT_KIND_TRACKING_FAULT), within_s=DEADLINE_S)
             server.tell(save_now=fleet.SaveRequested(reason="user"))
             before = ckpt.stats.commits
-            until(lambda: step(ckpt) or ckpt.stats.commits > before, deadline_s=DEADLINE_S, what="saved now")
+            eventually(
+                lambda: step(ckpt) or ckpt.stats.commits > before, within_s=DEADLINE_S, what="saved now"
+            )
         again = torch.nn.EmbeddingBag(60_000, 8, sparse=True)
         with deltashard.Checkpointer(
             again, torch.optim.SGD(again.parameters(), lr=0.1), content_hash=True

@@ -23,7 +23,8 @@ from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.part_writer import PartAborted, PartTarget, PartWriter, UploadFailed
 
-from tests.support.checkpoint.sample import RUN, Model, open_descriptors, schema, wait_until, whole
+from tests.support.checkpoint.sample import RUN, Model, open_descriptors, schema, whole
+from tests.support.eventually import eventually
 
 TABLE = schema(rows=4000)
 TOKEN = "0123456789abcdef"
@@ -121,7 +122,7 @@ def test_a_stalled_store_fills_the_cache_and_not_memory_and_then_fails_in_time(t
                 _write(writer)
             assert cache.used_bytes <= 60_000
         # Whether the put hangs already or is about to.
-        wait_until(lambda: store.release() or not _uploads())
+        eventually(lambda: store.release() or not _uploads())
 
 
 def test_when_the_store_comes_back_the_part_goes_on(tmp_path: Path) -> None:
@@ -141,7 +142,7 @@ def test_when_the_store_comes_back_the_part_goes_on(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=work)
         thread.start()
-        wait_until(lambda: len(list(tmp_path.glob("*.pack"))) == 3)
+        eventually(lambda: len(list(tmp_path.glob("*.pack"))) == 3)
         assert store.wait_stalled()
         assert not done.is_set()
         store.release()
@@ -183,7 +184,7 @@ def test_abort_from_another_thread_stops_writers_and_leaves_no_files(cache: Pack
     assert cache.used_bytes == 0
     assert not list(cache.directory.glob("*.spool"))
     assert not list(cache.directory.glob("*.pack"))
-    wait_until(lambda: open_descriptors() <= before)
+    eventually(lambda: open_descriptors() <= before)
 
 
 def test_abort_ends_uploads_that_are_being_retried(cache: PackCache) -> None:
@@ -193,7 +194,7 @@ def test_abort_ends_uploads_that_are_being_retried(cache: PackCache) -> None:
     writer = PartWriter(RetryingStore(faulty), _target(), cache, pack_bytes=20_000, deadline_s=1800.0)
     for frame in Model(TABLE).frames(range(1000), per_frame=50):
         writer.add(frame)
-    wait_until(lambda: len(faulty.calls) >= 4)
+    eventually(lambda: len(faulty.calls) >= 4)
     uploads = _uploads()
     assert uploads
     writer.abort()
