@@ -314,7 +314,7 @@ class ApiServer:
         arguments = [str(each) for each in self._processes.pop(1).args]  # type: ignore[union-attr]
         self._spawn(Path(arguments[0]), *arguments[1:])
         with self.http() as http:
-            wait_for(lambda: _is_ready(http), what="the API server", timeout_s=180)
+            eventually(lambda: _is_ready(http), what="the API server", timeout_s=180)
 
     def _certificates(self) -> dict[str, bytes]:
         authority = Authority("cluster")
