@@ -5,9 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from deltashard.attach import lifecycle
 
 
 @pytest.fixture(autouse=True)
 def _own_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_unknown_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What production logs, a news item that the trainer's state does not know, fails the test."""
+
+    def refuse(bug: lifecycle.IllegalEvent) -> None:
+        raise bug
+
+    monkeypatch.setattr(lifecycle, "unknown", refuse)

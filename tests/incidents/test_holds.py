@@ -14,7 +14,7 @@ import deltashard
 import pytest
 import torch
 from deltashard.errors import FencedError, SaveFailed
-from deltashard.save import ask, save_stream, saving
+from deltashard.save import save_loop, save_stream, saver
 from torch import nn
 
 from tests.incidents.toys import Run, newest_step
@@ -122,7 +122,7 @@ def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
     ckpt.restore()
     optimizer.step()
     ckpt.step()
-    crash_point = saving.crash_point
+    crash_point = saver.crash_point
 
     def stop(name: str) -> None:
         if name == "cut.begun":
@@ -130,7 +130,7 @@ def test_a_sidecar_that_stops_in_the_middle_of_a_copy(
             monkeypatch.setattr(save_stream, "HOLD_S", 0.2)
         crash_point(name)
 
-    monkeypatch.setattr(saving, "crash_point", stop)
+    monkeypatch.setattr(saver, "crash_point", stop)
     try:
         handle = ckpt.save()
         with pytest.raises(SaveFailed, match="does not answer any more"):
@@ -184,7 +184,7 @@ def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, p
         run.train(2)
         run.save()
         run.train(1)
-        refresh = run.ckpt._tracking.refresh
+        refresh = run.ckpt._program.tracking.refresh
 
         def die() -> Any:
             pod.signal(signal.SIGKILL)
@@ -192,12 +192,12 @@ def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, p
             eventually(lambda: held(run.ckpt._session._lock), what="the session thread looks for the sidecar")
             return refresh()
 
-        run.ckpt._tracking.refresh = die
+        run.ckpt._program.tracking.refresh = die
         handle = run.ckpt.save()
         assert handle.done
         with pytest.raises(SaveFailed, match="went away"):
             handle.wait()
-        run.ckpt._tracking.refresh = refresh
+        run.ckpt._program.tracking.refresh = refresh
         run.train(3)
     assert run.ckpt.stats.failures == {"gone": 1}
 
@@ -212,7 +212,7 @@ def test_waiting_without_a_timeout_ends_when_the_sidecar_stays_away(
         pod.signal(signal.SIGKILL)
         eventually(lambda: run.ckpt._session.link is None, what="the loss is noticed")
         run.train(1)
-        monkeypatch.setattr(ask, "LONGEST_AWAY_S", 0.0)
+        monkeypatch.setattr(save_loop, "LONGEST_AWAY_S", 0.0)
         with pytest.raises(SaveFailed, match="has been away"):
             run.ckpt.save().wait()
         other = run.ckpt.save()
@@ -238,7 +238,7 @@ def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
     """And fails by name; what is asked for meanwhile is not tried at every step."""
     with Run(tmp_path / "store") as run:
         run.train(1)
-        run.ckpt._back_off_s = 1000.0  # the next one is the longest: a minute
+        run.ckpt._saver._setbacks._back_off_s = 1000.0  # the next one is the longest: a minute
         tries = 0
 
         def broken() -> Any:
@@ -246,7 +246,7 @@ def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
             tries += 1
             raise RuntimeError("no look at the tables")
 
-        refresh, run.ckpt._tracking.refresh = run.ckpt._tracking.refresh, broken
+        refresh, run.ckpt._program.tracking.refresh = run.ckpt._program.tracking.refresh, broken
         with pytest.raises(SaveFailed, match="no look at the tables"):
             run.ckpt.save().wait()
         handles = []
@@ -259,5 +259,5 @@ def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
         run.train(1)
         with pytest.raises(SaveFailed, match="a save had failed"):
             pinned.wait()
-        run.ckpt._tracking.refresh = refresh
+        run.ckpt._program.tracking.refresh = refresh
         assert {handle.wait(60).step for handle in handles} == {run.ckpt.steps}

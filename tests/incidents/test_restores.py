@@ -70,7 +70,8 @@ def test_another_run_that_goes_on_while_it_is_read_is_read_anew(
     ):
         source.train(3)
         source.save()
-        opened = target.ckpt._open
+        opener = target.ckpt._restorer._opener
+        opened = opener.open
         seen = []
 
         def open_and_lose(*args: object, **named: object) -> object:
@@ -85,7 +86,7 @@ def test_another_run_that_goes_on_while_it_is_read_is_read_anew(
                 assert collect(log, grace_s=0).objects
             return reply
 
-        monkeypatch.setattr(target.ckpt, "_open", open_and_lose)
+        monkeypatch.setattr(opener, "open", open_and_lose)
         resumed = target.ckpt.restore(from_run="source")
         assert resumed is not None
         assert (resumed.step, resumed.fell_back, seen) == (5, False, [3, 5])

@@ -23,44 +23,45 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from deltashard_checkpoint.errors import InvalidCheckpoint
-from deltashard_proto.arena_layout import SAVE_AT_STEP
 
 from deltashard import arguments
 from deltashard.attach import exit_code
+from deltashard.attach.attachment import Attachment
 from deltashard.attach.launcher import ChildLauncher, Launcher, PodLauncher, SidecarOptions, normal_url
+from deltashard.attach.lifecycle import Attempt, Event
+from deltashard.attach.listener import Listener
 from deltashard.attach.rank import refuse_several
-from deltashard.attach.session import Session
-from deltashard.attach.term_signal import TermHandler
+from deltashard.attach.session import Link, Session
 from deltashard.doctor import Diagnosis, diagnose
-from deltashard.errors import (
-    AnotherTrainer,
-    RestoreFailed,
-    RunWentOn,
-    SaveFailed,
-    UserError,
-)
-from deltashard.loader.wrapped_loader import WrappedLoader
-from deltashard.restore import restore as restores
-from deltashard.restore.restore import ModelTargets, Restored
-from deltashard.save.ask import Asking
-from deltashard.save.handle import SaveHandle
+from deltashard.errors import AnotherTrainer, UserError
+from deltashard.loader.shelf import LoaderShelf
+from deltashard.program import Program
+from deltashard.restore.content_hash import Contents
+from deltashard.restore.open_attempt import AttemptOpener, attach_request
+from deltashard.restore.restore import Restored
+from deltashard.restore.restorer import Restorer, Wish
+from deltashard.save.capture import Capture
+from deltashard.save.handle import SaveHandle, Stats
+from deltashard.save.news import News
+from deltashard.save.request import Requests
+from deltashard.save.save_loop import SaveLoop
+from deltashard.save.saver import Saver
+from deltashard.save.setback import Setbacks
 from deltashard.state.position import Skip
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.stance import Stance
+from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 
 log = logging.getLogger("deltashard")
 
 CLOSE_DEADLINE_S = 300.0
-READ_TURNS = 3
-"""How often another run is read anew when it retired what was being read."""
 DRAIN_DEADLINE_S = 30.0
 LEAVE_S = 10.0
 """Detaching from the sidecar may take so long, within the deadline of `close()`."""
 
-_time_ns = time.time_ns
 
-
-class Checkpointer(Asking):
+class Checkpointer:
     """Crash-consistent checkpoints of a training loop; see the module and the README's example."""
 
     def __init__(
@@ -138,69 +139,157 @@ class Checkpointer(Asking):
         arguments.check_count("keep_last", keep_last, least=1, remedy="keep at least one checkpoint")
         arguments.check_callable("validate", validate, takes="a function that returns a bool")
         arguments.check_callable("on_event", on_event, takes="a function of (name, facts)")
-        super().__init__(
-            Tracking(model, arguments.optimizers_of(optimizer, model), settings=tracking),
-            dict(state or {}),
-            fresh=fresh,
-            validate=validate,
-            content_hash=content_hash,
-            on_event=on_event,
+        self.stats = Stats()
+        """Counts of what happened to saves, for people and tests."""
+        self._listener = Listener(on_event, self.stats.count_event_error)
+        self._program = Program(
+            Tracking(
+                model,
+                arguments.optimizers_of(optimizer, model),
+                settings=tracking,
+                report=self._tracked,
+            ),
+            state or {},
         )
-        flags: dict[str, object] = {
-            "every_s": every_s,
-            "every_steps": every_steps,
-            "encoding": encoding,
-            "differential": differential,
-            "state_encoding": state_encoding,
-            "keep_last": keep_last,
-            "arena_bytes": arena_bytes,
-            "metrics_port": metrics_port,
-            "linger_s": 30.0,
-            **(sidecar or {}),
-        }
+        self._clock = StepClock(self._program.tracking)
+        self._stance = Stance(self._program.tracking, self._clock)
+        self._shelf = LoaderShelf(lambda: self._clock.step)
+        self._attempt = Attempt()
         exit_code.install()
-        self._launcher = _launcher(url, run, flags)
-        try:
-            self._refuse_rival()
-            self._session = Session(
-                self._launcher,
-                request=self._attach_request,
-                schemas=lambda: tuple(table.schema for table in self._tracking.tables),
-                alert=self._alert,
-            )
-            link = self._session.connect()
-        except BaseException:
-            self._launcher.close()
-            self._stance.close()
-            self._tracking.close()
-            raise
-        self._line: Any = link.line
-        self._epoch = link.reply.epoch
-        self._policy = link.reply.policy
-        self.url = link.reply.url
+        self._launcher = _launcher(
+            url,
+            run,
+            {
+                "every_s": every_s,
+                "every_steps": every_steps,
+                "encoding": encoding,
+                "differential": differential,
+                "state_encoding": state_encoding,
+                "keep_last": keep_last,
+                "arena_bytes": arena_bytes,
+                "metrics_port": metrics_port,
+                "linger_s": 30.0,
+                **(sidecar or {}),
+            },
+        )
+        self._session, link = self._connect()
+        self._attempt.happen(Event.ATTACH)
+        self._attachment = Attachment(self._session, link, self._clock)
+        self.url = self._attachment.url
         """Where the run is stored (without credentials)."""
-        self.run = link.reply.run
+        self.run = self._attachment.run
         """The run's name."""
-        self._term = TermHandler(grace_s=grace_s, notice=self._on_sigterm) if grace_s is not None else None
-        if self._term is not None and not self._term.install():
-            self._term = None
+        self._assemble(fresh=fresh, validate=validate, content_hash=content_hash, grace_s=grace_s)
         _live.add(self)
         try:
             log.info("run %r: %s", self.run, self.doctor().line)
         except Exception:
             log.debug("doctor() failed", exc_info=True)
 
+    def _tracked(self, name: str, facts: Mapping[str, Any]) -> None:
+        self._news.tracked(name, facts)
+
+    def _connect(self) -> tuple[Session, Link]:
+        """Attach; whatever goes wrong, nothing of ours is left in the program."""
+        try:
+            self._refuse_rival()
+            session = Session(
+                self._launcher,
+                request=lambda: attach_request(self._program, self._attempt.number),
+                schemas=lambda: self._program.schemas,
+                alert=self._clock.alert,
+            )
+            return session, session.connect()
+        except BaseException:
+            self._launcher.close()
+            self._stance.close()
+            self._program.tracking.close()
+            raise
+
+    def _assemble(
+        self,
+        *,
+        fresh: bool,
+        validate: Callable[[], bool] | None,
+        content_hash: bool | None,
+        grace_s: float | None,
+    ) -> None:
+        """The parts that save and restore, once there is a sidecar; each writes fields of its own only."""
+        if content_hash is None:
+            content_hash = os.environ.get("DELTASHARD_CONTENT_HASH", "0") == "1"
+        contents = Contents() if content_hash else None
+        base = CutBase()
+        setbacks = Setbacks(self._clock, self.stats, self._listener)
+        requests = Requests(setbacks)
+        self._saver = Saver(
+            Capture(self._program, self._shelf),
+            clock=self._clock,
+            attachment=self._attachment,
+            attempt=self._attempt,
+            base=base,
+            requests=requests,
+            setbacks=setbacks,
+            stats=self.stats,
+            listener=self._listener,
+            contents=contents,
+            validate=validate,
+        )
+        self._news = News(
+            self._attachment,
+            self._attempt,
+            clock=self._clock,
+            saver=self._saver,
+            requests=requests,
+            stats=self.stats,
+            listener=self._listener,
+        )
+        opener = AttemptOpener(
+            self._attachment,
+            self._attempt,
+            clock=self._clock,
+            stance=self._stance,
+            listener=self._listener,
+            hear=self._news.apply,
+            fresh=fresh,
+        )
+        self._restorer = Restorer(
+            self._program,
+            self._shelf,
+            clock=self._clock,
+            attachment=self._attachment,
+            attempt=self._attempt,
+            opener=opener,
+            base=base,
+            contents=contents,
+            listener=self._listener,
+        )
+        self._loop = SaveLoop(
+            self._program,
+            self._shelf,
+            clock=self._clock,
+            stance=self._stance,
+            attachment=self._attachment,
+            attempt=self._attempt,
+            opener=opener,
+            news=self._news,
+            saver=self._saver,
+            requests=requests,
+            setbacks=setbacks,
+            stats=self.stats,
+            grace_s=grace_s,
+        )
+
     # The loop's side
 
     @property
     def steps(self) -> int:
         """How many `step()` calls this run has seen, those before the restore included."""
-        return self._step
+        return self._clock.step
 
     @property
     def attempt(self) -> int | None:
         """The attempt this process trains under; None before `restore()` or the first `step()`."""
-        return self._attempt
+        return self._attempt.number
 
     @property
     def sidecar_pid(self) -> int | None:
@@ -221,16 +310,9 @@ class Checkpointer(Asking):
             NotRestored: the run has checkpoints, and neither `restore()` nor `fresh=True` was said.
             UserError: this Checkpointer is closed.
         """
-        step = self._step = self._step + 1
-        line = self._line
-        line[0] = step
-        line[1] = _time_ns()
-        tracking = self._tracking
-        self._step_is_boundary = tracking.stepped
-        self._stance.moved = False
-        if step >= line[3] or self._attention:
-            self._boundary(at_step=True)
-        tracking.step_done()
+        if self._clock.tick():
+            self._loop.boundary(at_step=True)
+        self._clock.tock()
 
     def wrap(
         self, loader: Any, *, name: str = "loader", skip: Skip = "sampler", pipelined: bool = False
@@ -246,31 +328,7 @@ class Checkpointer(Asking):
                 (fetched and dropped: exact even if the dataset draws random numbers in workers).
             pipelined: the loop's batches come from a pipeline that fetches ahead; every `step()` consumes one.
         """
-        old = self._loaders.get(name)
-        if old is not None and not old.iterated:
-            raise UserError(
-                f"a loader {name!r} is wrapped already", where="wrap()", remedy="give it another name="
-            )
-        if isinstance(loader, WrappedLoader):
-            raise UserError(
-                "this loader is wrapped already: its position would be resumed twice",
-                where="wrap()",
-                remedy="wrap the loader itself, once",
-            )
-        wrapped = WrappedLoader(
-            loader,
-            clock=self._company.clock,
-            skip=skip,
-            pipelined=pipelined,
-            name=name,
-            company=self._company,
-        )
-        if old is not None:
-            wrapped.take_over(old)
-        self._loaders[name] = wrapped
-        if name in self._pending_loaders:
-            wrapped.resume(self._pending_loaders.pop(name), self._pending_rng)
-        return wrapped
+        return self._shelf.wrap(loader, name=name, skip=skip, pipelined=pipelined)
 
     def save(
         self, reason: str = "user", *, pin: str | None = None, metadata: Mapping[str, Any] | None = None
@@ -289,16 +347,12 @@ class Checkpointer(Asking):
         Raises:
             UserError: a pin or metadata that cannot be stored (length, characters).
         """
-        self._refuse_closed("save()")
+        self._attempt.refuse_closed("save()")
         arguments.check_pin(pin)
-        texts = arguments.texts_of(metadata)
         handle = SaveHandle(
-            reason=reason,
-            pin=pin,
-            metadata=texts,
-            waiter=self._wait,
+            reason=reason, pin=pin, metadata=arguments.texts_of(metadata), waiter=self._loop.wait
         )
-        self._ask(handle)
+        self._loop.ask(handle)
         return handle
 
     def restore(
@@ -328,67 +382,23 @@ class Checkpointer(Asking):
             CheckpointMismatch, RestoreFailed, FencedError, UserError: see `errors`; after RestoreFailed it may be
                 called again.
         """
-        self._refuse_closed("restore()")
-        if self._opened and self._step != 0:
-            raise UserError(
-                f"the model is restored already, to step {self._step}"
-                if self._step == self._resumed_step
-                else "restore() after training began",
-                where="restore()",
-                remedy="call it once, before the loop; for another checkpoint close() and make a new Checkpointer",
+        self._attempt.refuse_closed("restore()")
+        restored = self._restorer.restore(
+            Wish(
+                which=f"seq:{which}" if isinstance(which, int) else which,
+                from_run=from_run,
+                strict=strict,
+                weights_only=weights_only,
+                renames=renames or {},
+                takeover=takeover,
             )
-        clock = restores.Clock()
-        text = f"seq:{which}" if isinstance(which, int) else which
-        excluded: list[int] = []
-        earlier: list[ModelTargets] = []
-        damage, turn = "", 1
-        while True:
-            link = self._link_or_raise()
-            reply = self._open(link, which=text, from_run=from_run, exclude=excluded, takeover=takeover)
-            # Only the first attempt meets what cannot be read in the log: the ones after it find it left behind.
-            damage = damage or reply.log_damage
-            if not reply.HasField("resume_seq"):
-                self._begin_attempt(reply, step=0)
-                if excluded:
-                    raise RestoreFailed(
-                        f"checkpoints {excluded} are not whole and there is no older one",
-                        where=self.run,
-                        remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
-                    )
-                return None
-            try:
-                with self._session.busy:
-                    restored = self._read(
-                        link,
-                        reply,
-                        clock,
-                        from_run=from_run or "",
-                        strict=strict,
-                        weights_only=weights_only,
-                        renames=renames or {},
-                        earlier=earlier,
-                        fell_back=bool(excluded) or reply.fell_back or (bool(damage) and text == "latest"),
-                        damage=damage,
-                    )
-            except RunWentOn as error:
-                if turn == READ_TURNS:
-                    raise
-                turn += 1
-                log.info("checkpoint %d of %s went while it was read: %s", reply.resume_seq, from_run, error)
-                continue
-            except InvalidCheckpoint as error:
-                excluded.append(reply.resume_seq)
-                log.error(  # noqa: TRY400 - a traceback would say nothing more
-                    "checkpoint %d is not whole (%s): falling back to an older one", reply.resume_seq, error
-                )
-                self._emit("fell_back", seq=reply.resume_seq, step=reply.step, why=str(error))
-                continue
-            self._emit("restored", restored=restored)
-            return restored
+        )
+        self._saver.ready()
+        return restored
 
     def doctor(self) -> Diagnosis:
         """How each table is tracked and why, what is in the checkpoint, what is not and what that means: print it."""
-        return diagnose(self._tracking, self._state, self._sources, self._contracts, self._loaders)
+        return diagnose(self._program, self._shelf.loaders)
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         """Cut at the last step boundary if that step is not saved yet, wait until it is durable, detach.
@@ -397,28 +407,28 @@ class Checkpointer(Asking):
             SaveFailed: it is not durable after `deadline_s`; everything is released all the same.
             FencedError: a newer attempt runs.
         """
-        if self._closed:
+        if self._attempt.closed:
             return
         until_s = time.monotonic() + deadline_s
         try:
             if self._session.fenced is not None:
                 raise self._session.fenced
-            if self._opened:
-                self._finish(until_s)
+            if self._attempt.opened:
+                self._loop.finish(until_s)
             self._say_if_unsaved()
         finally:
             self._release(until_s)
 
     def _say_if_unsaved(self) -> None:
         """A program that trained and never called `step()` has no checkpoint, and would not know."""
-        if self._step != (self._resumed_step or 0) or not self._tracking.steps.stepped:
+        if self._clock.step != (self._attempt.resumed_step or 0) or not self._program.tracking.steps.stepped:
             return
         log.warning(
             "run %r: the optimizer stepped, and step() was never called: nothing of it is saved. "
             "ckpt.step() must be the last statement of the loop body",
             self.run,
         )
-        self._emit("nothing_saved", step=self._step)
+        self._listener.emit("nothing_saved", step=self._clock.step)
 
     def __enter__(self) -> Self:
         return self
@@ -428,10 +438,10 @@ class Checkpointer(Asking):
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._closed:
+        elif not self._attempt.closed:
             # A step torn by an exception must not become the newest checkpoint: only let what is in flight end.
             try:
-                self._drain(time.monotonic() + DRAIN_DEADLINE_S)
+                self._loop.drain(time.monotonic() + DRAIN_DEADLINE_S)
             finally:
                 self._release(time.monotonic() + LEAVE_S)
 
@@ -446,19 +456,15 @@ class Checkpointer(Asking):
                 )
 
     def _release(self, until_s: float) -> None:
-        self._closed = True
-        # The line of the arena is given back; on this one every step is due, so that `_boundary` refuses it.
-        self._line = [0] * 8
-        if self._term is not None:
-            self._term.remove()
-        self._fail_requests(SaveFailed("the checkpointer was closed", where="save"))
-        if self._flight is not None:
-            self._flight.failed(SaveFailed("not durable when the checkpointer was closed", where="save"))
+        self._attempt.happen(Event.CLOSE)
+        # The line of the arena is given back; without it every step has a boundary, which refuses it.
+        self._clock.detach()
+        self._loop.close()
+        self._saver.close()
         self._session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
         self._launcher.close()
-        self._order.close()
         self._stance.close()
-        self._tracking.close()
+        self._program.tracking.close()
         _live.discard(self)
 
 
@@ -483,10 +489,8 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    # The arena is not mapped in a forked worker: a stray step() there must not touch it.
     for checkpointer in list(_live):
-        checkpointer._line = [0] * 8  # noqa: SLF001 - same module
-        checkpointer._line[SAVE_AT_STEP] = 1 << 64  # noqa: SLF001
+        checkpointer._clock.forget()  # noqa: SLF001 - same module
         checkpointer._stance.close()  # noqa: SLF001
 
 

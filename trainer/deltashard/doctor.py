@@ -8,20 +8,15 @@ error: a plain attribute that holds a tensor may be a cache, and a loader may be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from deltashard.loader.wrapped_loader import WrappedLoader
-from deltashard.optimizer.optimizer_state import OptimizerView
-from deltashard.optimizer.whitelist import innermost
-from deltashard.state.contract import Contract
+from deltashard.program import Program
 from deltashard.state.discovery import canonical_prefixes
-from deltashard.state.value import Source
-from deltashard.tracking.tracking import TrackedTable, Tracking
+from deltashard.tracking.tracking import TrackedTable
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MOST_NAMES = 8
@@ -95,17 +90,12 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def diagnose(
-    tracking: Tracking,
-    state: Mapping[str, Any],
-    sources: Sequence[Source],
-    contracts: Sequence[Contract],
-    loaders: Mapping[str, WrappedLoader],
-) -> Diagnosis:
-    """Look at everything that a cut would take now, and at what it would not."""
+def diagnose(program: Program, loaders: Mapping[str, WrappedLoader]) -> Diagnosis:
+    """Look at everything that a cut would take now, and at what it would not; `loaders`: the wrapped ones by name."""
+    tracking, contracts = program.tracking, program.contracts
     dense = tracking.dense()
     named = {contract.source.name for contract in contracts}
-    given = [source.name for source in sources if source.name not in named]
+    given = [source.name for source in program.sources if source.name not in named]
     params = [name for name, tensor in dense.items() if isinstance(tensor, nn.Parameter)]
     size = _size(sum(_bytes(tensor) for tensor in dense.values()))
     saved = [f"{len(params)} dense parameters and {len(dense) - len(params)} buffers ({size})"]
@@ -122,28 +112,8 @@ def diagnose(
     return Diagnosis(
         tables=tuple(_table(table) for table in tracking.tables),
         saved=tuple(saved),
-        missing=tuple(_missing(tracking, state, contracts, loaders)),
+        missing=tuple(_missing(program, loaders)),
     )
-
-
-def forgotten_scheduler(views: Iterable[OptimizerView], state: Mapping[str, Any]) -> str | None:
-    """The class of an optimizer that a scheduler was built for, while nothing in `state=` can be one."""
-    if any(_may_hold_scheduler(value) for value in state.values()):
-        return None
-    for view in views:
-        for optimizer in (view.target, *innermost(view.target)):
-            if any("initial_lr" in group for group in optimizer.param_groups):
-                return type(optimizer).__name__
-    return None
-
-
-def _may_hold_scheduler(value: Any) -> bool:
-    plain = isinstance(value, Tensor | torch.Generator | torch.amp.GradScaler | nn.Module)
-    if isinstance(value, Mapping):
-        return any(_may_hold_scheduler(each) for each in value.values())
-    if isinstance(value, list):
-        return any(_may_hold_scheduler(each) for each in value)
-    return not plain and (isinstance(value, tuple) or hasattr(value, "state_dict"))
 
 
 def _table(table: TrackedTable) -> TableReport:
@@ -164,12 +134,8 @@ def _table(table: TrackedTable) -> TableReport:
     )
 
 
-def _missing(
-    tracking: Tracking,
-    state: Mapping[str, Any],
-    contracts: Sequence[Contract],
-    loaders: Mapping[str, WrappedLoader],
-) -> Iterator[Missing]:
+def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator[Missing]:
+    tracking, contracts = program.tracking, program.contracts
     transient, plain = [], []
     known = {id(tensor) for tensor in tracking.inventory.names}
     for path, module in canonical_prefixes(tracking.model):
@@ -212,7 +178,7 @@ def _missing(
             meaning="no loader is wrapped: a resumed run begins its data anew; loader = ckpt.wrap(loader)",
             later=True,
         )
-    if (owner := forgotten_scheduler(tracking.optimizers, state)) is not None:
+    if (owner := program.forgotten_scheduler()) is not None:
         yield Missing(
             what=f"the learning-rate scheduler of {owner}",
             meaning='it begins anew after a restore, and overwrites the rate: state={"scheduler": scheduler}',

@@ -162,7 +162,7 @@ def test_a_table_that_was_resized_costs_its_saves_only(loop: Loop) -> None:
 def test_training_without_step_is_said_at_close(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing was saved: a warning and an event, where evaluation alone says nothing."""
     events: list[str] = []
-    loop.ckpt._on_event = lambda name, facts: events.append(name)
+    loop.ckpt._listener._on_event = lambda name, facts: events.append(name)
     loop.ckpt._say_if_unsaved()
     assert events == []
     loop.net(torch.tensor([1, 2, 3])).sum().backward()

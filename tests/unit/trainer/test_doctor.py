@@ -10,7 +10,9 @@ import pytest
 import torch
 from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import UserError
-from deltashard.save.saving import Saving
+from deltashard.loader.shelf import LoaderShelf
+from deltashard.program import Program
+from deltashard.save.capture import Capture
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
 
@@ -19,20 +21,13 @@ GRADIENTS = TrackingSettings(hash_below_bytes=0, audit_rows=0)
 
 def _program(
     model: nn.Module, optimizers: Any, settings: TrackingSettings | None = None, **state: Any
-) -> Saving:
-    """A Checkpointer without a sidecar."""
-    return Saving(
-        Tracking(model, optimizers, settings=settings),
-        state,
-        fresh=False,
-        validate=None,
-        content_hash=False,
-        on_event=None,
-    )
+) -> Program:
+    """What a Checkpointer would save."""
+    return Program(Tracking(model, optimizers, settings=settings), state)
 
 
-def _doctor(program: Saving) -> Diagnosis:
-    return diagnose(program._tracking, program._state, program._sources, program._contracts, program._loaders)
+def _doctor(program: Program) -> Diagnosis:
+    return diagnose(program, {})
 
 
 def _model() -> nn.Sequential:
@@ -93,9 +88,10 @@ def test_a_forgotten_scheduler_is_said_at_the_first_cut(given: str, caplog: pyte
         "nothing": {"n": {"x": 1}},
     }[given]
     program = _program(model, optimizer, **state)
-    program._tracking.refresh()
+    program.tracking.refresh()
+    capture = Capture(program, LoaderShelf(lambda: 0))
     for _ in range(2):
-        list(program._everything_else(None))
+        list(capture.blobs(0, None))
     assert caplog.text.count("is not in state=") == (given == "nothing")
 
 

@@ -274,6 +274,10 @@ class Session:
         self.events.append(event)
         self._alert()
 
+    def next_event(self) -> Event | None:
+        """The oldest event that was not applied yet; None: there is none. For the training thread."""
+        return self.events.popleft() if self.events else None
+
     def fence(self, error: FencedError) -> None:
         """This attempt is over, for good."""
         if self.fenced is None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +33,7 @@ from torch import Tensor
 from deltashard.attach.session import Link, translate
 from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn
 from deltashard.optimizer.optimizer_state import OptimizerView
+from deltashard.program import Program
 from deltashard.state import contract
 from deltashard.state.origin import grow, may_grow
 from deltashard.state.value import copy_tensor, decode_value
@@ -456,9 +456,7 @@ class Blobs:
             meta=single["meta"],
         )
 
-    def check(
-        self, tracking: Tracking, *, strict: bool, weights_only: bool, names: Sequence[str]
-    ) -> list[str]:
+    def check(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:
         """Compare with the program before anything is changed; returns notes.
 
         Raises:
@@ -466,6 +464,8 @@ class Blobs:
         """
         faults: list[str] = []
         notes: list[str] = []
+        tracking = program.tracking
+        names = [source.name for source in program.sources]
         live = tracking.dense()
         saved = self._saved(tracking)
         keeps = "" if strict else ": it keeps its initial values"
@@ -524,6 +524,41 @@ class Blobs:
         groups, live = len(stored["groups"]), len(view.target.param_groups)
         return None if groups == live else f"had {groups} parameter groups and has {live}"
 
+    def apply_dense(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:
+        """Tensors, what modules say themselves, optimizers; returns notes on what did not fit."""
+        self.apply_tensors(program.tracking, strict=strict)
+        notes = self._apply_modules(program, strict=strict)
+        return notes if weights_only else notes + self.apply_optimizers(program.tracking)
+
+    def _apply_modules(self, program: Program, *, strict: bool) -> list[str]:
+        """What modules say in their own state_dict; then their tensors once more, which loading may have converted."""
+        notes = []
+        for each in program.contracts:
+            try:
+                each.load(self.state.get(each.source.name, {}))
+            except CheckpointMismatch as error:
+                if strict:
+                    raise
+                notes.append(str(error))
+        if program.contracts:
+            self.apply_tensors(program.tracking, strict=strict)
+        return notes
+
+    def apply_state(self, program: Program, *, strict: bool) -> list[str]:
+        """Entries of `state=`; returns notes on what did not fit."""
+        notes = []
+        modules = {each.source.name for each in program.contracts}
+        for source in program.sources:
+            if source.name not in self.state or source.name in modules:
+                continue
+            try:
+                source.set(self.state[source.name])
+            except CheckpointMismatch as error:
+                if strict:
+                    raise
+                notes.append(f"{error}: it stays as it is")
+        return notes
+
     def apply_tensors(self, tracking: Tracking, *, strict: bool) -> None:
         """Parameters and buffers in place."""
         live = tracking.dense()
@@ -576,28 +611,6 @@ def _place_of(source: str) -> str:
     if source.startswith(contract.MODULE):
         return f"what module {source.removeprefix(contract.MODULE) or 'the model'} says in its state_dict()"
     return f"state[{source!r}]"
-
-
-def opened_or_raise(call: Callable[[], pb.OpenReply]) -> pb.OpenReply:
-    """Run an Open; raises `FencedError`, `UserError` or `RestoreFailed`."""
-    try:
-        return call()
-    except grpc.RpcError as error:
-        failure = translate(error, where="open attempt", fallback=RestoreFailed)
-        # What the sidecar said is all in it: gRPC's own trace would only bury it.
-        raise failure from None
-
-
-class Clock:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._start_s = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Elapsed."""
-        return time.monotonic() - self._start_s
 
 
 def delta_rows(placed: Sequence[_Placed]) -> Iterator[tuple[TrackedTable, Tensor]]:

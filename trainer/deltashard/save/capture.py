@@ -11,55 +11,70 @@ its iterator, which draws; they are put back afterwards, so that a cut leaves no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deltashard_checkpoint.format.typed_tree import EncodedTree, UnsupportedValue
-from torch import Tensor
 
 from deltashard.attach.interruption import leaves
 from deltashard.errors import SaveFailed, StateError
-from deltashard.loader.wrapped_loader import WrappedLoader
+from deltashard.loader.shelf import LoaderShelf
+from deltashard.program import Program
 from deltashard.state.position import Stateful
 from deltashard.state.rng import apply_globals, capture_globals
 from deltashard.state.value import Source, encode_value
-from deltashard.tracking.tracking import Tracking
+
+log = logging.getLogger("deltashard")
 
 
-def blobs_of(
-    tracking: Tracking,
-    dense: Mapping[str, Tensor],
-    sources: Sequence[Source],
-    loaders: Mapping[str, WrappedLoader],
-    waiting: Mapping[str, Any],
-    meta: Mapping[str, Any],
-) -> Iterator[tuple[str, EncodedTree]]:
-    """Yield (name, tree) of every blob; each must be written before the next is asked for.
+class Capture:
+    """What every cut of one Checkpointer takes beside rows; on the training thread only."""
 
-    Args:
-        tracking: holds the optimizers.
-        dense: parameters and buffers that are no tables, live, by name.
-        sources: entries of `state=`; those that are wrapped as loaders are left to them.
-        loaders: wrapped loaders by name.
-        waiting: restored positions of loaders that were not wrapped yet.
-        meta: the `meta` blob.
-    """
-    rng: Any = capture_globals()
-    moved = [r for r in (loader.boundary_rng() for loader in loaders.values()) if r is not None]
-    positions = {name: loader.capture() for name, loader in loaders.items()}
-    wrapped = [loader.loader for loader in loaders.values()]
-    if any(isinstance(loader, Stateful) for loader in wrapped):
-        apply_globals(rng)
-    for name, tensor in dense.items():
-        yield f"dense/{name}", encode_value(tensor)
-    for view in tracking.optimizers:
-        yield f"optim/{view.index}", encode_value(view.capture())
-    for source in sources:
-        if not any(source.subject is loader for loader in wrapped):
-            yield f"state/{source.name}", _encoded(source)
-    yield "loader", encode_value(positions | dict(waiting))
-    yield "rng", encode_value(moved[0] if moved else rng)
-    yield "meta", encode_value(dict(meta))
+    def __init__(self, program: Program, shelf: LoaderShelf) -> None:
+        """`shelf` has the wrapped loaders; entries of `state=` that are wrapped are left to them."""
+        self.program = program
+        self._shelf = shelf
+        self._looked_for_forgotten = False
+
+    def blobs(self, step: int, content: Mapping[str, str] | None) -> Iterator[tuple[str, EncodedTree]]:
+        """(name, tree) of every blob of a cut at `step`; each must be written before the next is asked for.
+
+        `content` has content hashes by table, if they are recorded. Raises `StateError` or `SaveFailed` for an entry
+        of `state=`.
+        """
+        program, loaders = self.program, self._shelf.loaders
+        dense = program.tracking.dense(look=False)
+        self._say_forgotten()
+        meta = program.meta(dense, step=step, content=content)
+        rng: Any = capture_globals()
+        moved = [r for r in (loader.boundary_rng() for loader in loaders.values()) if r is not None]
+        positions = {name: loader.capture() for name, loader in loaders.items()}
+        wrapped = [loader.loader for loader in loaders.values()]
+        if any(isinstance(loader, Stateful) for loader in wrapped):
+            apply_globals(rng)
+        for name, tensor in dense.items():
+            yield f"dense/{name}", encode_value(tensor)
+        for view in program.tracking.optimizers:
+            yield f"optim/{view.index}", encode_value(view.capture())
+        for source in program.sources:
+            if not any(source.subject is loader for loader in wrapped):
+                yield f"state/{source.name}", _encoded(source)
+        yield "loader", encode_value(positions | dict(self._shelf.waiting))
+        yield "rng", encode_value(moved[0] if moved else rng)
+        yield "meta", encode_value(meta)
+
+    def _say_forgotten(self) -> None:
+        """At the first cut: what every resumed run would miss, and nobody would see."""
+        if self._looked_for_forgotten:
+            return
+        self._looked_for_forgotten = True
+        if (owner := self.program.forgotten_scheduler()) is not None:
+            log.warning(
+                "a learning-rate scheduler was built for %s and is not in state=: after a restore it begins anew. "
+                'Give state={"scheduler": scheduler}; ckpt.doctor() says what else is not saved',
+                owner,
+            )
 
 
 def _encoded(source: Source) -> EncodedTree:

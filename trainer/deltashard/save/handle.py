@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.errors import SaveFailed
-from deltashard.tracking.marks import Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +109,18 @@ class SaveHandle:
             raise TimeoutError(f"the save {self.reason!r} is not durable after {timeout_s} s")
         return self.commit
 
+    def bind(self, step: int) -> None:
+        """It is an exact save: this is the only step that it may become."""
+        self.asked_step = step
+
+    def put_off(self, why: str) -> None:
+        """It could not be cut just now."""
+        self.kept = why
+
+    def left(self, *, step: int, cut: int) -> None:
+        """Its bytes left the trainer."""
+        self.step, self.cut = step, cut
+
     def settle(self, *, commit: Commit | None = None, error: Exception | None = None) -> None:
         """The training thread knows the end of it."""
         if not self.settled.is_set():
@@ -123,8 +134,6 @@ class Flight:
 
     cut: int
     step: int
-    mode: Mode
-    full: bool
     reason: str
     handles: list[SaveHandle] = field(default_factory=list)
 
@@ -133,8 +142,23 @@ class Flight:
         """Of all its handles; `together` sees to it that they agree."""
         return {key: value for handle in self.handles for key, value in handle.metadata.items()}
 
+    @property
+    def pins(self) -> list[str]:
+        """Names under which retention keeps it, oldest first."""
+        return [handle.pin for handle in self.handles if handle.pin is not None]
+
+    def left(self) -> None:
+        """Its bytes left the trainer."""
+        for handle in self.handles:
+            handle.left(step=self.step, cut=self.cut)
+
+    def committed(self, commit: Commit) -> None:
+        """Tell who waits that it is durable."""
+        for handle in self.handles:
+            handle.settle(commit=commit)
+
     def failed(self, error: Exception) -> None:
-        """Tell who waits."""
+        """Tell who waits that it will not be."""
         for handle in self.handles:
             handle.settle(error=SaveFailed(str(error), where=f"save of step {self.step}"))
 
@@ -176,3 +200,34 @@ class Stats:
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """How long each of the last 1,000 cuts held the training thread."""
     last_commit: Commit | None = None
+
+    def count_cut(self, stall_s: float) -> None:
+        """A cut's bytes were handed over, which held training so long."""
+        self.cuts += 1
+        self.stalls_s.append(stall_s)
+
+    def count_commit(self, commit: Commit) -> None:
+        """It is durable."""
+        self.commits += 1
+        self.last_commit = commit
+
+    def count_skip(self, cause: str) -> None:
+        """A due cut was not taken."""
+        self.skipped[cause] += 1
+
+    def count_failure(self, cause: str) -> None:
+        """A save failed."""
+        self.failures[cause] += 1
+
+    def count_faults(self, faults: int) -> None:
+        """The audit found so many."""
+        self.audit_faults += faults
+
+    def count_thrown_away(self) -> None:
+        """An optimizer made restored state anew."""
+        self.state_thrown_away += 1
+
+    def count_event_error(self) -> int:
+        """`on_event=` raised; returns how often it has."""
+        self.event_errors += 1
+        return self.event_errors

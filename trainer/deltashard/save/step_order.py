@@ -43,11 +43,11 @@ class OrderWatch:
             for name, tensor in self._tracking.inventory.dense.items()
             if isinstance(tensor, torch.nn.Parameter)
         ]
-        self._tracking.steps.before_next.append(self._look)
+        self._tracking.steps.look_before_next(self._look)
 
     def close(self) -> None:
         """Look no more."""
-        self._tracking.steps.before_next.clear()
+        self._tracking.steps.look_before_next(None)
 
     def _look(self) -> None:
         moved = [

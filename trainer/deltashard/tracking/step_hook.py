@@ -41,6 +41,14 @@ class Steps:
         self.gradients: GradientWatch | None = None
         """Watches what becomes of the gradients that were there at the last cut."""
 
+    def done(self) -> None:
+        """A step boundary is over."""
+        self.stepped = False
+
+    def look_before_next(self, look: Callable[[], None] | None) -> None:
+        """Have `look` called once, before the next step of any of them; None: have nothing called."""
+        self.before_next = [] if look is None else [look]
+
 
 class StepHooks:
     """Those of one optimizer."""

@@ -439,7 +439,12 @@ class Tracking:
     """All tables of a model under its optimizers."""
 
     def __init__(
-        self, model: nn.Module, optimizers: Any = (), *, settings: TrackingSettings | None = None
+        self,
+        model: nn.Module,
+        optimizers: Any = (),
+        *,
+        settings: TrackingSettings | None = None,
+        report: Report | None = None,
     ) -> None:
         """Discover tables and install hooks.
 
@@ -447,6 +452,8 @@ class Tracking:
             model: the module whose tables and dense tensors are tracked, wrapped or not.
             optimizers: one optimizer or an iterable of them; wrappers (Lookahead, ...) are looked into.
             settings: see `TrackingSettings`.
+            report: told of events that the log tells as well: state_thrown_away (table, field, repaired),
+                gradient_alive (parameter, optimizer).
 
         Raises:
             UserError: see `discovery.discover`.
@@ -456,9 +463,7 @@ class Tracking:
         self._handed = _as_list(optimizers)
         self._hooks: list[StepHooks] = []
         self.steps = Steps()
-        self.report: Report = lambda _name, _facts: None
-        """Told of events that the log tells as well: state_thrown_away (table, field, repaired), gradient_alive
-        (parameter, optimizer)."""
+        self.report: Report = report or (lambda _name, _facts: None)
         self._inventory = discover(model, self.settings.tables)
         self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
         self.by_name = {table.fqn: table for table in self.tables}
@@ -467,8 +472,7 @@ class Tracking:
         self._addresses: list[int] = []
         self._alive_said = False
         self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_name)
-        self.left_out: frozenset[str] = frozenset()
-        """Dense tensors that are not saved: a module's own contract says so."""
+        self._left_out: frozenset[str] = frozenset()
         for view in self.optimizers:
             view.watch_attributes()
         self.faults = 0
@@ -492,7 +496,21 @@ class Tracking:
         """
         if look:
             self._inventory = discover(self.model, self.settings.tables)
-        return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self.left_out}
+        return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self._left_out}
+
+    @property
+    def left_out(self) -> frozenset[str]:
+        """Dense tensors that are not saved."""
+        return self._left_out
+
+    def leave_out(self, names: frozenset[str]) -> None:
+        """Do not save these dense tensors: a module's own contract says so."""
+        self._left_out = names
+
+    @property
+    def hooked(self) -> bool:
+        """Whether there is a torch optimizer that can be asked whether it stepped."""
+        return bool(self._hooks)
 
     @property
     def stepped(self) -> bool:
@@ -506,7 +524,7 @@ class Tracking:
 
     def step_done(self) -> None:
         """The loop body's last statement ran; costs nanoseconds."""
-        self.steps.stepped = False
+        self.steps.done()
 
     def refresh(self) -> DirtyCounts:
         """Bring marks and schemas up to date for a cut and count the rows it would take.

@@ -326,7 +326,7 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             table(torch.randint(0, 60_000, (8, 4))).sum().backward()
             optimizer.step()
             ckpt.step()
-            policies.append(ckpt._policy.encoding)
+            policies.append(ckpt._attachment.policy.encoding)
 
         with deltashard.Checkpointer(table, optimizer, content_hash=True) as ckpt:
             assert ckpt.restore() is None

@@ -14,7 +14,7 @@ def test_a_cut_takes_all_whose_metadata_agrees() -> None:
     first, plain, same, other = handle(loss="1"), handle(), handle(loss="1", epoch="2"), handle(loss="3")
     taken, rest = together([first, plain, other, same], several_pins=True)
     assert (taken, rest) == ([first, plain, same], [other])
-    flight = Flight(cut=1, step=1, mode="all", full=False, reason="test", handles=taken)
+    flight = Flight(cut=1, step=1, reason="test", handles=taken)
     assert flight.metadata == {"loss": "1", "epoch": "2"}
 
 

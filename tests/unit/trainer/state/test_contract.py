@@ -11,8 +11,11 @@ import pytest
 import torch
 from deltashard import arguments
 from deltashard.errors import CheckpointMismatch, StateError, UserError
+from deltashard.loader.shelf import LoaderShelf
+from deltashard.program import Program as Parts
 from deltashard.restore.restore import Blobs
-from deltashard.save.saving import Saving
+from deltashard.save.capture import Capture
+from deltashard.save.step_order import OrderWatch
 from deltashard.state import contract
 from deltashard.tracking.tracking import Tracking
 from torch import Tensor, nn
@@ -27,25 +30,23 @@ class Program:
         arguments.check_model(model)
         self.model = model
         self.tracking = Tracking(model, arguments.optimizers_of(optimizer or None, model))
-        self.saving = Saving(
-            self.tracking, state, fresh=False, validate=None, content_hash=False, on_event=None
-        )
+        self.parts = Parts(self.tracking, state)
+        self.capture = Capture(self.parts, LoaderShelf(lambda: 0))
 
     def cut(self) -> Raw:
         """The blobs of a cut, by name."""
         self.tracking.refresh()
-        return {name: memoryview(tree.to_bytes()) for name, tree in self.saving._everything_else(None)}
+        return {name: memoryview(tree.to_bytes()) for name, tree in self.capture.blobs(0, None)}
 
     def restore(
         self, raw: Mapping[str, memoryview], *, strict: bool = True, weights_only: bool = False
     ) -> list[str]:
         """As `restore()` does with everything but rows; returns the notes."""
         blobs = Blobs.decode(raw)
-        names = [source.name for source in self.saving._sources]
-        notes = blobs.check(self.tracking, strict=strict, weights_only=weights_only, names=names)
-        notes += self.saving._apply_dense(blobs, strict=strict, weights_only=weights_only)
+        notes = blobs.check(self.parts, strict=strict, weights_only=weights_only)
+        notes += blobs.apply_dense(self.parts, strict=strict, weights_only=weights_only)
         if not weights_only:
-            notes += self.saving._apply_state(blobs, strict=strict)
+            notes += blobs.apply_state(self.parts, strict=strict)
         return notes
 
 
@@ -493,8 +494,9 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
     program = Program(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert program.tracking.tables[0].tracker == "hashes"
     assert "optim/0" in program.cut()
-    program.saving._order.arm()
-    program.saving._order.close()
+    order = OrderWatch(program.tracking, {})
+    order.arm()
+    order.close()
     with pytest.raises(UserError, match="super"):
         Program(model, Alone(list(model.parameters())))
 

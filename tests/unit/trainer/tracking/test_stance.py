@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from deltashard.save.stance import Stance
+from deltashard.tracking.stance import Stance
+from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from torch import nn
 
@@ -32,11 +33,18 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
 
 
+def watched(model: nn.Module, optimizers: Any) -> tuple[Stance, StepClock]:
+    """A program's stance, and the clock that counts its steps."""
+    tracking = Tracking(model, optimizers)
+    clock = StepClock(tracking)
+    return Stance(tracking, clock), clock
+
+
 def test_a_step_that_was_left_is_torn_until_that_optimizer_ends_one() -> None:
     """Another optimizer's whole step mends nothing."""
     model = net()
     generator, critic = (Breaks(part.parameters(), lr=0.1) for part in (model[0], model[3]))
-    stance = Stance(Tracking(model, [generator, critic]))
+    stance = watched(model, [generator, critic])[0]
     critic.step()
     assert not stance.torn
     generator.broken = True
@@ -53,7 +61,7 @@ def test_a_step_that_was_left_is_torn_until_that_optimizer_ends_one() -> None:
 def test_a_training_forward_moves_the_program_on_and_evaluation_does_not() -> None:
     """Through the whole model, or through a part that keeps statistics or draws."""
     model = net()
-    stance = Stance(Tracking(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    stance, clock = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.ones(3, 2)
     with torch.no_grad():
         model(x)
@@ -62,11 +70,11 @@ def test_a_training_forward_moves_the_program_on_and_evaluation_does_not() -> No
     assert not stance.moved
     model.train()
     for forward in (lambda: model(x), lambda: model[1](torch.ones(3, 4)), lambda: model[2](torch.ones(3, 4))):
-        stance.moved = False
+        clock.tick()
         forward()
         assert stance.moved
     stance.close()
-    stance.moved = False
+    clock.tick()
     model(x)
     assert not stance.moved
 
@@ -74,18 +82,18 @@ def test_a_training_forward_moves_the_program_on_and_evaluation_does_not() -> No
 def test_the_parts_of_a_model_that_is_never_called_are_watched_from_its_first_step_on() -> None:
     """A program that calls the whole model does not pay for that."""
     towers = nn.ModuleDict({"both": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
-    stance = Stance(Tracking(towers, torch.optim.SGD(towers.parameters(), lr=0.1)))
+    stance, clock = watched(towers, torch.optim.SGD(towers.parameters(), lr=0.1))
     for stepped in (False, True):
         if stepped:
             stance.first_step_done()
-        stance.moved = False
+        clock.tick()
         towers["both"][1](torch.ones(1, 2))
         assert stance.moved == stepped
     model = net()
-    stance = Stance(Tracking(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    stance, clock = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(3, 2))
     stance.first_step_done()
-    stance.moved = False
+    clock.tick()
     model[0](torch.ones(3, 2))
     assert not stance.moved
 
@@ -93,7 +101,7 @@ def test_the_parts_of_a_model_that_is_never_called_are_watched_from_its_first_st
 def test_copies_and_pickles_of_the_model_watch_nothing() -> None:
     """An EMA copy's forward is no step of the program's."""
     model = net()
-    stance = Stance(Tracking(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    stance, _ = watched(model, torch.optim.SGD(model.parameters(), lr=0.1))
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)

@@ -19,17 +19,17 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.hooks import RemovableHandle
 
+from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
 
 class Stance:
     """Hooks that note where the program stands."""
 
-    def __init__(self, tracking: Tracking) -> None:
-        self.moved = False
-        """A training forward ran since this was last set to false, which `step()` does."""
-        self.called = False
-        """The model itself was ever called."""
+    def __init__(self, tracking: Tracking, clock: StepClock) -> None:
+        self._moved_at = -1
+        self._called = False
+        self._clock = clock
         self._model = tracking.model
         self._steps = tracking.steps
         self._handles: list[RemovableHandle] = []
@@ -40,15 +40,30 @@ class Stance:
                 self._watch(module)
 
     @property
+    def moved(self) -> bool:
+        """Whether a training forward ran since the last `step()`."""
+        return self._moved_at == self._clock.step
+
+    @property
     def torn(self) -> bool:
         """Whether an optimizer's step began and did not end."""
         return bool(self._steps.inside)
 
     def first_step_done(self) -> None:
         """Watch the parts of a model that is never called itself."""
-        if not self.called:
+        if not self._called:
             for part in _parts(self._model):
                 self._watch(part)
+
+    def settle(self) -> None:
+        """An attempt begins here: what ran before moved nothing that counts."""
+        self._moved_at = -1
+
+    def forward(self, *, whole: bool) -> None:
+        """A training forward begins, of the model itself (`whole`) or of a part."""
+        self._moved_at = self._clock.step
+        if whole:
+            self._called = True
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -78,9 +93,7 @@ class _ForwardHook:
 
     def __call__(self, module: nn.Module, _args: Any) -> None:
         if self._stance is not None and module.training and torch.is_grad_enabled():
-            self._stance.moved = True
-            if self._whole:
-                self._stance.called = True
+            self._stance.forward(whole=self._whole)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,51 @@
+"""What the training thread knows of the sidecar: its own view of the session, as of the news it has applied.
+
+The session thread may hold another link already, or none. A cut is only taken over the link whose news is applied:
+of a newer one it is not known yet what became of the save before.
+"""
+
+from __future__ import annotations
+
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.session import Link, Session
+from deltashard.tracking.step_clock import StepClock
+
+
+class Attachment:
+    """The sidecar's epoch and policy, and the control line that the clock ticks on."""
+
+    def __init__(self, session: Session, first: Link, clock: StepClock) -> None:
+        """`first` is the link that `session.connect()` gave."""
+        self.session = session
+        self.url = str(first.reply.url)
+        """Where the run is stored (without credentials)."""
+        self.run = str(first.reply.run)
+        """The run's name."""
+        self._clock = clock
+        self._epoch = first.reply.epoch
+        self._policy = first.reply.policy
+        clock.adopt(first.line)
+
+    @property
+    def link(self) -> Link | None:
+        """The link whose news is applied; None while the sidecar is away, or another link is to be heard of."""
+        link = self.session.link
+        return link if link is not None and self._clock.ticks_on(link.line) else None
+
+    @property
+    def policy(self) -> pb.Policy:
+        """The sidecar's policy, as it last told."""
+        return self._policy
+
+    def adopt(self, link: Link) -> bool:
+        """A new attachment: its line and its policy; returns whether it is of a sidecar that was started since."""
+        restarted = bool(link.reply.epoch != self._epoch)
+        self._clock.adopt(link.line)
+        self._clock.show()
+        self._epoch, self._policy = link.reply.epoch, link.reply.policy
+        return restarted
+
+    def instruct(self, policy: pb.Policy) -> None:
+        """The sidecar has another policy from now on."""
+        self._policy = policy

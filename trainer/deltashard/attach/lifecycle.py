@@ -1,0 +1,196 @@
+"""The life of a trainer's attachment and attempt, as data: NEW -> ATTACHED -> TRAINING -> CLOSED, and what goes wrong.
+
+`TABLE` says for every state which events may happen and where they lead; there is no other place that knows. An event
+that a state does not list is a bug of ours (`IllegalEvent`). `Attempt` keeps the state of one Checkpointer, applies
+news on the training thread, and lets no bug of this kind out into training: it is logged, and the state stays.
+
+- NEW: nothing is started; arguments and the program are looked at.
+- ATTACHED: the sidecar is there; no attempt is open, so nothing may be saved under this run's name.
+- WAITING: as ATTACHED, and the sidecar is away: `restore()` and the first `step()` wait for it.
+- TRAINING: an attempt is open; every older trainer of the run is fenced, and saves are cut.
+- DEGRADED: as TRAINING, and the sidecar is away: training goes on, saves are skipped.
+- FENCED: a newer attempt runs: every boundary raises.
+- CLOSED: everything is released; late news changes nothing.
+
+docs/reference/trainer-lifecycle.md is rendered from this table.
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import Enum
+
+from deltashard_checkpoint.errors import InternalBug
+
+from deltashard.errors import UserError
+
+log = logging.getLogger("deltashard")
+
+
+class State(Enum):
+    """Where a Checkpointer is, as far as news was applied."""
+
+    NEW = "NEW"
+    ATTACHED = "ATTACHED"
+    WAITING = "WAITING"
+    TRAINING = "TRAINING"
+    DEGRADED = "DEGRADED"
+    FENCED = "FENCED"
+    CLOSED = "CLOSED"
+
+
+class Event(Enum):
+    """What may happen to a Checkpointer."""
+
+    ATTACH = "attach"
+    LOSE = "lose"
+    OPEN = "open"
+    FENCE = "fence"
+    CLOSE = "close"
+
+
+class IllegalEvent(InternalBug):
+    """The table has no arrow for this event in this state."""
+
+
+TABLE: dict[State, dict[Event, State]] = {
+    State.NEW: {Event.ATTACH: State.ATTACHED},
+    State.ATTACHED: {
+        Event.ATTACH: State.ATTACHED,
+        Event.LOSE: State.WAITING,
+        Event.OPEN: State.TRAINING,
+        Event.FENCE: State.FENCED,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.WAITING: {
+        Event.ATTACH: State.ATTACHED,
+        Event.FENCE: State.FENCED,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.TRAINING: {
+        Event.ATTACH: State.TRAINING,
+        Event.LOSE: State.DEGRADED,
+        Event.OPEN: State.TRAINING,
+        Event.FENCE: State.FENCED,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.DEGRADED: {
+        Event.ATTACH: State.TRAINING,
+        Event.FENCE: State.FENCED,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.FENCED: {
+        Event.ATTACH: State.FENCED,
+        Event.LOSE: State.FENCED,
+        Event.FENCE: State.FENCED,
+        Event.CLOSE: State.CLOSED,
+    },
+    State.CLOSED: {Event.ATTACH: State.CLOSED, Event.LOSE: State.CLOSED, Event.FENCE: State.CLOSED},
+}
+
+MEANING: dict[Event, str] = {
+    Event.ATTACH: "the sidecar is there, for the first time, again, or anew because a table's description changed",
+    Event.LOSE: "the sidecar is gone, or did not answer",
+    Event.OPEN: "`restore()`, or the first `step()`, won a slot of the commit log",
+    Event.FENCE: "a newer attempt was opened, or another workload took the run over",
+    Event.CLOSE: "`close()`, or the context manager's end",
+}
+
+ENDED = frozenset({State.CLOSED})
+
+
+def after(state: State, event: Event) -> State:
+    """The state that `event` leads to; raises `IllegalEvent` when the table has no such arrow."""
+    to = TABLE[state].get(event)
+    if to is None:
+        raise IllegalEvent(f"{event.value!r} in state {state.value}", where="trainer lifecycle")
+    return to
+
+
+def unknown(bug: IllegalEvent) -> None:
+    """Log an event that the state does not know; tests have it raised instead."""
+    log.error("%s: please report this; training goes on", bug)
+
+
+class Attempt:
+    """State of one Checkpointer and, once it is open, its attempt; on the training thread only."""
+
+    def __init__(self) -> None:
+        self._state = State.NEW
+        self._number: int | None = None
+        self._resumed_step: int | None = None
+        self._cuts = 0
+
+    @property
+    def state(self) -> State:
+        """Where it is."""
+        return self._state
+
+    @property
+    def number(self) -> int | None:
+        """The attempt that is, or was, open; None before the first."""
+        return self._number
+
+    @property
+    def opened(self) -> bool:
+        """Whether an attempt is, or was, open."""
+        return self._number is not None
+
+    @property
+    def resumed_step(self) -> int | None:
+        """Step that `restore()` left the model at; None when nothing was resumed."""
+        return self._resumed_step
+
+    @property
+    def closed(self) -> bool:
+        """Whether everything is released."""
+        return self._state in ENDED
+
+    def happen(self, event: Event) -> State:
+        """Apply `event`; returns the state after it."""
+        try:
+            self._state = after(self._state, event)
+        except IllegalEvent as bug:
+            unknown(bug)
+        return self._state
+
+    def begin(self, number: int, *, resumed_step: int | None) -> None:
+        """Attempt `number` is open; its cuts are counted from 1."""
+        self.happen(Event.OPEN)
+        self._number, self._resumed_step, self._cuts = number, resumed_step, 0
+
+    @property
+    def next_cut(self) -> int:
+        """Number of the next cut within the attempt."""
+        return self._cuts + 1
+
+    def cut_begins(self, cut: int) -> None:
+        """Cut `cut` is asked for: its number is used up, whatever becomes of it."""
+        self._cuts = cut
+
+    def refuse_closed(self, where: str) -> None:
+        """Raises `UserError` after `close()`."""
+        if self.closed:
+            raise UserError(
+                "this Checkpointer is closed", where=where, remedy="make a new one, it resumes with restore()"
+            )
+
+
+def reference() -> str:
+    """The lifecycle page of the reference: a mermaid diagram and two tables, in Markdown."""
+    lines = [
+        "# Life of a trainer",
+        "",
+        "Generated from `trainer/deltashard/attach/lifecycle.py`; do not edit.",
+        "",
+        "```mermaid",
+        "stateDiagram-v2",
+        "    [*] --> NEW",
+    ]
+    for state, arrows in TABLE.items():
+        lines += [f"    {state.value} --> {to.value}: {event.value}" for event, to in arrows.items()]
+        if state in ENDED:
+            lines.append(f"    {state.value} --> [*]")
+    lines += ["```", "", "| event | meaning |", "|---|---|"]
+    lines += [f"| {event.value} | {meaning} |" for event, meaning in MEANING.items()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,92 @@
+"""What is saved of a program: tables and dense tensors, optimizers, what modules say themselves, entries of `state=`.
+
+Everything is looked at, encoded and decoded once when the Checkpointer is built, so that what cannot be saved is found
+out then, and not at the first save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deltashard_checkpoint.format.schema import TableSchema
+from torch import Tensor, nn
+
+from deltashard.optimizer.whitelist import innermost
+from deltashard.state.contract import Contract, contracts_of, refuse_model
+from deltashard.state.fingerprint import fingerprint, library_version
+from deltashard.state.origin import Origin
+from deltashard.state.value import Source, check_value, sources
+from deltashard.tracking.tracking import Tracking
+
+
+class Program:
+    """The parts of a training program that a checkpoint holds; they stay the same, what they hold does not."""
+
+    def __init__(self, tracking: Tracking, state: Mapping[str, Any]) -> None:
+        """`state` is what the user gave beside model and optimizers, by name.
+
+        Raises:
+            StateError: something in it, in a module or in an optimizer cannot be saved.
+        """
+        self.tracking = tracking
+        self.state = dict(state)
+        self._origin = Origin(
+            {table.fqn: table.param for table in tracking.tables} | dict(tracking.inventory.dense)
+        )
+        self.contracts: list[Contract] = contracts_of(tracking.model, lambda: tracking.inventory)
+        """Modules with a state_dict of their own making."""
+        tracking.leave_out(frozenset().union(*(contract.left_out for contract in self.contracts)))
+        self.sources: list[Source] = sources(
+            self.state, refuse=lambda name, held: refuse_model(name, held, tracking.inventory)
+        )
+        """Entries of `state=`, then what the contracts say."""
+        self.sources += [contract.source for contract in self.contracts]
+        self.fingerprint = fingerprint()
+        """Versions and settings that decide bits."""
+        for view in tracking.optimizers:
+            check_value(view.capture(), where=f"optimizer {view.index}")
+
+    @property
+    def schemas(self) -> tuple[TableSchema, ...]:
+        """Of the tables, as of the last look."""
+        return tuple(table.schema for table in self.tracking.tables)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Size of parameters and buffers that are no tables."""
+        return sum(t.numel() * t.element_size() for t in self.tracking.inventory.dense.values())
+
+    def meta(
+        self, dense: Mapping[str, Tensor], *, step: int, content: Mapping[str, str] | None
+    ) -> dict[str, Any]:
+        """The `meta` blob of a cut at `step`; `dense` as it is saved, `content`: sums by table if recorded."""
+        self._origin.say(dict(dense) | {table.fqn: table.param for table in self.tracking.tables})
+        return {
+            "library": library_version(),
+            "step": step,
+            "fingerprint": self.fingerprint,
+            "content": dict(content) if content is not None else None,
+            "grown": self._origin.grown(dense),
+            "modules": [contract.path for contract in self.contracts],
+        }
+
+    def forgotten_scheduler(self) -> str | None:
+        """The class of an optimizer that a scheduler was built for, while nothing in `state=` can be one."""
+        if any(_may_hold_scheduler(value) for value in self.state.values()):
+            return None
+        for view in self.tracking.optimizers:
+            for optimizer in (view.target, *innermost(view.target)):
+                if any("initial_lr" in group for group in optimizer.param_groups):
+                    return type(optimizer).__name__
+        return None
+
+
+def _may_hold_scheduler(value: Any) -> bool:
+    plain = isinstance(value, Tensor | torch.Generator | torch.amp.GradScaler | nn.Module)
+    if isinstance(value, Mapping):
+        return any(_may_hold_scheduler(each) for each in value.values())
+    if isinstance(value, list):
+        return any(_may_hold_scheduler(each) for each in value)
+    return not plain and (isinstance(value, tuple) or hasattr(value, "state_dict"))

@@ -1,0 +1,250 @@
+"""Bring a checkpoint back into the living program, and say what the next cut may lean on.
+
+A restore reads the blobs, compares them with the program, scatters the rows, and applies everything else last.
+Afterwards marks are re-seeded from the delta frames that were used, so that the next cut may still be a delta over the
+same baseline; whatever was not taken over whole (another run, weights only, other tables) makes the next cut a baseline
+instead. A checkpoint that is not whole is passed over for an older one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.format.index import table_of
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.attachment import Attachment
+from deltashard.attach.lifecycle import Attempt
+from deltashard.attach.listener import Listener
+from deltashard.attach.session import Link
+from deltashard.errors import RestoreFailed, RunWentOn, UserError
+from deltashard.loader.shelf import LoaderShelf
+from deltashard.program import Program
+from deltashard.restore import restore
+from deltashard.restore.content_hash import Contents, equal
+from deltashard.restore.open_attempt import AttemptOpener
+from deltashard.restore.restore import Blobs, ModelTargets, Received, Restored
+from deltashard.state.fingerprint import differences
+from deltashard.state.rng import apply_globals
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.step_clock import StepClock
+
+log = logging.getLogger("deltashard")
+
+READ_TURNS = 3
+"""How often another run is read anew when it retired what was being read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What `restore()` was called with."""
+
+    which: str
+    from_run: str | None
+    strict: bool
+    weights_only: bool
+    renames: Mapping[str, str]
+    takeover: bool
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Tries:
+    """What the tries before found, within one `restore()`."""
+
+    began_s: float = field(default_factory=time.monotonic)
+    excluded: list[int] = field(default_factory=list)
+    """Checkpoints that are not whole."""
+    earlier: list[ModelTargets] = field(default_factory=list)
+    """Targets that a broken checkpoint may have overwritten."""
+    damage: str = ""
+    """What could not be read in the log."""
+    turn: int = 1
+
+
+class Restorer:
+    """Runs `restore()`; on the training thread only."""
+
+    def __init__(
+        self,
+        program: Program,
+        shelf: LoaderShelf,
+        *,
+        clock: StepClock,
+        attachment: Attachment,
+        attempt: Attempt,
+        opener: AttemptOpener,
+        base: CutBase,
+        contents: Contents | None,
+        listener: Listener,
+    ) -> None:
+        self._program = program
+        self._tracking = program.tracking
+        self._shelf = shelf
+        self._clock = clock
+        self._attachment = attachment
+        self._attempt = attempt
+        self._opener = opener
+        self._base = base
+        self._contents = contents
+        self._listener = listener
+
+    def restore(self, wish: Wish) -> Restored | None:
+        """See `Checkpointer.restore`."""
+        self._refuse_trained()
+        tries = _Tries()
+        while True:
+            link = self._opener.link()
+            reply = self._opener.open(
+                link,
+                which=wish.which,
+                from_run=wish.from_run,
+                exclude=tries.excluded,
+                takeover=wish.takeover,
+            )
+            # Only the first attempt meets what cannot be read in the log: the ones after it find it left behind.
+            tries.damage = tries.damage or reply.log_damage
+            if not reply.HasField("resume_seq"):
+                self._opener.begin(reply, step=0)
+                if tries.excluded:
+                    raise RestoreFailed(
+                        f"checkpoints {tries.excluded} are not whole and there is no older one",
+                        where=self._attachment.run,
+                        remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
+                    )
+                return None
+            try:
+                with self._attachment.session.busy:
+                    restored = self._read(link, reply, wish, tries)
+            except RunWentOn as error:
+                if tries.turn == READ_TURNS:
+                    raise
+                tries.turn += 1
+                log.info(
+                    "checkpoint %d of %s went while it was read: %s", reply.resume_seq, wish.from_run, error
+                )
+                continue
+            except InvalidCheckpoint as error:
+                tries.excluded.append(reply.resume_seq)
+                log.error(  # noqa: TRY400 - a traceback would say nothing more
+                    "checkpoint %d is not whole (%s): falling back to an older one", reply.resume_seq, error
+                )
+                self._listener.emit("fell_back", seq=reply.resume_seq, step=reply.step, why=str(error))
+                continue
+            self._listener.emit("restored", restored=restored)
+            return restored
+
+    def _refuse_trained(self) -> None:
+        step = self._clock.step
+        if self._attempt.opened and step != 0:
+            raise UserError(
+                f"the model is restored already, to step {step}"
+                if step == self._attempt.resumed_step
+                else "restore() after training began",
+                where="restore()",
+                remedy="call it once, before the loop; for another checkpoint close() and make a new Checkpointer",
+            )
+
+    def _read(self, link: Link, reply: pb.OpenReply, wish: Wish, tries: _Tries) -> Restored:
+        """Bring one checkpoint back; the generators last of all, since everything else may draw."""
+        seq, weights_only = reply.resume_seq, wish.weights_only
+        notes: list[str] = []
+        received, targets = self._receive(link, reply, wish, tries, notes)
+        blobs = received.blobs
+        crash_point("restore.before_dense")
+        notes += targets.notes
+        notes += blobs.apply_dense(self._program, strict=wish.strict, weights_only=weights_only)
+        for table, ids in restore.delta_rows(targets.placed):
+            self._tracking.reseed(table, ids)
+        if not weights_only:
+            notes += blobs.apply_state(self._program, strict=wish.strict)
+            self._shelf.resume(blobs.loaders or {}, blobs.rng)
+            self._tracking.watch_first_step()
+        if not wish.from_run and not weights_only and targets.complete:
+            self._base.lean_on(seq, received.baseline_seq)
+        else:
+            self._base.lean_on_nothing()
+        self._opener.begin(reply, step=0 if wish.from_run and weights_only else reply.step)
+        exact = self._compare_content(blobs, weights_only=weights_only)
+        changed = differences(blobs.meta.get("fingerprint", {}), self._program.fingerprint)
+        if changed and not weights_only:
+            log.warning("bits may differ from the lost process from here on: %s", "; ".join(changed))
+        for note in notes:
+            log.warning("restore: %s", note)
+        if not weights_only:
+            _apply_rng(blobs, strict=wish.strict)
+        lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else None
+        damaged = bool(tries.damage) and wish.which == "latest"
+        return Restored(
+            step=reply.step,
+            seq=seq,
+            attempt=reply.attempt,
+            source="cache" if received.store_bytes == 0 else "store",
+            lost_steps=max(0, lost) if lost is not None else None,
+            seconds=time.monotonic() - tries.began_s,
+            stored_bytes=received.cache_bytes + received.store_bytes,
+            chain=received.chain,
+            fell_back=bool(tries.excluded) or reply.fell_back or damaged,
+            notes=tuple(([tries.damage] if tries.damage else []) + notes + changed),
+            exact=exact,
+        )
+
+    def _receive(
+        self, link: Link, reply: pb.OpenReply, wish: Wish, tries: _Tries, notes: list[str]
+    ) -> tuple[Received, ModelTargets]:
+        """Rows into the tables, blobs decoded; everything is compared before a byte of the model changes."""
+        seq = reply.resume_seq
+        targets = ModelTargets(
+            self._tracking,
+            [table_of(table) for table in reply.tables],
+            strict=wish.strict,
+            weights_only=wish.weights_only,
+            renames=wish.renames,
+        )
+
+        def judge(raw: Mapping[str, memoryview]) -> Blobs:
+            blobs = Blobs.decode(raw)
+            notes.extend(blobs.check(self._program, strict=wish.strict, weights_only=wish.weights_only))
+            for failed in tries.earlier:
+                if torn := targets.covers(failed):
+                    raise RestoreFailed(
+                        f"an older checkpoint does not hold all of {', '.join(torn)}, which a broken newer one "
+                        "overwrote",
+                        where=self._attachment.run,
+                        remedy=f"build the model anew and restore(which='seq:{seq}', strict=False)",
+                    )
+            tries.earlier.append(targets)
+            targets.place(blobs.strangers(self._tracking))
+            return blobs
+
+        return restore.read_checkpoint(link, seq, wish.from_run or "", targets, judge), targets
+
+    def _compare_content(self, blobs: Blobs, *, weights_only: bool) -> bool | None:
+        recorded = blobs.meta.get("content")
+        if self._contents is None and recorded is None:
+            return None
+        contents = self._contents or Contents()
+        restored = contents.restored(self._tracking)
+        if recorded is None or weights_only:
+            return None
+        same = equal(recorded, restored)
+        if not same:
+            differ = sorted(fqn for fqn, value in recorded.items() if restored.get(fqn) != value)
+            log.error(
+                "restored content differs from what was cut, in %s: please report this", ", ".join(differ)
+            )
+        return same
+
+
+def _apply_rng(blobs: Blobs, *, strict: bool) -> None:
+    if blobs.rng is None:
+        return
+    rng = dict(blobs.rng)
+    if not strict and (not torch.cuda.is_available() or torch.cuda.device_count() < len(rng.get("cuda", ()))):
+        rng.pop("cuda", None)
+    apply_globals(rng)

@@ -1,0 +1,110 @@
+"""Saves that were asked for and are not cut yet, and the urgent wish.
+
+What was asked for stays asked for until it is cut, but an exact save (see `handle`) only as long as its step lasts.
+"""
+
+from __future__ import annotations
+
+from deltashard.errors import SaveFailed
+from deltashard.save.handle import SaveHandle, together
+from deltashard.save.setback import Setbacks
+
+
+class Requests:
+    """Of one Checkpointer; `hurry` may be called from a signal handler or any thread, `add` from any thread."""
+
+    def __init__(self, setbacks: Setbacks) -> None:
+        self._setbacks = setbacks
+        self._handles: list[SaveHandle] = []
+        self._urgent: str | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any save is asked for."""
+        return bool(self._handles)
+
+    def __contains__(self, handle: SaveHandle) -> bool:
+        return handle in self._handles
+
+    @property
+    def urgent(self) -> str | None:
+        """Why a save is wanted at once; None: none is."""
+        return self._urgent
+
+    @property
+    def reason(self) -> str:
+        """The word that a cut taken now gets."""
+        return self._urgent or (self._handles[0].reason if self._handles else "timer")
+
+    @property
+    def open(self) -> bool:
+        """Whether one of them was not settled otherwise."""
+        return any(not handle.done for handle in self._handles)
+
+    def add(self, handle: SaveHandle) -> None:
+        """Ask for a save."""
+        self._handles.append(handle)
+
+    def hurry(self, reason: str, *, fresh: bool = True) -> None:
+        """An urgent save is wanted; `fresh`: its first try does not wait for the back-off."""
+        self._urgent = reason
+        if fresh:
+            self._setbacks.hurry()
+
+    def urgent_cut(self) -> None:
+        """The urgent save is on its way."""
+        self._urgent = None
+
+    def take(self, *, several_pins: bool) -> list[SaveHandle]:
+        """Those that one cut can satisfy, which are not asked for any more."""
+        taken, self._handles = together(self._handles, several_pins=several_pins)
+        return taken
+
+    def put_back(self, handles: list[SaveHandle]) -> None:
+        """Their cut was not begun: they are the oldest again."""
+        self._handles = handles + self._handles
+
+    def put_off(self, why: str) -> None:
+        """No cut now: remember why for who asked."""
+        for handle in self._handles:
+            handle.put_off(why)
+
+    def fail(self, error: Exception) -> None:
+        """What was asked for and is not cut will not be."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.settle(error=error)
+
+    def drop(self, handle: SaveHandle, error: Exception) -> None:
+        """This one will never be, or nobody will ever tell."""
+        if handle in self._handles:
+            self._handles.remove(handle)
+        handle.settle(error=error)
+
+    def bind_exact(self, step: int, *, whole: bool) -> None:
+        """`step` is what exact saves of before mean, if it is `whole`; those of an older one are lost, by name."""
+        for handle in [handle for handle in self._handles if handle.exact]:
+            if handle.asked_step is None:
+                if whole:
+                    handle.bind(step)
+            elif handle.asked_step != step:
+                self.drop(
+                    handle,
+                    SaveFailed(
+                        f"step {handle.asked_step} was not cut, because {handle.kept or 'another save was'}, and "
+                        "training has gone on: this pin and metadata were not meant for a later step",
+                        where=f"save({handle.reason!r})",
+                        remedy="wait() for it before the next step, or save() again",
+                    ),
+                )
+
+    def refuse_unbound(self, step: int) -> None:
+        """Exact saves that were asked for after the last `step()`: no step they could mean will come."""
+        for handle in [h for h in self._handles if h.exact and h.asked_step != step]:
+            self.drop(
+                handle,
+                SaveFailed(
+                    "it was asked for between two steps, and close() came before the second",
+                    where=f"save({handle.reason!r})",
+                    remedy="save() right after step()",
+                ),
+            )

@@ -1,0 +1,397 @@
+"""One cut: what is sent, and how it ends; `save_loop` says when one is taken.
+
+    take      audits -> Begin -> covers says which rows -> copy -> seal -> marks move to pending: the save is in flight
+    committed its marks drop, its handles are told, the covers of the next cut move on
+    failed    (or the sidecar restarted) its marks merge back, handles are told, back off
+
+Whatever goes wrong with a save is counted and logged once per cause, the marks stay, and training goes on: only
+`FencedError` leaves this module. All waiting for the sidecar within one cut has one budget, `save_stream.HOLD_S`;
+copying has the sidecar's stall budget, and ends sooner when the sidecar does not answer any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
+from deltashard_proto.cause import Cause
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.attachment import Attachment
+from deltashard.attach.interruption import leaves
+from deltashard.attach.lifecycle import Attempt
+from deltashard.attach.listener import Listener
+from deltashard.attach.session import Link
+from deltashard.errors import (
+    DeltashardError,
+    FencedError,
+    SaveFailed,
+    SidecarUnavailable,
+    TakenOver,
+    UserError,
+)
+from deltashard.restore import restore
+from deltashard.restore.content_hash import Contents
+from deltashard.save import save_stream
+from deltashard.save.capture import Capture
+from deltashard.save.cut import BlockWriter, TableCut
+from deltashard.save.handle import Commit, Flight, Stats
+from deltashard.save.request import Requests
+from deltashard.save.save_stream import LONGEST_S, CutFailed, SaveStream, StreamAhead
+from deltashard.save.setback import Setbacks
+from deltashard.save.step_order import OrderWatch
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.marks import DirtyCounts, Mode
+from deltashard.tracking.step_clock import StepClock
+
+log = logging.getLogger("deltashard")
+
+
+class Saver:
+    """Takes cuts, one in flight at a time, and hears how they end; on the training thread only."""
+
+    def __init__(
+        self,
+        capture: Capture,
+        *,
+        clock: StepClock,
+        attachment: Attachment,
+        attempt: Attempt,
+        base: CutBase,
+        requests: Requests,
+        setbacks: Setbacks,
+        stats: Stats,
+        listener: Listener,
+        contents: Contents | None,
+        validate: Callable[[], bool] | None,
+    ) -> None:
+        self._capture = capture
+        self._program = capture.program
+        self._tracking = capture.program.tracking
+        self._clock = clock
+        self._attachment = attachment
+        self._session = attachment.session
+        self._attempt = attempt
+        self._base = base
+        self._requests = requests
+        self._setbacks = setbacks
+        self._stats = stats
+        self._listener = listener
+        self._contents = contents
+        self._validate = validate
+        self._order = OrderWatch(self._tracking, self._program.state)
+        self._ahead = StreamAhead(lambda: self._session.link)
+        self._flight: Flight | None = None
+        self._committed_step: int | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save's fate is not known yet."""
+        return self._flight is not None
+
+    @property
+    def committed_step(self) -> int | None:
+        """Step of the newest commit of this attempt; None before the first."""
+        return self._committed_step
+
+    # News.
+
+    def ready(self) -> None:
+        """An attempt is open: have the call of its first cut open before it is due."""
+        self._ahead.open()
+
+    def adopt(self, link: Link) -> None:
+        """A new attachment, and what it knows of the save in flight."""
+        restarted = self._attachment.adopt(link)
+        self._ahead.open()
+        if link.reply.HasField("last_commit"):
+            self.committed(Commit.of(link.reply.last_commit))
+        flight = self._flight
+        if flight is not None and restarted:
+            self.failed(flight.cut, CutFailed("gone", "the sidecar was restarted during the save"))
+
+    def committed(self, commit: Commit) -> None:
+        """A checkpoint is durable; repeated and late news is harmless."""
+        if commit.attempt != self._attempt.number or not self._base.is_news(commit.seq):
+            return
+        self._tracking.committed(commit.cut, baseline=commit.baseline)
+        self._base.committed(commit.seq, baseline=commit.baseline)
+        self._committed_step = commit.step
+        self._stats.count_commit(commit)
+        self._setbacks.committed()
+        if self._flight is not None and self._flight.cut == commit.cut:
+            flight, self._flight = self._flight, None
+            flight.committed(commit)
+        self._listener.emit("committed", commit=commit)
+
+    def failed(self, cut: int, failure: CutFailed) -> None:
+        """Cut `cut` will not become a checkpoint."""
+        self._tracking.failed(cut)
+        flight = self._flight
+        if flight is None or flight.cut != cut:
+            return
+        self._flight = None
+        flight.failed(failure)
+        self._setbacks.failed(failure.cause, failure)
+
+    def give_up(self, error: Exception) -> None:
+        """What is in flight will not be heard of: this trainer is fenced."""
+        if self._flight is not None:
+            self._flight.failed(error)
+            self._flight = None
+
+    def close(self) -> None:
+        """Let go of what is in flight, and of the hooks."""
+        if self._flight is not None:
+            self._flight.failed(SaveFailed("not durable when the checkpointer was closed", where="save"))
+        self._order.close()
+
+    # The cut.
+
+    def veto(self) -> SaveFailed | None:
+        """Why `validate()` lets no cut be taken now, counted and said; None: it may be."""
+        if self._validate is None:
+            return None
+        try:
+            if self._validate():
+                return None
+        except BaseException as error:
+            if leaves(error):
+                raise
+            log.debug("validate() failed", exc_info=error)
+            failure = SaveFailed(
+                f"validate() raised {type(error).__name__}: {error}",
+                where="validate=",
+                remedy="it must return a bool; nothing is saved while it raises",
+            )
+            self._setbacks.failed("validate", failure)
+            return failure
+        self._setbacks.skipped("vetoed")
+        step = self._clock.step
+        log.warning("validate() vetoed the save at step %d", step)
+        return SaveFailed(
+            f"validate() vetoed the save at step {step}", where="validate=", remedy="see validate="
+        )
+
+    def take(self, link: Link, reason: str, *, urgent: bool = False, latest_s: float = math.inf) -> None:
+        """One cut, over by `latest_s` (monotonic), whatever happens to it.
+
+        Raises `FencedError`, and what the user's own signal handler raises.
+        """
+        try:
+            self._cut_now(link, reason, urgent=urgent, latest_s=latest_s)
+        except CutFailed as failure:
+            if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
+                kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
+                self._session.fence(kind(str(failure), remedy="end this process; the newer one trains on"))
+                assert self._session.fenced is not None
+                raise self._session.fenced from None
+            if failure.cause == "silent" and (silent := self._session.link) is not None:
+                self._session.doubt(silent, str(failure))
+            self._setbacks.failed(failure.cause, failure)
+        except FencedError:
+            raise
+        except DeltashardError as error:
+            away = isinstance(error, SidecarUnavailable)
+            self._setbacks.failed(
+                "gone" if away else "state" if isinstance(error, UserError) else "error", error
+            )
+        except BaseException as error:
+            # The user's get(), an out-of-memory copy, a closed channel: never training's problem.
+            if leaves(error):
+                raise
+            log.debug("save failed", exc_info=error)
+            self._setbacks.failed("error", error)
+
+    def _cut_now(self, link: Link, reason: str, *, urgent: bool, latest_s: float) -> None:
+        began_s = time.perf_counter()
+        handles = self._requests.take(several_pins=link.reply.several_pins)
+        flight = Flight(cut=self._attempt.next_cut, step=self._clock.step, reason=reason, handles=handles)
+        try:
+            counts = self._look()
+            holds = save_stream.URGENT_HOLDS if urgent or latest_s < math.inf else 1
+            hold_s = min(time.monotonic() + save_stream.HOLD_S * holds, latest_s)
+            if self._program.schemas != link.tables:
+                link = self._described_anew(hold_s)
+            self._attempt.cut_begins(flight.cut)
+            with self._session.copying(link):
+                mode, full = self._send(
+                    link, flight, counts, began_s, urgent=urgent, hold_s=hold_s, latest_s=latest_s
+                )
+        except BaseException as error:
+            if self._contents is not None:
+                self._contents.dropped()
+            if isinstance(error, CutFailed) and error.cause == Cause.BUSY:
+                self._requests.put_back(handles)
+            else:
+                flight.failed(
+                    error if isinstance(error, Exception) else SaveFailed("interrupted", where="save")
+                )
+            raise
+        self._requests.urgent_cut()
+        self._flight = flight
+        self._tracking.cut_taken(flight.cut, mode, full=full)
+        self._order.arm()
+        self._base.cut_taken()
+        stall_s = time.perf_counter() - began_s
+        self._clock.stalled(stall_s)
+        self._stats.count_cut(stall_s)
+        self._listener.emit(
+            "cut", step=flight.step, cut=flight.cut, mode=mode, stall_s=stall_s, reason=reason
+        )
+
+    def _look(self) -> DirtyCounts:
+        """Bring marks up to date, and find out whether rows may have been missed."""
+        faults = self._tracking.audit_before_commit()
+        self._stats.count_faults(len(faults))
+        if faults:
+            self._base.ask_full(faults=len(faults))
+        counts = self._tracking.refresh()
+        if self._tracking.regrown:
+            self._base.ask_full()
+        return counts
+
+    def _described_anew(self, until_s: float) -> Link:
+        """An attachment with the tables as they are now: optimizer state appeared."""
+        link = self._session.reattach(until_s=until_s)
+        if link is None:
+            raise CutFailed("gone", "the sidecar went away while tables were described anew")
+        self.adopt(link)
+        return link
+
+    def _send(
+        self,
+        link: Link,
+        flight: Flight,
+        counts: DirtyCounts,
+        began_s: float,
+        *,
+        urgent: bool,
+        hold_s: float,
+        latest_s: float,
+    ) -> tuple[Mode, bool]:
+        """Returns which rows were sent, and whether they are all rows of all tables."""
+        cut = flight.cut
+
+        def ended(failure: CutFailed | None) -> None:
+            if failure is not None:
+                self._session.post(lambda: self.failed(cut, failure))
+
+        stream = self._ahead.take(link)
+        writer: BlockWriter | None = None
+        try:
+            stream.begin(self._begin(link, flight, counts, urgent=urgent), ended)
+            # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
+            self._tracking.audit_sample()
+            begun = stream.begun(hold_s)
+            crash_point("cut.begun")
+            mode = self._base.mode(begun)
+            writer = BlockWriter(
+                stream,
+                link.arena,
+                until_s=min(time.monotonic() + (begun.stall_budget_s or LONGEST_S), latest_s),
+                observe=None if self._contents is None else self._observe(self._contents, link, begun),
+            )
+            full = self._write_tables(writer, mode)
+            content = None if self._contents is None else self._sealed(self._contents, writer)
+            for name, tree in self._capture.blobs(flight.step, content):
+                writer.blob(name, tree)
+            writer.flush()
+            crash_point("cut.before_seal")
+            self._seal(stream, flight, writer, content, full=full, stall_s=time.perf_counter() - began_s)
+            crash_point("cut.after_seal")
+        except BaseException as error:
+            if writer is not None:
+                writer.stop()
+            stalled = isinstance(error, CutFailed) and error.cause == Cause.DEADLINE and writer is not None
+            stream.abort(Cause.STALL_BUDGET if stalled else type(error).__name__)
+            raise
+        flight.left()
+        return mode, full
+
+    def _begin(
+        self, link: Link, flight: Flight, counts: DirtyCounts, *, urgent: bool
+    ) -> pb.SaveRequest.Begin:
+        begin = pb.SaveRequest.Begin(
+            session=link.session,
+            step=flight.step,
+            cut=flight.cut,
+            reason=flight.reason,
+            urgent=urgent,
+            dirty_rows_commit=counts.commit,
+            dirty_rows_baseline=counts.baseline,
+            total_rows=counts.total,
+        )
+        self._base.declare(begin)
+        return begin
+
+    def _write_tables(self, writer: BlockWriter, mode: Mode) -> bool:
+        """Copy the rows of every table; returns whether they were all of them."""
+        full = True
+        for position, table in enumerate(self._tracking.tables):
+            selection = table.prepare_cut(mode)
+            full &= selection.all
+            writer.table(
+                TableCut(
+                    position=position,
+                    fqn=table.fqn,
+                    weights=table.param,
+                    fields=tuple(table.state_tensors().values()),
+                    selection=selection,
+                )
+            )
+        return full
+
+    @staticmethod
+    def _seal(
+        stream: SaveStream,
+        flight: Flight,
+        writer: BlockWriter,
+        content: Mapping[str, str] | None,
+        *,
+        full: bool,
+        stall_s: float,
+    ) -> None:
+        metadata = flight.metadata
+        if content is not None:
+            metadata |= {f"content/{fqn}": value for fqn, value in content.items()}
+        seal = pb.SaveRequest.Seal(
+            rows=writer.copied.rows,
+            raw_bytes=writer.copied.raw_bytes,
+            stall_s=stall_s,
+            metadata=metadata,
+            full=full,
+        )
+        if pins := flight.pins:
+            seal.pin = pins[-1]  # a sidecar that knows of one only
+            seal.pins.extend(pins)
+        stream.seal(seal)
+
+    @staticmethod
+    def _sealed(contents: Contents, writer: BlockWriter) -> dict[str, str]:
+        writer.flush()
+        return contents.sealed()
+
+    def _observe(
+        self, contents: Contents, link: Link, begun: pb.SaveReply.Begun
+    ) -> Callable[[int, Any, list[torch.Tensor]], None]:
+        state_encoding = (
+            begun.state_encoding or self._attachment.policy.state_encoding or DEFAULT_STATE_ENCODING
+        )
+
+        def observe(position: int, ids: Any, parts: list[torch.Tensor]) -> None:
+            contents.batch(
+                link.tables[position],
+                ids if isinstance(ids, range) else ids.numpy(),
+                [restore.array_of(part) for part in parts],
+                encoding=begun.encoding,
+                state_encoding=state_encoding,
+            )
+
+        return observe

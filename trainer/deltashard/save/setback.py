@@ -1,0 +1,64 @@
+"""What keeps saves from being taken: counted, said once per cause until a save succeeds, and backed off from."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from deltashard.attach.listener import Listener
+from deltashard.save.handle import Stats
+from deltashard.tracking.step_clock import StepClock
+
+log = logging.getLogger("deltashard")
+
+FIRST_BACK_OFF_S = 0.5
+LONGEST_BACK_OFF_S = 60.0
+
+
+class Setbacks:
+    """Failures and skips of one Checkpointer; on the training thread, but for `hurry`."""
+
+    def __init__(self, clock: StepClock, stats: Stats, listener: Listener) -> None:
+        self._clock = clock
+        self._stats = stats
+        self._listener = listener
+        self._not_before_s = 0.0
+        self._back_off_s = 0.0
+        self._said: set[str] = set()
+
+    @property
+    def backing_off(self) -> bool:
+        """Whether a save failed a moment ago."""
+        return time.monotonic() < self._not_before_s
+
+    def first(self, what: str) -> bool:
+        """Whether `what` is said for the first time since the last commit; from now on it was."""
+        if what in self._said:
+            return False
+        self._said.add(what)
+        return True
+
+    def failed(self, cause: str, error: BaseException) -> None:
+        """Count it, say it once per cause until a save succeeds, and do not try again at every step."""
+        self._stats.count_failure(cause)
+        if cause != "busy":
+            self._back_off_s = min(max(FIRST_BACK_OFF_S, 2 * self._back_off_s), LONGEST_BACK_OFF_S)
+            self._not_before_s = time.monotonic() + self._back_off_s
+        step = self._clock.step
+        if self.first(cause):
+            log.warning("a save failed at step %d, the next one covers its rows: %s", step, error)
+        self._listener.emit("save_failed", cause=cause, error=str(error), step=step)
+
+    def skipped(self, cause: str) -> None:
+        """A due cut was not taken."""
+        self._stats.count_skip(cause)
+        self._listener.emit("skipped", cause=cause, step=self._clock.step)
+
+    def committed(self) -> None:
+        """A save succeeded: everything may be said, and tried, anew."""
+        self._said.clear()
+        self.hurry()
+
+    def hurry(self) -> None:
+        """The next try does not wait for the back-off, later ones do."""
+        self._not_before_s = self._back_off_s = 0.0

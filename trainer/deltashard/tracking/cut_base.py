@@ -1,0 +1,77 @@
+"""What the next cut may lean on: the newest commit and the newest baseline that this process's marks count from.
+
+Marks say which rows changed since the last commit, and since the last baseline. These are the two numbers in the commit
+log that those words mean; the sidecar answers a Begin with one of them, or with none, which asks for all rows.
+"""
+
+from __future__ import annotations
+
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.tracking.marks import Mode
+
+
+class CutBase:
+    """Commit and baseline by their seq, and what makes the next cut full whatever they are."""
+
+    def __init__(self) -> None:
+        self._commit: int | None = None
+        self._baseline: int | None = None
+        self._full = False
+        self._faults = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the next cut has to take every row."""
+        return self._full
+
+    @property
+    def faults(self) -> int:
+        """Audit faults since the last cut."""
+        return self._faults
+
+    def lean_on(self, commit: int, baseline: int | None) -> None:
+        """A checkpoint was taken over whole, and marks were re-seeded from it."""
+        self._commit, self._baseline, self._full = commit, baseline, False
+
+    def lean_on_nothing(self) -> None:
+        """What was restored is not what the next cut would follow."""
+        # IMPORTANT: a cut may only lean on what was taken over whole. That must outlast a first save that fails, so it
+        # is said by having nothing to lean on, not by asking once for a full cut.
+        self._commit, self._baseline, self._full = None, None, True
+
+    def ask_full(self, *, faults: int = 0) -> None:
+        """Rows may have been missed (so many audit faults), or tables came or went: take everything once."""
+        self._full = True
+        self._faults += faults
+
+    def cut_taken(self) -> None:
+        """The cut that was to be full is on its way."""
+        self._full, self._faults = False, 0
+
+    def is_news(self, seq: int) -> bool:
+        """Whether commit `seq` is newer than what is known."""
+        return self._commit is None or seq > self._commit
+
+    def committed(self, seq: int, *, baseline: bool) -> None:
+        """Count from `seq` on."""
+        self._commit = seq
+        if baseline:
+            self._baseline = seq
+
+    def declare(self, begin: pb.SaveRequest.Begin) -> None:
+        """Say in a Begin what the cut could be a delta over, or that it is full."""
+        begin.full = self._full
+        begin.tracking_faults = self._faults
+        if self._commit is not None:
+            begin.since_commit_seq = self._commit
+        if self._baseline is not None:
+            begin.since_baseline_seq = self._baseline
+
+    def mode(self, begun: pb.SaveReply.Begun) -> Mode:
+        """Which rows the sidecar asks for; a seq that we do not know means all of them."""
+        if not begun.HasField("covers") or self._full:
+            return "all"
+        if begun.covers == self._commit:
+            return "since_commit"
+        return "since_baseline" if begun.covers == self._baseline else "all"

@@ -1,0 +1,113 @@
+"""The steps of one run: how many there were, the control line that shows them, and whether a boundary has work to do.
+
+`tick` and `tock` are all that an ordinary `step()` runs: two words of shared memory are written, two are compared. The
+line is the sidecar's (it says there when a save is due, or urgent); a detached clock ticks on a list of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deltashard_proto.arena_layout import SAVE_AT_STEP, STALL_NS, STEP, URGENT
+
+from deltashard.tracking.tracking import Tracking
+
+_time_ns = time.time_ns
+
+
+class StepClock:
+    """Counts steps; on the training thread, but for `alert`."""
+
+    __slots__ = ("_attention", "_blind", "_line", "_steps", "_wake", "step", "tock", "whole")
+
+    def __init__(self, tracking: Tracking) -> None:
+        self.step = 0
+        """Number of `step()` calls of this run, those before the restore included."""
+        self.whole = True
+        """Whether an optimizer stepped between the last two `step()` calls; true where none can be asked."""
+        self.tock: Callable[[], None] = tracking.steps.done
+        """Ends a step, after its boundary: what optimizers do from now on belongs to the next."""
+        self._steps = tracking.steps
+        self._blind = not tracking.hooked
+        self._line: Any = [0] * 8
+        self._attention = True
+        self._wake = threading.Event()
+
+    def tick(self) -> bool:
+        """Begin the end of a step; returns whether its boundary has work to do."""
+        step = self.step = self.step + 1
+        line = self._line
+        line[0] = step
+        line[1] = _time_ns()
+        self.whole = self._steps.stepped or self._blind
+        return step >= line[3] or self._attention
+
+    @property
+    def stepped(self) -> bool:
+        """Whether an optimizer stepped since the last `tock`; true where none can be asked."""
+        return self._steps.stepped or self._blind
+
+    @property
+    def due(self) -> bool:
+        """Whether the sidecar wants a save of this step."""
+        return bool(self.step >= self._line[SAVE_AT_STEP])
+
+    @property
+    def urgent(self) -> bool:
+        """Whether the sidecar wants a save at once."""
+        return bool(self._line[URGENT])
+
+    def notice(self) -> None:
+        """Have the next `tick` find work; from a signal handler, too, so that it takes no lock."""
+        self._attention = True
+
+    def alert(self) -> None:
+        """Have the next `tick` find work, and wake who waits; from any thread."""
+        self._attention = True
+        self._wake.set()
+
+    def attend(self) -> None:
+        """The boundary looks at everything now."""
+        self._attention = False
+
+    def expect(self) -> None:
+        """Begin to wait: news from here on end the next `pause`."""
+        self._wake.clear()
+
+    def pause(self, seconds: float) -> None:
+        """Wait for news since `expect`, so long at most."""
+        self._wake.wait(seconds)
+
+    def set(self, step: int) -> None:
+        """Go on after `step`: an attempt begins."""
+        self.step = step
+        self.show()
+
+    def stalled(self, seconds: float) -> None:
+        """Show how long the last cut held training."""
+        self._line[STALL_NS] = int(seconds * 1e9)
+
+    def adopt(self, line: memoryview) -> None:
+        """Tick on the control line of an attachment."""
+        self._line = line
+
+    def show(self) -> None:
+        """Say on the line where this run stands, before its next step does."""
+        self._line[STEP] = self.step
+
+    def ticks_on(self, line: memoryview) -> bool:
+        """Whether this is the line of the attachment whose news is applied."""
+        return self._line is line
+
+    def detach(self) -> None:
+        """Leave the line, which is given back; every step from now on has a boundary, which refuses it."""
+        self._line = [0] * 8
+
+    def forget(self) -> None:
+        """In a forked child, where the arena is not mapped: a stray step must not touch it, and has no boundary."""
+        line = [0] * 8
+        line[SAVE_AT_STEP] = 1 << 64
+        self._line = line
