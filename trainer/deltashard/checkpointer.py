@@ -38,8 +38,7 @@ from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.restore.content_hash import Contents
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
-from deltashard.restore.restore import Restored
-from deltashard.restore.restorer import Restorer, Wish
+from deltashard.restore.restore import Restored, Restorer, Wish
 from deltashard.save.capture import Capture
 from deltashard.save.handle import SaveHandle, Stats
 from deltashard.save.news import News

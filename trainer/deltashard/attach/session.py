@@ -79,6 +79,15 @@ class Link:
         """Session id for every later call."""
         return str(self.reply.session)
 
+    def open(self, request: pb.OpenRequest) -> pb.OpenReply:
+        """Ask for an attempt; raises `FencedError`, `UserError` or `RestoreFailed`."""
+        try:
+            reply: pb.OpenReply = self.stub.Open(request, timeout=OPEN_DEADLINE_S)
+        except grpc.RpcError as error:
+            # What the sidecar said is all in it: gRPC's own trace would only bury it.
+            raise translate(error, where="open attempt", fallback=RestoreFailed) from None
+        return reply
+
     def answers(self, timeout_s: float) -> bool:
         """Whether the process at the other end says anything at all within `timeout_s`."""
         try:

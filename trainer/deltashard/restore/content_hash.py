@@ -27,7 +27,7 @@ from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarge
 from deltashard_checkpoint.vocabulary import encoding_named
 from torch import Tensor
 
-from deltashard.restore.restore import array_of
+from deltashard.state.value import array_of
 from deltashard.tracking.tracking import Tracking
 
 Array = npt.NDArray[Any]

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-import grpc
 from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
@@ -20,8 +19,8 @@ from deltashard.attach.attachment import Attachment
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import refuse_several
-from deltashard.attach.session import OPEN_DEADLINE_S, Link, translate
-from deltashard.errors import NotRestored, RestoreFailed, SidecarUnavailable
+from deltashard.attach.session import OPEN_DEADLINE_S, Link
+from deltashard.errors import NotRestored, SidecarUnavailable
 from deltashard.program import Program
 from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
@@ -111,11 +110,7 @@ class AttemptOpener:
             exclude_seqs=exclude,
             takeover=takeover,
         )
-        try:
-            reply: pb.OpenReply = link.stub.Open(request, timeout=OPEN_DEADLINE_S)
-        except grpc.RpcError as error:
-            # What the sidecar said is all in it: gRPC's own trace would only bury it.
-            raise translate(error, where="open attempt", fallback=RestoreFailed) from None
+        reply = link.open(request)
         if reply.log_damage:
             log.warning("run %r: %s", from_run or self._attachment.run, reply.log_damage)
             self._listener.emit(

@@ -36,7 +36,6 @@ from deltashard.errors import (
     TakenOver,
     UserError,
 )
-from deltashard.restore import restore
 from deltashard.restore.content_hash import Contents
 from deltashard.save import save_stream
 from deltashard.save.capture import Capture
@@ -46,6 +45,7 @@ from deltashard.save.request import Requests
 from deltashard.save.save_stream import LONGEST_S, CutFailed, SaveStream, StreamAhead
 from deltashard.save.setback import Setbacks
 from deltashard.save.step_order import OrderWatch
+from deltashard.state.value import array_of
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import DirtyCounts, Mode
 from deltashard.tracking.step_clock import StepClock
@@ -389,7 +389,7 @@ class Saver:
             contents.batch(
                 link.tables[position],
                 ids if isinstance(ids, range) else ids.numpy(),
-                [restore.array_of(part) for part in parts],
+                [array_of(part) for part in parts],
                 encoding=begun.encoding,
                 state_encoding=state_encoding,
             )

@@ -41,6 +41,12 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return flat.view(torch.uint8).numpy()
 
 
+def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's memory as the format's carrier type."""
+    tensor = tensor.detach()
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
 def why_unstorable(tensor: torch.Tensor) -> str | None:
     """What keeps a tensor from being stored, in words; None: it can be."""
     kind = type(tensor)

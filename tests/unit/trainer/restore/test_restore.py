@@ -2,7 +2,7 @@
 
 import pytest
 from deltashard.errors import RestoreFailed
-from deltashard.restore.restore import Arrivals
+from deltashard.restore.frame_stream import Arrivals
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_proto.v1 import index_pb2
 from deltashard_proto.v1 import trainer_pb2 as pb

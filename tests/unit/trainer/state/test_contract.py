@@ -13,7 +13,7 @@ from deltashard import arguments
 from deltashard.errors import CheckpointMismatch, StateError, UserError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program as Parts
-from deltashard.restore.restore import Blobs
+from deltashard.restore.blob import Blobs
 from deltashard.save.capture import Capture
 from deltashard.save.step_order import OrderWatch
 from deltashard.state import contract

@@ -1,0 +1,209 @@
+"""The dense half of a checkpoint: decoded, compared with the program, and applied after all rows arrived.
+
+Parameters are copied in place and never re-bound. Optimizer state lands in memory of its own with its saved type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from deltashard.errors import CheckpointMismatch
+from deltashard.optimizer.optimizer_state import OptimizerView
+from deltashard.program import Program
+from deltashard.state import contract
+from deltashard.state.origin import grow, may_grow
+from deltashard.state.value import copy_tensor, decode_value
+from deltashard.tracking.tracking import Tracking
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blobs:
+    """The dense half of a checkpoint, decoded but not applied."""
+
+    dense: dict[str, Tensor]
+    optimizers: dict[int, Any]
+    state: dict[str, Any]
+    rng: Any
+    loaders: dict[str, Any]
+    meta: dict[str, Any]
+
+    @classmethod
+    def decode(cls, raw: Mapping[str, memoryview]) -> Blobs:
+        """From the assembled blobs; accelerator tensors stay on the CPU until they are copied to their place."""
+        found: dict[str, dict[Any, Any]] = {"dense": {}, "optim": {}, "state": {}}
+        single: dict[str, Any] = {"rng": None, "loader": {}, "meta": {}}
+        for name, data in raw.items():
+            value = decode_value(data)
+            kind, _, key = name.partition("/")
+            if kind in found and key:
+                found[kind][int(key) if kind == "optim" else key] = value
+            else:
+                single[name] = value
+        return cls(
+            dense=found["dense"],
+            optimizers=found["optim"],
+            state=found["state"],
+            rng=single["rng"],
+            loaders=single["loader"],
+            meta=single["meta"],
+        )
+
+    def check(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:
+        """Compare with the program before anything is changed; returns notes.
+
+        Raises:
+            CheckpointMismatch: with `strict`, anything that is missing, extra or of another shape or class.
+        """
+        faults: list[str] = []
+        notes: list[str] = []
+        tracking = program.tracking
+        names = [source.name for source in program.sources]
+        live = tracking.dense()
+        saved = self._saved(tracking)
+        keeps = "" if strict else ": it keeps its initial values"
+        for name in sorted(saved.keys() | live.keys()):
+            if name not in saved:
+                faults.append(f"dense tensor {name} is not stored{keeps}")
+            elif self._may_grow(tracking, name, saved[name], live.get(name)):
+                continue
+            elif name not in live:
+                faults.append(f"dense tensor {name} is stored, the model has none")
+            elif not _fits(saved[name], live[name]):
+                faults.append(
+                    f"dense tensor {name} is stored as {saved[name].dtype} {tuple(saved[name].shape)}, "
+                    f"the model has {live[name].dtype} {tuple(live[name].shape)}{keeps}"
+                )
+        if not weights_only:
+            if len(self.optimizers) != len(tracking.optimizers):
+                faults.append(
+                    f"{len(self.optimizers)} optimizers are stored, there are {len(tracking.optimizers)}"
+                )
+            for i, view in enumerate(tracking.optimizers):
+                if (misfit := self._misfit(i, view)) is not None:
+                    fate = "" if strict else ": it starts with no state of the checkpoint's"
+                    faults.append(f"optimizer {i} {misfit} now{fate}")
+            for i, view in enumerate(tracking.optimizers):
+                faults += [
+                    f"optimizer {i} has another shape of {name} than is stored{keeps}"
+                    for name in self._misshapen(i, view)
+                ]
+            older = contract.unsaid(names, self.state, self.meta)
+            notes += [f"{_place_of(name)} is not stored: an older version saved this" for name in older]
+            for name in sorted((set(names) ^ self.state.keys()) - set(older)):
+                what = "not stored" if name in names else "stored, but not given now"
+                faults.append(f"{_place_of(name)} is {what}")
+        if faults and strict:
+            raise CheckpointMismatch(
+                "; ".join(faults),
+                where="dense state",
+                remedy="build model, optimizers and state= as they were, or restore(strict=False) to take what fits",
+            )
+        return notes + faults
+
+    def strangers(self, tracking: Tracking) -> frozenset[int]:
+        """Optimizers that do not fit the one stored in their place (class, groups): they keep their own state."""
+        return frozenset(
+            view.index for i, view in enumerate(tracking.optimizers) if self._misfit(i, view) is not None
+        )
+
+    def _misfit(self, position: int, view: OptimizerView) -> str | None:
+        """How the optimizer stored in this place differs, in words; None when it fits, or none is stored."""
+        stored = self.optimizers.get(position)
+        if stored is None:
+            return None
+        if stored["class"] != view.class_name:
+            return f"was a {stored['class']} and is a {view.class_name}"
+        groups, live = len(stored["groups"]), len(view.target.param_groups)
+        return None if groups == live else f"had {groups} parameter groups and has {live}"
+
+    def apply_dense(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:
+        """Tensors, what modules say themselves, optimizers; returns notes on what did not fit."""
+        self.apply_tensors(program.tracking, strict=strict)
+        notes = self._apply_modules(program, strict=strict)
+        return notes if weights_only else notes + self.apply_optimizers(program.tracking)
+
+    def _apply_modules(self, program: Program, *, strict: bool) -> list[str]:
+        """What modules say in their own state_dict; then their tensors once more, which loading may have converted."""
+        notes = []
+        for each in program.contracts:
+            try:
+                each.load(self.state.get(each.source.name, {}))
+            except CheckpointMismatch as error:
+                if strict:
+                    raise
+                notes.append(str(error))
+        if program.contracts:
+            self.apply_tensors(program.tracking, strict=strict)
+        return notes
+
+    def apply_state(self, program: Program, *, strict: bool) -> list[str]:
+        """Entries of `state=`; returns notes on what did not fit."""
+        notes = []
+        modules = {each.source.name for each in program.contracts}
+        for source in program.sources:
+            if source.name not in self.state or source.name in modules:
+                continue
+            try:
+                source.set(self.state[source.name])
+            except CheckpointMismatch as error:
+                if strict:
+                    raise
+                notes.append(f"{error}: it stays as it is")
+        return notes
+
+    def apply_tensors(self, tracking: Tracking, *, strict: bool) -> None:
+        """Parameters and buffers in place."""
+        live = tracking.dense()
+        for name, value in self._saved(tracking).items():
+            target = live.get(name)
+            if self._may_grow(tracking, name, value, target):
+                grow(name, value, target, tracking.model)
+            elif target is not None and (strict or _fits(value, target)):
+                copy_tensor(target, value, where=f"dense tensor {name}")
+
+    def apply_optimizers(self, tracking: Tracking) -> list[str]:
+        """Groups and state of the optimizers; what does not fit is left as it is, which `check` said."""
+        notes: list[str] = []
+        strangers = self.strangers(tracking)
+        for i, view in enumerate(tracking.optimizers):
+            if i in self.optimizers and view.index not in strangers:
+                notes += view.restore(self.optimizers[i], skip=self._misshapen(i, view))
+        return notes
+
+    def _saved(self, tracking: Tracking) -> dict[str, Tensor]:
+        """Stored dense tensors by the model's names, but for those that it leaves out."""
+        aliases = tracking.inventory.aliases
+        named = {aliases.get(name, name): value for name, value in self.dense.items()}
+        return {name: value for name, value in named.items() if name not in tracking.left_out}
+
+    def _may_grow(self, tracking: Tracking, name: str, value: Tensor, live: Tensor | None) -> bool:
+        if live is not None and _fits(value, live):
+            return False
+        return may_grow(name, value, live, self.meta.get("grown") or {}, tracking.model)
+
+    def _misshapen(self, position: int, view: OptimizerView) -> list[str]:
+        """Parameters of an optimizer that had another shape when they were stored."""
+        stored = self.optimizers.get(position)
+        if stored is None:
+            return []
+        held = {**self.dense, **stored["orphans"]}
+        return [
+            name
+            for name, param in view.params().items()
+            if name in held and tuple(held[name].shape) != tuple(param.shape)
+        ]
+
+
+def _fits(stored: Tensor, live: Tensor) -> bool:
+    return stored.shape == live.shape and stored.dtype == live.dtype
+
+
+def _place_of(source: str) -> str:
+    """An entry of `state=`, or a module that says its own state, in words."""
+    if source.startswith(contract.MODULE):
+        return f"what module {source.removeprefix(contract.MODULE) or 'the model'} says in its state_dict()"
+    return f"state[{source!r}]"

@@ -1,0 +1,179 @@
+"""The one stream of a restore: blobs first, which are judged before a byte of the model changes, then frames of rows.
+
+Frames lie in granted blocks of the arena; each is decoded and applied during its call, and its block given back.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.format.index import box_message, box_of
+from deltashard_checkpoint.restore.frame_applier import FrameApplier
+from deltashard_proto.cause import Cause, heard
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.session import Link, translate
+from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn
+from deltashard.restore.blob import Blobs
+from deltashard.restore.model_target import ModelTargets
+
+RESTORE_DEADLINE_S = 6 * 3600.0
+DRAIN_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What one restore read, and from where."""
+
+    blobs: Blobs
+    chain: tuple[int, ...]
+    baseline_seq: int | None
+    cache_bytes: int
+    store_bytes: int
+
+
+def read_frames(
+    link: Link, want: pb.RestoreRequest.Want, take: Callable[[memoryview, pb.RestoreReply.Filled], None]
+) -> tuple[pb.RestoreReply.Plan, pb.RestoreReply.Done]:
+    """Run one Restore call; `take` gets every frame's bytes, valid only during the call.
+
+    Raises:
+        InvalidCheckpoint: the checkpoint's bytes are wrong or gone for sure: fall back.
+        RestoreFailed: the store or the sidecar failed.
+        FencedError: a newer attempt runs.
+    """
+    out: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
+    out.put(pb.RestoreRequest(want=want))
+    call = link.stub.Restore(iter(out.get, None), timeout=RESTORE_DEADLINE_S)
+    plan = pb.RestoreReply.Plan()
+    try:
+        for reply in call:
+            kind = reply.WhichOneof("kind")
+            if kind == "plan":
+                plan = reply.plan
+            elif kind == "filled":
+                filled = reply.filled
+                block = link.arena.block(filled.block)
+                take(block[filled.offset : filled.offset + filled.frame.length], filled)
+                if filled.last:
+                    out.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block])))
+            elif kind == "done":
+                return plan, reply.done
+            elif kind == "failed":
+                cause = heard(reply.failed)
+                if cause == Cause.INVALID:
+                    raise InvalidCheckpoint(reply.failed.message, where=f"checkpoint {want.seq}")
+                if cause == Cause.MISMATCH:
+                    raise CheckpointMismatch(reply.failed.message, where=f"checkpoint {want.seq}")
+                raised = RunWentOn if cause == Cause.MOVED else RestoreFailed
+                raise raised(
+                    f"{cause}: {reply.failed.message}",
+                    where=f"checkpoint {want.seq}",
+                    remedy="the checkpoint is not lost: call restore() again once the store can be reached",
+                )
+    except grpc.RpcError as error:
+        raise translate(error, where="restore", fallback=RestoreFailed) from None
+    finally:
+        # Half-close, then read to the end: that is our word that no block is looked at any more.
+        out.put(None)
+        _drain(call)
+    raise RestoreFailed("the sidecar ended the restore without a word", where=f"checkpoint {want.seq}")
+
+
+def _drain(call: Any) -> None:
+    timer = threading.Timer(DRAIN_DEADLINE_S, call.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        for _ in call:
+            pass
+    except grpc.RpcError:
+        pass  # whoever called has its result, or its error, already
+    finally:
+        timer.cancel()
+
+
+def read_checkpoint(
+    link: Link,
+    seq: int,
+    from_run: str,
+    targets: ModelTargets,
+    judge: Callable[[Mapping[str, memoryview]], Blobs],
+) -> Received:
+    """Read a checkpoint in one stream: blobs, then rows, which are scattered into the targets.
+
+    `judge` gets the blobs, whole, while rows are on their way already, and before a byte of the model changes: it
+    places the targets, or raises. Raises as `read_frames` does, or for rows and blobs that never came.
+    """
+    want = pb.RestoreRequest.Want(
+        session=link.session,
+        seq=seq,
+        boxes=[box_message(box) for box in targets.boxes],
+        blobs=True,
+        from_run=from_run,
+        mapping=targets.renames,
+        # What fits is judged here, where lazily created optimizer state is known; `finish` insists on every row.
+        lenient=True,
+        weights_only=targets.weights_only,
+    )
+    arrivals = Arrivals(targets, judge)
+    plan, done = read_frames(link, want, arrivals.take)
+    blobs = arrivals.finish(plan)
+    rows = bool(targets.placed)
+    return Received(
+        blobs=blobs,
+        chain=tuple(plan.chain) if rows else (seq,),
+        baseline_seq=(done.baseline_seq or None) if rows else seq,
+        cache_bytes=done.cache_bytes,
+        store_bytes=done.store_bytes,
+    )
+
+
+class Arrivals:
+    """The frames of one restore: blobs until they are judged, then rows."""
+
+    def __init__(self, targets: ModelTargets, judge: Callable[[Mapping[str, memoryview]], Blobs]) -> None:
+        self._targets = targets
+        self._judge = judge
+        self._dense = FrameApplier([])
+        self._blobs: Blobs | None = None
+
+    def take(self, frame: memoryview, filled: pb.RestoreReply.Filled) -> None:
+        """Apply one frame."""
+        if not filled.HasField("table"):
+            self._dense.apply(frame)
+            return
+        if self._blobs is None:
+            if not filled.after_blobs:
+                raise RestoreFailed(
+                    "the sidecar sends rows before the dense state: it is older than this library",
+                    where="restore",
+                    remedy="update the sidecar (the operator's image) to this library's version",
+                )
+            self._begin_rows()
+        self._rows(frame, filled)
+
+    def finish(self, plan: pb.RestoreReply.Plan) -> Blobs:
+        """Everything was sent: insist that nothing lacks."""
+        blobs = self._begin_rows() if self._blobs is None else self._blobs
+        targets = self._targets
+        self._applier.finish(initial=[] if targets.strict else [box_of(box) for box in plan.initial])
+        targets.notes += [note for note in self._applier.notes if note not in targets.notes]
+        targets.finish()
+        return blobs
+
+    def _begin_rows(self) -> Blobs:
+        self._dense.finish(blobs=("rng", "meta"))
+        self._blobs = self._judge(self._dense.blobs)
+        targets = self._targets
+        self._applier = FrameApplier(
+            [placed.target for placed in targets.placed], mapping=targets.renames, strict=targets.strict
+        )
+        self._rows = targets.taker(self._applier)
+        return self._blobs

@@ -1,0 +1,225 @@
+"""The model's tables as targets of a restore: every frame is scattered straight into parameter and optimizer state.
+
+Views of their memory are written in place; tables on an accelerator go through a staging copy, which is copied when all
+rows are there. A table the checkpoint does not know, grown, shrunk or missing tables are refused unless `strict=False`,
+which says what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
+from deltashard_proto.v1 import trainer_pb2 as pb
+from torch import Tensor
+
+from deltashard.errors import CheckpointMismatch
+from deltashard.state.value import array_of
+from deltashard.tracking.tracking import TrackedTable, Tracking
+
+
+def _in_place(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and (
+        tensor.dim() == 1 or tensor.stride(1) == 1 or tensor.shape[1] == 1
+    )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Placed:
+    """One table under restore."""
+
+    table: TrackedTable
+    target: TableTarget
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(staging, live): what to copy when all rows are there."""
+    from_deltas: np.ndarray[Any, np.dtype[np.bool_]]
+    """Rows that came from delta frames."""
+
+
+def _differences(table: TrackedTable, held: TableSchema, *, strict: bool) -> list[str]:
+    """How a table differs from what is stored; unless `strict`, with what becomes of it.
+
+    Raises:
+        CheckpointMismatch: with `strict`, rows of another width, which cannot be taken at all.
+    """
+    rows, columns = table.param.shape
+    was = f"[{held.rows}, {held.columns}]"
+    now = f"[{rows}, {columns}]"
+    if held.columns != columns and not strict:
+        return [
+            f"table {table.fqn} has other columns: {was} is stored, the model has {now}; it stays initial"
+        ]
+    if held.columns != columns:
+        raise CheckpointMismatch(
+            f"table {table.fqn} has other columns: {was} is stored, the model has {now}",
+            where="tables",
+            remedy=f"build it with {held.columns} columns as it was, or restore(strict=False), which leaves it initial",
+        )
+    found = []
+    if held.rows != rows:
+        change = "grew" if held.rows < rows else "shrank"
+        fate = (
+            "the new rows keep their initial values" if held.rows < rows else "the rows beyond are left out"
+        )
+        found.append((f"table {table.fqn} {change}: {was} is stored, the model has {now}", fate))
+    if held.dtype != table.schema.dtype:
+        types = f"{held.dtype} {was} is stored, the model has {table.schema.dtype} {now}"
+        found.append((f"table {table.fqn} has another type: {types}", "values are converted"))
+    return [what if strict else f"{what}; {fate}" for what, fate in found]
+
+
+def _box(table: TrackedTable, held: TableSchema) -> Box:
+    """The rows that both the model and the checkpoint have."""
+    rows = min(held.rows, table.param.shape[0])
+    return Box(table=table.fqn, row_start=0, row_stop=rows, col_start=0, col_stop=held.columns)
+
+
+class ModelTargets:
+    """The model's tables as targets of a restore, after they were compared with what is stored."""
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        stored: Sequence[TableSchema],
+        *,
+        strict: bool,
+        weights_only: bool,
+        renames: Mapping[str, str],
+    ) -> None:
+        """`renames` gives the stored name of a table by the model's name for it.
+
+        Raises:
+            CheckpointMismatch: tables differ in a way that is not allowed.
+        """
+        self.notes: list[str] = []
+        self.placed: list[_Placed] = []
+        """Nothing before `place`."""
+        self.renames = dict(renames)
+        self.strict = strict
+        self.weights_only = weights_only
+        by_name = {schema.fqn: schema for schema in stored}
+        named = {renames.get(table.fqn, table.fqn): table for table in tracking.tables}
+        faults = [f"table {fqn} is stored, the model has none" for fqn in by_name.keys() - named.keys()]
+        self._tables: list[tuple[TrackedTable, TableSchema]] = []
+        for fqn, table in named.items():
+            held = by_name.get(fqn)
+            if held is None:
+                faults.append(
+                    f"table {table.fqn} is not stored" + ("" if strict else ": it keeps its initial values")
+                )
+                continue
+            faults += _differences(table, held, strict=strict)
+            if held.columns == table.param.shape[1]:
+                self._tables.append((table, held))
+        if faults and strict:
+            raise CheckpointMismatch(
+                "; ".join(faults),
+                where="tables",
+                remedy="build the tables as they were, or restore(strict=False) to take what fits (values are "
+                "converted, other rows stay initial); renames={'new': 'stored'} maps names",
+            )
+        self.notes += faults
+        # A delta says its tables' names: what it covers must have stored them under the same.
+        self._alike = not faults and all(table.fqn == held.fqn for table, held in self._tables)
+
+    @property
+    def boxes(self) -> list[Box]:
+        """What of the tables is wanted."""
+        return [_box(table, held) for table, held in self._tables]
+
+    def place(self, strangers: Collection[int]) -> None:
+        """Make room for rows and their optimizer state.
+
+        `strangers` are the optimizers that were others when this was stored: they get no row state of those.
+        """
+        for table, held in self._tables:
+            self.placed.append(self._place(table, held, frozenset(strangers)))
+
+    def taker(self, applier: FrameApplier) -> Callable[[memoryview, pb.RestoreReply.Filled], None]:
+        """The consumer of frames: decode, scatter, note what came from deltas."""
+        by_target = {id(p.target): p for p in self.placed}
+        first = True
+
+        def take(frame: memoryview, filled: pb.RestoreReply.Filled) -> None:
+            nonlocal first
+            for applied in applier.apply(frame):
+                if not filled.baseline:
+                    placed = by_target[id(applied.target)]
+                    placed.from_deltas[applied.rows - placed.target.box.row_start] = True
+            if first:
+                first = False
+                crash_point("restore.first_applied")
+
+        return take
+
+    def finish(self) -> None:
+        """All rows arrived: copy what was staged for other devices."""
+        with torch.no_grad():
+            for placed in self.placed:
+                for staging, live in placed.copies:
+                    live.copy_(staging.view(live.shape))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row and row field of the model is stored: a delta may follow. Ask when all is applied."""
+        return self._alike and all(
+            p.table.state_tensors().keys() <= p.target.fields.keys() for p in self.placed
+        )
+
+    def covers(self, other: ModelTargets) -> list[str]:
+        """Tables of which `other` may have written more than this one will."""
+        mine = {box.table: box.row_stop for box in self.boxes}
+        return [p.table.fqn for p in other.placed if mine.get(p.table.fqn, 0) < p.target.box.row_stop]
+
+    def _place(self, table: TrackedTable, held: TableSchema, strangers: Collection[int]) -> _Placed:
+        box = _box(table, held)
+        rows = box.row_stop
+        copies: list[tuple[Tensor, Tensor]] = []
+        weights = self._memory(table.param, rows, copies)
+        fields: dict[str, np.ndarray[Any, Any]] = {}
+        specs: list[FieldSpec] = []
+        for spec in () if self.weights_only else held.fields:
+            if not table.views and not self.strict:
+                self.notes.append(f"{table.fqn}: no optimizer owns its stored state {spec.name}")
+                continue
+            if (owner := table.owner_of(spec)) is not None and owner.index in strangers:
+                continue
+            live = table.allocate_state(spec)
+            specs.append(spec)
+            fields[spec.name] = self._memory(
+                live.reshape(-1) if spec.kind == "rowwise" and live.is_contiguous() else live, rows, copies
+            ).reshape((rows,) if spec.kind == "rowwise" else (rows, held.columns))
+        schema = TableSchema(
+            fqn=table.fqn,
+            rows=table.param.shape[0],
+            columns=held.columns,
+            dtype=table.schema.dtype,
+            fields=tuple(specs),
+        )
+        return _Placed(
+            table=table,
+            target=TableTarget(schema=schema, box=box, weights=weights, fields=fields),
+            copies=copies,
+            from_deltas=np.zeros(rows, np.bool_),
+        )
+
+    @staticmethod
+    def _memory(live: Tensor, rows: int, copies: list[tuple[Tensor, Tensor]]) -> np.ndarray[Any, Any]:
+        part = live.detach()[:rows]
+        if _in_place(part):
+            return array_of(part)
+        staging = torch.empty(part.shape, dtype=part.dtype, device="cpu")
+        copies.append((staging, part))
+        return array_of(staging)
+
+
+def delta_rows(placed: Sequence[_Placed]) -> Iterator[tuple[TrackedTable, Tensor]]:
+    """(table, int64 ids that came from delta frames), for re-seeding marks."""
+    for each in placed:
+        yield each.table, torch.from_numpy(np.flatnonzero(each.from_deltas))
