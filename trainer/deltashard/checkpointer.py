@@ -382,18 +382,19 @@ class Checkpointer:
                 called again.
         """
         self._attempt.refuse_closed("restore()")
-        restored = self._restorer.restore(
-            Wish(
-                which=f"seq:{which}" if isinstance(which, int) else which,
-                from_run=from_run,
-                strict=strict,
-                weights_only=weights_only,
-                renames=renames or {},
-                takeover=takeover,
-            )
+        wish = Wish(
+            which=f"seq:{which}" if isinstance(which, int) else which,
+            from_run=from_run,
+            strict=strict,
+            weights_only=weights_only,
+            renames=renames or {},
+            takeover=takeover,
         )
-        self._saver.ready()
-        return restored
+        try:
+            return self._restorer.restore(wish)
+        finally:
+            if self._attempt.opened:
+                self._saver.ready()
 
     def doctor(self) -> Diagnosis:
         """How each table is tracked and why, what is in the checkpoint, what is not and what that means: print it."""

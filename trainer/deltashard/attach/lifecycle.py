@@ -64,6 +64,7 @@ TABLE: dict[State, dict[Event, State]] = {
     },
     State.WAITING: {
         Event.ATTACH: State.ATTACHED,
+        Event.OPEN: State.DEGRADED,
         Event.FENCE: State.FENCED,
         Event.CLOSE: State.CLOSED,
     },
@@ -76,6 +77,7 @@ TABLE: dict[State, dict[Event, State]] = {
     },
     State.DEGRADED: {
         Event.ATTACH: State.TRAINING,
+        Event.OPEN: State.DEGRADED,
         Event.FENCE: State.FENCED,
         Event.CLOSE: State.CLOSED,
     },
@@ -85,7 +87,12 @@ TABLE: dict[State, dict[Event, State]] = {
         Event.FENCE: State.FENCED,
         Event.CLOSE: State.CLOSED,
     },
-    State.CLOSED: {Event.ATTACH: State.CLOSED, Event.LOSE: State.CLOSED, Event.FENCE: State.CLOSED},
+    State.CLOSED: {
+        Event.ATTACH: State.CLOSED,
+        Event.LOSE: State.CLOSED,
+        Event.FENCE: State.CLOSED,
+        Event.CLOSE: State.CLOSED,
+    },
 }
 
 MEANING: dict[Event, str] = {

@@ -248,7 +248,7 @@ class OptimizerView:
 def views_of(
     optimizers: Iterable[Any], names: Mapping[Tensor, str], tables: Iterable[str]
 ) -> list[OptimizerView]:
-    """One view per distinct state found in `whitelist` and what they wrap, outermost first."""
+    """One view per distinct state found in `optimizers` and what they wrap, outermost first."""
     tables = tuple(tables)
     views: list[OptimizerView] = []
     by_state: dict[int, OptimizerView] = {}

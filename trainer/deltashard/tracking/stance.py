@@ -27,7 +27,6 @@ class Stance:
     """Hooks that note where the program stands."""
 
     def __init__(self, tracking: Tracking, clock: StepClock) -> None:
-        self._moved_at = -1
         self._called = False
         self._clock = clock
         self._model = tracking.model
@@ -42,7 +41,7 @@ class Stance:
     @property
     def moved(self) -> bool:
         """Whether a training forward ran since the last `step()`."""
-        return self._moved_at == self._clock.step
+        return self._clock.moved
 
     @property
     def torn(self) -> bool:
@@ -57,11 +56,15 @@ class Stance:
 
     def settle(self) -> None:
         """An attempt begins here: what ran before moved nothing that counts."""
-        self._moved_at = -1
+        self._clock.settle()
 
     def forward(self, *, whole: bool) -> None:
-        """A training forward begins, of the model itself (`whole`) or of a part."""
-        self._moved_at = self._clock.step
+        """A training forward begins, of the model itself (`whole`) or of a part.
+
+        IMPORTANT: constants are written, and nothing is read that changes: `torch.compile` takes this into the compiled
+        frame, where a value that is read is a reason to compile anew.
+        """
+        self._clock.move()
         if whole:
             self._called = True
 

@@ -21,13 +21,15 @@ _time_ns = time.time_ns
 class StepClock:
     """Counts steps; on the training thread, but for `alert`."""
 
-    __slots__ = ("_attention", "_blind", "_line", "_steps", "_wake", "step", "tock", "whole")
+    __slots__ = ("_attention", "_blind", "_line", "_steps", "_wake", "moved", "step", "tock", "whole")
 
     def __init__(self, tracking: Tracking) -> None:
         self.step = 0
         """Number of `step()` calls of this run, those before the restore included."""
         self.whole = True
         """Whether an optimizer stepped between the last two `step()` calls; true where none can be asked."""
+        self.moved = False
+        """Whether a training forward ran since the last `tick`, or since the attempt began."""
         self.tock: Callable[[], None] = tracking.steps.done
         """Ends a step, after its boundary: what optimizers do from now on belongs to the next."""
         self._steps = tracking.steps
@@ -39,6 +41,7 @@ class StepClock:
     def tick(self) -> bool:
         """Begin the end of a step; returns whether its boundary has work to do."""
         step = self.step = self.step + 1
+        self.moved = False
         line = self._line
         line[0] = step
         line[1] = _time_ns()
@@ -59,6 +62,14 @@ class StepClock:
     def urgent(self) -> bool:
         """Whether the sidecar wants a save at once."""
         return bool(self._line[URGENT])
+
+    def move(self) -> None:
+        """A training forward begins. Runs inside of compiled models, so it reads nothing that changes."""
+        self.moved = True
+
+    def settle(self) -> None:
+        """An attempt begins here: what ran before moved nothing that counts."""
+        self.moved = False
 
     def notice(self) -> None:
         """Have the next `tick` find work; from a signal handler, too, so that it takes no lock."""

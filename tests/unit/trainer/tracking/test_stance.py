@@ -108,3 +108,26 @@ def test_copies_and_pickles_of_the_model_watch_nothing() -> None:
     for other in (copy.deepcopy(model), torch.load(buffer, weights_only=False)):
         other(torch.ones(3, 2))
         assert not stance.moved
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_model_is_compiled_once_however_many_steps_it_takes(fullgraph: bool) -> None:
+    """The hooks run inside of the compiled frame: what they read of a step would compile it anew at each."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    stance, clock = watched(model, [optimizer])
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=fullgraph)
+    for _ in range(12):
+        optimizer.zero_grad()
+        compiled(torch.ones(3, 2)).sum().backward()
+        assert stance.moved
+        optimizer.step()
+        clock.tick()
+        assert not stance.moved
+        clock.tock()
+    assert counter.frame_count == 1
+    stance.close()
