@@ -83,17 +83,15 @@ class SaveService:
 
     def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """Begin a save; raises `Refused`."""
-        attempt, fence = session.attempt.number, session.fence
-        if fence is not None:
-            raise Refused(begin.cut, fence.cause, fence.why)
-        if attempt is None:
-            raise Refused(begin.cut, Cause.INVALID, "no attempt is open: restore() first")
+        _attempt_of(session, begin)
         rank = session.who.local_rank
         self._make_way(rank, begin)
         self._keeper.copies_stopped(rank)
-        save = self._flights.begin(rank, lambda: self._made(session, attempt, begin))
+        save = self._flights.begin(rank, lambda: self._made(session, begin))
         if save is None:
             raise Refused(begin.cut, Cause.BUSY, "another save of this rank is in flight")
+        if begin.urgent:
+            self._control.hurried(session)
         self._control.direct(session)
         if begin.tracking_faults:
             self._activity.tracking_fault(begin.tracking_faults, step=begin.step)
@@ -109,8 +107,9 @@ class SaveService:
         )
         return save
 
-    def _made(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Save:
+    def _made(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """The save, decided and counted as begun; only `Flights` calls this, so nobody can end it before."""
+        attempt = _attempt_of(session, begin)  # while an urgent save waited, another may have been opened
         cut = self._decided(session, attempt, begin)
         save = Save(
             who=session.who,
@@ -124,7 +123,7 @@ class SaveService:
             deadline_s=self._settings.save_deadline_s,
             ended=self._ended,
         )
-        self._control.begins(session, step=begin.step, urgent=begin.urgent)
+        self._control.begins(session, attempt, step=begin.step)
         return save
 
     def _decided(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Cut:
@@ -192,10 +191,21 @@ class SaveService:
             )
         self._activity.ended(save)
         self._control.ended(save)
-        others = (other for other in self._flights.in_flight() if other is not save)
-        if not self._control.awaits_urgent(cut.attempt) and all(
-            other.cut.attempt != cut.attempt for other in others
+        # In this order: a save that begins is in flight before its wish is taken back.
+        awaited = self._control.awaits_urgent(cut.attempt)
+        if not awaited and all(
+            other is save or other.cut.attempt != cut.attempt for other in self._flights.in_flight()
         ):
             self._closings.end(cut.attempt)
         if commit is not None and save.who.rank == 0:
             self._keeping.committed(self._run.log_of(save.who))
+
+
+def _attempt_of(session: Session, begin: pb.SaveRequest.Begin) -> int:
+    """The attempt that a session's save is of; raises `Refused` when it may commit nothing."""
+    attempt, fence = session.attempt.number, session.fence
+    if fence is not None:
+        raise Refused(begin.cut, fence.cause, fence.why)
+    if attempt is None:
+        raise Refused(begin.cut, Cause.INVALID, "no attempt is open: restore() first")
+    return attempt

@@ -133,10 +133,16 @@ class TrainerControl:
 
     # Saves.
 
-    def begins(self, session: Session, *, step: int, urgent: bool) -> None:
-        """A save of the session begins: its interval starts anew."""
+    def begins(self, session: Session, attempt: int, *, step: int) -> None:
+        """A save of the session begins: its interval starts anew, unless another attempt was opened since."""
         with self._lock:
-            session.timer.began(now_s=time.monotonic(), step=step, urgent=urgent)
+            if session.attempt.number == attempt:
+                session.timer.began(now_s=time.monotonic(), step=step)
+
+    def hurried(self, session: Session) -> None:
+        """The save that was wanted at once is in flight."""
+        with self._lock:
+            session.timer.hurried()
 
     def ended(self, save: Save) -> None:
         """A save committed or failed: its trainer is told, and its timer goes on."""

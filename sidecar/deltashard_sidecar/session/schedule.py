@@ -94,11 +94,13 @@ class Timer:
         """A save is wanted at the next step."""
         self.urgent = reason
 
-    def began(self, *, now_s: float, step: int, urgent: bool) -> None:
+    def hurried(self) -> None:
+        """The save that was wanted at once has begun."""
+        self.urgent = ""
+
+    def began(self, *, now_s: float, step: int) -> None:
         """A save began."""
         self.schedule = self.schedule.began(now_s=now_s, step=step)
-        if urgent:
-            self.urgent = ""
 
     def ended(self) -> None:
         """The save in flight ended."""
