@@ -12,13 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import deltashard_checkpoint
-from deltashard_checkpoint.format.object_key import index_key, new_token
-from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import PartReport, commit_part
+
+if (
+    Path(deltashard_checkpoint.__file__).parent / "attempts.py"
+).exists():  # the flat package, before it had rooms
+    from deltashard_checkpoint.attempts import open_attempt
+    from deltashard_checkpoint.commits import PartReport, commit_part
+    from deltashard_checkpoint.entries import Part
+    from deltashard_checkpoint.keys import index_key, new_token
+    from deltashard_checkpoint.logs import RunLog
+    from deltashard_checkpoint.tables import Box, TableSchema
+else:
+    from deltashard_checkpoint.format.object_key import index_key, new_token
+    from deltashard_checkpoint.format.schema import Box, TableSchema
+    from deltashard_checkpoint.log.commit_log import RunLog
+    from deltashard_checkpoint.log.entry import Part
+    from deltashard_checkpoint.write.attempt import open_attempt
+    from deltashard_checkpoint.write.commit import PartReport, commit_part
 
 TABLE = TableSchema(fqn="t", rows=8, columns=2, dtype="float32")
 WHOLE = Box(table="t", row_start=0, row_stop=8, col_start=0, col_stop=2)

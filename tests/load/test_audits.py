@@ -11,6 +11,7 @@ from kubernetes import client, config
 
 from tests.load.simulation import audit, control_plane
 from tests.load.simulation.control_plane import CONTROLLER, SYSTEM, Plane
+from tests.support.eventually import eventually
 from tests.support.server.apiserver import Rest
 
 ROLE = {
@@ -62,7 +63,7 @@ def _eventually(rest: Rest, act: Callable[[], Any]) -> None:
             return False
         return True
 
-    control_plane.wait_for(done, what="rights in force", timeout_s=control_plane.PATIENCE_S)
+    eventually(done, "rights in force", timeout_s=control_plane.PATIENCE_S)
 
 
 def test_what_the_controller_must_not_write_is_found(plane: Plane, controller: client.ApiClient) -> None:
