@@ -3,7 +3,8 @@
 `deltashard-controller` waits for its Lease (`lease`), reads the CheckpointRuns, then watches (`object_watch`), listens
 to sidecars (`service`), issues certificates (`authority`) and serves plain pages: /livez (the loop turns, and every
 watch is tended), /healthz (besides, the API is heard and sidecars can report) and /metrics. On SIGTERM or SIGINT it
-sends the sidecars away, writes what is not written yet, lets go of the Lease and exits 0; a second signal hurries it.
+ends its watches, sends the sidecars away, writes what is not written yet, lets go of the Lease and exits 0; a second
+signal hurries it.
 Every flag is also a variable: `--metrics-port` is `DELTASHARD_CONTROLLER_METRICS_PORT`.
 """
 
@@ -194,7 +195,8 @@ class Process:
 
     def dead(self) -> list[str]:
         """Why a restart is the remedy; empty while it is not."""
-        untended = self.freshness.untended() if self.controller.loaded else ()
+        watching = self.controller.loaded and not self.stopping
+        untended = self.freshness.untended() if watching else ()
         reasons = [f"nobody tends the watch of {path}" for path in untended]
         if self.lag.now_s() > MAX_LAG_S:
             reasons.append(f"the loop is {self.lag.now_s():.0f} s late")
@@ -278,19 +280,22 @@ class Process:
                 return
             start(self.teller.run(), "events")
             start(self.controller.pump(), "pump")
-            start(self.controller.watches.settle_for_ever(), "settle")
-            start(self.watch.run(), "watch")
+            watching = (
+                start(self.controller.watches.settle_for_ever(), "settle"),
+                start(self.watch.run(), "watch"),
+            )
             await self.fleet.start(self.options.host, self.options.fleet_port)
             _log.info("controller.serving", metrics_port=runner.addresses[0][1], port=self.fleet.port)
             await stop.wait()
             self.stopping = True
             _log.info("controller.stopping")
+            for task in watching:  # new facts would keep the drain from its end
+                task.cancel()
             await self.fleet.stop(2.0)
-            if not any(task.done() for task in tasks):
-                await _unless(hurry, self.controller.drain(self.options.drain_s))
-            for task in tasks:
-                if task.done():
-                    task.result()
+            if not _ended(tasks):
+                await _unless(hurry, self._drain(watching))
+            for task in _ended(tasks):
+                task.result()
             _log.info("controller.stopped")
         finally:
             for task in tasks:
@@ -300,6 +305,15 @@ class Process:
             self.call.close()
             self.reviewer.close()
             await runner.cleanup()
+
+    async def _drain(self, watching: Sequence[asyncio.Task[None]]) -> None:
+        await asyncio.wait(watching)
+        await self.controller.drain(self.options.drain_s)
+
+
+def _ended(tasks: Sequence[asyncio.Task[None]]) -> list[asyncio.Task[None]]:
+    """Those that ended, but not because we cancelled them."""
+    return [task for task in tasks if task.done() and not task.cancelled()]
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

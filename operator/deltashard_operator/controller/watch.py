@@ -3,7 +3,8 @@
 Handlers put facts into the run they are of, which marks it; they draw no conclusions and never wait.
 
 Whose a pod is, its ownerReference says; whose the Job is that it names, the Job. A pod that is seen before its Job
-waits for it, unless the API says that no such Job is to come (one that was made before the webhook has not our label).
+waits for it, unless the API says that no such Job is to come: one that was made before the webhook has not our label,
+and one that ended long ago is nobody's any more. Of pods that nobody comes for, only the living are kept.
 Once known, a pod stays with its run.
 
 A watch that begins anew lists what is there, and what is not among it is dropped. When all kinds are listed, and every
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -27,17 +28,31 @@ from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
 from deltashard_operator.run import observed_object, watched_run
-from deltashard_operator.run.observed_object import PodView
+from deltashard_operator.run.observed_object import JobView, PodView, Workload
 from deltashard_operator.run.watched_run import Run
 
 SELECTOR = f"{MANAGED_BY}={MANAGED_BY_VALUE}"
 TICK_S = 0.25
 SETTLE_S = 600.0
 SETTLE_SOON_S = 1.5
+MAX_PAUSE_S = 60.0
+"""A Job that is still to come, or could not be read, is asked for again after pauses that double up to this."""
 OURS = "/apis/deltashard.io/v1alpha1"
 NOBODYS = ("", "")
 Document = Mapping[str, Any]
 _log = structlog.get_logger("deltashard.controller")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Wait:
+    """Pods that came before their Job."""
+
+    job: Workload
+    pods: dict[str, Document] = field(default_factory=dict)
+    """By UID."""
+    again_s: float = 0.0
+    """The Job is not to be asked for before."""
+    pause_s: float = SETTLE_SOON_S
 
 
 class Watches:
@@ -57,8 +72,10 @@ class Watches:
         self._metrics = metrics
         self._keep_finished_s = keep_finished_s
         self._wall = wall
-        self._waiting: dict[str, dict[str, Document]] = {}
-        """Job UID -> its pods that came before it, by UID."""
+        self._waiting: dict[str, _Wait] = {}
+        """By the Job's UID."""
+        self._not_to_come: dict[str, float] = {}
+        """UID of a Job that the watch does not bring -> until when nobody asks for it again."""
         self._settle_at_s = math.inf
         self._listed = False
         self.kinds = (
@@ -79,13 +96,15 @@ class Watches:
         key = job.workload.key
         entry = self._books.by_key.get(key)
         if entry is None:
-            if self._is_old(job.ended_at_s if job.outcome else now_s, now_s):
+            if self._is_over(job):
+                self._without_job(job.uid)
                 return
             entry = self._books.enter(Run(workload=job.workload, wish=job.wish))
         self._books.jobs[job.uid] = key
         self._books.set(entry, watched_run.with_job(entry.run, job, now_s))
-        for waiting in self._waiting.pop(job.uid, {}).values():
-            self.on_pod(waiting)
+        wait = self._waiting.pop(job.uid, None)
+        for pod in wait.pods.values() if wait is not None else ():
+            self.on_pod(pod)
 
     def job_gone(self, job: ObjectKey, last: Document | None) -> None:
         """A Job is gone."""
@@ -101,16 +120,23 @@ class Watches:
         """Whether something that nobody knows ended so long ago that its CheckpointRun is removed already."""
         return now_s - ended_at_s > self._keep_finished_s
 
+    def _is_over(self, job: JobView) -> bool:
+        """Whether a Job that nobody knows ended so long ago."""
+        return bool(job.outcome) and self._is_old(job.ended_at_s, self._wall())
+
     def on_pod(self, document: Document) -> None:
         """A pod is there, or changed."""
-        pod = self._owned(observed_object.pod_of(document))
+        seen = observed_object.pod_of(document)
+        pod = self._owned(seen)
         if pod is not None:
             self._set_pod(pod)
-            return
-        self._waiting.setdefault(observed_object.workload_of(document).uid, {})[
-            document["metadata"]["uid"]
-        ] = document
-        self._settle_soon()
+        elif self._wall() < self._not_to_come.get(seen.job_uid, 0.0):
+            self._set_if_alive(seen)
+        else:
+            if seen.job_uid not in self._waiting:
+                self._waiting[seen.job_uid] = _Wait(job=seen.workload)
+                self._settle_at_s = min(self._settle_at_s, self._wall() + SETTLE_SOON_S)
+            self._waiting[seen.job_uid].pods[seen.uid] = document
 
     def _owned(self, pod: PodView) -> PodView | None:
         """The pod as its run's; None while its Job is not known."""
@@ -124,6 +150,10 @@ class Watches:
             before = entry.run.pods.get(pod.uid, pod)
             return replace(pod, workload=entry.run.workload, index=before.index)
         return None if pod.job_uid and pod.workload.key not in self._books.by_key else pod
+
+    def _set_if_alive(self, pod: PodView) -> None:
+        if pod.alive:
+            self._set_pod(pod)
 
     def _set_pod(self, pod: PodView) -> None:
         now_s = self._wall()
@@ -142,8 +172,8 @@ class Watches:
 
     def pod_gone(self, key: ObjectKey, last: Document | None) -> None:
         """A pod is gone."""
-        for waiting in self._waiting.values():
-            waiting.pop(key.uid, None)
+        for wait in self._waiting.values():
+            wait.pods.pop(key.uid, None)
         if last is not None and key.uid in self._books.pods:  # it says how it went
             self.on_pod(last)
         entry = self._books.by_key.get(self._books.pods.pop(key.uid, NOBODYS))
@@ -226,26 +256,19 @@ class Watches:
             if self._wall() < self._settle_at_s:
                 continue
             self._settle_at_s = self._wall() + SETTLE_S
-            try:
-                await self.settle()
-            except ApiUnavailable as error:
-                self._settle_at_s = self._wall() + 10 * SETTLE_SOON_S
-                _log.warning("controller.not_settled", error=str(error))
+            await self.settle()
 
     async def settle(self) -> None:
-        """Find whose the pods are whose Job is not known, then end the runs that are over unseen.
-
-        Raises `ApiUnavailable`.
-        """
+        """Find whose the pods are whose Job is not known, then end the runs that are over unseen."""
         if not self._listed:
             return
-        for uid in list(self._waiting):
-            if await self._to_come(uid):
-                self._settle_soon()
-                continue
-            for pod in map(observed_object.pod_of, self._waiting.pop(uid, {}).values()):
-                if pod.alive:
-                    self._set_pod(pod)
+        now_s = self._wall()
+        self._not_to_come = {uid: until_s for uid, until_s in self._not_to_come.items() if now_s < until_s}
+        for uid, wait in list(self._waiting.items()):
+            if self._waiting.get(uid) is wait and self._wall() >= wait.again_s:
+                await self._ask(wait)
+            if uid in self._waiting:
+                self._settle_at_s = min(self._settle_at_s, wait.again_s)
         there = {"Job": self._books.jobs, "Pod": self._books.pods}
         for entry in list(self._books):
             run, uid = entry.run, entry.run.workload.uid
@@ -257,22 +280,40 @@ class Watches:
         self._metrics.sweeps.inc()
         self.synced = True
 
-    def _settle_soon(self) -> None:
-        self._settle_at_s = min(self._settle_at_s, self._wall() + SETTLE_SOON_S)
+    async def _ask(self, wait: _Wait) -> None:
+        """Ask the API for their Job: the pods wait on while it is to come, and while it cannot be read."""
+        try:
+            to_come = bool(wait.pods) and await self._is_to_come(wait.job)
+        except ApiUnavailable as error:  # that stops no other Job's
+            to_come = True
+            _log.warning("controller.not_settled", error=str(error), pause_s=wait.pause_s)
+        if not to_come:
+            self._without_job(wait.job.uid)
+            return
+        wait.again_s = self._wall() + wait.pause_s
+        wait.pause_s = min(2 * wait.pause_s, MAX_PAUSE_S)
 
-    async def _to_come(self, uid: str) -> bool:
-        """Whether the watch will bring the Job of this UID: whether it is there, with our label."""
-        pod = next(iter(self._waiting.get(uid, {}).values()), None)
-        if pod is None:
-            return False
-        job = observed_object.workload_of(pod)
+    async def _is_to_come(self, job: Workload) -> bool:
+        """Whether the watch will bring this Job: whether it is there, with our label, and not over for long.
+
+        Raises `ApiUnavailable`.
+        """
         path = f"/apis/batch/v1/namespaces/{job.namespace}/jobs/{job.name}"
         answer = await self._call("GET", path)
         if not answer.ok and answer.status != 404:
             raise ApiUnavailable(f"cannot be read: {answer.sentence}", where=path)
         metadata = answer.document.get("metadata") or {}
         labels = metadata.get("labels") or {}
-        return metadata.get("uid") == uid and labels.get(MANAGED_BY) == MANAGED_BY_VALUE
+        if metadata.get("uid") != job.uid or labels.get(MANAGED_BY) != MANAGED_BY_VALUE:
+            return False
+        return not self._is_over(observed_object.job_of(answer.document))
+
+    def _without_job(self, uid: str) -> None:
+        """The Job of this UID is not to come: its pods do not wait for it, now and for a while."""
+        self._not_to_come[uid] = self._wall() + SETTLE_S
+        wait = self._waiting.pop(uid, None)
+        for pod in wait.pods.values() if wait is not None else ():
+            self._set_if_alive(observed_object.pod_of(pod))
 
 
 def _known_before(run: Run, pod: PodView, written_s: float) -> Run:

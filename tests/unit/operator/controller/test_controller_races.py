@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 from deltashard_operator.controller.controller import Controller
+from deltashard_operator.controller.watch import SETTLE_SOON_S
 from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello, Phase, PolicyInForce, RunKey
 from deltashard_operator.kube.call import Answer
 from deltashard_operator.kube.object_watch import ObjectKey
@@ -168,7 +169,8 @@ def test_a_pod_waits_for_its_job_only_while_one_is_to_come() -> None:
                 asked.append(path)
                 return Answer(status=200, document=labelled)
 
-        controller = controller_of(Jobs())
+        now_s = time.time()
+        controller = controller_of(Jobs(), wall=lambda: now_s)
         await controller.load()
         watches = controller.watches
         watches.on_pod(pod())
@@ -179,6 +181,7 @@ def test_a_pod_waits_for_its_job_only_while_one_is_to_come() -> None:
         assert asked == ["/apis/batch/v1/namespaces/n/jobs/train"]
         assert len(controller) == 0
         labelled["metadata"]["labels"] = {}
+        now_s += SETTLE_SOON_S
         await watches.settle()
         assert [(each.finished, len(each.pods)) for each in controller.runs()] == [("", 1)]
         watches.pod_gone(ObjectKey("n", "train-x", "p-1"), None)
