@@ -81,8 +81,10 @@ class Watches:
         self.kinds = (
             WatchedKind("jobs", "/apis/batch/v1/jobs", self.on_job, self.job_gone, SELECTOR),
             WatchedKind("pods", "/api/v1/pods", self.on_pod, self.pod_gone, SELECTOR),
-            WatchedKind("nodes", "/api/v1/nodes", self.on_node, self.node_gone),
-            WatchedKind("policies", f"{OURS}/checkpointpolicies", self.on_policy, self.policy_gone),
+            WatchedKind("nodes", "/api/v1/nodes", self.on_node, self.node_gone, by_name=True),
+            WatchedKind(
+                "policies", f"{OURS}/checkpointpolicies", self.on_policy, self.policy_gone, by_name=True
+            ),
             WatchedKind("runs", f"{OURS}/checkpointruns", lambda _run: None, self.run_gone),
         )
         """What is to be watched."""

@@ -6,7 +6,8 @@ or progress. Objects are chosen by the server, by label; nothing else of the clu
 limit of workers: with one below the number of objects it can wait for ever at its start.
 
 Whoever watches a kind is told on its own asyncio loop: of each object that a list names, of what is gone by that list,
-then of each change. A list comes again only when changes may have been missed.
+then of each change. A list comes again only when changes may have been missed. kopf keeps the order of what happens to
+one UID, and no other: of two that bear one name after each other, the second may be heard of first.
 
 kopf runs in a thread of its own: on a loop it shares it takes the signals for itself and at its end cancels every task
 that it did not start. When it ends (an error that it does not try again, a definition that is not there), or leaves a
@@ -21,8 +22,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,9 +69,12 @@ class WatchedKind:
     on_object: Callable[[Document], None]
     """Called with an object that is there, or changed."""
     on_gone: Callable[[ObjectKey, Document | None], None]
-    """Called when one is gone, with its last state, or with None when it went unseen."""
+    """Called when one that was told of is gone, once, with its last state, or with None when it went unseen."""
     selector: str = ""
     """Labels that the server chooses by."""
+    by_name: bool = False
+    """Whether who is told keeps objects by name, not by UID: told neither of the state nor of the end of one whose name
+    a newer one bears."""
 
     @property
     def resource(self) -> tuple[str, str, str]:
@@ -95,12 +99,13 @@ class ObjectWatch:
         self._kinds = {kind.path: kind for kind in kinds}
         self._count = count
         self._on_list = on_list
-        self._known: dict[str, dict[tuple[str, str], ObjectKey]] = {kind.name: {} for kind in kinds}
-        """What is there, by kind, by namespace and name."""
-        self._listing: dict[str, set[tuple[str, str]]] = {}
+        self._known: dict[str, dict[tuple[str, str], dict[str, int]]] = {kind.name: {} for kind in kinds}
+        """What is there, by kind, by namespace and name: UID -> version. Two while an end is on its way."""
+        self._listing: dict[str, set[ObjectKey]] = {kind.name: set() for kind in kinds}
         """What the newest list of a kind names so far."""
+        self._list_version: dict[str, int] = dict.fromkeys(self._known, 0)
+        """Of the newest list of a kind: it tells all that happened until then, so no event of that time is news."""
         self._listed: set[str] = set()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kopf")
         self.freshness = Freshness(self._kinds)
 
     async def run(self) -> None:
@@ -110,9 +115,7 @@ class ObjectWatch:
         while True:
             begun_s, told = time.monotonic(), threading.Event()
             self.freshness.begin()
-            work = loop.run_in_executor(
-                self._thread, asyncio.run, self._kopf(loop.call_soon_threadsafe, told)
-            )
+            work = asyncio.wrap_future(_in_thread(self._kopf, loop.call_soon_threadsafe, told))
             try:
                 while not work.done() and not self.freshness.untended():
                     await asyncio.wait({work}, timeout=TICK_S)
@@ -121,6 +124,7 @@ class ObjectWatch:
                 told.set()
                 await asyncio.wait({work}, timeout=END_S)
             await asyncio.wait({work})  # as long as it does not end, nothing is tended
+            self.freshness.begin()  # nor is a pause a reason to end the process
             error = work.exception()
             why = f"{type(error).__name__}: {error}" if error else f"not watched: {', '.join(untended)}"
             _log.warning("watch.failed", error=why[:300])
@@ -166,31 +170,52 @@ class ObjectWatch:
     # -- on the loop of who is told -----------------------------------------------------------------------------------
 
     def _take_page(self, kind: WatchedKind, page: Document, first: bool) -> None:
-        names = self._listing.setdefault(kind.name, set())
+        listed = self._listing[kind.name]
         if first:
-            names.clear()
+            listed.clear()
+            self._list_version[kind.name] = _version_of(page)
         for document in page.get("items") or ():
-            names.add(_key_of(document)[:2])
-            self._take(kind, "LISTED", document)
+            listed.add(_key_of(document))
+            self._take_listed(kind, document)
         if (page.get("metadata") or {}).get("continue"):
             return
-        known = self._known[kind.name]
-        for name in known.keys() - names:
-            self._tell(kind, kind.on_gone, known.pop(name), None)
+        there = [ObjectKey(*name, uid) for name, uids in self._known[kind.name].items() for uid in uids]
+        for key in there:
+            if key not in listed:
+                self._drop(kind, key, None)
         self._listed.add(kind.name)
         if len(self._listed) == len(self._kinds):
             self._on_list()
 
-    def _take(self, kind: WatchedKind, what: str, document: Document) -> None:
-        key, known = _key_of(document), self._known[kind.name]
-        before = known.pop(key[:2], key)
-        if what == "DELETED":
-            self._tell(kind, kind.on_gone, key, document)
-            return
-        if before != key:  # it went, and another was made under its name
-            self._tell(kind, kind.on_gone, before, None)
-        known[key[:2]] = key
+    def _take_listed(self, kind: WatchedKind, document: Document) -> None:
+        key = _key_of(document)
+        bearers = self._known[kind.name].setdefault(key[:2], {})
+        bearers[key.uid] = _version_of(document)
+        for uid in bearers.keys() - {key.uid}:  # it went, and another was made under its name
+            self._drop(kind, key._replace(uid=uid), None)
         self._tell(kind, kind.on_object, document)
+
+    def _take(self, kind: WatchedKind, what: str, document: Document) -> None:
+        key, version = _key_of(document), _version_of(document)
+        known = self._known[kind.name].get(key[:2], {}).get(key.uid)
+        if what == "DELETED":
+            if known is not None and known <= version:
+                self._drop(kind, key, document)
+            return
+        if version <= max(known or 0, self._list_version[kind.name]):
+            return
+        bearers = self._known[kind.name].setdefault(key[:2], {})
+        bearers[key.uid] = version
+        if not kind.by_name or version == max(bearers.values()):
+            self._tell(kind, kind.on_object, document)
+
+    def _drop(self, kind: WatchedKind, key: ObjectKey, last: Document | None) -> None:
+        bearers = self._known[kind.name][key[:2]]
+        newest = bearers.pop(key.uid) > max(bearers.values(), default=-1)
+        if not bearers:
+            del self._known[kind.name][key[:2]]
+        if newest or not kind.by_name:
+            self._tell(kind, kind.on_gone, key, last)
 
     def _tell(self, kind: WatchedKind, told: Callable[..., None], *of: Any) -> None:
         try:
@@ -204,6 +229,28 @@ class ObjectWatch:
 def _key_of(document: Document) -> ObjectKey:
     metadata = document["metadata"]
     return ObjectKey(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
+
+
+def _version_of(document: Document) -> int:
+    """The resourceVersion of an object or a list: of one kind they grow with every change of any object."""
+    return int(document["metadata"]["resourceVersion"])
+
+
+def _in_thread(work: Callable[..., Coroutine[Any, Any, None]], *of: Any) -> Future[None]:
+    """Run a coroutine on a loop and a thread of its own, which does not hold the end of the process."""
+    found: Future[None] = Future()
+    found.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            asyncio.run(work(*of))
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it is to see it
+            found.set_exception(error)
+        else:
+            found.set_result(None)
+
+    threading.Thread(target=run, name="kopf", daemon=True).start()
+    return found
 
 
 class _Pauses:
@@ -236,6 +283,7 @@ def settings(kinds: Sequence[WatchedKind]) -> kopf.OperatorSettings:
     found.networking.connect_timeout = CONNECT_S
     found.networking.error_backoffs = _Pauses()
     found.queueing.idle_timeout = 1.0
+    found.persistence.finalizer = "deltashard.io/never"  # kopf takes its own from whatever bears it
     found.persistence.diffbase_storage = _NoEssence([])
     found.persistence.progress_storage = kopf.MultiProgressStorage([])
     found.process.ultimate_exiting_timeout = None  # the process has its own end

@@ -1,6 +1,6 @@
-"""The HTTP session that kopf watches with: it tells what each list named, and how fresh each watch is.
+"""The HTTP session that kopf watches with: it tells what each list named, how fresh each watch is, and writes nothing.
 
-kopf is given a session instead of credentials, for three reasons. A projected token is read again when it rotates (the
+kopf is given a session instead of credentials, for these reasons. A projected token is read again when it rotates (the
 kubernetes client's own hook does it), so no watch has to be torn down for a login. What a list names passes through it,
 page by page; kopf itself tells nobody when a list is over, so what went while it did not look would never be found.
 And it is seen when each watch last brought a byte: bookmarks come every minute and kopf ends a watch that is silent for
@@ -51,11 +51,14 @@ class Freshness:
         self._clock = clock
         self._signs = {path: _Signs() for path in paths}
         self._begun_s = self._discovered_s = clock()
+        self._begun = False
         self._discovering = 0
 
     def begin(self) -> None:
-        """Note that watching begins, or begins anew."""
-        self._begun_s = self._discovered_s = self._clock()
+        """Note that watching begins, or begins anew: which makes nothing fresher that was not heard."""
+        self._discovered_s = self._clock()
+        if not self._begun:
+            self._begun, self._begun_s = True, self._discovered_s
         self._discovering = 0
         for signs in self._signs.values():
             signs.tried_s = 0.0
@@ -85,7 +88,7 @@ class Freshness:
         return signs.heard_s
 
     def heard_s(self) -> float:
-        """Seconds since the least fresh watch brought anything, or since the beginning."""
+        """Seconds since the least fresh watch brought anything, or since the first beginning."""
         now_s = self._clock()
         return max(now_s - max(self._heard_s(signs), self._begun_s) for signs in self._signs.values())
 
@@ -112,8 +115,9 @@ def session(
 ) -> kopf.AiohttpSession:
     """A session for kopf as the kubernetes client has one. Call it on kopf's loop.
 
-    `freshness` is told of every request and answer; `on_page` of each page of a list in order (path, document, whether
-    it is the first); `on_watch` of the path of a watch that begins.
+    It refuses all that is not a read (RuntimeError), whatever kopf makes of an object. `freshness` is told of every
+    request and answer; `on_page` of each page of a list in order (path, document, whether it is the first); `on_watch`
+    of the path of a watch that begins.
     """
     watched, configuration = frozenset(paths), api.configuration
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert or None)
@@ -137,6 +141,10 @@ def session(
         request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
         path, query = request.url.path, request.url.query
+        if request.method != "GET":
+            raise RuntimeError(
+                f"kopf would {request.method} {path}, and may only read: object_watch.settings"
+            )
         if path not in watched:
             freshness.discovering(1)
             try:

@@ -40,7 +40,8 @@ class PolicyCache:
         self._on_restart = on_restart
         self.synced = False
         """Whether the policies were listed once."""
-        self.kind = WatchedKind("policies", f"/apis/{GROUP}/{VERSION}/{PLURAL}", self._take, self._drop)
+        path = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
+        self.kind = WatchedKind("policies", path, self._take, self._drop, by_name=True)
 
     def __len__(self) -> int:
         return len(self._specs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
@@ -46,6 +48,31 @@ DEFINITION = {
     },
 }
 MERGE = "application/merge-patch+json"
+FINALIZER = "kopf.zalando.org/KopfFinalizerMarker"
+STUCK = """
+import asyncio, threading
+from deltashard_operator.kube import object_watch
+from kubernetes import client
+
+object_watch.END_S = 0.1
+begun = threading.Event()
+
+async def stuck(*_):
+    begun.set()
+    threading.Event().wait()
+
+async def main():
+    watch = object_watch.ObjectWatch(client.ApiClient(), (), on_list=print)
+    watch._kopf = stuck
+    task = asyncio.create_task(watch.run())
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+asyncio.run(main())
+print("over")
+"""
+"""A watch is cancelled whose kopf stands still, and for ever."""
 Document = dict[str, Any]
 
 
@@ -114,10 +141,11 @@ class Things:
         eventually(lambda: self.http("GET", THINGS).status == 404, what="the definition's end")
 
     def create(self, name: str, size: int, **more: Any) -> Document:
-        labels = more.pop("labels", {})
+        metadata = {"name": name, **more.pop("metadata", {})}
+        metadata.setdefault("labels", more.pop("labels", {}))
         document = {"apiVersion": "watch.test/v1", "kind": "Thing", "size": size, **more}
         path = "/apis/watch.test/v1/namespaces/default/things"
-        reply = self.http("POST", path, {**document, "metadata": {"name": name, "labels": labels}})
+        reply = self.http("POST", path, {**document, "metadata": metadata})
         assert reply.status == 201, reply.document
         return reply.document
 
@@ -282,6 +310,30 @@ def test_a_definition_that_comes_late_goes_and_comes_again_is_watched(
         things.create("second", 2)
         found.learns(second=2)
         things.undefine()
+
+
+def test_a_finalizer_of_another_operator_that_runs_on_kopf_stays(
+    api: client.ApiClient, things: Things
+) -> None:
+    """Kopf takes away the one it is set to, which bears its own name unless it is told another."""
+    things.create("theirs", 1, metadata={"finalizers": [FINALIZER]})
+    with Watching(api) as found:
+        found.learns(theirs=1)
+        things.change("theirs", 2)
+        found.learns(theirs=2)
+        before = things.get("theirs")
+        things.create("plain", 1)
+        found.learns(theirs=2, plain=1)
+    assert things.get("theirs") == before
+    assert before["metadata"]["finalizers"] == [FINALIZER]
+    assert found.counted("failure") == 0
+    path = "/apis/watch.test/v1/namespaces/default/things/theirs"
+    assert things.http("PATCH", path, {"metadata": {"finalizers": []}}, content=MERGE).status == 200
+
+
+def test_a_kopf_that_does_not_end_does_not_hold_the_end_of_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], check=False, capture_output=True, timeout=300)
+    assert (done.returncode, done.stdout.decode()) == (0, "over\n"), done.stderr.decode()
 
 
 def test_an_object_that_is_not_understood_stops_no_other(api: client.ApiClient, things: Things) -> None:

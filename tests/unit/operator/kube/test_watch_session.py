@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from deltashard_operator.kube.watch_session import STALE_S, UNRESOLVED_S, Freshness
+from deltashard_operator.kube.watch_session import STALE_S, UNRESOLVED_S, Freshness, session
+from kubernetes import client
 
 JOBS, PODS = "/apis/batch/v1/jobs", "/api/v1/pods"
 
@@ -89,7 +91,42 @@ def test_a_kind_that_is_not_asked_for_after_the_kinds_were_was_not_there(clock: 
     assert found.untended() == [PODS]
     found.begin()
     assert found.untended() == []
+
+
+def test_a_kind_that_is_never_heard_grows_old_however_often_watching_begins(clock: Clock) -> None:
+    """From the first beginning on, which may be long after this was made: a controller waits for its Lease."""
+    found = Freshness((JOBS, PODS), clock=clock)
+    clock.now_s += 10 * STALE_S
+    found.begin()
     assert found.heard_s() == 0
+    for _ in range(20):
+        found.discovering(1)
+        found.discovering(-1)
+        found.tried(JOBS)
+        found.answered(JOBS)
+        clock.now_s += UNRESOLVED_S + 1
+        assert found.untended() == [PODS]
+        found.begin()
+        assert found.untended() == []
+    assert found.heard_s() == 20 * (UNRESOLVED_S + 1)
+    assert found.heard_s() > STALE_S
+
+
+@pytest.mark.parametrize("method", ["PATCH", "POST", "PUT", "DELETE"])
+def test_what_is_not_a_read_is_refused(clock: Clock, method: str) -> None:
+    """Before it is sent: nobody listens there."""
+    api = client.ApiClient(client.Configuration(host="http://127.0.0.1:1"))
+    found = Freshness((JOBS,), clock=clock)
+
+    async def main() -> None:
+        made = session(api, (JOBS,), found, on_page=lambda *_: None, on_watch=lambda _: None).aiohttp_session
+        async with made:
+            await made.request(method, f"http://127.0.0.1:1{JOBS}")
+
+    with pytest.raises(RuntimeError, match=f"kopf would {method} {JOBS}, and may only read"):
+        asyncio.run(main())
+    clock.now_s += 1
+    assert found.heard_s() == 1
 
 
 def test_a_watch_that_is_opened_while_the_one_before_is_looked_at_is_not_lost(clock: Clock) -> None:
