@@ -1,4 +1,4 @@
-"""The promise of tests/unit: no process is started and no port is served, so that they take a minute on any machine.
+"""The promise of tests/unit: no process is started and no port is served, so that they run anywhere, and fast.
 
 The interpreter's audit events tell of both, wherever in the code they come from; what passes them by (multiprocessing's
 spawn, gRPC's servers) is told by its own door. The act is refused where it is tried, and the test fails by name even
