@@ -64,6 +64,9 @@ class Search:
 
 PLAIN = Search()
 
+_INFINITE_FROM = {"float16": 65520.0, "bfloat16": 2.0**128 - 2.0**119, "float32": 2.0**128 - 2.0**103}
+"""Least magnitude that rounds to an infinity of the type."""
+
 
 def _trims(*pairs: tuple[float, float]) -> F32:
     return np.array(pairs, np.float32)
@@ -234,7 +237,8 @@ def _quantize(
     if searched:
         k.row_ranges(x, lo, hi)
         search_ranges(search, e.bits, x, lo, hi)
-    if not k.encode(x, e.bits, 1.0, searched, lo, hi, scales, biases, codes):
+    special = k.encode(x, e.bits, 1.0, searched, lo, hi, scales, biases, codes)
+    if not special and not (infinite := _infinite(e, name, scales, biases, 0, lo, hi)).any():
         return Encoded()
     # Some row is special: find out which exponent serves most of them, and what is left over.
     with np.errstate(over="ignore", invalid="ignore"):
@@ -247,8 +251,32 @@ def _quantize(
                 k.encode(x, e.bits, 2.0**-exponent, True, lo, hi, scales, biases, codes)
             held = biases.view(np.float16).astype(np.float32) * np.float32(2.0**exponent)
             inexact = np.flatnonzero((lo == hi) & ~bad & (held != lo))
+            infinite = _infinite(e, name, scales, biases, exponent, lo, hi)
             _write_constants(lo, inexact, out[0].view(np.uint16), out[1].view(np.uint16), codes)
+        else:
+            infinite = _infinite(e, name, scales, biases, 0, lo, hi)
+        bad |= infinite
     return _with_exceptions(e, weights, name, bad, exponent)
+
+
+def _infinite(
+    e: Encoding, name: str, scales: Array, biases: Array, exponent: int, lo: F32, hi: F32
+) -> npt.NDArray[np.bool_]:
+    """Rows [n] with a code that a table of dtype `name` would read as an infinity, though its weights are finite.
+
+    A scale or bias is rounded, and a search may set the end of a range beyond the greatest weight: so near the largest
+    value of a type that is one value too far. Constant rows are exact, whatever their words say.
+    """
+    limit = _INFINITE_FROM.get(name, _INFINITE_FROM["float32"])
+    if not (np.maximum(np.abs(lo), np.abs(hi)) > limit / 8).any():
+        return np.zeros(len(lo), np.bool_)
+    words = (
+        biases.view(np.float16 if e.scale_bytes == 2 else np.float32),
+        scales.view(np.float16 if e.scale_bytes == 2 else np.float32),
+    )
+    bias, scale = (word.astype(np.float64) * 2.0**exponent for word in words)
+    top = bias + (2**e.bits - 1) * scale
+    return np.asarray((lo != hi) & ~(np.maximum(np.abs(bias), np.abs(top)) < limit))
 
 
 def search_ranges(search: Search, bits: int, x: F32, lo: F32, hi: F32) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from deltashard_sidecar.transition import after, page
+from deltashard_checkpoint.transition import after, page
 
 
 class State(Enum):

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from enum import Enum
 
-from deltashard_checkpoint.errors import InternalBug
+from deltashard_checkpoint.transition import IllegalEvent, after, page
 
 from deltashard.errors import UserError
 
@@ -47,10 +47,6 @@ class Event(Enum):
     OPEN = "open"
     FENCE = "fence"
     CLOSE = "close"
-
-
-class IllegalEvent(InternalBug):
-    """The table has no arrow for this event in this state."""
 
 
 TABLE: dict[State, dict[Event, State]] = {
@@ -106,14 +102,6 @@ MEANING: dict[Event, str] = {
 ENDED = frozenset({State.CLOSED})
 
 
-def after(state: State, event: Event) -> State:
-    """The state that `event` leads to; raises `IllegalEvent` when the table has no such arrow."""
-    to = TABLE[state].get(event)
-    if to is None:
-        raise IllegalEvent(f"{event.value!r} in state {state.value}", where="trainer lifecycle")
-    return to
-
-
 def unknown(bug: IllegalEvent) -> None:
     """Log an event that the state does not know; tests have it raised instead."""
     log.error("%s: please report this; training goes on", bug)
@@ -156,7 +144,7 @@ class Attempt:
     def happen(self, event: Event) -> State:
         """Apply `event`; returns the state after it."""
         try:
-            self._state = after(self._state, event)
+            self._state = after(TABLE, self._state, event, where="trainer lifecycle")
         except IllegalEvent as bug:
             unknown(bug)
         return self._state
@@ -185,19 +173,4 @@ class Attempt:
 
 def reference() -> str:
     """The lifecycle page of the reference: a mermaid diagram and two tables, in Markdown."""
-    lines = [
-        "# Life of a trainer",
-        "",
-        "Generated from `trainer/deltashard/attach/lifecycle.py`; do not edit.",
-        "",
-        "```mermaid",
-        "stateDiagram-v2",
-        "    [*] --> NEW",
-    ]
-    for state, arrows in TABLE.items():
-        lines += [f"    {state.value} --> {to.value}: {event.value}" for event, to in arrows.items()]
-        if state in ENDED:
-            lines.append(f"    {state.value} --> [*]")
-    lines += ["```", "", "| event | meaning |", "|---|---|"]
-    lines += [f"| {event.value} | {meaning} |" for event, meaning in MEANING.items()]
-    return "\n".join(lines) + "\n"
+    return page("Life of a trainer", "trainer/deltashard/attach/lifecycle.py", TABLE, MEANING)

@@ -54,7 +54,9 @@ class News:
         """What the session thread heard since the last time; raises `FencedError`."""
         while (event := self._session.next_event()) is not None:
             if isinstance(event, Attached):
-                if self._attempt.happen(Event.ATTACH) is not State.CLOSED:
+                after = self._attempt.happen(Event.ATTACH)
+                # A cut may have described its tables anew since: that link has replaced this one, and is adopted.
+                if after is not State.CLOSED and event.link is self._session.link:
                     self._saver.adopt(event.link)
                 self._listener.emit("attached", session=event.link.session)
             elif isinstance(event, Lost):

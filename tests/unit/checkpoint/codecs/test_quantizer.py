@@ -320,3 +320,21 @@ def test_the_largest_floats_never_come_back_as_infinities(kernel_set, encoding, 
     assert stored.encoded.fits
     assert np.isfinite(stored.restored()).all()
     _check_bounds(x, stored)
+
+
+@pytest.mark.parametrize("encoding", QUANTIZED)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("search", [PLAIN, Search(kind="refit", starts=3, passes=2)])
+def test_no_table_reads_its_largest_weights_as_infinities(kernel_set, encoding, dtype, search):
+    """Neither the rounding of a scale nor a range that a search made wider may cost a finite weight."""
+    largest = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": np.finfo(np.float32).max}[
+        dtype
+    ]
+    rng = np.random.default_rng(3)
+    rows = (rng.normal(0, 0.1, (600, 16)) * largest / 100).astype(np.float32)
+    rows[::12, 3] = largest * np.linspace(0.9, 1, 50)
+    rows[::12, 5] = -largest
+    weights = narrowed(rows, dtype)
+    stored = store(encoding, weights, dtype=dtype, search=search)
+    if stored.encoded.fits:
+        assert np.isfinite(widened(stored.restored(dtype), dtype)).all()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from deltashard_checkpoint.transition import IllegalEvent
 from deltashard_sidecar.save.lifecycle import (
     ENDED,
     IN_FLIGHT,
@@ -13,7 +14,6 @@ from deltashard_sidecar.save.lifecycle import (
     State,
     reference,
 )
-from deltashard_sidecar.transition import IllegalEvent
 
 DOCS = Path(__file__).parents[4] / "docs/reference/save-lifecycle.md"
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
+from deltashard_checkpoint.transition import IllegalEvent
 from deltashard_sidecar.session.lifecycle import MEANING, TABLE, Event, Lifecycle, State, reference
-from deltashard_sidecar.transition import IllegalEvent
 
 DOCS = Path(__file__).parents[4] / "docs/reference/session-lifecycle.md"
 ENDS = {Event.DETACH, Event.LOSE, Event.REPLACE, Event.STOP}

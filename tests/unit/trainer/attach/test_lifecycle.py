@@ -12,12 +12,11 @@ from deltashard.attach.lifecycle import (
     TABLE,
     Attempt,
     Event,
-    IllegalEvent,
     State,
-    after,
     reference,
 )
 from deltashard.errors import UserError
+from deltashard_checkpoint.transition import IllegalEvent, after
 
 IN_PRODUCTION = lifecycle.unknown
 DOCS = Path(__file__).parents[4] / "docs/reference/trainer-lifecycle.md"
@@ -48,10 +47,10 @@ def test_a_run_goes_from_new_to_closed_and_comes_back_from_a_lost_sidecar() -> N
 def test_every_pair_is_either_an_arrow_or_a_named_error(state: State, event: Event) -> None:
     """Nothing is ignored silently."""
     if event in TABLE[state]:
-        assert after(state, event) is TABLE[state][event]
+        assert after(TABLE, state, event, where="trainer lifecycle") is TABLE[state][event]
     else:
         with pytest.raises(IllegalEvent, match=state.value):
-            after(state, event)
+            after(TABLE, state, event, where="trainer lifecycle")
 
 
 def test_an_event_that_a_state_does_not_know_is_logged_and_harms_no_training(
