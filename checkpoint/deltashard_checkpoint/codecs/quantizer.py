@@ -193,6 +193,19 @@ def narrowed(values: Array, name: str) -> Array:
         return values.astype(name, copy=False)
 
 
+def narrowed_once(values: npt.NDArray[np.float64], name: str) -> Array:
+    """float64 `values` in dtype `name` (bfloat16 as uint16), rounded to nearest even without a step in between."""
+    if name != "bfloat16":
+        return narrowed(values, name)
+    with np.errstate(over="ignore", invalid="ignore"):
+        single = values.astype(np.float32)
+        rest = values - single.astype(np.float64)
+    # Rounded to odd first: what was cut off stays visible to the second rounding (Boldo and Melquiond, 2008).
+    odd = np.isfinite(single) & (rest != 0) & (single.view(np.uint32) & np.uint32(1) == 0)
+    nearest = np.nextafter(single, np.where(rest > 0, np.inf, -np.inf).astype(np.float32))
+    return narrowed(np.where(odd, nearest, single), name)
+
+
 def _cast(e: Encoding, weights: Array, name: str, codes: npt.NDArray[np.uint8]) -> Encoded:
     """Raw encodings: copy, or cast; rows in which a finite value became infinite are exceptional."""
     if e.dtype == name:

@@ -7,7 +7,9 @@ are decoded and scattered straight to their place in one pass, whatever the shar
 
 State that is one value a row cannot be cut by columns. Where a target joins column shards s of widths D_s into D
 columns, its value is m = sum_s (D_s / D) m_s; where a target is part of a shard it is a copy of m. (Row-wise Adagrad's
-m is a mean over the row's columns, which this keeps.) Values that are no floats are taken from the newest frame.
+m is a mean over the row's columns, which this keeps.) What a frame says of a row counts once, by all columns of the row
+that it fills, however these were cut before; a row whose frames all say the same has that, bit for bit, so that what
+was split and is joined again is as it was. Values that are no floats are taken from the newest frame.
 
 A tombstone provides its rows as zeros: frames older than it must not bring them back. Within one checkpoint a row
 beats its tombstone, which is the plan's order: rows first.
@@ -260,7 +262,7 @@ class _Table:
         self.specs = [specs[name] for name in target.fields]
         # Column intervals [start, stop) in the box's coordinates, each with one flag a row; together all columns.
         self.intervals: list[tuple[int, int, Mask]] = [(0, self.width, np.zeros(self.rows, np.bool_))]
-        self._sums: dict[str, npt.NDArray[np.float64]] = {}
+        self._joins: dict[str, _Join] = {}
 
     def meets(self, frame: Frame) -> bool:
         info, box = frame.info, self.target.box
@@ -291,11 +293,7 @@ class _Table:
         self._split_at(start)
         self._split_at(stop)
         at = positions if inside is None else np.where(inside, positions, 0)
-        untouched = np.ones(len(ids), np.bool_)
-        if len(self.intervals) > 1:
-            for _, _, provided in self.intervals:
-                untouched &= ~provided[at]
-        written = np.zeros(len(ids), np.bool_)
+        filled = np.zeros(len(ids), np.int64)
         for first, last, provided in self.intervals:
             if first < start or last > stop:
                 continue
@@ -304,14 +302,12 @@ class _Table:
                 take &= inside
             if not take.any():
                 continue
-            whole = bool(take.all())
-            fill = _Fill(
-                rows=positions, take=None if whole else take, first=first, last=last, untouched=untouched
-            )
+            fill = _Fill(rows=positions, take=None if take.all() else take, first=first, last=last)
             self._write(frame, fill)
-            untouched = untouched & ~take
             provided[fill.taken_rows] = True
-            written |= take
+            filled += take * (last - first)
+        self._write_rowwise(frame, positions, filled)
+        written = filled > 0
         return ids if written.all() else ids[written]
 
     def missing(self) -> list[Box]:
@@ -340,16 +336,12 @@ class _Table:
     def _write(self, frame: Frame, fill: _Fill) -> None:
         target, info = self.target, frame.info
         weights = target.weights[:, fill.first : fill.last]
-        share = (fill.last - fill.first) / self.width
         if info.kind is FrameKind.TOMBSTONE:
             weights[fill.taken_rows] = 0
             for spec in self.specs:
                 values = target.fields[spec.name]
                 if spec.kind == "pointwise":
                     values[fill.taken_rows, fill.first : fill.last] = 0
-                else:
-                    zeros = np.zeros(len(fill.rows), values.dtype)
-                    self._rowwise(spec, zeros, spec.dtype, fill, share)
             return
         from_column = target.box.col_start + fill.first - info.col_start
         columns = info.col_stop - info.col_start
@@ -361,11 +353,8 @@ class _Table:
         stored = {section.spec.name: section for section in frame.fields}
         for spec in self.specs:
             section = stored.get(spec.name)
-            if section is None:
-                continue  # noted by the applier
-            if spec.kind == "rowwise":
-                self._rowwise(spec, section.values(info.rows), section.stored_dtype, fill, share)
-                continue
+            if section is None or spec.kind == "rowwise":
+                continue  # noted by the applier, and written with all columns of its row
             out = target.fields[spec.name][:, fill.first : fill.last]
             if section.stored_dtype in element_type.WEIGHT_DTYPES:
                 decoder.decode_scatter(
@@ -376,25 +365,72 @@ class _Table:
                 values = section.values(info.rows)[:, from_column : from_column + out.shape[1]]
                 decoder.scatter(np.ascontiguousarray(values), out=out, rows=fill.rows, take=fill.take)
 
-    def _rowwise(self, spec: FieldSpec, values: Array, dtype: str, fill: _Fill, share: float) -> None:
-        """One value a row [n] of type `dtype`, of a frame that brings `share` of the target's columns."""
-        out = self.target.fields[spec.name]
-        if share == 1.0:
-            decoder.scatter(
-                values, out=out, rows=fill.rows, take=fill.take, values_dtype=dtype, dtype=spec.dtype
-            )
+    def _write_rowwise(self, frame: Frame, rows: Rows, filled: Rows) -> None:
+        """What the frame says of rows (positions [n]), of each of which it has just filled so many columns [n]."""
+        stored = {section.spec.name: section for section in frame.fields}
+        alone = filled == self.width
+        joins = (filled > 0) & ~alone
+        for spec in self.specs:
+            if spec.kind != "rowwise":
+                continue
+            out = self.target.fields[spec.name]
+            section = stored.get(spec.name)
+            if frame.info.kind is FrameKind.TOMBSTONE:
+                values, dtype = np.zeros(len(rows), out.dtype), spec.dtype
+            elif section is not None:
+                values, dtype = section.values(frame.info.rows), section.stored_dtype
+            else:
+                continue  # noted by the applier
+            if alone.any():
+                take = None if alone.all() else alone
+                decoder.scatter(values, out=out, rows=rows, take=take, values_dtype=dtype, dtype=spec.dtype)
+            if joins.any():
+                said = np.empty(int(joins.sum()), out.dtype)
+                order = np.arange(len(said), dtype=np.int64)
+                part = np.ascontiguousarray(values[joins])
+                decoder.scatter(part, out=said, rows=order, values_dtype=dtype, dtype=spec.dtype)
+                join = self._joins.get(spec.name)
+                if join is None:
+                    join = self._joins[spec.name] = _Join(self.target.schema.fqn, spec, self.rows)
+                join.add(rows[joins], said, filled[joins], self.width, out)
+
+
+class _Join:
+    """One row-wise field of one target, in rows that several frames provide, some columns each."""
+
+    def __init__(self, table: str, spec: FieldSpec, rows: int) -> None:
+        self._table = table
+        self._spec = spec
+        self._sums = np.zeros(rows, np.float64)
+        self._begun = np.zeros(rows, np.bool_)
+        self._mixed = np.zeros(rows, np.bool_)
+
+    def add(self, at: Rows, said: Array, filled: Rows, width: int, out: Array) -> None:
+        """A frame says `said` [n] (of the field's type) of rows `at`, of which it fills `filled` of `width` columns.
+
+        Raises `SchemaMismatch` for float8, which has no sums, where frames say different things.
+        """
+        fresh = ~self._begun[at]
+        out[at[fresh]] = said[fresh]
+        self._begun[at] = True
+        kind = element_type.by_name(self._spec.dtype)
+        if not kind.floating:
             return
-        if not element_type.by_name(spec.dtype).floating:
-            fresh = fill.untouched if fill.take is None else fill.untouched & fill.take
-            out[fill.rows[fresh]] = values[fresh]
+        bits = np.dtype(f"u{out.dtype.itemsize}")
+        differ = out[at].view(bits) != said.view(bits)
+        self._mixed[at[differ]] = True
+        if self._spec.dtype not in element_type.WEIGHT_DTYPES:
+            if differ.any():
+                raise SchemaMismatch(
+                    f"row-wise state {self._spec.name} of type {self._spec.dtype} differs between column shards of a "
+                    "row, and such numbers have no mean",
+                    where=self._table,
+                    remedy="restore with the sharding of columns that it was saved with",
+                )
             return
-        sums = self._sums.get(spec.name)
-        if sums is None:
-            sums = self._sums[spec.name] = np.zeros(self.rows, np.float64)
-        wide = quantizer.widened(values, dtype).astype(np.float64)
-        at = fill.taken_rows
-        sums[at] += share * (wide if fill.take is None else wide[fill.take])
-        out[at] = quantizer.narrowed(sums[at], spec.dtype)
+        self._sums[at] += quantizer.widened(said, self._spec.dtype).astype(np.float64) * (filled / width)
+        mixed = at[self._mixed[at]]
+        out[mixed] = quantizer.narrowed_once(self._sums[mixed], self._spec.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,8 +443,6 @@ class _Fill:
     """[n]; None: all."""
     first: int
     last: int
-    untouched: Mask
-    """[n]: no column of the row was provided before."""
 
     @property
     def taken_rows(self) -> Rows:

@@ -310,12 +310,23 @@ def find_frames(run, seq, table):
         need(not left.any(), f"checkpoint {c} is incomplete")
 
 
+def round_once(values, dtype):
+    """float64 values as another float type; into bfloat16 by a float32 whose last bit tells what was cut off."""
+    if dtype != "bfloat16":
+        return convert(values, "float64", dtype)
+    near = values.astype("<f4")
+    even = (near != values) & (near.view("<u4") % 2 == 0)
+    toward = np.where(values > near, np.inf, -np.inf).astype("<f4")
+    return convert(np.where(even, np.nextafter(near, toward), near), "float32", dtype)
+
+
 def restore_table(run, seq, table):
     """Arrays of a table by field, "" for the weights: of each cell the newest frame counts."""
     shape, fields = (table["rows"], table["columns"]), [["", "pointwise", table["dtype"]], *table["fields"]]
     shapes, missing = {"pointwise": shape, "rowwise": shape[:1]}, np.ones(shape, bool)
     arrays = {name: np.zeros(shapes[kind], STORAGE[dtype]) for name, kind, dtype in fields}
     sums = {name: np.zeros(shape[0]) for name in arrays}  # of row-wise shares, before rounding
+    differ = {name: np.zeros(shape[0], bool) for name in arrays}  # rows of which frames said different things
     for piece, columns, rows, values in find_frames(run, seq, table):
         fresh, had = piece[rows, columns] & missing[rows, columns], ~missing[rows].all(axis=1)
         share = fresh.sum(axis=1) / shape[1]
@@ -323,10 +334,15 @@ def restore_table(run, seq, table):
             out, cells = arrays[name], (rows, columns) if kind == "pointwise" else rows
             new = values[name] if values else np.zeros_like(out[cells])
             if kind == "rowwise":
-                mixed = np.where(had, out[rows], new)
+                mixed, shared = np.where(had, out[rows], new), (share > 0) & (share < 1)
+                differ[name][rows] |= shared & (
+                    mixed.view(f"u{mixed.itemsize}") != new.view(f"u{new.itemsize}")
+                )
                 if dtype in DTYPES[1:5]:
-                    sums[name][rows] += np.where(share > 0, share * convert(new, dtype, "float64"), 0)
-                    mixed = convert(sums[name][rows], "float64", dtype)
+                    sums[name][rows] += np.where(shared, share * convert(new, dtype, "float64"), 0)
+                    mixed = np.where(differ[name][rows], round_once(sums[name][rows], dtype), mixed)
+                else:
+                    need(not dtype.startswith("float") or not differ[name].any(), f"{name} cannot be joined")
                 new = np.where(share < 1, mixed, new)
             out[cells] = np.where(fresh if kind == "pointwise" else share > 0, new, out[cells])
         missing[rows, columns] &= ~fresh

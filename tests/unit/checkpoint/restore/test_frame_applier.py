@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from deltashard_checkpoint.codecs import quantizer
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.frame import parse_frame
+from deltashard_checkpoint.format.frame_encoder import encode_rows
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore import checkpoint_reader
@@ -16,6 +19,8 @@ from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import SchemaMismatch, Want
 from deltashard_checkpoint.vocabulary import ENCODINGS
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.checkpoint.sample import RUN, Model, Run, box, schema, tombstone, whole
 
@@ -278,3 +283,102 @@ def test_a_strided_target_and_several_boxes_of_one_table() -> None:
     np.testing.assert_array_equal(wide[:, 3:7], model.weights[:, :4])
     np.testing.assert_array_equal(wide[10:20, 10:14], model.weights[10:20, 4:])
     assert np.count_nonzero(wide) == 30 * 4 + 10 * 4
+
+
+@st.composite
+def _histories(draw: st.DrawFn) -> list[list[tuple[Box, list[int]]]]:
+    """Checkpoints, newest first: each cut into boxes of columns, each box with the rows that its frame holds."""
+
+    def columns() -> list[tuple[int, int]]:
+        at = [0, *sorted(draw(st.sets(st.integers(1, COLUMNS - 1), max_size=3))), COLUMNS]
+        return list(itertools.pairwise(at))
+
+    deltas = [
+        [
+            (box(SPLIT, 0, ROWS, a, b), draw(st.lists(st.integers(0, ROWS - 1), unique=True)))
+            for a, b in columns()
+        ]
+        for _ in range(draw(st.integers(0, 3)))
+    ]
+    return [*deltas, [(box(SPLIT, 0, ROWS, a, b), list(range(ROWS))) for a, b in columns()]]
+
+
+ROWS, COLUMNS = 6, 7
+SPLIT = TableSchema(
+    fqn="t",
+    rows=ROWS,
+    columns=COLUMNS,
+    dtype="float32",
+    fields=tuple(
+        FieldSpec(name=dtype, kind="rowwise", dtype=dtype)
+        for dtype in ("bfloat16", "float16", "float32", "float64", "int64")
+    ),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(history=_histories(), few=st.booleans(), seed=st.integers(0, 99))
+def test_rowwise_state_of_any_splits_is_one_sum_or_the_value_that_all_say(
+    history: list[list[tuple[Box, list[int]]]], few: bool, seed: int
+) -> None:
+    """Against the definition, in fractions: a frame counts once a row, whatever cut its columns before or after."""
+    rng = np.random.default_rng(seed)
+    values = (np.array([0.1, -0.0]) if few else rng.normal(0, 1, 50)).astype(np.float32)
+    target = TableTarget(
+        schema=SPLIT,
+        box=whole(SPLIT),
+        weights=np.zeros((ROWS, COLUMNS), np.float32),
+        fields={f.name: np.zeros(ROWS, "uint16" if f.name == "bfloat16" else f.name) for f in SPLIT.fields},
+    )
+    applier = FrameApplier([target])
+    open_ = np.ones((ROWS, COLUMNS), np.bool_)
+    shares: list[list[tuple[int, float]]] = [[] for _ in range(ROWS)]
+    for held, ids in itertools.chain.from_iterable(history):
+        rows = np.array(sorted(ids), np.int64)
+        said = rng.choice(values, len(rows))
+        if not len(rows):
+            continue
+        cells = np.ix_(rows, np.arange(held.col_start, held.col_stop))
+        filled = open_[cells].sum(axis=1)
+        open_[cells] = False
+        for row, width, value in zip(rows, filled, said, strict=True):
+            shares[row] += [(int(width), float(value))] if width else []
+        block = RowBlock(
+            schema=SPLIT,
+            columns=range(held.col_start, held.col_stop),
+            ids=rows,
+            weights=np.zeros((len(rows), held.col_stop - held.col_start), np.float32),
+            fields={
+                f.name: quantizer.narrowed(said, f.name)
+                if f.name != "int64"
+                else (said * 1000).astype(np.int64)
+                for f in SPLIT.fields
+            },
+        )
+        applier.apply(encode_rows(block, EncodeOptions(encoding=ENCODINGS["fp32"]), step=1).data)
+    assert not open_.any()
+    applier.finish()
+    for row, found in enumerate(shares):
+        assert target.fields["int64"][row] == int(np.float32(found[0][1]) * np.float32(1000))
+        for name in ("bfloat16", "float16", "float32", "float64"):
+            said = [(w, quantizer.narrowed(np.array([v], np.float32), name)) for w, v in found]
+            got = target.fields[name][row : row + 1]
+            if len({each.tobytes() for _, each in said}) == 1:
+                assert got.tobytes() == said[0][1].tobytes()
+                continue
+            total = 0.0
+            for w, each in said:
+                total += (w / COLUMNS) * float(quantizer.widened(each, name)[0])
+            assert got.tobytes() == _nearest(total, name).tobytes()
+
+
+def _nearest(value: float, name: str) -> np.ndarray:
+    """`value` rounded once, by looking at both neighbours."""
+    if name != "bfloat16":
+        return np.array([value], name)
+    with np.errstate(over="ignore"):
+        start = int(quantizer.narrowed(np.array([value], np.float32), name)[0])
+    near = list(range(max(start - 1, 0), start + 2))
+    exact = [Fraction(float(quantizer.widened(np.array([b], np.uint16), name)[0])) for b in near]
+    away = [(abs(each - Fraction(value)), b & 1) for each, b in zip(exact, near, strict=True)]
+    return np.array([near[away.index(min(away))]], np.uint16)
