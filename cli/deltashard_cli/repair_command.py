@@ -9,6 +9,7 @@ import click
 from deltashard_checkpoint.errors import DeltashardError, FormatError
 from deltashard_checkpoint.format.index import Index, decode_index, parse_index
 from deltashard_checkpoint.format.object_key import is_index_key, run_key
+from deltashard_checkpoint.log.chain import prefixes_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import prefix_of
 from deltashard_checkpoint.log.run_state import RunState
@@ -104,12 +105,9 @@ def saves(store: Store, run: str, state: RunState | None) -> Iterator[Found]:
         except FormatError:
             continue
     live = {
-        part.prefix: seq
+        prefix: seq
         for seq, entry in (state.checkpoints if state else {}).items()
-        for part in (
-            *entry.parts,
-            *(state.compactions[seq].parts if state and seq in state.compactions else ()),
-        )
+        for prefix in (*entry.prefixes, *(prefixes_of(state, seq) if state else ()))
     }
     for prefix, objects in sorted(sizes.items()):
         yield _save(store, run, prefix, objects, live.get(prefix))

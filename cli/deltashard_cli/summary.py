@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.format.frame import FrameKind
 from deltashard_checkpoint.format.index import Index
-from deltashard_checkpoint.log.chain import ChainIncomplete, chain, parts_of
+from deltashard_checkpoint.log.chain import ChainIncomplete, chain, closure, held_bytes, parts_of
 from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.plan import Plan
@@ -67,7 +67,6 @@ class CheckpointSummary:
 def summarize_run(state: RunState) -> RunSummary:
     """The run in one line."""
     newest = state.newest()
-    parts = {part.index_key: part for seq in state.checkpoints for part in parts_of(state, seq)}
     return RunSummary(
         run=state.run,
         owner=state.owner,
@@ -78,8 +77,23 @@ def summarize_run(state: RunState) -> RunSummary:
         newest_seq=None if newest is None else newest.seq,
         newest_step=None if newest is None else newest.step,
         newest_at_s=None if newest is None else newest.at_s,
-        live_stored_bytes=sum(part.stored_bytes for part in parts.values()),
+        live_stored_bytes=sum(held_bytes(state, seq) for seq in state.checkpoints),
         stopped=None if state.stopped is None else f"entry {state.stopped.seq}: {state.stopped.error.what}",
+    )
+
+
+def _read_by(state: RunState, seq: int) -> tuple[tuple[int, ...], int]:
+    """(checkpoints that a restore of this one reads, newest first, and their bytes); without reading a manifest."""
+    seqs = closure(state, (seq,))
+    if any(state.checkpoints[at].listed is not None for at in seqs):
+        return tuple(sorted(seqs, reverse=True)), sum(held_bytes(state, at) for at in seqs)
+    try:
+        links = chain(state, seq)
+    except ChainIncomplete:
+        links = ()
+    read: dict[str, Part] = {link.part.index_key: link.part for link in links}
+    return tuple(sorted({link.seq for link in links}, reverse=True)), sum(
+        p.stored_bytes for p in read.values()
     )
 
 
@@ -87,27 +101,22 @@ def summarize_checkpoint(
     state: RunState, entry: Checkpoint, indexes: Mapping[str, Index] | None = None
 ) -> CheckpointSummary:
     """One live checkpoint in one line; `indexes`, by index key, say of a compaction what its log entry does not."""
-    parts = parts_of(state, entry.seq)
-    covers = tuple(sorted({part.covers for part in parts if part.covers is not None}, reverse=True))
     compaction = state.compactions.get(entry.seq)
-    moved = [] if compaction is None else [(indexes or {}).get(part.index_key) for part in parts]
+    covers = () if compaction is not None else tuple(reversed(entry.covered))
+    moved = [] if compaction is None else [(indexes or {}).get(part.index_key) for part in compaction.parts]
     known = [index for index in moved if index is not None]
-    try:
-        links = chain(state, entry.seq)
-    except ChainIncomplete:
-        links = ()
-    read: dict[str, Part] = {link.part.index_key: link.part for link in links}
+    seqs, restore_bytes = _read_by(state, entry.seq)
     return CheckpointSummary(
         seq=entry.seq,
         step=entry.step,
         at_s=entry.at_s,
         attempt=entry.attempt,
         cut=entry.cut,
-        kind="full" if not covers else "delta" if all(p.covers is not None for p in parts) else "mixed",
+        kind="full" if not covers else "mixed" if None in entry.covers else "delta",
         covers=covers,
-        chain=tuple(sorted({link.seq for link in links}, reverse=True)),
+        chain=seqs,
         compacted=compaction is not None,
-        ranks=len(entry.parts),
+        ranks=entry.world_size,
         rows=entry.rows if compaction is None else compaction.rows,
         raw_bytes=entry.raw_bytes
         if compaction is None
@@ -115,7 +124,7 @@ def summarize_checkpoint(
         if len(known) == len(moved)
         else None,
         stored_bytes=entry.stored_bytes if compaction is None else compaction.stored_bytes,
-        restore_bytes=sum(part.stored_bytes for part in read.values()),
+        restore_bytes=restore_bytes,
         stall_s=entry.stall_s,
         encodings=tuple(sorted({*entry.encodings, *(name for index in known for name in index.encodings)})),
         pins=entry.pins,

@@ -25,6 +25,7 @@ from deltashard_checkpoint.log.commit_log import LogGap, RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Part, Repaired, Sealed, entry_key, named_fold
 from deltashard_checkpoint.log.folded_state import fold_key
 from deltashard_checkpoint.log.listing import Listing
+from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.maintenance.garbage_collection import debris
@@ -90,6 +91,7 @@ def verify(target: Target, *, which: str | None = None, deep: bool = False) -> V
     live = frozenset(state.checkpoints)
     if which is not None:
         live = closure(state, (choose(state, which).seq,))
+    state = _with_listings(target, state, live, problems)
     needed_by = _needs(state, live)
     indexes = _read_indexes(target, needed_by, problems)
     sizes = {
@@ -189,10 +191,24 @@ def _check_folds(log: RunLog, seen: Listing, slots: Sequence[Slot], problems: li
             problems.append(Problem(object=fold_key(name), what=what, checkpoints=()))
 
 
+def _with_listings(target: Target, state: RunState, live: Iterable[int], problems: list[Problem]) -> RunState:
+    """`state` with what the manifests of these checkpoints list, and a problem for each that cannot be read."""
+    manifests = Manifests(target.store, target.run)
+    for seq in sorted(live):
+        try:
+            state = manifests.listing(state, (seq,))
+        except FormatError as error:
+            needed = tuple(sorted(at for at in live if seq in closure(state, (at,))))
+            problems.append(Problem(object=f"checkpoint {seq}", what=str(error), checkpoints=needed))
+    return state
+
+
 def _needs(state: RunState, live: Iterable[int]) -> dict[str, tuple[Part, tuple[int, ...]]]:
     """Every part that live checkpoints read, by index key, with the checkpoints that need it."""
     found: dict[str, tuple[Part, tuple[int, ...]]] = {}
     for seq in sorted(live):
+        if any(at not in state.listings and state.checkpoints[at].listed for at in closure(state, (seq,))):
+            continue  # a manifest of its chain cannot be read
         parts = {part.index_key: part for at in closure(state, (seq,)) for part in parts_of(state, at)}
         read = {link.part.index_key for link in chain(state, seq)} | {
             p.index_key for p in parts_of(state, seq)

@@ -142,6 +142,7 @@ class Restore:
             mapping=dict(want.mapping),
             weights_only=want.weights_only,
             indexes=self._run.read_ahead(self._who),
+            manifests=self._run.manifests_of(state.run),
             deadline_s=settings.restore_deadline_s,
         )
         return state, plan

@@ -594,7 +594,6 @@ class World:
                     cut=job.cut,
                     step=job.step,
                     world_size=world_size,
-                    token=token,
                     report=report,
                     deadline_s=20.0,
                 )

@@ -6,6 +6,7 @@ it found. TREE is where `deltashard_checkpoint` must come from. Uses only what e
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def write(directory: Path, first_step: int, count: int) -> dict[str, Any]:
             cut=cut,
             step=first_step + cut,
             world_size=1,
-            token=token,
+            **({"token": token} if "token" in inspect.signature(commit_part).parameters else {}),
             report=report,
         ).seq
     state = RunLog(FileStore(directory), "job").refresh()

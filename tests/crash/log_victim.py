@@ -73,9 +73,7 @@ def save(
         raw_bytes=stats.raw_bytes,
         stall_s=0.0,
     )
-    return commit.commit_part(
-        log, attempt=attempt, cut=cut, step=step, world_size=1, token=token, report=report
-    ).seq
+    return commit.commit_part(log, attempt=attempt, cut=cut, step=step, world_size=1, report=report).seq
 
 
 def prepare(directory: Path) -> None:

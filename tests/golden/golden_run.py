@@ -252,8 +252,7 @@ class Writer:
             # All but the last find that a part is missing, and would wait for it.
             with suppress(PartsMissing):
                 done = commit_part(
-                    self.log, attempt=self.attempt, cut=self.cut, step=self.step, world_size=self.world_size,
-                    token=token, report=report, deadline_s=600.0 if rank == len(shares) - 1 else 0.0,
+                    self.log, attempt=self.attempt, cut=self.cut, step=self.step, world_size=self.world_size, report=report, deadline_s=600.0 if rank == len(shares) - 1 else 0.0,
                 )  # fmt: skip
         assert done is not None
         self.checkpoints[done.seq] = Held(_laid_over(self.tables, base, shares), blobs, self.tables)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from deltashard_proto.cause import Cause
 
-from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.errors import FormatError, InternalBug, UserError
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.log.run_state import RunState
@@ -59,13 +59,32 @@ def parts_of(state: RunState, seq: int) -> tuple[Part, ...]:
             where=f"run {state.run}",
             remedy=f"live are {_some(state.checkpoints)}",
         )
+    if (compact := state.compactions.get(seq)) is not None:
+        return compact.parts
+    if entry.listed is None:
+        return entry.parts
+    if seq not in state.listings:
+        raise InternalBug(f"the manifest of checkpoint {seq} was not read", where=f"run {state.run}")
+    return state.listings[seq]
+
+
+def prefixes_of(state: RunState, seq: int) -> frozenset[str]:
+    """Prefixes under which what live checkpoint `seq` is read from lies."""
     compact = state.compactions.get(seq)
-    return entry.parts if compact is None else compact.parts
+    if compact is not None:
+        return frozenset(part.prefix for part in compact.parts)
+    return state.checkpoints[seq].prefixes
 
 
 def live_prefixes(state: RunState) -> frozenset[str]:
     """Prefixes that some live checkpoint may read."""
-    return frozenset(part.prefix for seq in state.checkpoints for part in parts_of(state, seq))
+    return frozenset(prefix for seq in state.checkpoints for prefix in prefixes_of(state, seq))
+
+
+def held_bytes(state: RunState, seq: int) -> int:
+    """Bytes in the store of what live checkpoint `seq` is read from."""
+    compact = state.compactions.get(seq)
+    return state.checkpoints[seq].stored_bytes if compact is None else compact.stored_bytes
 
 
 def chain(
@@ -119,7 +138,7 @@ def closure(state: RunState, seqs: Iterable[int]) -> frozenset[int]:
         seq = stack.pop()
         if seq not in found:
             found.add(seq)
-            stack += {part.covers for part in parts_of(state, seq) if part.covers is not None}
+            stack += () if seq in state.compactions else state.checkpoints[seq].covered
     return frozenset(found)
 
 
@@ -131,9 +150,7 @@ def written_closure(state: RunState, seqs: Iterable[int]) -> frozenset[int]:
         seq = stack.pop()
         if seq not in found:
             found.add(seq)
-            stack += {
-                p.covers for p in state.checkpoints[seq].parts if p.covers is not None
-            } & state.checkpoints.keys()
+            stack += [covers for covers in state.checkpoints[seq].covered if covers in state.checkpoints]
     return frozenset(found)
 
 
@@ -169,6 +186,19 @@ def in_lineage(state: RunState, attempt: int, seq: int) -> bool:
             return False
         below, number = opened.resumes_from, opened.resumes_attempt
     return False
+
+
+def may_cover(state: RunState, attempt: int, seq: int) -> bool:
+    """Whether a part of `attempt` may cover checkpoint `seq`: it is in the lineage, and of the same layout.
+
+    After a change of layout a rank's marks say nothing of the rows that others have handed it.
+    """
+    opened = state.attempts.get(attempt)
+    return (
+        opened is not None
+        and in_lineage(state, attempt, seq)
+        and state.checkpoints[seq].layout == opened.layout
+    )
 
 
 # Boxes

@@ -8,12 +8,12 @@ is that of `replay`. Keys in entries are relative to the run's root.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from deltashard_checkpoint.errors import CorruptObject
-from deltashard_checkpoint.format.object_key import TOKEN_PATTERN
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix
 from deltashard_checkpoint.format.schema import Box, TableSchema
 
 _ENTRY_NAME = re.compile(r"log/(\d{20})\.json", re.ASCII)
@@ -91,6 +91,21 @@ class AttemptOpened(Entry):
     """UID of the workload (Job, JobSet, ...) whose trainer this is; empty outside of a cluster."""
     pod: str = ""
     """UID of the pod it runs in; empty outside of a cluster."""
+    layout: str = ""
+    """Digest of the layout that its ranks keep (`format.layout`); empty: one rank, which holds every table whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """What an entry says of the parts of many ranks, all that the law asks of them: the rest is in a manifest."""
+
+    layout: str
+    """Digest of the layout that says their boxes."""
+    world_size: int
+    manifest: str
+    """The first 32 hexadecimal digits of the SHA-256 of the manifest's bytes (`log.manifest`)."""
+    covers: tuple[int | None, ...]
+    """What the parts cover, see `in_order`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +115,8 @@ class Checkpoint(Entry):
     attempt: int
     cut: int
     step: int
-    parts: tuple[Part, ...]
-    """One per rank, rank 0 first."""
+    parts: tuple[Part, ...] = ()
+    """One per rank, rank 0 first; none where a manifest lists them."""
     tables: tuple[TableSchema, ...]
     encodings: tuple[str, ...]
     """Encodings that occur in the frames, sorted."""
@@ -117,11 +132,47 @@ class Checkpoint(Entry):
     metadata: Mapping[str, str] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
     """Names under which retention keeps it, until a newer checkpoint takes the name."""
+    listed: Listed | None = None
+    """What the entry says of parts that a manifest lists; None: they stand in the entry itself."""
+
+    @property
+    def layout(self) -> str:
+        """Digest of the layout of its parts; empty: they say their boxes themselves."""
+        return "" if self.listed is None else self.listed.layout
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks brought a part."""
+        return len(self.parts) if self.listed is None else self.listed.world_size
+
+    @property
+    def covers(self) -> tuple[int | None, ...]:
+        """What its parts cover: distinct, None first, ascending."""
+        if self.listed is not None:
+            return self.listed.covers
+        return in_order({part.covers for part in self.parts})
+
+    @property
+    def covered(self) -> tuple[int, ...]:
+        """The checkpoints that its parts cover, ascending."""
+        return tuple(seq for seq in self.covers if seq is not None)
+
+    @property
+    def prefixes(self) -> frozenset[str]:
+        """What all its objects lie under."""
+        if self.listed is not None:
+            return frozenset((cut_prefix(self.attempt, self.cut),))
+        return frozenset(part.prefix for part in self.parts)
 
     @property
     def baseline(self) -> bool:
         """Whether every part holds all its rows."""
-        return all(part.covers is None for part in self.parts)
+        return self.covers == (None,)
+
+
+def in_order(covers: Iterable[int | None]) -> tuple[int | None, ...]:
+    """Distinct values that parts cover, as an entry says them: None first, ascending."""
+    return tuple(sorted(set(covers), key=lambda seq: -1 if seq is None else seq))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

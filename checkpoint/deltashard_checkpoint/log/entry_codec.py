@@ -29,6 +29,7 @@ from deltashard_checkpoint.log.entry import (
     Entry,
     Genesis,
     Ignored,
+    Listed,
     Part,
     Reclaimed,
     Repaired,
@@ -36,12 +37,16 @@ from deltashard_checkpoint.log.entry import (
     Sealed,
     cut_of,
     entry_key,
+    in_order,
     is_prefix,
 )
 
 FORMAT = 1
+MANY_RANKS_FORMAT = 2
+"""Of attempts whose ranks keep a layout, and of their checkpoints."""
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{1,128}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _DTYPE = re.compile(r"[a-z0-9_]{1,32}", re.ASCII)
 _UPGRADE = "upgrade deltashard to the version that wrote it; if none did, see `deltashard repair`"
 
@@ -63,7 +68,7 @@ def document_of(entry: Entry) -> dict[str, Any]:
     """The JSON document of an entry, without its hash."""
     kind = next(name for name, cls in KINDS.items() if type(entry) is cls)
     doc: dict[str, Any] = {
-        "format": FORMAT,
+        "format": format_of(entry),
         "kind": kind,
         "seq": entry.seq,
         "previous": entry.previous,
@@ -81,13 +86,13 @@ def document_of(entry: Entry) -> dict[str, Any]:
                 "takeover": entry.takeover,
                 "voids": entry.voids,
             }
-            doc |= {name: text for name in ("workload", "pod") if (text := getattr(entry, name))}
+            doc |= {name: text for name in ("workload", "pod", "layout") if (text := getattr(entry, name))}
         case Checkpoint():
             doc |= {
                 "attempt": entry.attempt,
                 "cut": entry.cut,
                 "step": entry.step,
-                "parts": [part_document(p) for p in entry.parts],
+                **_parts_document(entry),
                 "tables": [table_document(t) for t in entry.tables],
                 "encodings": list(entry.encodings),
                 "rows": entry.rows,
@@ -115,15 +120,39 @@ def document_of(entry: Entry) -> dict[str, Any]:
     return doc
 
 
+def format_of(entry: Entry) -> int:
+    """The format that says this entry."""
+    many = (isinstance(entry, AttemptOpened) and entry.layout) or (
+        isinstance(entry, Checkpoint) and entry.listed is not None
+    )
+    return MANY_RANKS_FORMAT if many else FORMAT
+
+
+def _parts_document(entry: Checkpoint) -> dict[str, Any]:
+    if entry.listed is None:
+        return {"parts": [part_document(p) for p in entry.parts]}
+    return {
+        "layout": entry.listed.layout,
+        "world_size": entry.listed.world_size,
+        "manifest": entry.listed.manifest,
+        "covers": list(entry.listed.covers),
+    }
+
+
 def part_document(part: Part) -> dict[str, Any]:
     """The JSON document of a part."""
     return {
         "rank": part.rank,
         "index_key": part.index_key,
-        "boxes": [[b.table, b.row_start, b.row_stop, b.col_start, b.col_stop] for b in part.boxes],
+        "boxes": [box_document(box) for box in part.boxes],
         "stored_bytes": part.stored_bytes,
         "covers": part.covers,
     }
+
+
+def box_document(box: Box) -> list[Any]:
+    """The JSON form of a box."""
+    return [box.table, box.row_start, box.row_stop, box.col_start, box.col_stop]
 
 
 def table_document(table: TableSchema) -> dict[str, Any]:
@@ -182,13 +211,19 @@ def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
     """The entry of a document whose hash fits."""
     where = reader.where
     version = reader.integer("format", low=1)
-    if version != FORMAT:
+    if version not in (FORMAT, MANY_RANKS_FORMAT):
         raise UnsupportedVersion(
-            f"log entry has format {version}, this library reads {FORMAT}", where=where, remedy=_UPGRADE
+            f"log entry has format {version}, this library reads {FORMAT} and {MANY_RANKS_FORMAT}",
+            where=where,
+            remedy=_UPGRADE,
         )
     if reader.integer("seq") != seq:
         raise ForeignObject(f"entry says it is slot {document['seq']}", where=where)
     kind = reader.text("kind")
+    if version == MANY_RANKS_FORMAT and not (kind in ("attempt", "checkpoint") and "layout" in document):
+        raise UnsupportedVersion(
+            f"log entry of kind {kind[:40]!r} has format {version}", where=where, remedy=_UPGRADE
+        )
     common: dict[str, Any] = {
         "seq": seq,
         "previous": reader.text("previous", None if seq == 0 else _HASH),
@@ -203,6 +238,8 @@ def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
         return Ignored(kind=kind, **common)
     entry = _ENTRIES[kind](reader, common)
     reader.end()
+    if version != format_of(entry):
+        reader.fail(f"a {kind} that says this has format {format_of(entry)}")
     return entry
 
 
@@ -215,7 +252,7 @@ def read_part(document: Any, where: str) -> Part:
     part = Part(
         rank=r.integer("rank"),
         index_key=index_key,
-        boxes=tuple(_read_box(r, item) for item in r.items("boxes")),
+        boxes=tuple(read_box(r, item) for item in r.items("boxes")),
         stored_bytes=r.integer("stored_bytes"),
         covers=r.nullable("covers"),
     )
@@ -223,7 +260,8 @@ def read_part(document: Any, where: str) -> Part:
     return part
 
 
-def _read_box(r: Reader, item: Any) -> Box:
+def read_box(r: Reader, item: Any) -> Box:
+    """A box from its JSON form; raises `CorruptObject`."""
     table, *numbers = r.as_list(item, "box", 5)
     row_start, row_stop, col_start, col_stop = (r.as_integer(n, "box") for n in numbers)
     if row_start >= row_stop or col_start >= col_stop:
@@ -283,16 +321,34 @@ def _attempt(r: Reader, common: dict[str, Any]) -> Entry:
         voids=r.nullable("voids"),
         workload=r.text("workload") if r.has("workload") else "",
         pod=r.text("pod") if r.has("pod") else "",
+        layout=r.text("layout", _DIGEST) if r.has("layout") else "",
         **common,
     )
 
 
+def _listed(r: Reader) -> Listed | None:
+    """What an entry says of parts that a manifest lists; None: it has them itself."""
+    if not r.has("manifest"):
+        return None
+    covers = tuple(None if c is None else r.as_integer(c, "covers") for c in r.items("covers"))
+    if not covers or covers != in_order(covers):
+        r.fail("covers are not distinct and in order")
+    return Listed(
+        layout=r.text("layout", _DIGEST),
+        world_size=r.integer("world_size", low=1),
+        manifest=r.text("manifest", _DIGEST),
+        covers=covers,
+    )
+
+
 def _checkpoint(r: Reader, common: dict[str, Any]) -> Entry:
+    listed = _listed(r)
     entry = Checkpoint(
         attempt=r.integer("attempt"),
         cut=r.integer("cut"),
         step=r.integer("step"),
-        parts=_read_parts(r, ranks=True),
+        parts=() if listed else _read_parts(r, ranks=True),
+        listed=listed,
         tables=tuple(read_table(item, r.where) for item in r.items("tables")),
         encodings=r.texts("encodings"),
         rows=r.integer("rows"),

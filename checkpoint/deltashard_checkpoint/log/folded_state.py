@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
@@ -21,6 +22,9 @@ from deltashard_checkpoint.log.run_state import Attempt, RunState
 
 FORMAT = 2
 """1 was folded by a version that did not forget what is reclaimed: it is not the state that others fold."""
+MANY_RANKS_FORMAT = 3
+"""Of a state with an attempt that has a layout."""
+_LAYOUT = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _NAME = re.compile(r"log/fold-(\d{20})-([0-9a-f]{32})\.json", re.ASCII)
 E = TypeVar("E", bound=Entry)
 
@@ -45,7 +49,7 @@ def dump(state: RunState) -> bytes:
     """`state` as bytes; only of a log that is not stopped."""
     assert state.stopped is None
     document = {
-        "format": FORMAT,
+        "format": _format_of(state.attempts.values()),
         "run": state.run,
         "owner": state.owner,
         "tip": state.tip,
@@ -56,6 +60,7 @@ def dump(state: RunState) -> bytes:
             for n, a in sorted(state.attempts.items())
         ],
         **_openers(state),
+        **_layouts(state),
         "checkpoints": [_sealed(c) for _, c in sorted(state.checkpoints.items())],
         "compactions": [_sealed(c) for _, c in sorted(state.compactions.items())],
         "superseded": [[prefix, seq] for prefix, seq in sorted(state.superseded.items())],
@@ -70,6 +75,16 @@ def _openers(state: RunState) -> dict[str, Any]:
     """Which workload and pod opened which attempt, where any said so."""
     found = [[n, a.workload, a.pod] for n, a in sorted(state.attempts.items()) if a.workload or a.pod]
     return {"openers": found} if found else {}
+
+
+def _format_of(attempts: Iterable[Attempt]) -> int:
+    return MANY_RANKS_FORMAT if any(attempt.layout for attempt in attempts) else FORMAT
+
+
+def _layouts(state: RunState) -> dict[str, Any]:
+    """Which attempt has which layout, where any has one."""
+    found = [[n, a.layout] for n, a in sorted(state.attempts.items()) if a.layout]
+    return {"layouts": found} if found else {}
 
 
 def _sealed(entry: Entry) -> dict[str, Any]:
@@ -87,7 +102,8 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
     if hashlib.sha256(canonical(document)).hexdigest() != digest:
         raise CorruptObject("fold does not match its own hash", where=where)
     r = Reader(document, where)
-    if r.integer("format") != FORMAT:
+    version = r.integer("format")
+    if version not in (FORMAT, MANY_RANKS_FORMAT):
         raise UnsupportedVersion("fold of another format", where=where)
     if r.text("run") != run or r.integer("tip") != seq:
         raise ForeignObject("fold of another run or slot", where=where)
@@ -95,6 +111,10 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
     for item in r.items("openers") if r.has("openers") else ():
         opened, *names = r.as_list(item, "opener", 3)
         openers[r.as_integer(opened, "opener")] = [r.as_text(name, "opener") for name in names]
+    layouts = {}
+    for item in r.items("layouts") if r.has("layouts") else ():
+        opened, layout = r.as_list(item, "layout", 2)
+        layouts[r.as_integer(opened, "layout")] = r.as_text(layout, "layout", _LAYOUT)
     attempts = {}
     for item in r.items("attempts"):
         number, *rest = r.as_list(item, "attempt", 7)
@@ -112,7 +132,10 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
             last_step=last_step,
             workload=workload,
             pod=pod,
+            layout=layouts.get(number, ""),
         )
+    if version != _format_of(attempts.values()):
+        r.fail("a fold that says this has another format")
     checkpoints = [_entry(r, item, Checkpoint) for item in r.items("checkpoints")]
     compactions = [_entry(r, item, Compacted) for item in r.items("compactions")]
     superseded, retired = _prefixes(r, "superseded"), _prefixes(r, "retired")

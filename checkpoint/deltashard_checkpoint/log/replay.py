@@ -21,6 +21,7 @@ all the same (a put that landed late) is debris, is named anew and deleted a gra
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from deltashard_checkpoint.errors import FormatError
@@ -112,6 +113,7 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 last_step=None if resumed is None else resumed.step,
                 workload=entry.workload,
                 pod=entry.pod,
+                layout=entry.layout,
             )
             return replace(
                 state, owner=entry.owner, attempt=entry.seq, attempts={**state.attempts, entry.seq: opened}
@@ -127,7 +129,7 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 committed=state.committed + 1,
             )
         case Compacted():
-            before = {part.prefix for part in chain.parts_of(state, entry.replaces)}
+            before = chain.prefixes_of(state, entry.replaces)
             return replace(
                 state,
                 compactions={**state.compactions, entry.replaces: entry},
@@ -222,22 +224,26 @@ def _judge_checkpoint(state: RunState, entry: Checkpoint) -> None:
         raise _refused(entry, f"cut {entry.cut} is not newer than cut {opened.last_cut}")
     if opened.last_step is not None and entry.step < opened.last_step:
         raise _refused(entry, f"step {entry.step} lies before step {opened.last_step} of the lineage")
-    if len(entry.parts) != opened.world_size:
-        raise _refused(entry, f"{len(entry.parts)} parts of {opened.world_size} ranks")
+    if entry.world_size != opened.world_size:
+        raise _refused(entry, f"{entry.world_size} parts of {opened.world_size} ranks")
+    if entry.layout != opened.layout:
+        raise _refused(entry, f"its layout {entry.layout or 'none'} is not its attempt's")
     _judge_covers(state, entry)
-    _judge_prefixes(state, entry, {part.prefix for part in entry.parts})
+    _judge_prefixes(state, entry, entry.prefixes)
 
 
 def _judge_covers(state: RunState, entry: Checkpoint) -> None:
     """What a part covers must be live, in the lineage, at this very slot: or its other rows come from nowhere."""
-    for covers in sorted({part.covers for part in entry.parts if part.covers is not None}):
+    for covers in entry.covered:
         if not chain.in_lineage(state, entry.attempt, covers):
             raise _refused(
                 entry, f"it covers {covers}, which is not live in the lineage of attempt {entry.attempt}"
             )
+        if state.checkpoints[covers].layout != entry.layout:
+            raise _refused(entry, f"it covers {covers}, which has another layout")
 
 
-def _judge_prefixes(state: RunState, entry: Entry, prefixes: set[str]) -> None:
+def _judge_prefixes(state: RunState, entry: Entry, prefixes: AbstractSet[str]) -> None:
     if dead := sorted(prefixes & state.retired.keys()):
         raise _refused(entry, f"it references {dead[0]}, which is retired and may be deleted")
 
@@ -246,6 +252,8 @@ def _judge_compact(state: RunState, entry: Compacted) -> None:
     replaced = state.checkpoints.get(entry.replaces)
     if replaced is None:
         raise _refused(entry, f"it replaces {entry.replaces}, which is not live")
+    if replaced.listed is not None:
+        raise _refused(entry, f"it replaces {entry.replaces}, whose parts a manifest lists")
 
     def boxes(parts: Iterable[Part]) -> list[tuple[str, int, int, int, int]]:
         return sorted(
@@ -290,7 +298,7 @@ def _judge_retire(state: RunState, entry: Retired) -> None:
             )
         if named := sorted(p for p in entry.prefixes if state.superseded.get(p) in reading):
             raise _refused(entry, f"it names {named[0]}, which the newest attempt may still read")
-    live = {part.prefix for seq in kept for part in chain.parts_of(state, seq)}
+    live = {prefix for seq in kept for prefix in chain.prefixes_of(state, seq)}
     for prefix in entry.prefixes:
         if prefix in live:
             raise _refused(entry, f"it names {prefix}, which a live checkpoint reads")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deltashard_checkpoint.errors import DeltashardError
-from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Sealed
+from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Part, Sealed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Attempt:
     """UID of the workload that opened it; empty outside of a cluster."""
     pod: str = ""
     """UID of the pod that opened it; empty outside of a cluster."""
+    layout: str = ""
+    """Digest of its ranks' layout; empty: one rank, which holds every table whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,10 @@ class RunState:
     """A compaction must have begun at this slot or later: prefixes of older ones may have been forgotten."""
     committed: int = 0
     """Checkpoints ever committed."""
+    listings: Mapping[int, tuple[Part, ...]] = field(default_factory=dict, compare=False)
+    """Parts of live checkpoints that a manifest lists, by seq, as far as they were read (`log.manifest`).
+
+    No rule looks at them: what the law asks of parts stands in the entry."""
     stopped: Unreadable | None = None
     """Where the fold had to stop; None in a healthy log."""
 

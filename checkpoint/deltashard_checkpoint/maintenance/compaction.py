@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from deltashard_checkpoint.errors import EnvironmentFault
+from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.format.object_key import compaction_token
-from deltashard_checkpoint.log.chain import ChainLink, chain
+from deltashard_checkpoint.log.chain import ChainLink, chain, closure
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Compacted, Entry, Part
 from deltashard_checkpoint.log.replay import EntryRefused
@@ -42,7 +42,9 @@ Mover = Callable[[RunLog, RunState, int, tuple[ChainLink, ...], str], Moved]
 
 
 def worthwhile(state: RunState, seq: int, *, longest: int = 8) -> bool:
-    """Whether restoring `seq` reads more than `longest` checkpoints."""
+    """Whether restoring `seq` reads more than `longest` checkpoints, and these could be compacted."""
+    if any(state.checkpoints[at].listed is not None for at in closure(state, (seq,))):
+        return False
     return len({link.seq for link in chain(state, seq)}) > longest
 
 
@@ -51,9 +53,16 @@ def compact(
 ) -> Compacted | None:
     """Compact checkpoint `seq`; None when it already is a baseline (nothing to gain).
 
-    Raises `CheckpointNotFound`, `CompactionAbandoned`, and what the log and `move` raise.
+    Raises `CheckpointNotFound`, `CompactionAbandoned`, `UserError` for one of several ranks, and what the log and
+    `move` raise.
     """
     state = log.refresh(deadline_s=deadline_s)
+    if any(state.checkpoints[at].listed is not None for at in closure(state, (seq,))):
+        raise UserError(
+            f"checkpoint {seq} is of several ranks, and such are not compacted yet",
+            where=f"run {log.run}",
+            remedy="the next baseline ends its chain",
+        )
     links = chain(state, seq)
     if all(link.seq == seq for link in links):
         return None

@@ -14,7 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from deltashard_checkpoint.errors import EnvironmentFault, FormatError, InternalBug, UserError
+from deltashard_checkpoint.errors import (
+    EnvironmentFault,
+    FormatError,
+    InternalBug,
+    InvalidCheckpoint,
+    UserError,
+)
 from deltashard_checkpoint.format.object_key import new_token
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import closure, parts_of
@@ -30,6 +36,7 @@ from deltashard_checkpoint.log.entry import (
     named_fold,
 )
 from deltashard_checkpoint.log.entry_codec import seal
+from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import EntryRefused, advance, void_slots
 from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot
 from deltashard_checkpoint.stores.abc import ObjectExists
@@ -188,10 +195,11 @@ def _advanced(state: RunState, slot: Sealed, lost: Iterable[int]) -> RunState | 
 
 def _with_attempt(state: RunState, entry: Checkpoint) -> RunState:
     """`state` with the attempt of `entry`, whose own entry is lost: as its first commit has it."""
-    covered = [part.covers for part in entry.parts if part.covers in state.checkpoints]
-    resumed = state.checkpoints[max(seq for seq in covered if seq is not None)] if covered else None
+    covered = [seq for seq in entry.covered if seq in state.checkpoints]
+    resumed = state.checkpoints[max(covered)] if covered else None
     opened = Attempt(
-        world_size=len(entry.parts),
+        world_size=entry.world_size,
+        layout=entry.layout,
         resumes_from=None if resumed is None else resumed.seq,
         resumes_attempt=None if resumed is None else resumed.attempt,
     )
@@ -202,11 +210,16 @@ def _with_attempt(state: RunState, entry: Checkpoint) -> RunState:
 def _with_objects(log: RunLog, state: RunState) -> tuple[RunState, tuple[int, ...]]:
     """(`state` without checkpoints that read an index which is not there, those)."""
     there = {info.key for info in log.store.list(log.key("data/"))}
-    broken = {
-        seq
-        for seq in state.checkpoints
-        if any(log.key(part.index_key) not in there for part in parts_of(state, seq))
-    }
+    manifests = Manifests(log.store, log.run)
+
+    def whole(seq: int) -> bool:
+        try:
+            listed = manifests.listing(state, (seq,))
+        except InvalidCheckpoint:
+            return False
+        return all(log.key(part.index_key) in there for part in parts_of(listed, seq))
+
+    broken = {seq for seq in state.checkpoints if not whole(seq)}
     gone = {seq for seq in state.checkpoints if closure(state, (seq,)) & broken}
     kept = replace(
         state,

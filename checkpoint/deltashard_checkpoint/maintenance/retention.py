@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.log.chain import closure, written_closure
+from deltashard_checkpoint.log.chain import closure, prefixes_of, written_closure
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Entry, Retired, cut_of
 from deltashard_checkpoint.log.replay import over
@@ -57,7 +57,7 @@ def kept(state: RunState, retention: Retention) -> frozenset[int]:
         return frozenset()
     newest = state.checkpoints[seqs[-1]]
     keep = set(seqs[-retention.keep_last :])
-    keep |= {part.covers for part in newest.parts if part.covers is not None} & state.checkpoints.keys()
+    keep |= state.checkpoints.keys() & set(newest.covered)
     steps: set[int] = set()
     times: set[int] = set()
     pins: dict[str, int] = {}
@@ -90,18 +90,12 @@ def retire(state: RunState, retention: Retention, debris: Iterable[str] = ()) ->
     """
     keep = kept(state, retention)
     gone = tuple(sorted(state.checkpoints.keys() - keep))
-    live = {
-        part.prefix
-        for seq in keep
-        for part in (
-            state.compactions[seq].parts if seq in state.compactions else state.checkpoints[seq].parts
-        )
-    }
+    live = {prefix for seq in keep for prefix in prefixes_of(state, seq)}
     loading = state.loading()
     reading = frozenset[int]() if loading is None else written_closure(state, (loading,))
     prefixes = set(state.superseded)
     for seq in gone:
-        prefixes |= {part.prefix for part in state.checkpoints[seq].parts}
+        prefixes |= state.checkpoints[seq].prefixes
         if seq in state.compactions:
             prefixes |= {part.prefix for part in state.compactions[seq].parts}
     for prefix in debris:

@@ -21,9 +21,10 @@ from deltashard_checkpoint.format import element_type, typed_tree
 from deltashard_checkpoint.format.index import Index, decode_index
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.log.chain import CheckpointNotFound, chain, parts_of
+from deltashard_checkpoint.log.chain import CheckpointNotFound, chain, closure, parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Part
+from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
@@ -103,13 +104,16 @@ def plan_restore(
     mapping: Mapping[str, str] | None = None,
     weights_only: bool = False,
     indexes: Mapping[str, Index] | None = None,
+    manifests: Manifests | None = None,
     deadline_s: float = 600.0,
 ) -> Plan:
     """The plan that fills `wants` (and blobs: all, none, or these) from checkpoint `seq`.
 
-    Indexes not given are fetched. Raises what `chain`, `load_indexes` and `restore_plan` raise.
+    Indexes not given are fetched, and so are manifests (`manifests` remembers those of its run). Raises what
+    `Manifests`, `chain`, `load_indexes` and `restore_plan` raise.
     """
     wants = tuple(wants)
+    state = (manifests or Manifests(store, state.run)).listing(state, closure(state, (seq,)))
     names = mapping or {}
     boxes = [replace(box, table=names.get(box.table, box.table)) for want in wants for box in want.boxes]
     links = chain(state, seq, boxes, strict=False)

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.index import Index
 from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.log.chain import CheckpointNotFound, chain, parts_of
+from deltashard_checkpoint.log.chain import CheckpointNotFound, chain, closure, parts_of
 from deltashard_checkpoint.log.commit_log import stopped
 from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import (
     TableArrays,
@@ -80,9 +81,10 @@ class OpenCheckpoint:
         """Open `entry` of the run.
 
         Raises:
-            InvalidCheckpoint: an index is wrong or gone for sure.
+            InvalidCheckpoint: a manifest or index is wrong or gone for sure.
             StoreUnavailable: the store cannot be asked.
         """
+        state = Manifests(store, state.run).listing(state, closure(state, (entry.seq,)))
         links = chain(state, entry.seq)
         parts = [*(link.part for link in links), *parts_of(state, entry.seq)]
         return cls(store=store, state=state, entry=entry, indexes=load_indexes(store, state.run, parts))

@@ -26,7 +26,9 @@ from contextvars import copy_context
 from dataclasses import dataclass
 
 from deltashard_checkpoint.backoff import Patience
-from deltashard_checkpoint.errors import EnvironmentFault, UserError
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, UserError
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.chain import CheckpointNotFound, closure
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, LogStopped, RunLog, stopped
@@ -40,7 +42,7 @@ from deltashard_checkpoint.log.entry import (
     voiding_writer,
 )
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
 from deltashard_checkpoint.write.commit import FencedError, TakenOver
 
 _MARKER = re.compile(r"closing/(\d{20})/[0-9a-z-]{1,64}", re.ASCII)
@@ -120,6 +122,7 @@ def open_attempt(
     workload: str = "",
     pod: str = "",
     world_size: int = 1,
+    layout: bytes | None = None,
     which: str = "latest",
     exclude: Iterable[int] = (),
     takeover: bool = False,
@@ -129,16 +132,18 @@ def open_attempt(
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
 
-    `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster. `choosing` hears of the checkpoint
-    that will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to
-    read it may begin with that.
+    `layout` are the bytes of the layout (`format.layout`) that `world_size` ranks keep; None: one rank holds every
+    table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster. `choosing` hears of
+    the checkpoint that will be loaded just before the slot is tried for, and of another one if the slot was lost:
+    whoever is going to read it may begin with that.
     Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
     version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run of a name
-    that is taken (`key_rule.RESERVED`).
+    that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its tables.
     """
+    kept = None if layout is None else _layout_of(layout, world_size)
     opener = _Opener(
         owner=owner, workload=workload, pod=pod, world_size=world_size, which=which, excluded=tuple(exclude),
-        takeover=takeover,
+        takeover=takeover, layout="" if kept is None else kept.digest,
     )  # fmt: skip
     state, marked = _look(log, closing_wait_s, deadline_s)
     if state.tip < 0:
@@ -149,6 +154,9 @@ def open_attempt(
             after="attempt.after_genesis",
             deadline_s=deadline_s,
         )
+    if kept is not None:
+        # IMPORTANT: an entry names only what is durable. A layout that no entry names is a small, harmless leftover.
+        _put_layout(log, kept, deadline_s)
     waited_s = wait_for_closing(log, bound_s=closing_wait_s) if marked else 0.0
     chosen: list[tuple[RunState, Checkpoint | None]] = []
 
@@ -192,6 +200,8 @@ class _Opener:
     which: str
     excluded: tuple[int, ...]
     takeover: bool
+    layout: str
+    """Digest; empty: none."""
 
     def check(self, now: RunState) -> None:
         """Refuse what may not open: a log that cannot be read on, another's run, a workload or pod that was followed.
@@ -245,7 +255,38 @@ class _Opener:
             voids=None if now.stopped is None else now.stopped.seq,
             workload=self.workload,
             pod=self.pod,
+            layout=self.layout,
         )
+
+
+def _layout_of(data: bytes, world_size: int) -> Layout:
+    try:
+        found = Layout.decode(data)
+    except CorruptObject as error:
+        raise UserError(
+            error.what, where="layout", remedy="look at the boxes that the ranks attached with"
+        ) from error
+    if found.world_size != world_size:
+        raise UserError(f"a layout of {found.world_size} ranks, {world_size} train", where="layout")
+    return found
+
+
+def _put_layout(log: RunLog, layout: Layout, deadline_s: float) -> None:
+    """Put the layout unless it is there: it may be large, and most attempts keep that of the one before."""
+    patience = log.patience(deadline_s)
+    crash_point("layout.before_put")
+    while True:
+        try:
+            if not any(info.key == log.key(layout.key) for info in log.store.list(log.key(layout.key))):
+                log.store.put_if_absent(log.key(layout.key), layout.data)
+        except ObjectExists:
+            pass
+        except StoreUnavailable:
+            if not patience.pause():
+                raise
+            continue
+        break
+    crash_point("layout.after_put")
 
 
 def displacement(state: RunState, workload: str, pod: str) -> FencedError | None:

@@ -1,45 +1,60 @@
 """Committing a cut without a leader.
 
-Every rank's sidecar uploads its packs and its index, then (with more than one rank) a *report*: a small object beside
-the index that says what the entry will need of this part (boxes, covers, bytes, schemas, the user's metadata). Then
-it lists the cut's reports. Whoever sees those of all ranks creates the log entry; losing that race to a peer with the
-same (attempt, cut) is success. Who does not see them all yet waits, polling the log *and* listing again, with jitter:
-the last rank to finish may have died between its report and the entry, and then any other must do it.
+Every rank's sidecar uploads its packs and its index, then (with more than one rank) a *report* under the cut's
+`part/`. Its name says all that has to agree and to add up: rank, step, layout, covers, rows, bytes, stall, and the
+index's hash. Then it lists these names. Whoever sees those of all ranks puts the manifest and creates the log
+entry; losing that race to a peer with the same (attempt, cut) is success. Who does not see them all yet waits, polling
+the log *and* listing again, with jitter: the last rank to finish may have died between its report and the entry, and
+then any other must do it. The pod of rank 0 lists at once, the others after growing delays: if all goes well, one does.
 
-Reports are why a peer never reads another rank's frame directory (a megabyte per 100 GB and rank): a name holds the
-hash of the report's bytes, `{rank}-{token}-{hash}.part`, and a report holds the name of the index, which holds the
-hash of the index's bytes. With one rank there is nobody to tell, and no report is written.
+What a report says beside its name (schemas, encodings; rank 0's: directive, metadata, pins) is its bytes, whose hash is
+in the report's name. They are the same at every cut but for rank 0's, so `Sayings` remembers them: in the steady state,
+and if rank 0's pod does it, a commit gets no object at all. With one rank there is nobody to tell, and no report.
+
+A rank that gives a cut up says so by an empty object, `{rank}-{token}-failed`. That is advice: who reads it stops
+waiting for a part that will not come. The entry alone decides.
 
 Cuts commit in increasing order: a cut that is not newer than one in the log is abandoned, however complete, so its
-data is provably dead. A cut whose `covers` is no longer live at its slot is abandoned too. Nothing is lost by that:
-rows of an abandoned cut are still marked, and the next cut holds them.
+data is provably dead. A cut whose `covers` is no longer live at its slot is abandoned too, and so is one whose ranks
+were at different steps, or keep different layouts. Nothing is lost by that: rows of an abandoned cut are still marked,
+and the next cut holds them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deltashard_proto.cause import Cause
 
 from deltashard_checkpoint.backoff import Patience
 from deltashard_checkpoint.crash_point import crash_point
-from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.errors import EnvironmentFault, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
-from deltashard_checkpoint.format.object_key import cut_prefix
-from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, index_key, parse_index_key
+from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Checkpoint, Entry, Part
-from deltashard_checkpoint.log.entry_codec import part_document, read_part, read_table, table_document
+from deltashard_checkpoint.log.entry import Checkpoint, Entry, Listed, Part
+from deltashard_checkpoint.log.entry_codec import box_document, read_box, read_table, table_document
+from deltashard_checkpoint.log.manifest import ListedPart, Manifest, manifest_key
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, StoreUnavailable
 
 FORMAT = 1
 COMMIT_DEADLINE_S = 600.0
-_REPORT_KEY = re.compile(r"data/\d{20}/\d{8}/(\d{5})-[0-9a-z]{8,32}-([0-9a-f]{32})\.part", re.ASCII)
+FOLLOWERS_LIST_FROM = 4
+"""Looks at the log before a pod without rank 0 lists reports itself; then at every look whose number doubles."""
+_NUMBER = "(0|[1-9][0-9]{0,18})"
+_REPORT = re.compile(
+    rf"data/[0-9]{{20}}/[0-9]{{8}}/part/([0-9]{{5}})-({TOKEN_PATTERN})-{_NUMBER}-([0-9a-f]{{32}}|x)-({_NUMBER}|x)-"
+    rf"{_NUMBER}-{_NUMBER}-{_NUMBER}-{_NUMBER}-([0-9a-f]{{32}})-([0-9a-f]{{32}})\.part",
+    re.ASCII,
+)
+_FAILED = re.compile(rf"data/[0-9]{{20}}/[0-9]{{8}}/part/([0-9]{{5}})-({TOKEN_PATTERN})-failed", re.ASCII)
 
 
 class FencedError(EnvironmentFault):
@@ -105,6 +120,10 @@ class PartsMissing(EnvironmentFault):
         )
 
 
+class GivenUp(Abandoned):
+    """Some rank said that it gave this cut up: its part will not come."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
     """What one rank's part brings into the entry."""
@@ -129,7 +148,60 @@ class Committed:
     seq: int
     entry: Checkpoint
     by_us: bool
-    """This rank created the entry (or found it had, after a lost acknowledgement)."""
+    """This process created the entry (or found it had, after a lost acknowledgement)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """What a report says beside its name."""
+
+    tables: tuple[TableSchema, ...]
+    encodings: tuple[str, ...]
+    boxes: tuple[Box, ...]
+    """Without a layout only: with one they stand there."""
+    directive: str
+    fingerprint: Mapping[str, str]
+    metadata: Mapping[str, str]
+    pins: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """A report, as its name has it."""
+
+    key: str
+    rank: int
+    token: str
+    step: int
+    layout: str
+    covers: int | None
+    rows: int
+    raw_bytes: int
+    stored_bytes: int
+    stall_ms: int
+    xxh3: str
+    says: str
+
+
+class Sayings:
+    """Bytes of reports by their hash, as far as this process has read or written them; for all cuts of one run."""
+
+    def __init__(self, *, at_most: int = 1 << 14) -> None:
+        self._lock = threading.Lock()
+        self._at_most = at_most
+        self._held: dict[str, _Said] = {}
+
+    def get(self, digest: str) -> _Said | None:
+        """What has this hash; None: not known here."""
+        with self._lock:
+            return self._held.get(digest)
+
+    def put(self, digest: str, said: _Said) -> None:
+        """Remember it; the oldest goes when there are too many."""
+        with self._lock:
+            self._held[digest] = said
+            while len(self._held) > self._at_most:
+                del self._held[next(iter(self._held))]
 
 
 def commit_part(
@@ -139,49 +211,110 @@ def commit_part(
     cut: int,
     step: int,
     world_size: int,
-    token: str,
     report: PartReport,
+    layout: str = "",
+    sayings: Sayings | None = None,
     deadline_s: float = COMMIT_DEADLINE_S,
 ) -> Committed:
-    """Commit this rank's part, whose packs and index are durable; returns when the cut is in the log.
+    """Commit this rank's part, see `commit_parts`."""
+    return commit_parts(
+        log,
+        attempt=attempt,
+        cut=cut,
+        step=step,
+        world_size=world_size,
+        reports=(report,),
+        layout=layout,
+        sayings=sayings,
+        deadline_s=deadline_s,
+    )
 
-    `token` is the process's own. Raises `FencedError`, `Abandoned`, `PartsMissing` past the deadline,
-    `AppendUnknown` or `StoreUnavailable` when the store does not answer until then, `LogStopped`, `LogGap`.
+
+def commit_parts(
+    log: RunLog,
+    *,
+    attempt: int,
+    cut: int,
+    step: int,
+    world_size: int,
+    reports: Sequence[PartReport],
+    layout: str = "",
+    sayings: Sayings | None = None,
+    deadline_s: float = COMMIT_DEADLINE_S,
+) -> Committed:
+    """Commit the parts of this process's ranks, whose packs and indexes are durable; returns when the cut is logged.
+
+    `layout` is the digest of the attempt's layout, empty where the parts say their boxes themselves.
+    Raises `FencedError`, `Abandoned` (`GivenUp`), `PartsMissing` past the deadline, `AppendUnknown` or
+    `StoreUnavailable` when the store does not answer until then, `LogStopped`, `LogGap`.
     """
     patience = log.patience(deadline_s)
-    commit = _Commit(log, attempt, cut, step, world_size)
-    if world_size == 1:
+    commit = _Commit(log, attempt, cut, step, world_size, layout, sayings or Sayings())
+    if world_size == 1 and not layout:
         crash_point("commit.after_list")
-        return commit.create([report], patience)
-    _put_report(log, commit.document(report), token, report.part, patience)
+        return commit.create_alone(reports[0], patience)
+    for report in reports:
+        _put(log, *commit.document(report), patience)
+    leads = any(report.part.rank == 0 for report in reports)
+    looks = 0
     while True:
+        looks += 1
         try:
             if done := commit.settled(log.refresh(deadline_s=patience.left_s)):
                 return done
-            reports = commit.reports()
+            lists = (
+                leads or (looks >= FOLLOWERS_LIST_FROM and looks & (looks - 1) == 0) or patience.left_s <= 0
+            )
+            try:
+                found = commit.reports() if lists else None
+            except GivenUp:
+                # It may be in the log all the same: a part that landed late, and a peer that saw it in time.
+                if done := commit.settled(log.refresh(deadline_s=patience.left_s)):
+                    return done
+                raise
+            if found is not None and len(found) == world_size:
+                crash_point("commit.after_list")
+                return commit.create([found[rank] for rank in range(world_size)], patience)
         except StoreUnavailable:
             if not patience.pause():
                 raise
             continue
-        crash_point("commit.after_list")
-        if len(reports) == world_size:
-            return commit.create([reports[rank] for rank in range(world_size)], patience)
-        if not patience.pause():
-            raise PartsMissing(sorted(set(range(world_size)) - reports.keys()), commit.where)
+        if found is not None and not patience.left_s:
+            raise PartsMissing(sorted(set(range(world_size)) - found.keys()), commit.where)
+        patience.pause()
+
+
+def give_up(log: RunLog, *, attempt: int, cut: int, rank: int, token: str, deadline_s: float) -> None:
+    """Say that this rank's part of a cut will not come, so that no peer waits for it. Best effort, and only advice.
+
+    Raises `StoreUnavailable` past the deadline.
+    """
+    key = f"{cut_prefix(attempt, cut)}part/{rank:05d}-{token}-failed"
+    _put(log, key, b"", log.patience(deadline_s))
 
 
 class _Commit:
-    """One rank's work on one cut."""
+    """One process's work on one cut."""
 
-    def __init__(self, log: RunLog, attempt: int, cut: int, step: int, world_size: int) -> None:
+    def __init__(
+        self,
+        log: RunLog,
+        attempt: int,
+        cut: int,
+        step: int,
+        world_size: int,
+        layout: str,
+        sayings: Sayings,
+    ) -> None:
         self.log = log
         self.attempt = attempt
         self.cut = cut
         self.step = step
         self.world_size = world_size
+        self.layout = layout
+        self.sayings = sayings
         self.prefix = cut_prefix(attempt, cut)
         self.where = f"run {log.run}, attempt {attempt}, cut {cut}"
-        self._read: dict[str, PartReport] = {}
 
     def settled(self, state: RunState) -> Committed | None:
         """What the log says of this cut already; raises `FencedError` or `Abandoned`."""
@@ -195,17 +328,111 @@ class _Commit:
             raise Abandoned(f"cut {opened.last_cut} was committed before cut {self.cut}", where=self.where)
         return None
 
-    def create(self, reports: Sequence[PartReport], patience: Patience) -> Committed:
-        """Create the entry, or find that a peer did."""
+    def create_alone(self, report: PartReport, patience: Patience) -> Committed:
+        """Create the entry of a cut that has one part, and no layout."""
+        # IMPORTANT: nothing is visible before this entry, and everything it names is durable before it is put: packs,
+        # then index, then (with more than one rank) report and manifest, then the entry. A death in between leaves
+        # garbage only.
+        return self._append(lambda seq, writer: self.entry_alone(report, seq, writer), patience)
+
+    def entry_alone(self, report: PartReport, seq: int, writer: str) -> Checkpoint:
+        """The entry of a cut that has one part, and no layout."""
+        return Checkpoint(
+            seq=seq,
+            previous="",
+            writer=writer,
+            at_s=0.0,
+            attempt=self.attempt,
+            cut=self.cut,
+            step=self.step,
+            parts=(report.part,),
+            tables=tuple(sorted(report.tables, key=lambda table: table.fqn)),
+            encodings=tuple(sorted(report.encodings)),
+            rows=report.rows,
+            raw_bytes=report.raw_bytes,
+            stored_bytes=report.part.stored_bytes,
+            stall_s=report.stall_s,
+            directive=report.directive,
+            fingerprint=dict(report.fingerprint),
+            metadata=dict(report.metadata),
+            pins=tuple(sorted(report.pins)),
+        )
+
+    def create(self, reports: Sequence[_Named], patience: Patience) -> Committed:
+        """Create the entry of the parts that these reports tell of, rank 0 first, or find that a peer did."""
+        said = [self._said(report) for report in reports]
+        tables: dict[str, TableSchema] = {}
+        for each in said:
+            for table in each.tables:
+                if tables.setdefault(table.fqn, table) != table:
+                    raise Abandoned(f"ranks disagree about table {table.fqn}", where=self.where)
+        parts: tuple[Part, ...] = ()
+        listed: Listed | None = None
+        if self.layout:
+            manifest = Manifest(
+                run=self.log.run,
+                attempt=self.attempt,
+                cut=self.cut,
+                step=self.step,
+                layout=self.layout,
+                parts=tuple(
+                    ListedPart(
+                        token=r.token, xxh3=r.xxh3, covers=r.covers, rows=r.rows, stored_bytes=r.stored_bytes
+                    )
+                    for r in reports
+                ),
+            )
+            listed = manifest.listed
+            crash_point("manifest.before_put")
+            _put(self.log, manifest_key(self.attempt, self.cut, listed.manifest), manifest.data, patience)
+            crash_point("manifest.after_put")
+        else:
+            parts = tuple(
+                Part(
+                    rank=r.rank,
+                    index_key=index_key(
+                        attempt=self.attempt, cut=self.cut, rank=r.rank, token=r.token, xxh3=r.xxh3
+                    ),
+                    boxes=each.boxes,
+                    stored_bytes=r.stored_bytes,
+                    covers=r.covers,
+                )
+                for r, each in zip(reports, said, strict=True)
+            )
+        first = said[0]
+        return self._append(
+            lambda seq, writer: Checkpoint(
+                seq=seq,
+                previous="",
+                writer=writer,
+                at_s=0.0,
+                attempt=self.attempt,
+                cut=self.cut,
+                step=self.step,
+                parts=parts,
+                listed=listed,
+                tables=tuple(tables[fqn] for fqn in sorted(tables)),
+                encodings=tuple(sorted({encoding for each in said for encoding in each.encodings})),
+                rows=sum(r.rows for r in reports),
+                raw_bytes=sum(r.raw_bytes for r in reports),
+                stored_bytes=sum(r.stored_bytes for r in reports),
+                stall_s=max(r.stall_ms for r in reports) / 1000,
+                directive=first.directive,
+                fingerprint=dict(first.fingerprint),
+                metadata={name: text for each in reversed(said) for name, text in each.metadata.items()},
+                pins=tuple(sorted({pin for each in said for pin in each.pins})),
+            ),
+            patience,
+        )
+
+    def _append(self, entry: Callable[[int, str], Checkpoint], patience: Patience) -> Committed:
         found: list[Committed] = []
 
-        # IMPORTANT: nothing is visible before this entry, and everything it names is durable before it is put: packs,
-        # then index, then report, then (whoever sees all of them) the entry. A death in between leaves garbage only.
         def build(state: RunState, seq: int, writer: str) -> Entry | None:
             if done := self.settled(state):
                 found[:] = [done]
                 return None
-            return self.entry(reports, seq, writer)
+            return entry(seq, writer)
 
         try:
             sealed = self.log.append(
@@ -221,127 +448,144 @@ class _Commit:
         assert isinstance(sealed.entry, Checkpoint)
         return Committed(seq=sealed.entry.seq, entry=sealed.entry, by_us=True)
 
-    def entry(self, reports: Sequence[PartReport], seq: int, writer: str) -> Checkpoint:
-        """The entry all these reports make; raises `Abandoned` when they contradict one another."""
-        tables: dict[str, TableSchema] = {}
-        for report in reports:
-            for table in report.tables:
-                if tables.setdefault(table.fqn, table) != table:
-                    raise Abandoned(f"ranks disagree about table {table.fqn}", where=self.where)
-        first = reports[0]
-        return Checkpoint(
-            seq=seq,
-            previous="",
-            writer=writer,
-            at_s=0.0,
-            attempt=self.attempt,
-            cut=self.cut,
-            step=self.step,
-            parts=tuple(report.part for report in reports),
-            tables=tuple(tables[fqn] for fqn in sorted(tables)),
-            encodings=tuple(sorted({encoding for report in reports for encoding in report.encodings})),
-            rows=sum(report.rows for report in reports),
-            raw_bytes=sum(report.raw_bytes for report in reports),
-            stored_bytes=sum(report.part.stored_bytes for report in reports),
-            stall_s=max(report.stall_s for report in reports),
-            directive=first.directive,
-            fingerprint=dict(first.fingerprint),
-            metadata={name: text for report in reversed(reports) for name, text in report.metadata.items()},
-            pins=tuple(sorted({pin for report in reports for pin in report.pins})),
-        )
-
     # Reports
 
-    def document(self, report: PartReport) -> bytes:
-        """A report as it is stored."""
-        return canonical(
+    def document(self, report: PartReport) -> tuple[str, bytes]:
+        """Key (relative to the run's root) and bytes of a report."""
+        part, index = report.part, parse_index_key(report.part.index_key)
+        said = _Said(
+            tables=report.tables,
+            encodings=report.encodings,
+            boxes=() if self.layout else part.boxes,
+            directive=report.directive if part.rank == 0 else "",
+            fingerprint=report.fingerprint if part.rank == 0 else {},
+            metadata=report.metadata,
+            pins=report.pins,
+        )
+        data = canonical(
             {
                 "format": FORMAT,
                 "run": self.log.run,
-                "attempt": self.attempt,
-                "cut": self.cut,
-                "step": self.step,
                 "world_size": self.world_size,
-                "part": part_document(report.part),
-                "tables": [table_document(table) for table in report.tables],
-                "encodings": list(report.encodings),
-                "rows": report.rows,
-                "raw_bytes": report.raw_bytes,
-                "stall_s": report.stall_s,
-                "directive": report.directive,
-                "fingerprint": dict(report.fingerprint),
-                "metadata": dict(report.metadata),
-                "pins": list(report.pins),
+                "tables": [table_document(table) for table in said.tables],
+                "encodings": list(said.encodings),
+                "boxes": [box_document(box) for box in said.boxes],
+                "directive": said.directive,
+                "fingerprint": dict(said.fingerprint),
+                "metadata": dict(said.metadata),
+                "pins": list(said.pins),
             }
         )
+        digest = hashlib.sha256(data).hexdigest()[:32]
+        self.sayings.put(digest, said)
+        numbers = (report.rows, report.raw_bytes, part.stored_bytes, round(report.stall_s * 1000))
+        name = "-".join(
+            (
+                f"{part.rank:05d}",
+                index.token,
+                str(self.step),
+                self.layout or "x",
+                "x" if part.covers is None else str(part.covers),
+                *map(str, numbers),
+                index.xxh3,
+                digest,
+            )
+        )
+        return f"{self.prefix}part/{name}.part", data
 
-    def reports(self) -> dict[int, PartReport]:
+    def reports(self) -> dict[int, _Named]:
         """The reports that lie in the cut's prefix now, by rank.
 
         A rank that reported twice (its sidecar died and was restarted in between) has two whole parts: the first by
-        name is taken.
+        name is taken. Raises `Abandoned` when ranks cut at different steps or keep different layouts, and `GivenUp`.
         """
-        found: dict[int, PartReport] = {}
-        for info in self.log.store.list(self.log.key(self.prefix)):
+        found: dict[int, _Named] = {}
+        failed: set[int] = set()
+        for info in self.log.store.list(self.log.key(f"{self.prefix}part/")):
             key = info.key[len(self.log.run) + 1 :]
-            match = _REPORT_KEY.fullmatch(key)
-            if match is None or int(match[1]) in found or int(match[1]) >= self.world_size:
+            if (gone := _FAILED.fullmatch(key)) is not None:
+                failed.add(int(gone[1]))
+            named = _named(key)
+            if named is None or named.rank in found or named.rank >= self.world_size:
                 continue
-            if key not in self._read:
-                self._read[key] = self._fetch(key, int(match[1]), match[2])
-            found[int(match[1])] = self._read[key]
+            # IMPORTANT: one cut, one step, one layout. Ranks that cut at different steps never make one checkpoint.
+            if named.step != self.step:
+                raise Abandoned(
+                    f"rank {named.rank} cut at step {named.step}, this one at step {self.step}",
+                    where=self.where,
+                )
+            if named.layout != self.layout:
+                raise Abandoned(f"rank {named.rank} keeps another layout", where=self.where)
+            found[named.rank] = named
+        if given_up := sorted(failed - found.keys()):
+            raise GivenUp(f"rank {given_up[0]} gave this cut up", where=self.where)
         return found
 
-    def _fetch(self, key: str, rank: int, digest: str) -> PartReport:
+    def _said(self, report: _Named) -> _Said:
+        """What a report says beside its name, read once in this process."""
+        known = self.sayings.get(report.says)
+        if known is not None:
+            return known
         for _ in range(3):
             try:
-                data = self.log.store.get(self.log.key(key))
+                data = self.log.store.get(self.log.key(report.key))
             except ObjectNotFound:
-                raise StoreUnavailable("a listed report is not found", where=key) from None
-            if hashlib.sha256(data).hexdigest()[:32] == digest:
-                return self._parse(data, key, rank)
-        raise StoreUnavailable("a report does not match the hash in its name", where=key)
+                raise StoreUnavailable("a listed report is not found", where=report.key) from None
+            if hashlib.sha256(data).hexdigest()[:32] == report.says:
+                said = self._parse(data, report.key)
+                self.sayings.put(report.says, said)
+                return said
+        raise StoreUnavailable("a report does not match the hash in its name", where=report.key)
 
-    def _parse(self, data: bytes, key: str, rank: int) -> PartReport:
+    def _parse(self, data: bytes, key: str) -> _Said:
         r = Reader(load(data, key), key)
         if r.integer("format") != FORMAT:
             raise UnsupportedVersion("report of another format", where=key, remedy="upgrade deltashard")
-        said = (r.text("run"), r.integer("attempt"), r.integer("cut"), r.integer("world_size"))
-        if said != (self.log.run, self.attempt, self.cut, self.world_size):
+        said = (r.text("run"), r.integer("world_size"))
+        if said != (self.log.run, self.world_size):
             raise ForeignObject(f"the report is of {said}", where=key)
-        if r.integer("step") != self.step:
-            # IMPORTANT: one barrier, one step. Ranks that cut at different steps must never make one checkpoint.
-            raise Abandoned("ranks cut at different steps", where=self.where)
-        report = PartReport(
-            part=read_part(r.take("part"), key),
+        found = _Said(
             tables=tuple(read_table(item, key) for item in r.items("tables")),
             encodings=r.texts("encodings"),
-            rows=r.integer("rows"),
-            raw_bytes=r.integer("raw_bytes"),
-            stall_s=r.number("stall_s"),
+            boxes=tuple(read_box(r, item) for item in r.items("boxes")),
             directive=r.text("directive"),
             fingerprint=r.mapping("fingerprint"),
             metadata=r.mapping("metadata"),
             pins=r.texts("pins"),
         )
         r.end()
-        if report.part.rank != rank or report.part.prefix != self.prefix:
-            raise CorruptObject("the report is of another rank or cut than its name", where=key)
-        return report
+        return found
 
 
-def report_key(part: Part, token: str, data: bytes) -> str:
-    """Key of a part's report, relative to the run's root."""
-    return f"{part.prefix}{part.rank:05d}-{token}-{hashlib.sha256(data).hexdigest()[:32]}.part"
+def _named(key: str) -> _Named | None:
+    """The report that `key` names; None for any other object."""
+    match = _REPORT.fullmatch(key)
+    if match is None:
+        return None
+    rank, token, step, layout, covers, _, rows, raw_bytes, stored_bytes, stall_ms, xxh3, says = match.groups()
+    return _Named(
+        key=key,
+        rank=int(rank),
+        token=token,
+        step=int(step),
+        layout="" if layout == "x" else layout,
+        covers=None if covers == "x" else int(covers),
+        rows=int(rows),
+        raw_bytes=int(raw_bytes),
+        stored_bytes=int(stored_bytes),
+        stall_ms=int(stall_ms),
+        xxh3=xxh3,
+        says=says,
+    )
 
 
-def _put_report(log: RunLog, data: bytes, token: str, part: Part, patience: Patience) -> None:
-    key = log.key(report_key(part, token, data))
+def _put(log: RunLog, key: str, data: bytes, patience: Patience) -> None:
+    """Put an object that is ours, or equal, if it is there already: its name holds our token or its hash."""
     while True:
         try:
-            log.store.put_if_absent(key, data)
+            log.store.put_if_absent(log.key(key), data)
         except ObjectExists:
-            pass  # ours: the name holds our token and the hash of the bytes
+            pass
         except StoreUnavailable:
             if not patience.pause():
                 raise

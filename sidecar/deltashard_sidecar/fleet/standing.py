@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deltashard_checkpoint.log.chain import parts_of
+from deltashard_checkpoint.log.chain import held_bytes
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
@@ -97,7 +97,6 @@ class Standing:
     def _held(self, state: RunState) -> tuple[int, int]:
         """(bytes, checkpoints) live in the store, counted anew only when the log went on."""
         if self._sizes[0] != state.tip:
-            parts = {part.index_key: part for seq in state.checkpoints for part in parts_of(state, seq)}
-            held = sum(part.stored_bytes for part in parts.values())
+            held = sum(held_bytes(state, seq) for seq in state.checkpoints)
             self._sizes = state.tip, held, len(state.checkpoints)
         return self._sizes[1:]

@@ -19,9 +19,10 @@ from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.index import Index, table_message
 from deltashard_checkpoint.format.object_key import new_token
-from deltashard_checkpoint.log.chain import chain, in_lineage, parts_of
+from deltashard_checkpoint.log.chain import chain, closure, may_cover, parts_of
 from deltashard_checkpoint.log.commit_log import RunLog, stopped
 from deltashard_checkpoint.log.entry import Checkpoint, Part
+from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
 from deltashard_checkpoint.restore.fetcher import warm_cache
@@ -122,6 +123,7 @@ class Run:
         self._lock = threading.Lock()
         self._logs: dict[str, RunLog] = {}
         self._ahead: dict[str, IndexesAhead] = {}
+        self._manifests: dict[str, Manifests] = {}
         self._seen: RunState | None = None
         if (known := identity(settings, None)) is not None:
             self._name(known)
@@ -307,9 +309,17 @@ class Run:
                 reply.last_step_seen = step_seen
         return reply
 
+    def manifests_of(self, run: str) -> Manifests:
+        """Reads the manifests of a run, ours or one that is read from."""
+        with self._lock:
+            if run not in self._manifests:
+                self._manifests = {run: Manifests(self.store, run)}
+            return self._manifests[run]
+
     def _read_ahead(self, who: Attachment, state: RunState, seq: int) -> None:
         """Begin to read the indexes that a restore of this checkpoint will ask for."""
         try:
+            state = self.manifests_of(state.run).listing(state, closure(state, (seq,)))
             parts = (
                 *(link.part for link in chain(state, seq, who.boxes, strict=False)),
                 *parts_of(state, seq),
@@ -348,9 +358,9 @@ class Run:
         covers: int | None = None
         # IMPORTANT: a cut may only lean on what the trainer vouches for *and* the log shows as live in this attempt's
         # lineage. Anything else is a whole baseline: more bytes, never a lost row.
-        if decision != "full" and base is not None and in_lineage(state, attempt, base):
+        if decision != "full" and base is not None and may_cover(state, attempt, base):
             covers = base
-        if decision == "since_commit" and commit is not None and in_lineage(state, attempt, commit):
+        if decision == "since_commit" and commit is not None and may_cover(state, attempt, commit):
             covers = commit
         held = "baseline" if covers is None else f"since {covers}"
         return covers, (
@@ -371,6 +381,7 @@ class Run:
         when the cache has no room that costs nothing.
         """
         state = self.log.state
+        state = self.manifests_of(state.run).listing(state, closure(state, (seq,)))
         parts = [link.part for link in chain(state, seq)]
         indexes = load_indexes(self.store, state.run, parts, deadline_s=self.settings.restore_deadline_s)
         packs = [pack for index in indexes.values() for pack in index.packs]

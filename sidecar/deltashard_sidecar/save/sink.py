@@ -113,7 +113,6 @@ class PartSink:
             cut=self._cut.cut,
             step=self._cut.step,
             world_size=self._who.world_size,
-            token=self._run.token,
             report=PartReport(
                 part=part,
                 tables=self._who.tables,

@@ -86,7 +86,7 @@ class Run:
     ) -> int:
         self.step += 1
         done = commits.commit_part(
-            self.log, attempt=attempt, cut=cut, step=self.step if step is None else step, world_size=1, token=TOKEN,
+            self.log, attempt=attempt, cut=cut, step=self.step if step is None else step, world_size=1,
             report=self.report(attempt, cut, covers, **more),
         )  # fmt: skip
         return done.seq

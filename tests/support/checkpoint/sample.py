@@ -11,6 +11,7 @@ from deltashard_checkpoint.codecs import quantizer
 from deltashard_checkpoint.format import frame_encoder
 from deltashard_checkpoint.format.frame import FrameKind
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import new_token
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
@@ -125,18 +126,37 @@ class Model:
 class Run:
     """A run on a store, written through parts and the log, one rank at a time."""
 
-    def __init__(self, directory: Path, *, store: Store | None = None, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        store: Store | None = None,
+        world_size: int = 1,
+        layout: Sequence[Sequence[Box]] | None = None,
+    ) -> None:
         self.store = store or MemoryStore()
         self.cache = PackCache(directory / "cache", budget_bytes=256 << 20)
         self.log = RunLog(self.store, RUN)
-        self.world_size = world_size
-        self.attempt = open_attempt(self.log, owner="tests", world_size=world_size).attempt
-        self.cut = 0
+        self.open(world_size, layout)
 
-    def open(self, world_size: int) -> None:
-        """A new attempt, perhaps of another size."""
+    def open(self, world_size: int, layout: Sequence[Sequence[Box]] | None = None) -> None:
+        """A new attempt, perhaps of another size; `layout`, the boxes of each rank, makes it one of format 2."""
+        kept = None
+        if layout is not None:
+            shapes = {
+                box.table: (
+                    max(b.row_stop for held in layout for b in held if b.table == box.table),
+                    max(b.col_stop for held in layout for b in held if b.table == box.table),
+                )
+                for held in layout
+                for box in held
+            }
+            kept = Layout.of(world_size, shapes, dict(enumerate(layout)))
         self.world_size = world_size
-        self.attempt = open_attempt(self.log, owner="tests", world_size=world_size).attempt
+        self.layout = "" if kept is None else kept.digest
+        self.attempt = open_attempt(
+            self.log, owner="tests", world_size=world_size, layout=None if kept is None else kept.data
+        ).attempt
         self.cut = 0
 
     def save(
@@ -151,7 +171,7 @@ class Run:
     ) -> int:
         """Commit one cut, (boxes, frames) of each rank; rank 0 has the blobs. The seq."""
         self.cut += 1
-        reports = []
+        reports: list[PartReport] = []
         for rank, (boxes, frames) in enumerate(ranks):
             token = new_token()
             target = PartTarget(
@@ -173,21 +193,16 @@ class Run:
                 part=part, tables=tuple(tables), encodings=stats.encodings, rows=stats.rows,
                 raw_bytes=stats.raw_bytes, stall_s=0.0,
             )  # fmt: skip
-            reports.append((token, report))
-        if self.world_size > 1:
-            return self._commit_all(reports, step)
-        token, report = reports[0]
-        return commit_part(
-            self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, token=token, report=report
-        ).seq
+            reports.append(report)
+        return self._commit_all(reports, step)
 
-    def _commit_all(self, reports: list[tuple[str, PartReport]], step: int) -> int:
+    def _commit_all(self, reports: list[PartReport], step: int) -> int:
         from concurrent.futures import ThreadPoolExecutor
 
-        def commit(each: tuple[str, PartReport]) -> int:
+        def commit(each: PartReport) -> int:
             return commit_part(
                 RunLog(self.store, RUN), attempt=self.attempt, cut=self.cut, step=step,
-                world_size=self.world_size, token=each[0], report=each[1], deadline_s=30,
+                world_size=self.world_size, report=each, layout=self.layout, deadline_s=30,
             ).seq  # fmt: skip
 
         with ThreadPoolExecutor(len(reports)) as pool:

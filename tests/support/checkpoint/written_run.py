@@ -131,7 +131,7 @@ class WrittenRun:
             stall_s=0.012, pins=pins, metadata=metadata or {},
         )  # fmt: skip
         seq = commit_part(
-            self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, token=token, report=report
+            self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, report=report
         ).seq
         self.saved[seq] = (
             LiveTable(ITEMS, self.items.weights.copy(), {k: v.copy() for k, v in self.items.fields.items()}),

@@ -76,8 +76,12 @@ def test_every_living_checkpoint_restores_to_the_same_bits(store: Store, run: st
 def test_the_same_bytes_are_written_again(
     tmp_path: Path, run: str, make: Callable[[Path], tuple[dict[str, bytes], dict[int, Held]]], slots: tuple[int, ...]
 ) -> None:  # fmt: skip
-    objects, living = make(tmp_path)
-    golden = found_in(GOLDEN / run)
+    """But for what ranks tell one another of a cut: no build ever wrote that in earnest before it changed."""
+    written, living = make(tmp_path)
+    objects, golden = (
+        {key: data for key, data in each.items() if not key.endswith(".part")}
+        for each in (written, found_in(GOLDEN / run))
+    )
     assert objects.keys() == golden.keys()
     assert [key for key in golden if objects[key] != golden[key]] == []
     assert tuple(living) == slots

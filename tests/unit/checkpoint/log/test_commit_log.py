@@ -18,7 +18,7 @@ from deltashard_checkpoint.stores.abc import AccessDenied, ConditionalPutUnsuppo
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import _Commit
+from deltashard_checkpoint.write.commit import Sayings, _Commit
 
 from tests.support.checkpoint.run_builder import Run, Time, resealed
 
@@ -96,7 +96,8 @@ def test_losing_a_slot_builds_the_entry_anew_on_top_of_the_winner():
 
 
 def run_checkpoint(run, attempt, cut, seq, writer):
-    return _Commit(run.log, attempt, cut, cut, 1).entry([run.report(attempt, cut)], seq, writer)
+    commit = _Commit(run.log, attempt, cut, cut, 1, "", Sayings())
+    return commit.entry_alone(run.report(attempt, cut), seq, writer)
 
 
 def test_an_unavailable_store_is_waited_for_and_then_named():
@@ -335,7 +336,7 @@ def test_folds_are_read_strictly():
         load(data, 3)
     with pytest.raises(CorruptObject, match="hash in its name"):
         folded_state.load(resealed({**document, "owner": "us"}), "job", name)
-    for other in (1, 3):
+    for other in (1, 4):
         with pytest.raises(UnsupportedVersion):
             load(resealed({**document, "format": other}))
     for key in document:

@@ -86,16 +86,15 @@ class Job:
                 part=part, tables=(TABLE,), encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
                 stall_s=0.0,
             )  # fmt: skip
-            reports.append((token, report))
-            commit = commits._Commit(self.run.log, self.attempt, self.cut, step, self.world_size)
-            if self.world_size > 1:
-                patience = self.run.log.patience(1)
-                commits._put_report(self.run.log, commit.document(report), token, part, patience)
-        token, report = reports[-1]
-        return commits.commit_part(
-            self.run.log, attempt=self.attempt, cut=self.cut, step=step, world_size=self.world_size, token=token,
-            report=report,
-        ).seq  # fmt: skip
+            reports.append(report)
+        return commits.commit_parts(
+            self.run.log,
+            attempt=self.attempt,
+            cut=self.cut,
+            step=step,
+            world_size=self.world_size,
+            reports=reports,
+        ).seq
 
     def frame(self, rows: np.ndarray, step: int) -> frame_encoder.EncodedFrame:
         (frame,) = frame_encoder.encode_row_frames(

@@ -44,19 +44,28 @@ saves = st.tuples(
 
 @settings(max_examples=25, deadline=None)
 @given(history=st.lists(saves, min_size=1, max_size=3), after=shardings(), seed=st.integers(0, 99))
+@pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.slow
-def test_any_history_restores_to_any_sharding(history: list, after: list[Box], seed: int) -> None:
-    """Weights and point-wise state exactly; row-wise state too, since every shard of a row has the row's value."""
+def test_any_history_restores_to_any_sharding(
+    history: list, after: list[Box], seed: int, *, listed: bool
+) -> None:
+    """With parts in the entry, and in a manifest by a layout: there the first cut of each is a baseline.
+
+    Weights and point-wise state exactly; row-wise state too, since every shard of a row has the row's value.
+    """
     model = Model(TABLE, seed)
     with tempfile.TemporaryDirectory() as directory:
-        run = Run(Path(directory), world_size=len(history[0][0]))
+        first = history[0][0]
+        run = Run(Path(directory), world_size=len(first), layout=[[b] for b in first] if listed else None)
         commit = baseline = None
         dirty_commit: set[int] = set()
         dirty_baseline: set[int] = set()
         step = seq = 0
         for attempt, (boxes, modes) in enumerate(history):
             if attempt:
-                run.open(len(boxes))
+                run.open(len(boxes), [[b] for b in boxes] if listed else None)
+                if listed and set(boxes) != set(history[attempt - 1][0]):
+                    baseline = None
             for wanted in modes:
                 mode = "full" if baseline is None else wanted
                 step += 1

@@ -21,7 +21,6 @@ def commit(run: Run, attempt: int, rank: int, *, cut: int = 1, step: int = 7, co
         cut=cut,
         step=step,
         world_size=2,
-        token=TOKEN,
         report=report,
         **options,
     )
@@ -57,18 +56,15 @@ def test_the_last_rank_commits_and_a_waiting_rank_finds_the_entry():
     assert (entry.directive, entry.pins, entry.tables) == ("q8 timer", ("best",), (TABLE,))
 
 
+def _work(log, attempt):
+    return commits._Commit(log, attempt, 1, 7, 2, "", commits.Sayings())
+
+
 def test_any_rank_commits_when_the_last_finisher_died_before_the_entry():
     run = Run()
     attempt = run.open(world_size=2).attempt
-    commits._put_report(
-        run.log,
-        commits._Commit(run.log, attempt, 1, 7, 2).document(
-            run.report(attempt, 1, rank=1, boxes=[HALVES[1]])
-        ),
-        TOKEN,
-        run.report(attempt, 1, rank=1, boxes=[HALVES[1]]).part,
-        run.log.patience(1),
-    )
+    report = run.report(attempt, 1, rank=1, boxes=[HALVES[1]])
+    commits._put(run.log, *_work(run.log, attempt).document(report), run.log.patience(1))
     assert commit(run, attempt, 0).by_us
 
 
@@ -129,7 +125,7 @@ def test_ranks_that_cut_at_different_steps_never_make_one_checkpoint():
     attempt = run.open(world_size=2).attempt
     with pytest.raises(PartsMissing):
         commit(run, attempt, 0, step=7)
-    with pytest.raises(Abandoned, match="different steps"):
+    with pytest.raises(Abandoned, match="rank 0 cut at step 7, this one at step 8"):
         commit(run, attempt, 1, step=8)
     assert run.reader().refresh().newest() is None
 
@@ -156,7 +152,6 @@ def test_a_rank_that_reported_twice_counts_once():
                 cut=1,
                 step=7,
                 world_size=2,
-                token=token,
                 report=report,
                 deadline_s=1.0,
             )
@@ -175,8 +170,10 @@ def test_a_report_of_another_run_is_foreign():
     for info in list(run.memory.list("job/")):
         run.memory.put("other" + info.key[3:], run.memory.get(info.key))
     log = RunLog(run.memory, "other", clocks=run.time.clocks)
+    work = _work(log, attempt)
+    reports = [work.reports()[0]] * 2
     with pytest.raises(ForeignObject):
-        commits._Commit(log, attempt, 1, 7, 2).reports()
+        work.create(reports, log.patience(1))
 
 
 def test_a_single_rank_writes_no_report():

@@ -1,0 +1,303 @@
+"""A layout: which rank of a group holds which boxes of which table. An object of its own, named by its hash.
+
+A group keeps its layout as long as its attempt lives, and most attempts have the layout of the one before, so a layout
+is stored once and entries of the log name it. It says shapes and boxes and nothing else: optimizer state may appear
+later, and who saves which blob is nobody's concern who reads.
+
+The boxes of all ranks *tile* every table: no gap and no overlap (`check_tiling`). A replicated table is one owner's.
+
+At scale (4,096 ranks, 800 tables) there are millions of boxes: they are numpy columns here and bytes on the store,
+never objects, but for those of one rank.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from deltashard_checkpoint.errors import CorruptObject, UnsupportedVersion, UserError
+from deltashard_checkpoint.format.schema import Box
+
+MAGIC = b"DSLAYOUT"
+VERSION = 1
+MAX_RANKS = 10**5
+MAX_TABLES = 10**6
+MAX_BOXES = 10**8
+MAX_ROWS, MAX_COLUMNS = 1 << 48, 1 << 20
+_HEADER = struct.Struct("<8sIIIIQ")
+_TABLE = struct.Struct("<QII")
+_COLUMNS = (
+    ("rank", np.dtype("<u4")),
+    ("table", np.dtype("<u4")),
+    ("row_start", np.dtype("<u8")),
+    ("row_stop", np.dtype("<u8")),
+    ("col_start", np.dtype("<u4")),
+    ("col_stop", np.dtype("<u4")),
+)
+_MOST_CELLS = 1 << 27
+"""Boxes cut into the bands of rows between all edges of their table: more is no sharding of anybody's."""
+
+Ints = npt.NDArray[np.int64]
+
+
+class NotTiled(UserError):
+    """The boxes of a layout leave a gap in a table, or overlap."""
+
+
+def layout_key(digest: str) -> str:
+    """Key of a layout, relative to the run's root."""
+    return f"layout/{digest}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableShape:
+    """A table of a layout."""
+
+    fqn: str
+    rows: int
+    columns: int
+
+
+class Layout:
+    """World size, tables, and per box its rank, table, rows and columns: columns of n boxes, sorted, int64 [n]."""
+
+    def __init__(self, *, world_size: int, tables: Sequence[TableShape], columns: Mapping[str, Ints]) -> None:
+        """`tables` sorted by name; `columns` as `_COLUMNS`, sorted as a whole. See `of` and `decode`."""
+        self.world_size = world_size
+        self.tables = tuple(tables)
+        self.rank = columns["rank"]
+        self.table = columns["table"]
+        self.row_start = columns["row_start"]
+        self.row_stop = columns["row_stop"]
+        self.col_start = columns["col_start"]
+        self.col_stop = columns["col_stop"]
+
+    @classmethod
+    def of(
+        cls,
+        world_size: int,
+        tables: Mapping[str, tuple[int, int]],
+        boxes: Mapping[int, Iterable[Box]],
+    ) -> Layout:
+        """From shapes (rows, columns) by table and boxes by rank; not checked, see `check`."""
+        names = sorted(tables)
+        position = {name: i for i, name in enumerate(names)}
+        rows = sorted(
+            (rank, position[b.table], b.row_start, b.row_stop, b.col_start, b.col_stop)
+            for rank, held in boxes.items()
+            for b in held
+        )
+        found = np.array(rows, np.int64).reshape(-1, len(_COLUMNS))
+        return cls(
+            world_size=world_size,
+            tables=[TableShape(fqn=name, rows=tables[name][0], columns=tables[name][1]) for name in names],
+            columns={name: np.ascontiguousarray(found[:, i]) for i, (name, _) in enumerate(_COLUMNS)},
+        )
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def _column(self, name: str) -> Ints:
+        found: Ints = getattr(self, name)
+        return found
+
+    # Bytes
+
+    @cached_property
+    def data(self) -> bytes:
+        """As it is stored: equal layouts are equal bytes."""
+        out = [_HEADER.pack(MAGIC, VERSION, self.world_size, len(self.tables), 0, len(self))]
+        for table in self.tables:
+            name = table.fqn.encode()
+            out.append(_TABLE.pack(table.rows, table.columns, len(name)) + name)
+        out.append(_padding(sum(map(len, out))))
+        for each, dtype in _COLUMNS:
+            column = self._column(each).astype(dtype).tobytes()
+            out += [column, _padding(len(column))]
+        return b"".join(out)
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 of the bytes, 32 hexadecimal digits: the layout's name."""
+        return xxhash.xxh3_128_hexdigest(self.data)
+
+    @property
+    def key(self) -> str:
+        """Key of the object, relative to the run's root."""
+        return layout_key(self.digest)
+
+    @classmethod
+    def decode(cls, data: bytes, *, digest: str | None = None) -> Layout:
+        """The layout in `data`, whole and tiled; `digest` is what its name says.
+
+        Raises `CorruptObject` (other bytes than the name says, or no layout), `UnsupportedVersion`.
+        """
+        where = "a layout" if digest is None else layout_key(digest)
+        if digest is not None and xxhash.xxh3_128_hexdigest(data) != digest:
+            raise CorruptObject("a layout does not match the hash in its name", where=where)
+        try:
+            found = cls._decode(data, where)
+            found.check()
+        except (struct.error, UnicodeDecodeError) as error:
+            raise CorruptObject(f"not a layout: {error}", where=where) from None
+        except UserError as error:
+            raise CorruptObject(f"not a layout: {error.what}", where=where) from None
+        if found.data != data:
+            raise CorruptObject("a layout is not in its canonical form", where=where)
+        return found
+
+    @classmethod
+    def _decode(cls, data: bytes, where: str) -> Layout:
+        magic, version, world_size, tables, zero, boxes = _HEADER.unpack_from(data)
+        if magic != MAGIC or zero:
+            raise CorruptObject("not a layout", where=where)
+        if version != VERSION:
+            raise UnsupportedVersion(f"layout of version {version}", where=where, remedy="upgrade deltashard")
+        at, shapes = _HEADER.size, []
+        if tables * _TABLE.size + boxes * 32 > len(data):
+            raise CorruptObject(f"{tables} tables and {boxes} boxes in {len(data)} bytes", where=where)
+        for _ in range(tables):
+            rows, columns, length = _TABLE.unpack_from(data, at)
+            at += _TABLE.size
+            shapes.append(TableShape(fqn=data[at : at + length].decode(), rows=rows, columns=columns))
+            at += length
+        at += -at % 8
+        columns_of: dict[str, Any] = {}
+        for name, dtype in _COLUMNS:
+            size = boxes * dtype.itemsize
+            if at + size > len(data):
+                raise CorruptObject("a layout ends too early", where=where)
+            column = np.frombuffer(data, dtype, boxes, at)
+            if dtype.itemsize == 8 and boxes and int(column.max()) > MAX_ROWS:
+                raise CorruptObject("a box has too many rows", where=where)
+            columns_of[name] = column.astype(np.int64)
+            at += size + -size % 8
+        if at != len(data):
+            raise CorruptObject(f"{len(data) - at} bytes too many", where=where)
+        return cls(world_size=world_size, tables=shapes, columns=columns_of)
+
+    # What is asked of it
+
+    def boxes_of(self, rank: int) -> tuple[Box, ...]:
+        """The boxes of one rank."""
+        first, stop = np.searchsorted(self.rank, (rank, rank + 1))
+        return tuple(
+            Box(table=self.tables[t].fqn, row_start=a, row_stop=b, col_start=c, col_stop=d)
+            for t, a, b, c, d in zip(
+                *(self._column(name)[first:stop].tolist() for name, _ in _COLUMNS[1:]), strict=True
+            )
+        )
+
+    def ranks_meeting(self, boxes: Iterable[Box]) -> tuple[int, ...]:
+        """The ranks that hold some cell of `boxes`, ascending."""
+        position = {table.fqn: i for i, table in enumerate(self.tables)}
+        by_table: dict[int, list[Box]] = {}
+        for box in boxes:
+            if box.table in position:
+                by_table.setdefault(position[box.table], []).append(box)
+        found: set[int] = set()
+        order, starts = self._by_table
+        for table, wanted in by_table.items():
+            at = order[starts[table] : starts[table + 1]]
+            for box in wanted:
+                meets = (
+                    (self.row_start[at] < box.row_stop)
+                    & (self.row_stop[at] > box.row_start)
+                    & (self.col_start[at] < box.col_stop)
+                    & (self.col_stop[at] > box.col_start)
+                )
+                found.update(np.unique(self.rank[at[meets]]).tolist())
+        return tuple(sorted(found))
+
+    @cached_property
+    def _by_table(self) -> tuple[Ints, Ints]:
+        """(positions of boxes, sorted by table, where each table's begin [tables + 1])."""
+        order = np.argsort(self.table, kind="stable")
+        return order, np.searchsorted(self.table[order], np.arange(len(self.tables) + 1))
+
+    def check(self) -> None:
+        """Raise `UserError` unless every number is in bounds, and `NotTiled` unless the boxes tile all tables."""
+        if not 1 <= self.world_size <= MAX_RANKS or len(self.tables) > MAX_TABLES or len(self) > MAX_BOXES:
+            raise UserError(
+                f"{self.world_size} ranks, {len(self.tables)} tables, {len(self)} boxes", where="layout"
+            )
+        names = [table.fqn for table in self.tables]
+        if names != sorted(set(names)) or not all(names):
+            raise UserError("tables are not sorted by name, or one occurs twice", where="layout")
+        for table in self.tables:
+            if not (0 < table.rows <= MAX_ROWS and 0 < table.columns <= MAX_COLUMNS):
+                raise UserError(f"[{table.rows}, {table.columns}] is no table", where=table.fqn)
+        if len(self):
+            if int(self.rank.max()) >= self.world_size or int(self.table.max()) >= len(self.tables):
+                raise UserError("a box is of no rank or of no table", where="layout")
+            shape = np.array([(t.rows, t.columns) for t in self.tables], np.int64)[self.table]
+            inside = (self.row_start < self.row_stop) & (self.row_stop <= shape[:, 0])
+            inside &= (self.col_start < self.col_stop) & (self.col_stop <= shape[:, 1])
+            if not inside.all():
+                raise UserError(f"box {self._named(int(np.argmin(inside)))} is in no table", where="layout")
+        self.check_tiling()
+
+    def check_tiling(self) -> None:
+        """Raise `NotTiled`, which names the table, the place and the ranks, for a gap or an overlap."""
+        order, starts = self._by_table
+        for position, table in enumerate(self.tables):
+            self._check_table(table, order[starts[position] : starts[position + 1]])
+
+    def _check_table(self, table: TableShape, at: Ints) -> None:
+        """One table, whose boxes are at these positions: band by band of rows, its columns must follow one another."""
+        edges = np.unique(np.concatenate(([0, table.rows], self.row_start[at], self.row_stop[at])))
+        first = np.searchsorted(edges, self.row_start[at])
+        bands = np.searchsorted(edges, self.row_stop[at]) - first
+        if int(bands.sum()) > _MOST_CELLS:
+            raise NotTiled(f"{len(at)} boxes cut the table's rows too finely", where=table.fqn)
+        box = np.repeat(np.arange(len(at)), bands)
+        band = np.arange(len(box)) - np.repeat(np.cumsum(bands) - bands, bands) + np.repeat(first, bands)
+        order = np.lexsort((self.col_start[at][box], band))
+        band, box = band[order], box[order]
+        start, stop = self.col_start[at][box], self.col_stop[at][box]
+        begins = np.ones(len(band), np.bool_)
+        begins[1:] = band[1:] != band[:-1]
+        expected = np.where(begins, 0, np.concatenate(([0], stop[:-1])) if len(stop) else stop)
+        ends = np.ones(len(band), np.bool_)
+        ends[:-1] = begins[1:]
+        wrong = (start != expected) | (ends & (stop != table.columns))
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            if start[i] < expected[i]:
+                raise NotTiled(
+                    f"{self._named(int(at[box[i]]))} overlaps {self._named(int(at[box[i - 1]]))}",
+                    where=table.fqn,
+                    remedy="every row and column of a table is one rank's",
+                )
+            gap = (expected[i], start[i]) if start[i] > expected[i] else (stop[i], table.columns)
+            raise self._gap(table, int(edges[band[i]]), int(edges[band[i] + 1]), int(gap[0]), int(gap[1]))
+        covered = np.unique(band)
+        if len(covered) != len(edges) - 1:
+            missing = int(np.setdiff1d(np.arange(len(edges) - 1), covered)[0])
+            raise self._gap(table, int(edges[missing]), int(edges[missing + 1]), 0, table.columns)
+
+    def _gap(
+        self, table: TableShape, row_start: int, row_stop: int, col_start: int, col_stop: int
+    ) -> NotTiled:
+        return NotTiled(
+            f"no rank holds rows {row_start} to {row_stop - 1}, columns {col_start} to {col_stop - 1}",
+            where=table.fqn,
+            remedy="every row and column of a table is one rank's",
+        )
+
+    def _named(self, i: int) -> str:
+        return (
+            f"rank {self.rank[i]}'s [{self.row_start[i]}:{self.row_stop[i]}, "
+            f"{self.col_start[i]}:{self.col_stop[i]}] of {self.tables[int(self.table[i])].fqn}"
+        )
+
+
+def _padding(length: int) -> bytes:
+    return bytes(-length % 8)

@@ -1,0 +1,226 @@
+"""What a checkpoint of many ranks says of its parts: an object beside them, which the entry of the log names.
+
+    data/{attempt:020d}/{cut:08d}/{hash}.manifest        hash: the first 32 digits of the SHA-256 of its bytes
+
+Canonical JSON, by rank: token and hash of the index, what the part covers, rows, bytes. Their boxes are those of the
+layout. The law needs none of it (the entry says what the parts cover, and all lie under the cut's prefix), so a log is
+read and judged without a manifest; whoever reads rows has `Manifests` read them first, into `RunState.listings`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from deltashard_checkpoint.errors import CorruptObject, FormatError, InvalidCheckpoint, UnsupportedVersion
+from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
+from deltashard_checkpoint.format.layout import Layout, layout_key
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, index_key, run_key
+from deltashard_checkpoint.log.entry import Checkpoint, Listed, Part, in_order
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
+
+FORMAT = 1
+T = TypeVar("T")
+_TOKEN = re.compile(TOKEN_PATTERN, re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedPart:
+    """One rank's part, as a manifest has it."""
+
+    token: str
+    xxh3: str
+    """Of the index's bytes."""
+    covers: int | None
+    rows: int
+    stored_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The parts of one checkpoint, rank 0 first."""
+
+    run: str
+    attempt: int
+    cut: int
+    step: int
+    layout: str
+    """Digest of their layout."""
+    parts: tuple[ListedPart, ...]
+
+    @property
+    def data(self) -> bytes:
+        """As it is stored."""
+        return canonical(
+            {
+                "format": FORMAT,
+                "run": self.run,
+                "attempt": self.attempt,
+                "cut": self.cut,
+                "step": self.step,
+                "layout": self.layout,
+                "parts": [[p.token, p.xxh3, p.covers, p.rows, p.stored_bytes] for p in self.parts],
+            }
+        )
+
+    @property
+    def listed(self) -> Listed:
+        """What the entry says of it."""
+        return Listed(
+            layout=self.layout,
+            world_size=len(self.parts),
+            manifest=digest_of(self.data),
+            covers=in_order(part.covers for part in self.parts),
+        )
+
+    @classmethod
+    def decode(cls, data: bytes, *, digest: str) -> Manifest:
+        """The manifest in `data`, whose name says `digest`; raises `CorruptObject` or `UnsupportedVersion`."""
+        where = f"manifest {digest}"
+        if digest_of(data) != digest:
+            raise CorruptObject("a manifest does not match the hash in its name", where=where)
+        r = Reader(load(data, where), where)
+        if r.integer("format") != FORMAT:
+            raise UnsupportedVersion("manifest of another format", where=where, remedy="upgrade deltashard")
+        found = cls(
+            run=r.text("run"),
+            attempt=r.integer("attempt"),
+            cut=r.integer("cut"),
+            step=r.integer("step"),
+            layout=r.text("layout", _DIGEST),
+            parts=tuple(_part(r, item) for item in r.items("parts")),
+        )
+        r.end()
+        return found
+
+
+def digest_of(data: bytes) -> str:
+    """What names a manifest of these bytes."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def manifest_key(attempt: int, cut: int, digest: str) -> str:
+    """Key of a manifest, relative to the run's root."""
+    return f"{cut_prefix(attempt, cut)}{digest}.manifest"
+
+
+def _part(r: Reader, item: Any) -> ListedPart:
+    token, xxh3, covers, rows, stored_bytes = r.as_list(item, "part", 5)
+    return ListedPart(
+        token=r.as_text(token, "token", _TOKEN),
+        xxh3=r.as_text(xxh3, "xxh3", _DIGEST),
+        covers=None if covers is None else r.as_integer(covers, "covers"),
+        rows=r.as_integer(rows, "rows"),
+        stored_bytes=r.as_integer(stored_bytes, "stored_bytes"),
+    )
+
+
+def parts_in(manifest: Manifest, layout: Layout) -> tuple[Part, ...]:
+    """The parts with their boxes."""
+    return tuple(
+        Part(
+            rank=rank,
+            index_key=index_key(
+                attempt=manifest.attempt, cut=manifest.cut, rank=rank, token=each.token, xxh3=each.xxh3
+            ),
+            boxes=layout.boxes_of(rank),
+            stored_bytes=each.stored_bytes,
+            covers=each.covers,
+        )
+        for rank, each in enumerate(manifest.parts)
+    )
+
+
+class Manifests:
+    """Reads manifests and layouts of one run, each once. Thread-safe."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store
+        self._run = run
+        self._lock = threading.Lock()
+        self._layouts: dict[str, Layout] = {}
+        self._parts: dict[str, tuple[Part, ...]] = {}
+
+    def layout(self, digest: str) -> Layout:
+        """The layout of that name; raises `InvalidCheckpoint` for one that is wrong or gone, and `StoreUnavailable`."""
+        with self._lock:
+            found = self._layouts.get(digest)
+        if found is None:
+            found = self._read(layout_key(digest), lambda data: Layout.decode(data, digest=digest))
+            with self._lock:
+                self._layouts[digest] = found
+        return found
+
+    def parts(self, entry: Checkpoint) -> tuple[Part, ...]:
+        """The parts of a checkpoint that lists them in a manifest.
+
+        Raises `InvalidCheckpoint` for a manifest or layout that is wrong or gone, and `StoreUnavailable`.
+        """
+        listed = entry.listed
+        if listed is None:
+            return entry.parts
+        with self._lock:
+            found = self._parts.get(listed.manifest)
+        if found is None:
+            key = manifest_key(entry.attempt, entry.cut, listed.manifest)
+            manifest = self._read(key, lambda data: Manifest.decode(data, digest=listed.manifest))
+            said = (manifest.run, manifest.attempt, manifest.cut, manifest.step, manifest.listed)
+            if said != (self._run, entry.attempt, entry.cut, entry.step, listed):
+                raise InvalidCheckpoint(
+                    "a manifest is not that of the entry which names it", where=run_key(self._run, key)
+                )
+            layout = self.layout(listed.layout)
+            if layout.world_size != listed.world_size:
+                raise InvalidCheckpoint(
+                    f"{listed.world_size} parts in a layout of {layout.world_size} ranks",
+                    where=run_key(self._run, key),
+                )
+            found = parts_in(manifest, layout)
+            with self._lock:
+                self._parts[listed.manifest] = found
+        return found
+
+    def listing(self, state: RunState, seqs: Iterable[int]) -> RunState:
+        """`state` with the parts of these checkpoints where a manifest lists them; raises what `parts` does."""
+        absent = [
+            seq
+            for seq in seqs
+            if seq in state.checkpoints
+            and seq not in state.compactions
+            and seq not in state.listings
+            and state.checkpoints[seq].listed is not None
+        ]
+        if not absent:
+            return state
+        found = {seq: self.parts(state.checkpoints[seq]) for seq in absent}
+        self._forget(state)
+        return replace(state, listings={**state.listings, **found})
+
+    def _forget(self, state: RunState) -> None:
+        """Let go of what no live checkpoint names."""
+        live = [entry.listed for entry in state.checkpoints.values() if entry.listed is not None]
+        manifests, layouts = {listed.manifest for listed in live}, {listed.layout for listed in live}
+        with self._lock:
+            self._parts = {name: held for name, held in self._parts.items() if name in manifests}
+            self._layouts = {name: held for name, held in self._layouts.items() if name in layouts}
+
+    def _read(self, key: str, decode: Callable[[bytes], T]) -> T:
+        """An object by its hash: wrong bytes are read once more before they are called wrong."""
+        where = run_key(self._run, key)
+        for last in (False, True):
+            try:
+                return decode(self._store.get(where))
+            except UnsupportedVersion:
+                raise
+            except ObjectNotFound as error:
+                raise InvalidCheckpoint(f"{key} does not exist", where=where) from error
+            except FormatError as error:
+                if last:
+                    raise InvalidCheckpoint(f"{key} cannot be read: {error}", where=where) from error
+        raise AssertionError

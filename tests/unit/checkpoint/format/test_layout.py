@@ -1,0 +1,138 @@
+"""A layout is its bytes, and the boxes of all its ranks tile every table."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.errors import CorruptObject, DeltashardError, UnsupportedVersion, UserError
+from deltashard_checkpoint.format.layout import Layout, NotTiled
+from deltashard_checkpoint.format.schema import Box
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def _box(table: str, a: int, b: int, c: int, d: int) -> Box:
+    return Box(table=table, row_start=a, row_stop=b, col_start=c, col_stop=d)
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[int, dict[str, tuple[int, int]], dict[int, list[Box]]]:
+    """Tables cut again and again, across either way, and dealt to ranks: (world size, shapes, boxes by rank)."""
+    world_size = draw(st.integers(1, 5))
+    shapes = {
+        name: (draw(st.integers(1, 9)), draw(st.integers(1, 9)))
+        for name in draw(st.sets(st.sampled_from(["a", "b", "ä.weight"]), min_size=1))
+    }
+    boxes: dict[int, list[Box]] = {}
+    for name, (rows, columns) in shapes.items():
+        pieces = [_box(name, 0, rows, 0, columns)]
+        for _ in range(draw(st.integers(0, 6))):
+            piece = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
+            a, b, c, d = piece.row_start, piece.row_stop, piece.col_start, piece.col_stop
+            if draw(st.booleans()) and b - a > 1:
+                at = draw(st.integers(a + 1, b - 1))
+                pieces += [_box(name, a, at, c, d), _box(name, at, b, c, d)]
+            elif d - c > 1:
+                at = draw(st.integers(c + 1, d - 1))
+                pieces += [_box(name, a, b, c, at), _box(name, a, b, at, d)]
+            else:
+                pieces.append(piece)
+        for piece in pieces:
+            boxes.setdefault(draw(st.integers(0, world_size - 1)), []).append(piece)
+    return world_size, shapes, boxes
+
+
+@settings(max_examples=150, deadline=None)
+@given(tilings())
+def test_any_tiling_is_taken_and_its_bytes_are_it(tiling) -> None:
+    world_size, shapes, boxes = tiling
+    layout = Layout.of(world_size, shapes, boxes)
+    layout.check()
+    again = Layout.decode(layout.data, digest=layout.digest)
+    assert again.data == layout.data
+    assert again.key == f"layout/{layout.digest}"
+    for rank in range(world_size):
+        assert set(again.boxes_of(rank)) == set(boxes.get(rank, ()))
+    shuffled = {rank: list(reversed(held)) for rank, held in reversed(boxes.items())}
+    assert Layout.of(world_size, shapes, shuffled).digest == layout.digest
+
+
+@settings(max_examples=150, deadline=None)
+@given(tilings(), st.data())
+def test_a_hole_or_an_overlap_of_one_cell_is_found(tiling, data) -> None:
+    """Against a plain count of how often each cell occurs."""
+    world_size, shapes, boxes = tiling
+    rank = data.draw(st.sampled_from(sorted(boxes)))
+    held = list(boxes[rank])
+    at = data.draw(st.integers(0, len(held) - 1))
+    old = held[at]
+    rows, columns = shapes[old.table]
+    new = _box(
+        old.table,
+        a := data.draw(st.integers(0, rows - 1)),
+        data.draw(st.integers(a + 1, rows)),
+        c := data.draw(st.integers(0, columns - 1)),
+        data.draw(st.integers(c + 1, columns)),
+    )
+    changed = {**boxes, rank: [*held[:at], new, *held[at + 1 :]]}
+    count = np.zeros((rows, columns), int)
+    for each in (box for boxes_ in changed.values() for box in boxes_ if box.table == old.table):
+        count[each.row_start : each.row_stop, each.col_start : each.col_stop] += 1
+    layout = Layout.of(world_size, shapes, changed)
+    if (count == 1).all():
+        layout.check()
+    else:
+        with pytest.raises(NotTiled, match="overlaps" if (count > 0).all() else "overlaps|no rank holds"):
+            layout.check()
+        with pytest.raises(CorruptObject):
+            Layout.decode(layout.data, digest=layout.digest)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tilings(), st.data())
+def test_ranks_that_meet_boxes_are_those_with_a_common_cell(tiling, data) -> None:
+    world_size, shapes, boxes = tiling
+    name = data.draw(st.sampled_from(sorted(shapes)))
+    rows, columns = shapes[name]
+    a, c = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    wanted = _box(name, a, data.draw(st.integers(a + 1, rows)), c, data.draw(st.integers(c + 1, columns)))
+    expected = {
+        rank
+        for rank, held in boxes.items()
+        for b in held
+        if b.table == name
+        and b.row_start < wanted.row_stop
+        and b.row_stop > wanted.row_start
+        and b.col_start < wanted.col_stop
+        and b.col_stop > wanted.col_start
+    }
+    layout = Layout.of(world_size, shapes, boxes)
+    assert set(layout.ranks_meeting([wanted, _box("unknown", 0, 1, 0, 1)])) == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(tilings(), st.data())
+def test_mutated_bytes_are_refused_by_name(tiling, data) -> None:
+    world_size, shapes, boxes = tiling
+    layout = Layout.of(world_size, shapes, boxes)
+    raw = bytearray(layout.data)
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    mutated = bytes(raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw)
+    if mutated == layout.data:
+        return
+    with pytest.raises(CorruptObject):
+        Layout.decode(mutated, digest=layout.digest)
+    with contextlib.suppress(CorruptObject, UnsupportedVersion):
+        assert Layout.decode(mutated).data == mutated
+
+
+def test_a_rank_may_hold_nothing_and_a_table_without_boxes_is_a_gap() -> None:
+    Layout.of(3, {"a": (4, 2)}, {1: [_box("a", 0, 4, 0, 2)]}).check()
+    with pytest.raises(NotTiled, match="no rank holds rows 0 to 3, columns 0 to 1"):
+        Layout.of(3, {"a": (4, 2)}, {}).check()
+    with pytest.raises(UserError, match="no rank"):
+        Layout.of(1, {"a": (4, 2)}, {1: [_box("a", 0, 4, 0, 2)]}).check()
+    assert issubclass(NotTiled, DeltashardError)
