@@ -121,7 +121,7 @@ def _table(table: TrackedTable) -> TableReport:
     schema = table.schema
     state = table.state_tensors()
     return TableReport(
-        name=table.fqn,
+        name=table.key,
         rows=schema.rows,
         columns=schema.columns,
         dtype=schema.dtype,
@@ -190,7 +190,7 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
         )
         return
     stepped = {id(p) for view in tracking.optimizers for g in view.target.param_groups for p in g["params"]}
-    trained = {table.fqn: table.param for table in tracking.tables} | tracking.inventory.dense
+    trained = {table.key: table.param for table in tracking.tables} | tracking.inventory.dense
     idle = [name for name, p in trained.items() if p.requires_grad and id(p) not in stepped]
     if idle:
         yield Missing(

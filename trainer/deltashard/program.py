@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.format.schema import Box, TableSchema
 from torch import Tensor, nn
 
 from deltashard.optimizer.whitelist import innermost
@@ -33,7 +33,7 @@ class Program:
         self.tracking = tracking
         self.state = dict(state)
         self._origin = Origin(
-            {table.fqn: table.param for table in tracking.tables} | dict(tracking.inventory.dense)
+            {table.key: table.param for table in tracking.tables} | dict(tracking.inventory.dense)
         )
         self.contracts: list[Contract] = contracts_of(tracking.model, lambda: tracking.inventory)
         """Modules with a state_dict of their own making."""
@@ -50,8 +50,13 @@ class Program:
 
     @property
     def schemas(self) -> tuple[TableSchema, ...]:
-        """Of the tables, as of the last look."""
-        return tuple(table.schema for table in self.tracking.tables)
+        """Of the tables of which this process holds a shard, each once, as of the last look."""
+        return tuple({table.fqn: table.schema for table in self.tracking.tables}.values())
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        """What of the tables this process holds."""
+        return tuple(table.box for table in self.tracking.tables)
 
     @property
     def dense_bytes(self) -> int:
@@ -62,7 +67,7 @@ class Program:
         self, dense: Mapping[str, Tensor], *, step: int, content: Mapping[str, str] | None
     ) -> dict[str, Any]:
         """The `meta` blob of a cut at `step`; `dense` as it is saved, `content`: sums by table if recorded."""
-        self._origin.say(dict(dense) | {table.fqn: table.param for table in self.tracking.tables})
+        self._origin.say(dict(dense) | {table.key: table.param for table in self.tracking.tables})
         return {
             "library": library_version(),
             "step": step,

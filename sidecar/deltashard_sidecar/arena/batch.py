@@ -1,4 +1,4 @@
-"""What a trainer's descriptor says about the bytes in a block, checked against the table it names. Pure.
+"""What a trainer's descriptor says about the bytes in a block, checked against the table and the trainer's boxes. Pure.
 
 A descriptor crosses a process boundary: every number in it is bounded here before any of it becomes an address. A bad
 one fails its save (`BadBatch`), nothing else.
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.row_block import RowBlock
-from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES, sections
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -41,13 +41,15 @@ class Rows:
     """First row of a contiguous batch; None: ids are listed."""
     col_start: int
     col_stop: int
+    within: tuple[range, ...]
+    """Rows of the trainer's boxes that have these columns: ids lie in one of them."""
     offsets: tuple[int, ...]
     """Where ids, weights and each field begin, in bytes from the start of the batch."""
     length: int
     """Bytes of the whole batch."""
 
     def block(self, data: memoryview) -> RowBlock:
-        """The rows themselves: views of `data`, the bytes of the whole batch."""
+        """The rows themselves: views of `data`, the bytes of the whole batch; raises `BadBatch` for ids elsewhere."""
         rows, width = self.rows, self.col_stop - self.col_start
         start = self.row_start
 
@@ -55,11 +57,19 @@ class Rows:
             carrier = element_type.by_name(dtype).carrier
             return np.frombuffer(data, carrier, math.prod(shape), self.offsets[position]).reshape(shape)
 
+        ids: npt.NDArray[np.int64] | range
+        if start is None:
+            ids = np.frombuffer(data, np.int64, rows, self.offsets[0])
+            if not any(int(ids[0]) in mine and int(ids[-1]) in mine for mine in self.within):
+                raise BadBatch(
+                    f"rows {ids[0]} to {ids[-1]} lie in no box of this trainer",
+                    where=f"row batch of {self.schema.fqn}",
+                )
+        else:
+            ids = range(start, start + rows)
         return RowBlock(
             schema=self.schema,
-            ids=np.frombuffer(data, np.int64, rows, self.offsets[0])
-            if start is None
-            else range(start, start + rows),
+            ids=ids,
             weights=array(self.schema.dtype, 1, (rows, width)),
             fields={
                 spec.name: array(spec.dtype, position, spec.shape(rows, width))
@@ -69,8 +79,10 @@ class Rows:
         )
 
 
-def rows_of(descriptor: pb.RowBatch, tables: Sequence[TableSchema], block_bytes: int) -> Rows:
-    """The layout of a row batch; raises `BadBatch`."""
+def rows_of(
+    descriptor: pb.RowBatch, tables: Sequence[TableSchema], boxes: Sequence[Box], block_bytes: int
+) -> Rows:
+    """The layout of a row batch, which lies within one of the trainer's `boxes`; raises `BadBatch`."""
     d = descriptor
     if d.table >= len(tables):
         raise BadBatch(f"table {d.table} of {len(tables)}", where="row batch")
@@ -83,6 +95,18 @@ def rows_of(descriptor: pb.RowBatch, tables: Sequence[TableSchema], block_bytes:
         raise BadBatch(f"{d.rows} rows of a table of {schema.rows}", where=where)
     if d.contiguous and d.row_start + d.rows > schema.rows:
         raise BadBatch(f"rows from {d.row_start}, {d.rows} of them, of {schema.rows}", where=where)
+    within = tuple(
+        range(box.row_start, box.row_stop)
+        for box in boxes
+        if box.table == schema.fqn and box.col_start <= d.col_start and d.col_stop <= box.col_stop
+    )
+    last = d.row_start + d.rows - 1
+    if not within or (d.contiguous and not any(d.row_start in mine and last in mine for mine in within)):
+        raise BadBatch(
+            f"rows from {d.row_start}, {d.rows} of them, columns [{d.col_start}, {d.col_stop}) lie in no box of this "
+            "trainer",
+            where=where,
+        )
     columns = d.col_stop - d.col_start
     widths = [element_type.by_name(schema.dtype).itemsize_bytes * columns]
     widths += [
@@ -100,6 +124,7 @@ def rows_of(descriptor: pb.RowBatch, tables: Sequence[TableSchema], block_bytes:
         row_start=d.row_start if d.contiguous else None,
         col_start=d.col_start,
         col_stop=d.col_stop,
+        within=within,
         offsets=tuple(offsets),
         length=length,
     )

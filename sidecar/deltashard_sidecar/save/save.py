@@ -206,7 +206,7 @@ class Save:
         try:
             if kind == "rows":
                 d = request.rows
-                batch = rows_of(d, self.who.tables, self._keeper.block_bytes)
+                batch = rows_of(d, self.who.tables, self.who.boxes, self._keeper.block_bytes)
                 data = self._received(d.block, d.offset, batch.length)
                 self._encode(d.block, lambda: self._sink.rows(batch, data))
             elif kind == "blob":

@@ -493,7 +493,7 @@ class Cutter:
 
     def __init__(self, training: Training, tracking: Tracking) -> None:
         self.training, self.tracking = training, tracking
-        self.table = tracking.by_name["table.weight"]
+        self.table = tracking.by_key["table.weight"]
         self.cut = 0
         self.rows = self.changed = self.selected = 0
         self.take("all")

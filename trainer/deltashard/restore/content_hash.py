@@ -1,9 +1,10 @@
 """Content hashes: what a restore must bring back, known at the cut, compared after the restore. Off by default.
 
-For every table one number per row is kept: the hash of what the store will hold of that row, that is of
-decode(encode(row)) under the save's encoding, together with its optimizer state. A cut renews the numbers of the rows
-it sends. Their sum, each weighted with an odd number of its row id (so that exchanged rows show), goes into the save's
-metadata as `content/<table>` and into its `meta` blob. After a restore the same sum is taken over the living model.
+For every table, or shard of one, one number per row is kept: the hash of what the store will hold of that row, that is
+of decode(encode(row)) under the save's encoding, together with its optimizer state. A cut renews the numbers of the
+rows it sends. Their sum, each weighted with an odd number of its row id (so that exchanged rows show), goes into the
+save's metadata as `content/<shard>` and into its `meta` blob. After a restore the same sum is taken over the living
+model; sums of other shards than it has say nothing.
 
 The hash is the checkpoint package's row hash; the round trip runs the very codec that the sidecar runs, batch by
 batch as they were sent, since the frame's exponent depends on the batch. Cost: one encode and decode of the rows sent,
@@ -12,7 +13,7 @@ within the stall, and 8 bytes per row of memory. It is for tests, demos and susp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarge
 from deltashard_checkpoint.vocabulary import encoding_named
 from torch import Tensor
 
+from deltashard.state.discovery import shard_key
 from deltashard.state.value import array_of
 from deltashard.tracking.tracking import Tracking
 
@@ -56,16 +58,20 @@ class Contents:
     def batch(
         self,
         schema: TableSchema,
+        box: Box,
         ids: npt.NDArray[np.int64] | range,
         sections: Sequence[Array],
         *,
         encoding: str,
         state_encoding: str,
     ) -> None:
-        """A batch about to be sent: `sections` are weights [n, C] and fields [n] or [n, C], in schema order."""
+        """A batch about to be sent, of rows `ids` of the shard `box`, both in the whole table's coordinates.
+
+        `sections` are weights [n, C] and fields [n] or [n, C], in schema order.
+        """
         # Renumbered to the batch: what a row becomes does not depend on its id, and the scratch target is small.
         n = len(ids)
-        local = replace(schema, rows=n)
+        local = replace(schema, rows=n, columns=box.col_stop - box.col_start)
         applier = FrameApplier([target := _scratch(local)])
         fields = {spec.name: values for spec, values in zip(schema.fields, sections[1:], strict=True)}
         frame = encode_rows(
@@ -76,36 +82,44 @@ class Contents:
         applier.apply(frame.data)
         hashes = _hashes(target.weights, [target.fields[spec.name] for spec in schema.fields])
         where: npt.NDArray[np.int64] | slice = (
-            slice(ids.start, ids.stop) if isinstance(ids, range) else np.array(ids, np.int64)
+            slice(ids.start - box.row_start, ids.stop - box.row_start)
+            if isinstance(ids, range)
+            else ids - np.int64(box.row_start)
         )
-        self._staged.append((schema.fqn, schema.rows, where, hashes))
+        key = shard_key(box, schema.rows, schema.columns)
+        self._staged.append((key, box.row_stop - box.row_start, where, hashes))
 
     def sealed(self) -> dict[str, str]:
-        """The cut is whole: renew, and return the sums by table."""
-        for fqn, rows, where, hashes in self._staged:
-            held = self._expected.get(fqn)
+        """The cut is whole: renew, and return the sums by shard."""
+        for key, rows, where, hashes in self._staged:
+            held = self._expected.get(key)
             if held is None or len(held) != rows:
-                held = self._expected[fqn] = np.zeros(rows, np.uint64)
+                held = self._expected[key] = np.zeros(rows, np.uint64)
             held[where] = hashes
         self._staged.clear()
-        return {fqn: _sum(hashes) for fqn, hashes in sorted(self._expected.items())}
+        return {key: _sum(hashes) for key, hashes in sorted(self._expected.items())}
 
     def dropped(self) -> None:
         """The cut was not finished: what it would have renewed is as it was."""
         self._staged.clear()
 
     def restored(self, tracking: Tracking) -> dict[str, str]:
-        """Take the living model as what is stored; return the sums."""
+        """Take the living model as what is stored; return the sums by shard."""
         self._expected = {}
         for table in tracking.tables:
             fields = [_column(t) for t in table.state_tensors().values()]
-            self._expected[table.fqn] = _hashes(array_of(table.param.detach().cpu().contiguous()), fields)
-        return {fqn: _sum(hashes) for fqn, hashes in sorted(self._expected.items())}
+            self._expected[table.key] = _hashes(array_of(table.param.detach().cpu().contiguous()), fields)
+        return {key: _sum(hashes) for key, hashes in sorted(self._expected.items())}
 
 
-def equal(recorded: Mapping[str, str], found: Mapping[str, str]) -> bool:
-    """Whether every recorded sum was found again."""
-    return all(found.get(fqn) == value for fqn, value in recorded.items())
+def differing(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """Shards whose recorded sum was not found again."""
+    return sorted(key for key, value in recorded.items() if found.get(key) != value)
+
+
+def resharded(recorded: Mapping[str, str], found: Mapping[str, str], tables: Collection[str]) -> set[str]:
+    """Recorded shards of which there is no sum to compare: `tables`, those of the model, have other shards now."""
+    return {key for key in recorded.keys() - found.keys() if key.endswith("]") or key in tables}
 
 
 def _column(state: Tensor) -> Array:

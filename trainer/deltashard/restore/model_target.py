@@ -8,7 +8,7 @@ which says what it did.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,25 +39,23 @@ class _Placed:
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """(staging, live): what to copy when all rows are there."""
     from_deltas: np.ndarray[Any, np.dtype[np.bool_]]
-    """Rows that came from delta frames."""
+    """Rows of the shard, counted from 0, that came from delta frames."""
 
 
-def _differences(table: TrackedTable, held: TableSchema, *, strict: bool) -> list[str]:
-    """How a table differs from what is stored; unless `strict`, with what becomes of it.
+def _differences(live: TableSchema, held: TableSchema, *, strict: bool) -> list[str]:
+    """How table `live` differs from what is stored; unless `strict`, with what becomes of it.
 
     Raises:
         CheckpointMismatch: with `strict`, rows of another width, which cannot be taken at all.
     """
-    rows, columns = table.param.shape
+    rows, columns = live.rows, live.columns
     was = f"[{held.rows}, {held.columns}]"
     now = f"[{rows}, {columns}]"
     if held.columns != columns and not strict:
-        return [
-            f"table {table.fqn} has other columns: {was} is stored, the model has {now}; it stays initial"
-        ]
+        return [f"table {live.fqn} has other columns: {was} is stored, the model has {now}; it stays initial"]
     if held.columns != columns:
         raise CheckpointMismatch(
-            f"table {table.fqn} has other columns: {was} is stored, the model has {now}",
+            f"table {live.fqn} has other columns: {was} is stored, the model has {now}",
             where="tables",
             remedy=f"build it with {held.columns} columns as it was, or restore(strict=False), which leaves it initial",
         )
@@ -67,17 +65,17 @@ def _differences(table: TrackedTable, held: TableSchema, *, strict: bool) -> lis
         fate = (
             "the new rows keep their initial values" if held.rows < rows else "the rows beyond are left out"
         )
-        found.append((f"table {table.fqn} {change}: {was} is stored, the model has {now}", fate))
-    if held.dtype != table.schema.dtype:
-        types = f"{held.dtype} {was} is stored, the model has {table.schema.dtype} {now}"
-        found.append((f"table {table.fqn} has another type: {types}", "values are converted"))
+        found.append((f"table {live.fqn} {change}: {was} is stored, the model has {now}", fate))
+    if held.dtype != live.dtype:
+        types = f"{held.dtype} {was} is stored, the model has {live.dtype} {now}"
+        found.append((f"table {live.fqn} has another type: {types}", "values are converted"))
     return [what if strict else f"{what}; {fate}" for what, fate in found]
 
 
 def _box(table: TrackedTable, held: TableSchema) -> Box:
-    """The rows that both the model and the checkpoint have."""
-    rows = min(held.rows, table.param.shape[0])
-    return Box(table=table.fqn, row_start=0, row_stop=rows, col_start=0, col_stop=held.columns)
+    """The rows of the shard that both the model and the checkpoint have; none where the stored table ends before it."""
+    stop = max(table.box.row_start, min(held.rows, table.box.row_stop))
+    return replace(table.box, row_stop=stop)
 
 
 class ModelTargets:
@@ -104,19 +102,24 @@ class ModelTargets:
         self.strict = strict
         self.weights_only = weights_only
         by_name = {schema.fqn: schema for schema in stored}
-        named = {renames.get(table.fqn, table.fqn): table for table in tracking.tables}
+        live = tracking.inventory.elsewhere | {table.fqn: table.schema for table in tracking.tables}
+        named = {renames.get(fqn, fqn): schema for fqn, schema in live.items()}
         faults = [f"table {fqn} is stored, the model has none" for fqn in by_name.keys() - named.keys()]
-        self._tables: list[tuple[TrackedTable, TableSchema]] = []
-        for fqn, table in named.items():
+        fitting: dict[str, TableSchema] = {}
+        for fqn, schema in named.items():
             held = by_name.get(fqn)
             if held is None:
                 faults.append(
-                    f"table {table.fqn} is not stored" + ("" if strict else ": it keeps its initial values")
+                    f"table {schema.fqn} is not stored" + ("" if strict else ": it keeps its initial values")
                 )
                 continue
-            faults += _differences(table, held, strict=strict)
-            if held.columns == table.param.shape[1]:
-                self._tables.append((table, held))
+            faults += _differences(schema, held, strict=strict)
+            if held.columns == schema.columns:
+                fitting[schema.fqn] = held
+        pairs = [(table, fitting[table.fqn]) for table in tracking.tables if table.fqn in fitting]
+        self._tables = [
+            (table, held) for table, held in pairs if _box(table, held).row_stop > table.box.row_start
+        ]
         if faults and strict:
             raise CheckpointMismatch(
                 "; ".join(faults),
@@ -126,7 +129,7 @@ class ModelTargets:
             )
         self.notes += faults
         # A delta says its tables' names: what it covers must have stored them under the same.
-        self._alike = not faults and all(table.fqn == held.fqn for table, held in self._tables)
+        self._alike = not faults and all(fqn == held.fqn for fqn, held in fitting.items())
 
     @property
     def boxes(self) -> list[Box]:
@@ -173,13 +176,13 @@ class ModelTargets:
         )
 
     def covers(self, other: ModelTargets) -> list[str]:
-        """Tables of which `other` may have written more than this one will."""
-        mine = {box.table: box.row_stop for box in self.boxes}
-        return [p.table.fqn for p in other.placed if mine.get(p.table.fqn, 0) < p.target.box.row_stop]
+        """Shards of which `other` may have written more than this one will."""
+        mine = {table.key: _box(table, held).row_stop for table, held in self._tables}
+        return [p.table.key for p in other.placed if mine.get(p.table.key, 0) < p.target.box.row_stop]
 
     def _place(self, table: TrackedTable, held: TableSchema, strangers: Collection[int]) -> _Placed:
         box = _box(table, held)
-        rows = box.row_stop
+        rows, width = box.row_stop - box.row_start, box.col_stop - box.col_start
         copies: list[tuple[Tensor, Tensor]] = []
         weights = self._memory(table.param, rows, copies)
         fields: dict[str, np.ndarray[Any, Any]] = {}
@@ -194,10 +197,10 @@ class ModelTargets:
             specs.append(spec)
             fields[spec.name] = self._memory(
                 live.reshape(-1) if spec.kind == "rowwise" and live.is_contiguous() else live, rows, copies
-            ).reshape((rows,) if spec.kind == "rowwise" else (rows, held.columns))
+            ).reshape((rows,) if spec.kind == "rowwise" else (rows, width))
         schema = TableSchema(
             fqn=table.fqn,
-            rows=table.param.shape[0],
+            rows=table.schema.rows,
             columns=held.columns,
             dtype=table.schema.dtype,
             fields=tuple(specs),
@@ -220,6 +223,6 @@ class ModelTargets:
 
 
 def delta_rows(placed: Sequence[_Placed]) -> Iterator[tuple[TrackedTable, Tensor]]:
-    """(table, int64 ids that came from delta frames), for re-seeding marks."""
+    """(shard, int64 ids within it that came from delta frames), for re-seeding marks."""
     for each in placed:
         yield each.table, torch.from_numpy(np.flatnonzero(each.from_deltas))

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from deltashard_checkpoint.format.index import box_message, table_message
-from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -30,26 +29,14 @@ log = logging.getLogger("deltashard")
 
 def attach_request(program: Program, attempt: int | None) -> pb.AttachRequest:
     """What an Attach says of this process and its tables; `attempt` is the one that is open, if any."""
-    schemas = program.schemas
     request = pb.AttachRequest(
         protocol_min=TRAINER_PROTOCOL.least,
         protocol_max=TRAINER_PROTOCOL.most,
         rank=0,
         local_rank=0,
         world_size=1,
-        tables=[table_message(schema) for schema in schemas],
-        boxes=[
-            box_message(
-                Box(
-                    table=schema.fqn,
-                    row_start=0,
-                    row_stop=schema.rows,
-                    col_start=0,
-                    col_stop=schema.columns,
-                )
-            )
-            for schema in schemas
-        ],
+        tables=[table_message(schema) for schema in program.schemas],
+        boxes=[box_message(box) for box in program.boxes],
         fingerprint=program.fingerprint,
         pid=os.getpid(),
         blob_bytes=program.dense_bytes,

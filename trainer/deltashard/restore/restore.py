@@ -30,7 +30,7 @@ from deltashard.errors import RestoreFailed, RunWentOn, UserError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.restore.blob import Blobs
-from deltashard.restore.content_hash import Contents, equal
+from deltashard.restore.content_hash import Contents, differing, resharded
 from deltashard.restore.frame_stream import Received, read_checkpoint
 from deltashard.restore.model_target import ModelTargets, delta_rows
 from deltashard.restore.open_attempt import AttemptOpener
@@ -264,13 +264,14 @@ class Restorer:
         restored = contents.restored(self._tracking)
         if recorded is None or weights_only:
             return None
-        same = equal(recorded, restored)
-        if not same:
-            differ = sorted(fqn for fqn, value in recorded.items() if restored.get(fqn) != value)
+        tables = self._tracking.inventory.elsewhere.keys() | {table.fqn for table in self._tracking.tables}
+        elsewhere = resharded(recorded, restored, tables)
+        if differ := differing({k: v for k, v in recorded.items() if k not in elsewhere}, restored):
             log.error(
                 "restored content differs from what was cut, in %s: please report this", ", ".join(differ)
             )
-        return same
+            return False
+        return None if elsewhere else True
 
 
 def _apply_rng(blobs: Blobs, *, strict: bool) -> None:

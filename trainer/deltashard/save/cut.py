@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from deltashard_checkpoint.codecs.row_kernel import gather_rows
 from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.format.typed_tree import EncodedTree
 from deltashard_proto.arena_layout import ALIGN, BATCH_BYTES, Arena, aligned, sections
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -45,15 +46,20 @@ class TableCut:
     position: int
     """Of the table in this attachment."""
     fqn: str
+    key: str
+    """Names the shard."""
+    box: Box
+    """What of the table `weights` is: row ids and columns leave in the whole table's coordinates."""
     weights: Tensor
-    """[R, C], live."""
+    """[R, C], live: the rows and columns of the box."""
     fields: tuple[Tensor, ...]
     """In schema order: [R], [R, 1] or [R, C], live."""
     selection: RowSelection
+    """Of rows of the shard, counted from 0."""
 
 
-Observer = Callable[[int, Tensor | range, list[Tensor]], None]
-"""(position of the table, row ids, [weights, *fields] of the batch)."""
+Observer = Callable[[TableCut, Tensor | range, list[Tensor]], None]
+"""(the table, global row ids, [weights, *fields] of the batch)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,6 +125,7 @@ class BlockWriter:
         self._staging = _Staging()
         self._pending: deque[_Pending] = deque()
         self._parts: list[Tensor] = []
+        self._cut: TableCut | None = None
         self.copied = Copied()
 
     def table(self, cut: TableCut) -> None:
@@ -127,6 +134,8 @@ class BlockWriter:
         parts = [weights, *(_flat(f) for f in cut.fields)]
         widths = [_width(weights), *(_width(p) for p in parts[1:])]
         self._parts = parts
+        self._cut = cut
+        first = cut.box.row_start
         ids = None if cut.selection.all else cut.selection.ids
         total = weights.shape[0] if ids is None else ids.numel()
         for start, rows, at in self._batches(total, widths, contiguous=ids is None, where=cut.fqn):
@@ -137,21 +146,21 @@ class BlockWriter:
                 table=cut.position,
                 rows=rows,
                 contiguous=ids is None,
-                row_start=start if ids is None else 0,
-                col_start=0,
-                col_stop=weights.shape[1],
+                row_start=first + start if ids is None else 0,
+                col_start=cut.box.col_start,
+                col_stop=cut.box.col_stop,
             )
             message = pb.SaveRequest(rows=batch)
             chosen = None if ids is None else ids[start : start + rows]
             target = self._view[at : at + length]
             if weights.device.type == "cpu":
                 if chosen is not None:
-                    _over(target, offsets[0], torch.int64, (rows,)).copy_(chosen)
+                    torch.add(chosen, first, out=_over(target, offsets[0], torch.int64, (rows,)))
                 for part, offset in zip(parts, offsets[1:], strict=True):
                     _gather(part, chosen, start, _over(target, offset, part.dtype, (rows, *part.shape[1:])))
                 self._send(message, target)
             else:
-                self._from_device(message, target, parts, chosen, start, rows, offsets, length)
+                self._from_device(message, target, parts, chosen, start, rows, first, offsets, length)
             self.copied.rows += rows
             self.copied.raw_bytes += rows * sum(widths)
             self._count()
@@ -241,6 +250,7 @@ class BlockWriter:
         chosen: Tensor | None,
         start: int,
         rows: int,
+        first: int,
         offsets: Sequence[int],
         length: int,
     ) -> None:
@@ -249,7 +259,7 @@ class BlockWriter:
         staging = self._staging.next()
         stream = torch.cuda.current_stream(parts[0].device)
         if chosen is not None:
-            _within(staging, offsets[0], torch.int64, (rows,)).copy_(chosen, non_blocking=True)
+            _within(staging, offsets[0], torch.int64, (rows,)).copy_(chosen + first, non_blocking=True)
         for part, offset in zip(parts, offsets[1:], strict=True):
             on_device = (
                 part[start : start + rows] if chosen is None else part.index_select(0, chosen.to(part.device))
@@ -281,7 +291,8 @@ class BlockWriter:
             for part, offset in zip(parts, offsets[1:], strict=True)
         ]
         assert self._observe is not None
-        self._observe(batch.table, ids, values)
+        assert self._cut is not None
+        self._observe(self._cut, ids, values)
 
 
 def _over(target: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

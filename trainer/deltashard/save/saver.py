@@ -334,13 +334,16 @@ class Saver:
     def _write_tables(self, writer: BlockWriter, mode: Mode) -> bool:
         """Copy the rows of every table; returns whether they were all of them."""
         full = True
-        for position, table in enumerate(self._tracking.tables):
+        positions = {schema.fqn: position for position, schema in enumerate(self._program.schemas)}
+        for table in self._tracking.tables:
             selection = table.prepare_cut(mode)
             full &= selection.all
             writer.table(
                 TableCut(
-                    position=position,
+                    position=positions[table.fqn],
                     fqn=table.fqn,
+                    key=table.key,
+                    box=table.box,
                     weights=table.param,
                     fields=tuple(table.state_tensors().values()),
                     selection=selection,
@@ -380,14 +383,15 @@ class Saver:
 
     def _observe(
         self, contents: Contents, link: Link, begun: pb.SaveReply.Begun
-    ) -> Callable[[int, Any, list[torch.Tensor]], None]:
+    ) -> Callable[[TableCut, Any, list[torch.Tensor]], None]:
         state_encoding = (
             begun.state_encoding or self._attachment.policy.state_encoding or DEFAULT_STATE_ENCODING
         )
 
-        def observe(position: int, ids: Any, parts: list[torch.Tensor]) -> None:
+        def observe(cut: TableCut, ids: Any, parts: list[torch.Tensor]) -> None:
             contents.batch(
-                link.tables[position],
+                link.tables[cut.position],
+                cut.box,
                 ids if isinstance(ids, range) else ids.numpy(),
                 [array_of(part) for part in parts],
                 encoding=begun.encoding,

@@ -4,6 +4,9 @@ A *table* is a 2-D floating-point parameter whose rows are saved one by one: the
 `nn.EmbeddingBag`, and any other 2-D parameter with at least `min_rows` rows and `min_weights` values. All other
 parameters and the persistent buffers are *dense* and are saved whole.
 
+Where a table is sharded, the process holds *shards* of it: local tensors, each with its box in the whole table's rows
+and columns. A table that is not sharded is one shard, whose box is the whole table.
+
 Names are fully qualified attribute paths without what wrappers add: `_orig_mod` (torch.compile) always, `module`
 where the parent is a data-parallel wrapper or an averaged model. A parameter reachable by several paths is one
 tensor: its first path in `named_modules` order is the canonical name, the others are aliases.
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.schema import Box, TableSchema
 from torch import Tensor, nn
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
@@ -36,14 +40,27 @@ class TableSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTable:
-    """A parameter that is a table, and the modules that hold it."""
+    """A shard of a table, whole tables included: its tensor, and the modules that hold it."""
 
     fqn: str
-    param: nn.Parameter
+    """The whole table's name; several shards of one table share it."""
+    rows: int
+    """Of the whole table."""
+    columns: int
+    """Of the whole table."""
+    box: Box
+    """What of the table the tensor is."""
+    param: Tensor
+    """[box rows, box columns]; a parameter, unless a sharded module keeps its rows itself."""
     aliases: tuple[str, ...]
     """Other canonical paths of the same parameter (tied weights)."""
     owners: tuple[tuple[nn.Module, str], ...]
     """Every (module, attribute) that holds it."""
+
+    @property
+    def key(self) -> str:
+        """Names the shard: the table's name where it is whole, else with its box."""
+        return shard_key(self.box, self.rows, self.columns)
 
     @property
     def lookups(self) -> tuple[nn.Module, ...]:
@@ -56,6 +73,9 @@ class Inventory:
     """Everything of a model that a checkpoint holds, by canonical name."""
 
     tables: dict[str, FoundTable] = field(default_factory=dict)
+    """Shards by key, those of one table one after the other."""
+    elsewhere: dict[str, TableSchema] = field(default_factory=dict)
+    """Tables of the model of which other processes hold all rows, by name, without fields."""
     dense: dict[str, Tensor] = field(default_factory=dict)
     """Parameters that are no tables, and persistent buffers (live tensors)."""
     aliases: dict[str, str] = field(default_factory=dict)
@@ -133,17 +153,28 @@ def discover(model: nn.Module, settings: TableSettings | None = None) -> Invento
                 remedy=f"use one of {', '.join(str(d) for d in TABLE_DTYPES)}",
             )
         del inventory.dense[fqn]
+        rows, columns = param.shape
         inventory.tables[fqn] = FoundTable(
             fqn=fqn,
-            param=param,  # type: ignore[arg-type]  # keys of `owners` are parameters
+            rows=rows,
+            columns=columns,
+            box=Box(table=fqn, row_start=0, row_stop=rows, col_start=0, col_stop=columns),
+            param=param,
             aliases=tuple(dict.fromkeys(aliases.get(param, ()))),
             owners=tuple(holders),
         )
     return inventory
 
 
+def shard_key(box: Box, rows: int, columns: int) -> str:
+    """A name for the part `box` of a table of [rows, columns]: the table's own where it is all of it."""
+    if (box.row_start, box.row_stop, box.col_start, box.col_stop) == (0, rows, 0, columns):
+        return box.table
+    return f"{box.table}[{box.row_start}:{box.row_stop}, {box.col_start}:{box.col_stop}]"
+
+
 def sharing(inventory: Inventory) -> dict[str, str]:
-    """Tables whose memory overlaps that of another parameter or buffer of the model: table -> the other's name.
+    """Tables whose memory overlaps that of another parameter or buffer of the model: shard -> the other's name.
 
     Compared by address, so that views, and several Parameters over one storage, are found.
     """

@@ -1,6 +1,8 @@
 """The facade of tracking: which rows a cut must take, and the live tensors it takes them from.
 
-One `TrackedTable` per table of the model. How it is tracked is decided here and may change while training:
+One `TrackedTable` per shard of a table that this process holds: the whole table, where it is not sharded. Marks, looks
+and samples count the shard's own rows; schemas and boxes are the whole table's. How it is tracked is decided here and
+may change while training:
 
     gradients  exactly one optimizer owns it, that optimizer is on the whitelist as it stands (checked before every
                step), and no lookup renormalises (max_norm)
@@ -88,10 +90,14 @@ class TrackingSettings:
 
 
 class TrackedTable:
-    """One table: its live tensors, its marks and how it is tracked."""
+    """One shard of a table: its live tensors, its marks (of its own rows) and how it is tracked."""
 
     def __init__(self, found: FoundTable, settings: TrackingSettings) -> None:
         self.fqn = found.fqn
+        self.key = found.key
+        """Names the shard."""
+        self.box = found.box
+        """What of the table this is."""
         self.found = found
         self.param = found.param
         self._lookups = found.lookups
@@ -105,10 +111,10 @@ class TrackedTable:
         """Why it is tracked by hashes; empty while it is tracked by gradients."""
         self.schema_version = 0
         self._settings = settings
-        self._seed = settings.seed ^ zlib.crc32(found.fqn.encode())
+        self._seed = settings.seed ^ zlib.crc32(found.key.encode())
         self._rows: RowTracker | None = None
         self._hashes: HashTracker | None = None
-        self._audit = Audit(found.fqn, self._seed)
+        self._audit = Audit(found.key, self._seed)
         self._samples = 0
         self._outside = 0
         self._shares: str | None = None
@@ -120,7 +126,7 @@ class TrackedTable:
 
     @property
     def schema(self) -> TableSchema:
-        """As of the last `refresh`: `schema_version` counts its changes (a lazy field appeared)."""
+        """Of the whole table, as of the last `refresh`: `schema_version` counts its changes (a lazy field appeared)."""
         return self._schema
 
     @property
@@ -198,7 +204,7 @@ class TrackedTable:
         self.marks.mark_all()
         self.reason = reason
         level = logging.DEBUG if quiet else logging.INFO
-        _log.log(level, "table %s is tracked by row hashes at each cut: %s", self.fqn, reason)
+        _log.log(level, "table %s is tracked by row hashes at each cut: %s", self.key, reason)
 
     def before_step(self, inexact: str | None) -> None:
         """Before the sole owner's step: is the whitelist still true, was the table written from outside?
@@ -242,10 +248,12 @@ class TrackedTable:
         Raises:
             UserError: the weight has another shape than when this Checkpointer was built.
         """
-        if self.param.shape != (self._schema.rows, self._schema.columns):
+        box = self.box
+        was = (box.row_stop - box.row_start, box.col_stop - box.col_start)
+        if self.param.shape != was:
             raise UserError(
-                f"The table was [{self._schema.rows}, {self._schema.columns}] and is {list(self.param.shape)}",
-                where=self.fqn,
+                f"The table was {list(was)} and is {list(self.param.shape)}",
+                where=self.key,
                 remedy="nothing is saved until it has its shape again; build a new Checkpointer after changing a table",
             )
         if self._rows is not None and self._signature != self._sign():
@@ -425,8 +433,8 @@ class TrackedTable:
     def _read_schema(self) -> TableSchema:
         return TableSchema(
             fqn=self.fqn,
-            rows=self.param.shape[0],
-            columns=self.param.shape[1],
+            rows=self.found.rows,
+            columns=self.found.columns,
             dtype=dtype_name(self.param.dtype),
             fields=tuple(
                 FieldSpec(name=name, kind=cast("Any", kind), dtype=dtype_name(tensor.dtype))
@@ -466,12 +474,12 @@ class Tracking:
         self.report: Report = report or (lambda _name, _facts: None)
         self._inventory = discover(model, self.settings.tables)
         self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
-        self.by_name = {table.fqn: table for table in self.tables}
+        self.by_key = {table.key: table for table in self.tables}
         self.regrown = False
         """Whether tables came or went since the last cut: the next one is to be full."""
         self._addresses: list[int] = []
         self._alive_said = False
-        self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_name)
+        self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_key)
         self._left_out: frozenset[str] = frozenset()
         for view in self.optimizers:
             view.watch_attributes()
@@ -649,7 +657,7 @@ class Tracking:
         self._addresses = [table.param.data_ptr() for table in self.tables]
         others = sharing(self._inventory)
         for table in self.tables:
-            table.shared_with(others.get(table.fqn))
+            table.shared_with(others.get(table.key))
 
     def _index(self) -> None:
         """Tell the hooks of every optimizer its tables; not within a step, whose hooks go through them."""
@@ -696,26 +704,26 @@ class Tracking:
             UserError: a table has another shape or type than before.
         """
         before, now = self._named, discover(self.model, self.settings.tables)
-        for fqn, table in self.by_name.items():
-            found = now.tables.get(fqn)
+        for key, table in self.by_key.items():
+            found = now.tables.get(key)
             if found is not None and found.param is not table.param:
                 table.rebind(found)
             elif found is not None:
                 table.found_again(found)
         self._inventory = now
-        if [*map(id, before.names)] == [*map(id, now.names)] and self.by_name.keys() == now.tables.keys():
+        if [*map(id, before.names)] == [*map(id, now.names)] and self.by_key.keys() == now.tables.keys():
             return
-        for table in [t for t in self.tables if t.fqn not in now.tables]:
+        for table in [t for t in self.tables if t.key not in now.tables]:
             table.close()
             self.tables.remove(table)
             self.regrown = True
-        for fqn, found in now.tables.items():
-            if fqn not in self.by_name:
+        for key, found in now.tables.items():
+            if key not in self.by_key:
                 self.tables.append(TrackedTable(found, self.settings))
                 self.regrown = True
-        self.by_name = {table.fqn: table for table in self.tables}
+        self.by_key = {table.key: table for table in self.tables}
         earlier = self.optimizers
-        self.optimizers = views_of(self._handed, now.names, self.by_name)
+        self.optimizers = views_of(self._handed, now.names, self.by_key)
         for view in self.optimizers:
             view.watch_attributes(earlier)
         self._grouped = None

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
+from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.arena.batch import BadBatch, check_blob, rows_of
 from deltashard_sidecar.restore import pack_blocks
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 BLOCK = 8 << 20
+WHOLE = (Box(table="t", row_start=0, row_stop=1000, col_start=0, col_stop=8),)
 TABLES = (
     TableSchema(
         fqn="t",
@@ -26,7 +27,7 @@ TABLES = (
 
 def test_a_batch_is_laid_out_as_the_contract_says() -> None:
     """ids, weights, fields, each at a multiple of 64, read back as views."""
-    batch = rows_of(pb.RowBatch(offset=64, rows=3, col_start=2, col_stop=6), TABLES, BLOCK)
+    batch = rows_of(pb.RowBatch(offset=64, rows=3, col_start=2, col_stop=6), TABLES, WHOLE, BLOCK)
     assert (batch.offsets, batch.length) == ((0, 64, 128, 192), 256)
     data = bytearray(batch.length)
     data[0:24] = np.array([4, 5, 900]).tobytes()
@@ -45,9 +46,50 @@ def test_a_batch_is_laid_out_as_the_contract_says() -> None:
 def test_contiguous_rows_need_no_ids() -> None:
     """They are a range."""
     batch = rows_of(
-        pb.RowBatch(rows=10, contiguous=True, row_start=990, col_start=0, col_stop=8), TABLES, BLOCK
+        pb.RowBatch(rows=10, contiguous=True, row_start=990, col_start=0, col_stop=8), TABLES, WHOLE, BLOCK
     )
     assert batch.block(memoryview(bytes(batch.length))).ids == range(990, 1000)
+
+
+SHARDS = (
+    Box(table="t", row_start=0, row_stop=100, col_start=0, col_stop=4),
+    Box(table="t", row_start=500, row_stop=600, col_start=0, col_stop=4),
+    Box(table="other", row_start=0, row_stop=1000, col_start=0, col_stop=8),
+)
+
+
+@pytest.mark.parametrize(
+    ("row_start", "rows", "columns"),
+    [(90, 20, (0, 4)), (100, 1, (0, 4)), (0, 600, (0, 4)), (0, 1, (4, 8)), (0, 1, (2, 6))],
+)
+def test_rows_and_columns_outside_of_the_trainers_boxes_are_refused(
+    row_start: int, rows: int, columns: tuple[int, int]
+) -> None:
+    """One box must hold all of them."""
+    place = {"rows": rows, "col_start": columns[0], "col_stop": columns[1]}
+    with pytest.raises(BadBatch, match="lie in no box of this trainer"):
+        rows_of(pb.RowBatch(contiguous=True, row_start=row_start, **place), TABLES, SHARDS, BLOCK)
+
+
+def test_listed_rows_outside_of_the_trainers_boxes_are_refused() -> None:
+    """By their first and last id, which one box must hold."""
+    batch = rows_of(pb.RowBatch(rows=2, col_start=0, col_stop=4), TABLES, SHARDS, BLOCK)
+    data = bytearray(batch.length)
+    for ids in ((99, 100), (99, 500), (300, 301)):
+        data[:16] = np.array(ids).tobytes()
+        with pytest.raises(BadBatch, match="lie in no box of this trainer"):
+            batch.block(memoryview(data))
+    data[:16] = np.array((500, 599)).tobytes()
+    assert batch.block(memoryview(data)).row_span == (500, 599)
+
+
+def test_rows_of_a_shard_are_taken() -> None:
+    """The last of its rows, some of its columns."""
+    batch = rows_of(
+        pb.RowBatch(rows=10, contiguous=True, row_start=590, col_start=1, col_stop=4), TABLES, SHARDS, BLOCK
+    )
+    block = batch.block(memoryview(bytes(batch.length)))
+    assert (block.ids, block.columns) == (range(590, 600), range(1, 4))
 
 
 @given(
@@ -68,7 +110,7 @@ def test_no_descriptor_reaches_outside(
         contiguous=contiguous,
     )  # fmt: skip
     try:
-        batch = rows_of(descriptor, TABLES, BLOCK)
+        batch = rows_of(descriptor, TABLES, WHOLE, BLOCK)
     except BadBatch:
         return
     assert table == 0

@@ -537,7 +537,7 @@ def test_a_table_that_is_added_later_is_in_the_next_cut(optimizers):
         training.train(clear=False)
     tracking.refresh()
     assert tracking.regrown
-    table = tracking.by_name["late.weight"]
+    table = tracking.by_key["late.weight"]
     assert table.prepare_cut("since_commit").all
     if optimizers:
         assert [f.name for f in table.schema.fields] == ["sum"]
