@@ -20,10 +20,11 @@ from deltashard_sidecar.handoff import Closings
 from deltashard_sidecar.maintenance import Housekeeping
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.flight import Flights
+from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.save import Cut, Save
-from deltashard_sidecar.save.sink import PartSink
+from deltashard_sidecar.save.sink import PartSink, decline
 from deltashard_sidecar.session.capacity import raw_bytes
-from deltashard_sidecar.session.session import Session
+from deltashard_sidecar.session.session import Session, Sessions
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger
@@ -57,6 +58,7 @@ class SaveService:
         self,
         settings: Settings,
         *,
+        sessions: Sessions,
         flights: Flights,
         control: TrainerControl,
         activity: Activity,
@@ -71,6 +73,8 @@ class SaveService:
             settings.threads, thread_name_prefix="encode", initializer=_yield_to_training
         )
         self._settings = settings
+        self._sessions = sessions
+        self._joint = JointCommits()
         self._flights = flights
         self._control = control
         self._activity = activity
@@ -82,7 +86,16 @@ class SaveService:
         self._log = log
 
     def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
-        """Begin a save; raises `Refused`."""
+        """Begin a save; raises `Refused`, and then a peer need not wait for this rank's part of the cut."""
+        try:
+            return self._begun(session, begin)
+        except Refused:
+            attempt = session.attempt.number
+            if attempt is not None and session.who.world_size > 1:
+                decline(self._run, session.who, attempt, begin.cut, joint=self._joint)
+            raise
+
+    def _begun(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         _attempt_of(session, begin)
         rank = session.who.local_rank
         self._make_way(rank, begin)
@@ -115,7 +128,9 @@ class SaveService:
             who=session.who,
             stalls=session.stalls,
             cut=cut,
-            sink=PartSink(self._run, session.who, cut),
+            sink=PartSink(
+                self._run, session.who, cut, joint=self._joint, expected=lambda: self._expected(cut)
+            ),
             keeper=self._keeper,
             submit=self.pool.submit,
             metrics=self._metrics,
@@ -152,8 +167,24 @@ class SaveService:
             state_encoding=policy.state_encoding,
             stall_budget_s=0.0 if waits else self._settings.stall_budget_s,
             directive=directive,
+            layout=session.attempt.layout,
             follows=None if in_force.directive is None else in_force.directive.text(),
         )
+
+    def _expected(self, cut: Cut) -> set[int]:
+        """Ranks of this pod that bring, or brought, a part to the cut: they train under its attempt, or save it."""
+        trains = {s.who.rank for s in self._sessions.all() if s.attempt.number == cut.attempt}
+        saves = {
+            save.who.rank
+            for save in self._flights.in_flight()
+            if (save.cut.attempt, save.cut.cut) == (cut.attempt, cut.cut)
+        }
+        return trains | saves
+
+    def _speaks(self, save: Save) -> bool:
+        """Whether this is the save of a pod's that counts where its checkpoint does, once."""
+        same = [each.who.local_rank for each in self._flights.newest() if each.cut.cut == save.cut.cut]
+        return save.who.local_rank == min(same, default=save.who.local_rank)
 
     def _make_way(self, rank: int, begin: pb.SaveRequest.Begin) -> None:
         """Refuse while another save of the rank is in flight.
@@ -177,7 +208,7 @@ class SaveService:
     def _ended(self, save: Save) -> None:
         """A save committed or failed: the metrics, people, the trainer and other pods hear of it."""
         cut, commit = save.cut, save.commit
-        if commit is not None:
+        if commit is not None and self._speaks(save):
             self._metrics.committed(step=commit.step, baseline=commit.baseline, durable_s=commit.durable_s)
             self._log.info(
                 "save.committed",

@@ -81,6 +81,7 @@ class Sidecar:
         )
         self.saves = SaveService(
             settings,
+            sessions=self.sessions,
             flights=self.flights,
             control=self.control,
             activity=self.activity,
@@ -114,6 +115,7 @@ class Sidecar:
             self._end_predecessor(request.local_rank, request)
             check_capacity(request, self.settings)
             self._identify(max(1, request.world_size))
+            self._check_group(request)
             self._admit_to_arena(request.local_rank)
             session = self.control.admit(request)
         attempt = session.attempt.number
@@ -143,6 +145,38 @@ class Sidecar:
             url=self.settings.url,
             several_pins=True,
         )
+
+    def _check_group(self, request: pb.AttachRequest) -> None:
+        """The ranks of a pod are of one group: one world size, one attempt and layout, each rank once.
+
+        A killed group's other ranks let their locks go within moments. Raises `BadAttach`.
+        """
+        deadline_s = time.monotonic() + min(5.0, self.settings.attach_deadline_s)
+        while (what := self._disagreement(request)) is not None:
+            self._reap()
+            if self._disagreement(request) is not None and time.monotonic() > deadline_s:
+                raise BadAttach(
+                    what, where="attach", remedy="end the processes of the other group, or use another run"
+                )
+            time.sleep(0.02)
+
+    def _disagreement(self, request: pb.AttachRequest) -> str | None:
+        mine = f"rank {request.rank} of {max(1, request.world_size)}"
+        for session in self.sessions.all():
+            who, attempt = session.who, session.attempt
+            if who.local_rank == request.local_rank:
+                continue
+            theirs = f"rank {who.rank} of {who.world_size} (process {who.pid})"
+            if who.world_size != max(1, request.world_size):
+                return f"{mine} attaches beside {theirs}: they are not of one group"
+            if who.rank == request.rank:
+                return f"{mine} attaches as local rank {request.local_rank}, {theirs} is local rank {who.local_rank}"
+            if request.HasField("attempt") and attempt.number is not None:
+                if attempt.number == request.attempt and attempt.layout != request.layout:
+                    return f"{mine} attaches with another layout than {theirs}"
+                if attempt.number > request.attempt:
+                    return f"{mine} attaches under attempt {request.attempt}, {theirs} trains under {attempt.number}"
+        return None
 
     def _admit_to_arena(self, rank: int) -> None:
         if self.keeper.attached(rank):
@@ -200,6 +234,14 @@ class Sidecar:
         """Open an attempt for a session; raises what the log raises."""
         self._refuse_when_stopping()
         session = self.sessions.get(request.session)
+        who = session.who
+        if who.rank != 0 or (who.world_size > 1) != bool(request.layout):
+            raise UserError(
+                f"rank {who.rank} of {who.world_size} opens an attempt "
+                + ("with a layout" if request.layout else "without a layout"),
+                where="open attempt",
+                remedy="rank 0 opens it for all, with the layout of all ranks; one rank alone has none",
+            )
         step_seen = self.keeper.step_of(session.who.local_rank)
         session.attempt.asked()
         try:
@@ -254,11 +296,7 @@ class Sidecar:
         """Once in a while: timers, dead trainers, silent streams. False when a lingering sidecar may exit."""
         self.keeper.sweep()
         self.control.direct_all()
-        for session in self.sessions.reap(lambda rank: self.keeper.writer_pid(rank) is not None):
-            self.log.info("trainer.gone", session=session.id, rank=session.who.rank)
-            self._lost(session)
-            session.presence.cancel_streams()
-            self.keeper.dismiss(session.who.local_rank)
+        self._reap()
         now_s = time.monotonic()
         for save in self.flights.staging():
             if now_s - save.heard_s > self.settings.stream_idle_s:
@@ -269,6 +307,14 @@ class Sidecar:
             self._idle_since_s = now_s
         linger_s = self.settings.linger_s
         return linger_s < 0 or now_s - self._idle_since_s < linger_s
+
+    def _reap(self) -> None:
+        """Let go of the sessions whose process is gone."""
+        for session in self.sessions.reap(lambda rank: self.keeper.writer_pid(rank) is not None):
+            self.log.info("trainer.gone", session=session.id, rank=session.who.rank)
+            self._lost(session)
+            session.presence.cancel_streams()
+            self.keeper.dismiss(session.who.local_rank)
 
     def _lost(self, session: Session) -> None:
         """A trainer went without a word; what it had staged goes on."""

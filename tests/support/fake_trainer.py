@@ -230,11 +230,17 @@ class Table:
 class Model:
     """Two tables and one blob; `train` changes some rows and everything dense; equality is by content."""
 
-    def __init__(self, *, rows: int = 300, columns: int = 8, seed: int = 0) -> None:
+    def __init__(
+        self, *, rows: int = 300, columns: int = 8, seed: int = 0, of_rank: int | None = None
+    ) -> None:
+        """`of_rank`: tables and blobs that no other rank has."""
         self.rng = np.random.default_rng(seed)
+        prefix = "" if of_rank is None else f"rank{of_rank}."
+        self.blob_prefix = "" if of_rank is None else f"rank/{of_rank}/"
         self.tables = [
-            Table.make("big.weight", rows, columns, self.rng), Table.make("small.weight", 40, 4, self.rng)
-        ]  # fmt: skip
+            Table.make(f"{prefix}big.weight", rows, columns, self.rng),
+            Table.make(f"{prefix}small.weight", 40, 4, self.rng),
+        ]
         self.dense = self.rng.standard_normal(100).astype(np.float32)
         self.step = 0
 
@@ -268,13 +274,13 @@ class Model:
 
     def blobs(self) -> dict[str, bytes]:
         return {
-            "dense/w": bytes(typed_tree.encode(self.dense).to_bytes()),
-            "meta": bytes(typed_tree.encode({"step": self.step}).to_bytes()),
+            f"{self.blob_prefix}dense/w": bytes(typed_tree.encode(self.dense).to_bytes()),
+            f"{self.blob_prefix}meta": bytes(typed_tree.encode({"step": self.step}).to_bytes()),
         }
 
     def load_blobs(self, blobs: dict[str, memoryview]) -> None:
-        self.dense[:] = typed_tree.decode(blobs["dense/w"])
-        self.step = typed_tree.decode(blobs["meta"])["step"]
+        self.dense[:] = typed_tree.decode(blobs[f"{self.blob_prefix}dense/w"])
+        self.step = typed_tree.decode(blobs[f"{self.blob_prefix}meta"])["step"]
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
@@ -302,10 +308,14 @@ class Trainer:
         lock: bool = True,
         consecutive: bool = False,
         attempt: int | None = None,
+        layout: str = "",
+        local_rank: int | None = None,
     ) -> None:
-        """`attempt`: it trains under one already."""
+        """`attempt`: it trains under one already, with this layout."""
         self.model = model
         self.rank = rank
+        self.local_rank = rank if local_rank is None else local_rank
+        self.layout = layout
         self.world_size = world_size
         self.channel = grpc.insecure_channel(
             f"unix:{socket}", options=(("grpc.use_local_subchannel_pool", 1),)
@@ -327,8 +337,8 @@ class Trainer:
 
     def attach(self) -> pb.AttachReply:
         request = pb.AttachRequest(
-            protocol_min=1, protocol_max=1, rank=self.rank, local_rank=self.rank, world_size=self.world_size,
-            attempt=self.attempt, pid=os.getpid(),
+            protocol_min=1, protocol_max=1, rank=self.rank, local_rank=self.local_rank, world_size=self.world_size,
+            attempt=self.attempt, layout=self.layout, pid=os.getpid(),
             tables=[table_message(t.schema) for t in self.model.tables],
             boxes=[box_message(t.box) for t in self.model.tables],
             fingerprint={"test": "1"},
@@ -340,7 +350,7 @@ class Trainer:
             self.arena
         )  # to close any descriptor of it drops every lock of this process on it
         if self.lock:
-            start, length = self.arena.line_lock_range(self.rank)
+            start, length = self.arena.line_lock_range(self.local_rank)
             fcntl.lockf(self.arena.fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
         self.gone = False
         self._watch = self.stub.Watch(pb.WatchRequest(session=self.reply.session))
@@ -475,7 +485,7 @@ class Trainer:
 
     def stepped(self) -> None:
         """Tell the control line the step, as `Checkpointer.step()` does."""
-        self.arena.line(self.rank)[STEP] = self.model.step
+        self.arena.line(self.local_rank)[STEP] = self.model.step
 
     def detach(self, *, wait: bool = False) -> pb.DetachReply:
         return self.stub.Detach(

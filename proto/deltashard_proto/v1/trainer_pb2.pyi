@@ -76,7 +76,7 @@ class Refusal(_message.Message):
     def __init__(self, cause: _Optional[str] = ..., code: _Optional[_Union[Cause, str]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "rank", "local_rank", "world_size", "attempt", "tables", "boxes", "fingerprint", "pid", "blob_bytes")
+    __slots__ = ("protocol_min", "protocol_max", "rank", "local_rank", "world_size", "attempt", "tables", "boxes", "fingerprint", "pid", "blob_bytes", "layout")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +95,7 @@ class AttachRequest(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     rank: int
@@ -106,7 +107,8 @@ class AttachRequest(_message.Message):
     fingerprint: _containers.ScalarMap[str, str]
     pid: int
     blob_bytes: int
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
+    layout: str
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
     __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins")
@@ -175,21 +177,23 @@ class Policy(_message.Message):
     def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover")
+    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "layout")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WHICH_FIELD_NUMBER: _ClassVar[int]
     FROM_RUN_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_SEQS_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session: str
     which: str
     from_run: str
     exclude_seqs: _containers.RepeatedScalarFieldContainer[int]
     takeover: bool
-    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ...) -> None: ...
+    layout: bytes
+    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "voided_first", "voided_stop")
+    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "voided_first", "voided_stop", "layout")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +214,7 @@ class OpenReply(_message.Message):
     LOG_DAMAGE_FIELD_NUMBER: _ClassVar[int]
     VOIDED_FIRST_FIELD_NUMBER: _ClassVar[int]
     VOIDED_STOP_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     resume_seq: int
     step: int
@@ -223,7 +228,8 @@ class OpenReply(_message.Message):
     log_damage: str
     voided_first: int
     voided_stop: int
-    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., voided_first: _Optional[int] = ..., voided_stop: _Optional[int] = ...) -> None: ...
+    layout: str
+    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., voided_first: _Optional[int] = ..., voided_stop: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class RowBatch(_message.Message):
     __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop")

@@ -37,6 +37,7 @@ from deltashard_checkpoint.write.attempt import (
     select,
     unmark_closing,
 )
+from deltashard_checkpoint.write.commit import Sayings
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
@@ -58,14 +59,14 @@ OPEN_AGAIN_S = 0.5
 """Between looks of an Open that waits for credentials or a bucket."""
 
 
-def commit_message(entry: Checkpoint, *, durable_s: float = 0.0) -> pb.Commit:
-    """What trainers are told of a checkpoint."""
+def commit_message(entry: Checkpoint, *, durable_s: float = 0.0, baseline: bool | None = None) -> pb.Commit:
+    """What a trainer is told of a checkpoint; `baseline`: whether its own part is one, None: whether all are."""
     return pb.Commit(
         seq=entry.seq,
         attempt=entry.attempt,
         cut=entry.cut,
         step=entry.step,
-        baseline=entry.baseline,
+        baseline=entry.baseline if baseline is None else baseline,
         durable_s=durable_s,
         stored_bytes=entry.stored_bytes,
         raw_bytes=entry.raw_bytes,
@@ -117,6 +118,7 @@ class Run:
         """Set once `identity` is what this pod trains; before that nothing of any run is looked at."""
         self.log = RunLog(self.store, settings.run)
         self.token = new_token()
+        self.sayings = Sayings()
         self.metrics = metrics
         self.searches = Searches(settings.search)
         self._logger = log
@@ -275,6 +277,7 @@ class Run:
             workload=self.settings.workload_uid,
             pod=self.settings.pod_uid,
             world_size=who.world_size,
+            layout=request.layout or None,
             which=which,
             exclude=() if request.from_run else request.exclude_seqs,
             takeover=request.takeover,
@@ -294,6 +297,7 @@ class Run:
             waited_s=opened.waited_s,
             fell_back=opened.fell_back or lost,
             log_damage=damage,
+            layout=opened.state.attempts[opened.attempt].layout,
         )
         if opened.voided is not None:
             reply.voided_first, reply.voided_stop = opened.voided
@@ -350,7 +354,9 @@ class Run:
         self, who: Attachment, attempt: int, begin: pb.SaveRequest.Begin, policy: Policy
     ) -> tuple[int | None, str]:
         """(seq the cut must cover since, None for all rows; what to write of it into the log). No store is asked."""
-        state = self.log_of(who).state
+        # Another rank of this pod may have heard of the last commit: the newest that any handle has seen counts.
+        log = self.log_of(who)
+        state = max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
         history = differential.history(state, attempt)
         decision = differential.decide(policy.differential, history, force_full=begin.full)
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None

@@ -29,6 +29,10 @@ class Flights:
         """Newest save of the rank, in flight or over."""
         return self._by_rank.get(rank)
 
+    def newest(self) -> list[Save]:
+        """Newest save of each rank, in flight or over."""
+        return list(self._by_rank.values())
+
     def in_flight(self) -> list[Save]:
         """Saves that have not ended."""
         return [save for save in list(self._by_rank.values()) if not save.over.is_set()]

@@ -60,6 +60,8 @@ class Cut:
     directive: str
     """For the log entry: what made this cut what it is."""
     state_encoding: str = DEFAULT_STATE_ENCODING
+    layout: str = ""
+    """Digest of the attempt's layout; empty: none."""
     follows: str | None = None
     """The controller's directive in force, as it is recorded with the commit."""
 

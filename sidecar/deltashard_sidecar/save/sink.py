@@ -6,13 +6,17 @@ of encoding is one frame (8 MiB and a little) a thread, whatever the size of the
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
 from deltashard_checkpoint.vocabulary import encoding_named
-from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -20,8 +24,12 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar.arena.batch import BadBatch, Rows
 from deltashard_sidecar.policy import KEY
 from deltashard_sidecar.run.run import Run, commit_message
+from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.save import Cut, Sealed
 from deltashard_sidecar.session.attachment import Attachment
+
+GIVE_UP_DEADLINE_S = 10.0
+"""For telling peers that a part will not come."""
 
 _buffers = threading.local()
 
@@ -39,11 +47,22 @@ def _buffer(size: int) -> memoryview:
 class PartSink:
     """The real `save.Sink`."""
 
-    def __init__(self, run: Run, who: Attachment, cut: Cut) -> None:
+    def __init__(
+        self,
+        run: Run,
+        who: Attachment,
+        cut: Cut,
+        *,
+        joint: JointCommits,
+        expected: Callable[[], AbstractSet[int]],
+    ) -> None:
+        """`expected` gives the ranks of this pod whose parts `joint` waits for."""
         settings = run.settings
         self._run = run
         self._who = who
         self._cut = cut
+        self._joint = joint
+        self._expected = expected
         self._log = run.log_of(who)
         self._options = EncodeOptions(
             encoding=encoding_named(cut.encoding), state_encoding=cut.state_encoding
@@ -107,27 +126,48 @@ class PartSink:
         assert stats is not None
         if stats.rows != sealed.rows:
             raise BadBatch(f"{sealed.rows} rows were sealed, {stats.rows} arrived", where="seal")
-        committed = commit_part(
+        report = PartReport(
+            part=part,
+            tables=self._who.tables,
+            encodings=stats.encodings,
+            rows=stats.rows,
+            raw_bytes=stats.raw_bytes,
+            stall_s=sealed.stall_s,
+            directive=self._cut.directive,
+            fingerprint=self._who.fingerprint,
+            metadata=self._metadata(sealed),
+            pins=sealed.pins,
+        )
+        if self._alone:
+            committed = self._commit((report,), deadline_s)
+        else:
+            committed = self._joint.commit(
+                self._cut.attempt,
+                self._cut.cut,
+                report,
+                expected=self._expected,
+                commit=lambda reports: self._commit(reports, deadline_s),
+                deadline_s=deadline_s,
+            )
+        # Ranks may have covered different checkpoints: a trainer hears what its own part is.
+        return commit_message(committed.entry, baseline=part.covers is None)
+
+    @property
+    def _alone(self) -> bool:
+        return self._who.world_size == 1
+
+    def _commit(self, reports: Sequence[PartReport], deadline_s: float) -> Committed:
+        return commit_parts(
             self._log,
             attempt=self._cut.attempt,
             cut=self._cut.cut,
             step=self._cut.step,
             world_size=self._who.world_size,
-            report=PartReport(
-                part=part,
-                tables=self._who.tables,
-                encodings=stats.encodings,
-                rows=stats.rows,
-                raw_bytes=stats.raw_bytes,
-                stall_s=sealed.stall_s,
-                directive=self._cut.directive,
-                fingerprint=self._who.fingerprint,
-                metadata=self._metadata(sealed),
-                pins=sealed.pins,
-            ),
+            reports=reports,
+            layout=self._cut.layout,
+            sayings=self._run.sayings,
             deadline_s=deadline_s,
         )
-        return commit_message(committed.entry)
 
     def _metadata(self, sealed: Sealed) -> dict[str, str]:
         """The user's, and the directive that this cut followed, for a pod that starts without a controller."""
@@ -137,3 +177,20 @@ class PartSink:
     def abandon(self) -> None:
         """See `save.Sink`."""
         self._writer.abort()
+        if not self._alone:
+            decline(self._run, self._who, self._cut.attempt, self._cut.cut, joint=self._joint)
+
+
+def decline(run: Run, who: Attachment, attempt: int, cut: int, *, joint: JointCommits) -> None:
+    """This rank's part of a cut will not come: neither its pod's other ranks nor its peers need wait for it."""
+    if not joint.withdraw(attempt, cut, who.rank):
+        return
+    log = run.log_of(who)
+
+    def tell() -> None:
+        with contextlib.suppress(DeltashardError):  # only advice: who waits has a deadline
+            give_up(
+                log, attempt=attempt, cut=cut, rank=who.rank, token=run.token, deadline_s=GIVE_UP_DEADLINE_S
+            )
+
+    threading.Thread(target=tell, name=f"give-up-{cut}", daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from deltashard_checkpoint.format.index import box_of, table_of
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 from deltashard_proto.v1 import trainer_pb2 as pb
+
+_LAYOUT = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class BadAttach(UserError):
@@ -29,6 +32,8 @@ class Attachment:
     tables: tuple[TableSchema, ...]
     boxes: tuple[Box, ...]
     fingerprint: dict[str, str]
+    layout: str = ""
+    """Digest of the layout of the attempt it trains under; empty: none, or not opened yet."""
 
     @classmethod
     def of(cls, request: pb.AttachRequest) -> Attachment:
@@ -43,6 +48,7 @@ class Attachment:
             tables=tuple(table_of(table) for table in request.tables),
             boxes=tuple(box_of(box) for box in request.boxes),
             fingerprint=dict(request.fingerprint),
+            layout=request.layout,
         )
 
 
@@ -60,6 +66,8 @@ def check_attach(request: pb.AttachRequest, lines: int) -> int:
         raise BadAttach(f"local rank {request.local_rank}: at most {lines} trainers a pod", where="attach")
     if request.rank >= max(1, request.world_size):
         raise BadAttach(f"rank {request.rank} of world size {request.world_size}", where="attach")
+    if request.layout and _LAYOUT.fullmatch(request.layout) is None:
+        raise BadAttach(f"{request.layout[:80]!r} is no layout's digest", where="attach")
     named = {table.fqn: table for table in request.tables}
     if len(named) != len(request.tables):
         raise BadAttach("two tables have one name", where="attach")

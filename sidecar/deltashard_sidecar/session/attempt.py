@@ -22,10 +22,12 @@ class Fence:
 class Attempt:
     """The attempt of one session, which a fall-back or a takeover replaces. Thread-safe; only its methods write."""
 
-    def __init__(self, number: int | None) -> None:
+    def __init__(self, number: int | None, layout: str = "") -> None:
         self._lock = threading.Lock()
         self.number = number
         """Attempt in the log; None before one is open."""
+        self.layout = layout
+        """Digest of the layout of its ranks; empty: one rank, which holds every table whole."""
         self.asked_s = 0.0
         """When it was asked for, monotonic."""
         self.asked_at_s = 0.0
@@ -50,6 +52,7 @@ class Attempt:
         lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else 0
         with self._lock:
             self.number = reply.attempt
+            self.layout = reply.layout
             self.last_commit = None
             self.resumed, self.restored = reply.HasField("resume_seq"), False
             self.durable_step = reply.step if self.resumed else None

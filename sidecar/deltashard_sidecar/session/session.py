@@ -114,7 +114,7 @@ class Session:
         self.who = who
         self.notices = Notices()
         self.presence = Presence()
-        self.attempt = Attempt(attempt)
+        self.attempt = Attempt(attempt, who.layout)
         self.stalls = Stalls()
         self.timer = Timer(schedule)
         self.fence: Fence | None = None

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
@@ -206,11 +207,12 @@ def test_attach_refuses_what_cannot_be_served(process: SidecarProcess, tmp_path:
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, local_rank=1, blob_bytes=1 << 40)
     with pytest.raises(grpc.RpcError, match="arena .* and the cache .* hold"):
         good.stub.Attach(request)
-    another = Trainer(process.socket, model, rank=1, world_size=3)
+    good.close()
+    group = [Trainer(process.socket, model, rank=rank, world_size=3) for rank in range(2)]
     with pytest.raises(grpc.RpcError, match="too few for 3 trainers"):
         Trainer(process.socket, model, rank=2, world_size=3)
-    another.close()
-    good.close()
+    for each in group:
+        each.close()
 
 
 def test_a_rank_is_one_process(process: SidecarProcess, trainer: Trainer) -> None:
@@ -314,14 +316,16 @@ def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trai
 def test_blocks_of_an_older_epoch_wait_for_their_writer(tmp_path: Path, url: str) -> None:
     """A restarted sidecar gives nothing out while a writer of before holds its lock and has not attached again."""
     first = SidecarProcess(tmp_path, url, encoding="fp32", metrics_port=0)
-    trainer = Trainer(first.socket, Model())
-    trainer.open()
+    trainer = Trainer(first.socket, Model(), world_size=2)
+    boxes = [table.box for table in trainer.model.tables]
+    layout = Layout.of(2, {b.table: (b.row_stop, b.col_stop) for b in boxes}, {0: boxes})
+    trainer.layout = trainer.open(layout=layout.data).layout
     trainer.begin().rows_of(0, None)
     first.kill()
     with sidecar(tmp_path, url, encoding="fp32", metrics_port=0) as second:
-        other = Trainer(second.socket, Model(), rank=1, world_size=1 + 1)
-        other.attempt = trainer.attempt
-        other.attach()
+        other = Trainer(
+            second.socket, Model(), rank=1, world_size=2, attempt=trainer.attempt, layout=layout.digest
+        )
         cut = other.begin()
         assert cut.granted.empty(), "rank 0 still holds its lock from the older epoch"
         trainer.attach()
@@ -450,25 +454,6 @@ def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
         anonymous = int(re.search(r"RssAnon:\s+(\d+) kB", status)[1])  # type: ignore[index]
         assert anonymous < 256 << 10, status
         trainer.close()
-
-
-def test_two_ranks_commit_together(tmp_path: Path, url: str) -> None:
-    """World size 2 in one pod: one checkpoint of two parts, acknowledged to both."""
-    with sidecar(tmp_path, url, encoding="fp32", arena_bytes="96MiB") as process:
-        zero = Trainer(process.socket, Model(), world_size=2)
-        zero.open()
-        other = Model(seed=1)
-        for table in other.tables:
-            table.fqn = f"other.{table.fqn}"
-        one = Trainer(process.socket, other, rank=1, world_size=2)
-        one.attempt = zero.attempt
-        one.attach()
-        first, second = zero.save(), one.save()
-        commits = zero.committed(first), one.committed(second)
-        assert commits[0].seq == commits[1].seq
-        assert commits[0].rows == 2 * 340
-        zero.close()
-        one.close()
 
 
 # Fencing, fallback, warm starts.

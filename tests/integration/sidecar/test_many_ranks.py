@@ -1,0 +1,204 @@
+"""Ranks of one run over one sidecar or several: one commit a cut, whatever dies, and each rank hears of its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from deltashard_checkpoint.format.layout import Layout
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer
+
+
+class Group:
+    """W ranks, each with tables of its own, over so many sidecars: what the trainer's library would do for them."""
+
+    def __init__(self, sidecars: list[SidecarProcess], world_size: int, *, seed: int = 0) -> None:
+        self.models = [Model(seed=seed + rank, of_rank=rank, rows=120) for rank in range(world_size)]
+        per_pod = -(-world_size // len(sidecars))
+        self.trainers = [
+            Trainer(
+                sidecars[rank // per_pod].socket, model, rank=rank, local_rank=rank % per_pod,
+                world_size=world_size,
+            )
+            for rank, model in enumerate(self.models)
+        ]  # fmt: skip
+
+    @property
+    def layout(self) -> Layout:
+        shapes = {t.fqn: t.weights.shape for model in self.models for t in model.tables}
+        return Layout.of(
+            len(self.models), shapes, {r: [t.box for t in m.tables] for r, m in enumerate(self.models)}
+        )
+
+    def open(self, which: str = "latest") -> int | None:
+        """Rank 0 opens, the others attach anew with what it was told; the seq to resume from."""
+        first, *others = self.trainers
+        reply = first.open(which, layout=self.layout.data)
+        assert reply.layout == self.layout.digest
+        for trainer in others:
+            trainer.attempt, trainer.layout, trainer.cut = reply.attempt, reply.layout, 0
+            trainer.attach()
+        first.layout = reply.layout
+        return reply.resume_seq if reply.HasField("resume_seq") else None
+
+    def restore(self, seq: int) -> None:
+        for trainer in self.trainers:
+            trainer.model.wipe()
+            trainer.restore(seq)
+
+    def train(self) -> None:
+        for model in self.models:
+            model.train()
+
+    def save(self) -> list[int]:
+        return [trainer.save() for trainer in self.trainers]
+
+    def save_and_commit(self) -> int:
+        commits = [t.committed(cut) for t, cut in zip(self.trainers, self.save(), strict=True)]
+        assert len({commit.seq for commit in commits}) == 1
+        return int(commits[0].seq)
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            trainer.close()
+
+
+@contextmanager
+def pods(root: Path, url: str, count: int, **flags: object) -> Iterator[list[SidecarProcess]]:
+    with ExitStack() as stack:
+        found = []
+        for pod in range(count):
+            (root / f"pod{pod}").mkdir(exist_ok=True)
+            process = SidecarProcess(
+                root / f"pod{pod}", url, encoding="fp32", **{"arena_bytes": "256MiB", **flags}
+            )
+            stack.callback(process.kill)
+            found.append(process)
+        yield found
+
+
+def _assert_holds(url: str, seq: int, models: list[Model]) -> None:
+    with open_store(url) as store:
+        found = read_checkpoint(store, "run", f"seq:{seq}")
+    for model in models:
+        for table in model.tables:
+            np.testing.assert_array_equal(found.tables[table.fqn].weights, table.weights)
+            np.testing.assert_array_equal(found.tables[table.fqn].fields["sum"], table.sums)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_four_ranks_save_and_come_back(tmp_path: Path, count: int) -> None:
+    """One entry a cut, deltas after a baseline, and a new group resumes from it, each rank with its own rows."""
+    url = (tmp_path / "store").as_uri()
+    with pods(tmp_path, url, count) as sidecars:
+        group = Group(sidecars, 4)
+        assert group.open() is None
+        seqs = []
+        for _ in range(3):
+            group.train()
+            seqs.append(group.save_and_commit())
+        _assert_holds(url, seqs[-1], group.models)
+        with open_store(url) as store:
+            state = RunLog(store, "run").refresh()
+        assert [entry.covers for entry in state.checkpoints.values()] == [(None,), (seqs[0],), (seqs[0],)]
+        wanted = [model.state() for model in group.models]
+        group.close()
+        again = Group(sidecars, 4, seed=50)
+        assert again.open() == seqs[-1]
+        again.restore(seqs[-1])
+        for model, state_ in zip(again.models, wanted, strict=True):
+            for found, held in zip(model.state(), state_, strict=True):
+                np.testing.assert_array_equal(found, held)
+        again.train()
+        seq = again.save_and_commit()
+        _assert_holds(url, seq, again.models)
+        with open_store(url) as store:
+            assert RunLog(store, "run").refresh().checkpoints[seq].covers == (seqs[0],)
+        again.close()
+
+
+def test_a_rank_that_gives_up_takes_the_cut_from_all_and_the_next_cut_holds_their_rows(
+    tmp_path: Path,
+) -> None:
+    """In its own pod at once, in the other by the word it leaves; nobody waits for the deadline of a save."""
+    url = (tmp_path / "store").as_uri()
+    with pods(tmp_path, url, 2) as sidecars:
+        group = Group(sidecars, 4)
+        group.open()
+        group.train()
+        base = group.save_and_commit()
+        group.train()
+        cuts = []
+        for trainer in group.trainers:
+            if trainer.rank == 1:
+                cut = trainer.begin()
+                cut.abort("stall")
+                cuts.append(cut.number)
+            else:
+                cuts.append(trainer.save())
+        for trainer, number in zip(group.trainers, cuts, strict=True):
+            with pytest.raises(SaveRefused, match="aborted" if trainer.rank == 1 else "abandoned"):
+                trainer.committed(number)
+        group.train()
+        seq = group.save_and_commit()
+        _assert_holds(url, seq, group.models)
+        with open_store(url) as store:
+            assert RunLog(store, "run").refresh().checkpoints.keys() == {base, seq}
+        group.close()
+
+
+def test_ranks_at_different_steps_make_no_checkpoint(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    with pods(tmp_path, url, 2) as sidecars:
+        group = Group(sidecars, 2)
+        group.open()
+        group.train()
+        base = group.save_and_commit()
+        group.train()
+        group.models[1].train()
+        cuts = group.save()
+        with pytest.raises(SaveRefused, match="abandoned"):
+            group.trainers[0].committed(cuts[0])
+        group.models[0].train()
+        for trainer in group.trainers:
+            trainer.cut += 1
+        eventually(lambda: cuts[1] in group.trainers[1].failures, what="the other rank hears of it, too")
+        seq = group.save_and_commit()
+        _assert_holds(url, seq, group.models)
+        with open_store(url) as store:
+            assert RunLog(store, "run").refresh().checkpoints.keys() == {base, seq}
+        group.close()
+
+
+def test_what_is_not_one_group_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    """Another world size, a rank twice, a rank that opens for itself, a layout that does not tile its tables."""
+    url = (tmp_path / "store").as_uri()
+    with pods(tmp_path, url, 1) as sidecars:
+        group = Group(sidecars, 2)
+        for options, why in (
+            ({"rank": 2, "local_rank": 2, "world_size": 3}, "not of one group"),
+            ({"rank": 1, "local_rank": 2, "world_size": 2}, "is local rank 1"),
+        ):
+            with pytest.raises(grpc.RpcError, match=why):
+                Trainer(sidecars[0].socket, Model(of_rank=9), lock=False, **options)  # type: ignore[arg-type]
+        with pytest.raises(grpc.RpcError, match="rank 0 opens it for all"):
+            group.trainers[1].open(layout=group.layout.data)
+        with pytest.raises(grpc.RpcError, match="with the layout of all ranks"):
+            group.trainers[0].open()
+        shapes = {t.fqn: t.weights.shape for t in group.models[0].tables}
+        gap = Layout.of(2, shapes, {0: [group.models[0].tables[0].box]})
+        with pytest.raises(grpc.RpcError, match="no rank holds"):
+            group.trainers[0].open(layout=gap.data)
+        group.open()
+        group.train()
+        group.save_and_commit()
+        group.close()
