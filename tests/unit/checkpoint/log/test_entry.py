@@ -13,9 +13,11 @@ from deltashard_checkpoint.log.entry import (
     Compacted,
     Genesis,
     Ignored,
+    Listed,
     Part,
     Reclaimed,
     Retired,
+    in_order,
 )
 from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
 from hypothesis import given, settings
@@ -24,6 +26,7 @@ from hypothesis import strategies as st
 from tests.support.checkpoint.run_builder import TOKEN, WHOLE, part, resealed
 
 HASH = "ab" * 32
+LAYOUT, MANIFEST = "1a" * 16, "2b" * 16
 COMMON = {"previous": HASH, "writer": "w-1", "at_s": 1.25}
 names = st.text(st.characters(codec="utf-8"), max_size=12)
 numbers = st.integers(0, (1 << 63) - 1)
@@ -46,19 +49,30 @@ tables = st.lists(
 ).map(tuple)
 
 
+digests = st.text("0123456789abcdef", min_size=32, max_size=32)
+listings = st.builds(
+    Listed,
+    layout=digests,
+    manifest=digests,
+    world_size=st.integers(1, (1 << 63) - 1),
+    covers=st.lists(st.none() | numbers, min_size=1, max_size=5).map(in_order),
+)
+
+
 @st.composite
 def checkpoints(draw: st.DrawFn) -> Checkpoint:
     attempt, cut = draw(st.integers(1, 10**9)), draw(st.integers(0, 10**8 - 1))
-    parts = tuple(
+    listed = draw(st.none() | listings)
+    parts = () if listed else tuple(
         part(attempt, cut, rank, draw(st.lists(box, max_size=2)), draw(st.none() | numbers))
         for rank in range(draw(st.integers(1, 3)))
-    )
+    )  # fmt: skip
     text = st.dictionaries(names, names, max_size=2)
     return Checkpoint(
         seq=draw(st.integers(1, 10**9)), attempt=attempt, cut=cut, step=draw(numbers), parts=parts, tables=draw(tables),
         encodings=("q8",), rows=draw(numbers), raw_bytes=draw(numbers), stored_bytes=draw(numbers),
         stall_s=draw(st.floats(0, 1e9)), directive=draw(names), fingerprint=draw(text), metadata=draw(text),
-        pins=tuple(draw(st.lists(names, max_size=2))), **COMMON,
+        pins=tuple(draw(st.lists(names, max_size=2))), listed=listed, **COMMON,
     )  # fmt: skip
 
 
@@ -82,6 +96,11 @@ def an_example_of_each() -> list:
         Compacted(seq=6, replaces=5, parts=(compact,), rows=1, stored_bytes=2, **COMMON),
         Retired(seq=8, checkpoints=(5,), prefixes=(cut_prefix(3, 7),), **COMMON),
         Reclaimed(seq=9, through=8, **COMMON),
+        AttemptOpened(seq=11, world_size=4, resumes_from=5, owner="me", layout=LAYOUT, **COMMON),
+        Checkpoint(
+            seq=12, attempt=11, cut=1, step=90, tables=(), encodings=("q8",), rows=1, raw_bytes=2, stored_bytes=3,
+            stall_s=0.5, listed=Listed(layout=LAYOUT, world_size=4, manifest=MANIFEST, covers=(None, 3, 12)), **COMMON,
+        ),
     ]  # fmt: skip
 
 
@@ -170,6 +189,97 @@ def test_wrong_values_under_a_right_hash_are_refused_by_name(entry):
         parse(resealed({**document, "surprise": 1}), entry.seq)
 
 
+@settings(max_examples=50, deadline=None)
+@given(checkpoints())
+def test_what_the_law_asks_of_parts_is_said_by_either_format(entry):
+    """World size, what is covered and where the objects lie: from the entry alone, whoever lists the parts."""
+    assert entry.prefixes == {cut_prefix(entry.attempt, entry.cut)}
+    assert list(entry.covered) == sorted({seq for seq in entry.covers if seq is not None})
+    assert entry.baseline == (entry.covers == (None,))
+    if entry.listed is None:
+        assert (entry.layout, entry.world_size) == ("", len(entry.parts))
+        assert set(entry.covers) == {part.covers for part in entry.parts}
+    else:
+        assert (entry.layout, entry.world_size) == (entry.listed.layout, entry.listed.world_size)
+        assert entry.parts == ()
+
+
+def many_ranks(seq: int) -> dict:
+    (entry,) = (each for each in an_example_of_each() if each.seq == seq)
+    return json.loads(seal(entry).data)
+
+
+def test_entries_of_many_ranks_and_only_they_have_format_2():
+    """Builds before it find them newer: they refuse, and void nothing."""
+    for entry in an_example_of_each():
+        assert json.loads(seal(entry).data)["format"] == (2 if entry.seq >= 11 else 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 1},
+        {"format": 3},
+        {"covers": []},
+        {"covers": [3, None, 12]},
+        {"covers": [None, None]},
+        {"covers": [12, 3]},
+        {"covers": [3, 3]},
+        {"covers": [True]},
+        {"covers": [-1]},
+        {"covers": [1.0]},
+        {"covers": [[3]]},
+        {"covers": None},
+        {"manifest": MANIFEST.upper()},
+        {"manifest": MANIFEST[:-1]},
+        {"manifest": "../" + MANIFEST[3:]},
+        {"manifest": None},
+        {"layout": ""},
+        {"layout": LAYOUT + "0"},
+        {"layout": None},
+        {"world_size": 0},
+        {"world_size": 2.0},
+        {"world_size": True},
+        {"parts": []},
+    ],
+    ids=str,
+)
+def test_what_stands_for_parts_is_read_strictly(change):
+    with pytest.raises(UnsupportedVersion):
+        parse(resealed({**many_ranks(12), **change}), 12)
+
+
+@pytest.mark.parametrize(
+    "change", [{"format": 1}, {"layout": ""}, {"layout": "x" * 32}, {"layout": 7}, {"layout": None}], ids=str
+)
+def test_the_layout_of_an_attempt_is_read_strictly(change):
+    with pytest.raises(UnsupportedVersion):
+        parse(resealed({**many_ranks(11), **change}), 11)
+
+
+def test_parts_stand_in_the_entry_or_in_a_manifest_and_not_in_both_or_none():
+    here, there = many_ranks(5), many_ranks(12)
+    listed = {name: there[name] for name in ("layout", "manifest", "world_size", "covers")}
+    without = {name: value for name, value in there.items() if name not in listed}
+    for wrong in (
+        {**here, **listed},
+        {**here, "format": 2},
+        {**here, "format": 2, "layout": LAYOUT},
+        {**there, "parts": here["parts"]},
+        without,
+        {**without, "format": 1},
+    ):
+        with pytest.raises(UnsupportedVersion):
+            parse(resealed(wrong), wrong["seq"])
+
+
+@pytest.mark.parametrize("seq", [0, 6, 8])
+def test_no_other_kind_has_format_2(seq):
+    for more in ({}, {"layout": LAYOUT}, {"ignorable": True, "kind": "note", "layout": LAYOUT}):
+        with pytest.raises(UnsupportedVersion):
+            parse(resealed({**many_ranks(seq), "format": 2, **more}), seq)
+
+
 def test_what_is_not_canonical_json_is_refused():
     data = seal(an_example_of_each()[0]).data
     for other in (
@@ -192,7 +302,7 @@ def test_what_is_not_canonical_json_is_refused():
 
 def test_a_newer_format_and_an_unknown_kind_ask_for_an_upgrade():
     document = json.loads(seal(an_example_of_each()[1]).data)
-    for change in ({"format": 2}, {"kind": "merge"}, {"kind": "merge", "ignorable": False}):
+    for change in ({"format": 2}, {"format": 3}, {"kind": "merge"}, {"kind": "merge", "ignorable": False}):
         with pytest.raises(UnsupportedVersion) as raised:
             parse(resealed({**document, **change}), 3)
         assert "upgrade" in raised.value.remedy
