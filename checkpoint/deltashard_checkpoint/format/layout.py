@@ -223,7 +223,7 @@ class Layout:
         return order, np.searchsorted(self.table[order], np.arange(len(self.tables) + 1))
 
     def check(self) -> None:
-        """Raise `UserError` unless every number is in bounds, and `NotTiled` unless the boxes tile all tables."""
+        """Raise `UserError` unless numbers are in bounds and boxes in order, `NotTiled` unless they tile all tables."""
         if not 1 <= self.world_size <= MAX_RANKS or len(self.tables) > MAX_TABLES or len(self) > MAX_BOXES:
             raise UserError(
                 f"{self.world_size} ranks, {len(self.tables)} tables, {len(self)} boxes", where="layout"
@@ -242,7 +242,19 @@ class Layout:
             inside &= (self.col_start < self.col_stop) & (self.col_stop <= shape[:, 1])
             if not inside.all():
                 raise UserError(f"box {self._named(int(np.argmin(inside)))} is in no table", where="layout")
+        if not self._in_order():
+            raise UserError("boxes are not sorted by rank, table, rows and columns", where="layout")
         self.check_tiling()
+
+    def _in_order(self) -> bool:
+        """Whether each box is after the one before it: a rank's boxes are found by a search."""
+        same = np.ones(max(len(self) - 1, 0), np.bool_)
+        for name, _ in _COLUMNS:
+            step = np.diff(self._column(name))
+            if bool((same & (step < 0)).any()):
+                return False
+            same &= step == 0
+        return True
 
     def check_tiling(self) -> None:
         """Raise `NotTiled`, which names the table, the place and the ranks, for a gap or an overlap."""

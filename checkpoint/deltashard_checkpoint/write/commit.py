@@ -267,14 +267,15 @@ def commit_parts(
             )
             try:
                 found = commit.reports() if lists else None
-            except GivenUp:
-                # It may be in the log all the same: a part that landed late, and a peer that saw it in time.
+                if found is not None and len(found) == world_size:
+                    crash_point("commit.after_list")
+                    return commit.create([found[rank] for rank in range(world_size)], patience)
+            except Abandoned:
+                # It may be in the log all the same: of a rank that reported twice, or gave up and then came, a peer
+                # may have seen the one and not the other.
                 if done := commit.settled(log.refresh(deadline_s=patience.left_s)):
                     return done
                 raise
-            if found is not None and len(found) == world_size:
-                crash_point("commit.after_list")
-                return commit.create([found[rank] for rank in range(world_size)], patience)
         except StoreUnavailable:
             if not patience.pause():
                 raise

@@ -136,3 +136,12 @@ def test_a_rank_may_hold_nothing_and_a_table_without_boxes_is_a_gap() -> None:
     with pytest.raises(UserError, match="no rank"):
         Layout.of(1, {"a": (4, 2)}, {1: [_box("a", 0, 4, 0, 2)]}).check()
     assert issubclass(NotTiled, DeltashardError)
+
+
+def test_boxes_in_another_order_are_no_layout() -> None:
+    """A rank's boxes are found by a search: unsorted ones would be a rank's without it."""
+    good = Layout.of(2, {"a": (4, 2)}, {0: [_box("a", 0, 2, 0, 2)], 1: [_box("a", 2, 4, 0, 2)]})
+    names = ("rank", "table", "row_start", "row_stop", "col_start", "col_stop")
+    turned = {name: np.ascontiguousarray(getattr(good, name)[::-1]) for name in names}
+    with pytest.raises(CorruptObject, match="not sorted"):
+        Layout.decode(Layout(world_size=2, tables=good.tables, columns=turned).data)

@@ -1,11 +1,25 @@
 """Leaderless commits: whoever sees all parts creates the entry; everyone else finds it."""
 
+from contextlib import suppress
+from dataclasses import replace
+
 import pytest
 from deltashard_checkpoint.errors import ForeignObject
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.write import commit as commits
-from deltashard_checkpoint.write.commit import Abandoned, FencedError, PartsMissing, commit_part
+from deltashard_checkpoint.write.commit import (
+    Abandoned,
+    FencedError,
+    GivenUp,
+    PartsMissing,
+    Sayings,
+    commit_part,
+    commit_parts,
+    give_up,
+)
 
 from tests.support.checkpoint.run_builder import TABLE, TOKEN, Run, rows
 
@@ -13,7 +27,7 @@ HALVES = [rows(0, 4), rows(4, 8)]
 
 
 def commit(run: Run, attempt: int, rank: int, *, cut: int = 1, step: int = 7, covers=None, log=None, **more):
-    options = {"deadline_s": more.pop("deadline_s", 30.0)}
+    options = {"deadline_s": more.pop("deadline_s", 30.0), "layout": more.pop("layout", "")}
     report = run.report(attempt, cut, covers, rank=rank, boxes=[HALVES[rank]], **more)
     return commit_part(
         log or run.reader(),
@@ -180,3 +194,181 @@ def test_a_single_rank_writes_no_report():
     run = Run()
     run.commit(run.open().attempt, 1)
     assert not [info for info in run.memory.list("job/data/") if info.key.endswith(".part")]
+
+
+# With a layout
+
+
+LAYOUT = Layout.of(2, {"t": (8, 2)}, {rank: [held] for rank, held in enumerate(HALVES)})
+
+
+class Counted:
+    """What a run's store was asked for, under the run's `data/`."""
+
+    def __init__(self, run: Run) -> None:
+        self.gets: list[str] = []
+        self.lists: list[str] = []
+        get, list_ = run.memory.get, run.memory.list
+
+        def counted_get(key: str, *args, **options) -> bytes:
+            self.gets += [key] if "/data/" in key else []
+            return get(key, *args, **options)
+
+        def counted_list(prefix: str, *args, **options):
+            self.lists += [prefix] if "/data/" in prefix else []
+            return list_(prefix, *args, **options)
+
+        run.memory.get, run.memory.list = counted_get, counted_list
+
+
+def laid_out() -> tuple[Run, int]:
+    run = Run()
+    return run, run.open(world_size=2, layout=LAYOUT.data).attempt
+
+
+def test_the_same_entry_whoever_commits_and_its_manifest_lies_in_the_cut():
+    """Rank 0's pod, or the other: what they put is equal but for the writer."""
+    entries = []
+    for last in (0, 1):
+        run, attempt = laid_out()
+        with pytest.raises(PartsMissing):
+            commit(run, attempt, 1 - last, layout=LAYOUT.digest, deadline_s=0.0, **told(1 - last))
+        done = commit(run, attempt, last, layout=LAYOUT.digest, deadline_s=0.0, **told(last))
+        assert done.by_us
+        entries.append(replace(done.entry, writer="", previous=""))
+        (manifest,) = [
+            i.key for i in run.memory.list(f"job/{cut_prefix(attempt, 1)}") if ".manifest" in i.key
+        ]
+        assert manifest == f"job/{cut_prefix(attempt, 1)}{done.entry.listed.manifest}.manifest"
+    assert entries[0] == entries[1]
+    assert entries[0].metadata == {"loss": "0", "epoch": "1"}
+    assert (entries[0].directive, entries[0].pins, entries[0].parts) == ("of rank 0", ("best", "paper"), ())
+
+
+def told(rank: int) -> dict:
+    return {
+        "metadata": ({"loss": "0"}, {"loss": "1", "epoch": "1"})[rank],
+        "pins": (("paper",), ("best", "paper"))[rank],
+        "directive": f"of rank {rank}",
+        "fingerprint": {"rank": str(rank)},
+    }
+
+
+def test_a_commit_reads_what_is_new_once_and_then_names_only():
+    """Schemas and encodings are the same from cut to cut: after the first one only names are looked at."""
+    run, attempt = laid_out()
+    sayings = [Sayings(), Sayings()]
+    for cut in range(1, 6):
+        counted = Counted(run)
+        for rank, wait_s in ((1, 0.0), (0, 30.0)):
+            encodings = ("q8",) if rank == 0 else ("q4",)
+            report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]], encodings=encodings)
+            with suppress(PartsMissing):
+                done = commit_parts(
+                    run.reader(), attempt=attempt, cut=cut, step=cut, world_size=2, reports=(report,),
+                    layout=LAYOUT.digest, sayings=sayings[rank], deadline_s=wait_s,
+                )  # fmt: skip
+        assert done.entry.cut == cut
+        assert len(counted.gets) == (cut == 1)
+        assert len(counted.lists) == 2
+
+
+def test_a_pod_without_rank_0_looks_at_the_log_first_and_lists_seldom():
+    run, attempt = laid_out()
+    counted = Counted(run)
+    after(run, 1, lambda: commit(run, attempt, 0, layout=LAYOUT.digest))
+    second = commit(run, attempt, 1, layout=LAYOUT.digest)
+    assert not second.by_us
+    assert len(counted.lists) == 2  # rank 0's, and one of rank 1 before
+
+
+def test_a_pod_without_rank_0_commits_when_that_one_died_before_the_entry():
+    run, attempt = laid_out()
+    with pytest.raises(PartsMissing):
+        commit(run, attempt, 0, layout=LAYOUT.digest, deadline_s=0.0)
+    assert commit(run, attempt, 1, layout=LAYOUT.digest).by_us
+
+
+def test_a_pod_commits_for_all_its_ranks():
+    run, attempt = laid_out()
+    reports = [run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)]
+    counted = Counted(run)
+    done = commit_parts(
+        run.log, attempt=attempt, cut=1, step=7, world_size=2, reports=reports, layout=LAYOUT.digest, deadline_s=0.0
+    )  # fmt: skip
+    assert done.by_us
+    assert (counted.gets, len(counted.lists)) == ([], 1)
+
+
+@pytest.mark.parametrize("which", ["step", "layout"])
+def test_a_commit_that_a_peer_made_is_adopted_though_another_report_does_not_agree(which):
+    """Rank 1 reported twice, the second time, first by name, of another step: but the first ones are committed."""
+    run, attempt = laid_out()
+    agreed = commit_parts(
+        run.reader(), attempt=attempt, cut=1, step=7, world_size=2, layout=LAYOUT.digest,
+        reports=[run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)],
+    )  # fmt: skip
+    odd = run.report(attempt, 1, rank=1, boxes=[HALVES[1]], token="0" * 8)
+    other = {"step": 8, "layout": LAYOUT.digest} if which == "step" else {"step": 7, "layout": "0" * 32}
+    work = commits._Commit(run.log, attempt, 1, other["step"], 2, other["layout"], Sayings())
+    commits._put(run.log, *work.document(odd), run.log.patience(1))
+    log = run.reader()
+    refresh, looks = log.refresh, []
+
+    def late(**options):
+        """The first look at the log was before the entry."""
+        looks.append(state := refresh(**options))
+        return replace(state, **uncommitted(state, attempt)) if len(looks) == 1 else state
+
+    log.refresh = late
+    done = commit(run, attempt, 0, layout=LAYOUT.digest, log=log)
+    assert (done.seq, done.by_us) == (agreed.seq, False)
+
+
+def uncommitted(state, attempt: int) -> dict:
+    opened = replace(state.attempts[attempt], last_cut=None, last_seq=None, last_step=None)
+    return {"checkpoints": {}, "attempts": {attempt: opened}}
+
+
+def test_who_gives_up_is_named_and_a_part_that_came_counts_all_the_same():
+    run, attempt = laid_out()
+    give_up(run.log, attempt=attempt, cut=1, rank=1, token=TOKEN, deadline_s=1.0)
+    begun = run.time.now_s
+    with pytest.raises(GivenUp, match="rank 1 gave this cut up"):
+        commit(run, attempt, 0, layout=LAYOUT.digest)
+    assert run.time.now_s - begun < 1
+    assert commit(run, attempt, 1, layout=LAYOUT.digest).entry.world_size == 2
+
+
+def test_a_cut_of_an_attempt_with_a_layout_is_not_committed_without_it():
+    run, attempt = laid_out()
+    report = [run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)]
+    for layout, why in (("", "layout none is not its attempt's"), ("0" * 32, "is not its attempt's")):
+        with pytest.raises(Abandoned, match=why):
+            commit_parts(
+                run.log, attempt=attempt, cut=1, step=7, world_size=2, reports=report, layout=layout, deadline_s=1.0
+            )  # fmt: skip
+
+
+def test_what_lies_under_part_and_is_no_report_changes_nothing():
+    run, attempt = laid_out()
+    prefix = f"job/{cut_prefix(attempt, 1)}part/"
+    for name in ("x", "00001-failed", "00001-aaaaaaaa-failed.part", "99999-aaaaaaaa-failedx", "0.part"):
+        run.memory.put(prefix + name, b"?")
+    reports = [run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]]) for rank in (0, 1)]
+    log, more = run.reader(), {"attempt": attempt, "cut": 1, "step": 7, "layout": LAYOUT.digest}
+    assert commit_parts(log, world_size=2, reports=reports, deadline_s=1.0, **more).by_us
+
+
+@pytest.mark.parametrize(
+    "bad", [b"", b"{}", b'{"format":1}', b"[" * 9999], ids=["empty", "bare", "short", "deep"]
+)
+def test_a_report_whose_bytes_are_not_what_its_name_says_is_never_believed(bad):
+    run, attempt = laid_out()
+    with pytest.raises(PartsMissing):
+        commit(run, attempt, 1, layout=LAYOUT.digest, deadline_s=0.0, **told(1))
+    (key,) = [info.key for info in run.memory.list("job/data/") if info.key.endswith(".part")]
+    run.memory.put(key, bad)
+    with pytest.raises(StoreUnavailable, match="does not match the hash in its name"):
+        commit(run, attempt, 0, layout=LAYOUT.digest, deadline_s=5.0)
+    assert run.reader().refresh().newest() is None
