@@ -36,6 +36,7 @@ from deltashard_checkpoint.format import element_type, frame_encoder, typed_tree
 from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import new_token
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
@@ -163,8 +164,11 @@ class Writer:
         self.live: Model = {}
         self.attempt = self.cut = self.world_size = 0
 
-    def open(self, *, world_size: int = 1, **options: object) -> None:
-        """A new trainer, which begins with what it restores."""
+    def open(self, *, world_size: int = 1, layout: Layout | None = None, **options: object) -> None:
+        """A new trainer, which begins with what it restores; `layout` makes it one of format 2."""
+        if layout is not None:
+            options["layout"] = layout.data
+        self.layout = "" if layout is None else layout.digest
         self.now_s += 100.25
         self.chance.doing = f"attempt {self.now_s}"
         self.log = RunLog(self.store, self.run, clocks=self.clocks, readers=1)
@@ -252,7 +256,8 @@ class Writer:
             # All but the last find that a part is missing, and would wait for it.
             with suppress(PartsMissing):
                 done = commit_part(
-                    self.log, attempt=self.attempt, cut=self.cut, step=self.step, world_size=self.world_size, report=report, deadline_s=600.0 if rank == len(shares) - 1 else 0.0,
+                    self.log, attempt=self.attempt, cut=self.cut, step=self.step, world_size=self.world_size, report=report,
+                    layout=self.layout, deadline_s=600.0 if rank == len(shares) - 1 else 0.0,
                 )  # fmt: skip
         assert done is not None
         self.checkpoints[done.seq] = Held(_laid_over(self.tables, base, shares), blobs, self.tables)

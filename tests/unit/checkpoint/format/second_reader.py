@@ -1,7 +1,8 @@
 """A second reader of checkpoint stores, owed to docs/format.md alone: `read_run`, `restore`.
 
-Its authors saw the page and the golden run, and no line of the package. It verifies every hash and keeps the law of
-which entries count; bounds of single fields, which the package checks too, it leaves out.
+Its authors saw the page and the golden runs, and no line of the package (but for format 2, which came later). It
+verifies every hash and keeps the law of which entries count; bounds of single fields, which the package checks too, it
+leaves out.
 """
 
 import hashlib
@@ -55,6 +56,41 @@ def parse_document(data):
     return document
 
 
+def covers(e):
+    """The checkpoints that the parts of one cover."""
+    return {*(e["covers"] if e["format"] == 2 else (part["covers"] for part in e["parts"]))} - {None}
+
+
+def ranks(e):
+    """How many parts a checkpoint has."""
+    return e["world_size"] if e["format"] == 2 else len(e["parts"])
+
+
+def read_layout(root, digest, size):
+    """Boxes of each rank, as a part has them; together they tile all tables."""
+    data = (root / "layout" / digest).read_bytes()
+    need(xxhash.xxh3_128_hexdigest(data) == digest, "a layout without the hash in its name")
+    at = io.BytesIO(data)
+    magic, version, world_size, number, zero, n = unpack(at, "8sIIIIQ")
+    need(
+        (magic, version, world_size, zero) == (b"DSLAYOUT", 1, size, 0), "no layout of version 1 for so many"
+    )
+    tables = []
+    for _ in range(number):
+        rows, columns, length = unpack(at, "QII")
+        tables.append((at.read(length).decode(), np.zeros((rows, columns), int)))
+    section(at, 0, 8)
+    columns = [array(at, dtype, n, multiple=8).tolist() for dtype in ("u4", "u4", "u8", "u8", "u4", "u4")]
+    boxes = list(zip(*columns, strict=True))
+    need(boxes == sorted(boxes) and not at.read(), "boxes that are not in order, or more")
+    found = [[] for _ in range(world_size)]
+    for rank, table, r0, r1, c0, c1 in boxes:
+        found[rank].append([tables[table][0], r0, r1, c0, c1])
+        tables[table][1][r0:r1, c0:c1] += 1
+    need(all((cells == 1).all() for _, cells in tables), "boxes that do not tile a table")
+    return found
+
+
 class Run:
     """The state of a run up to slot `tip`; `stopped` says why the log ends earlier, if it does."""
 
@@ -62,15 +98,38 @@ class Run:
         self.root, self.name, self.stopped = Path(path), Path(path).name, None
         self.began_at = self.tip = fold.get("tip", -1)
         self.tip_hash, self.owner, self.attempt = (fold.get(k, "") for k in ("tip_hash", "owner", "attempt"))
-        self.attempts = {a[0]: (a[1], a[4], a[6]) for a in fold.get("attempts", [])}
+        layouts = dict(fold.get("layouts", []))
+        self.attempts = {a[0]: (a[1], a[4], a[6], layouts.get(a[0])) for a in fold.get("attempts", [])}
         self.checkpoints = {e["seq"]: e for e in fold.get("checkpoints", [])}
-        self.parts = {c: e["parts"] for c, e in self.checkpoints.items()}
-        self.parts |= {e["replaces"]: e["parts"] for e in fold.get("compactions", [])}
+        self.compacted = {e["replaces"]: e["parts"] for e in fold.get("compactions", [])}
+
+    def parts(self, c):
+        """The parts that a live checkpoint is read from: its compaction's, its own, or those that a manifest lists."""
+        e = self.checkpoints[c]
+        if c in self.compacted or e["format"] == 1:
+            return self.compacted.get(c) or e["parts"]
+        prefix = f"data/{e['attempt']:020d}/{e['cut']:08d}/"
+        data = (self.root / f"{prefix}{e['manifest']}.manifest").read_bytes()
+        need(
+            hashlib.sha256(data).hexdigest()[:32] == e["manifest"], "a manifest without the hash in its name"
+        )
+        listed = json.loads(data)
+        said = [listed[k] for k in ("format", "run", "attempt", "cut", "step", "layout")]
+        law = [1, self.name, *(e[k] for k in ("attempt", "cut", "step", "layout"))]
+        need(CANONICAL(listed).encode() == data and said == law, "a manifest that is not its entry's")
+        covered = {part[2] for part in listed["parts"]}
+        need(covered == set(e["covers"]) and len(listed["parts"]) == e["world_size"], "a manifest of others")
+        boxes = read_layout(self.root, e["layout"], e["world_size"])
+        keys = ("rank", "index_key", "boxes", "covers")
+        names = [f"{prefix}{rank:05d}-{part[0]}-{part[1]}.index" for rank, part in enumerate(listed["parts"])]
+        ranks = zip(range(len(names)), names, boxes, (part[2] for part in listed["parts"]), strict=True)
+        return [dict(zip(keys, values, strict=True)) for values in ranks]
 
     def take(self, e):
         """Let an entry change the state, unless the law refuses it."""
         kind, seq, live = e.get("kind"), e.get("seq"), self.checkpoints
-        known = e.get("format") == 1 if kind in KINDS else e.get("ignorable") is True
+        formats = 1 + (kind in ("attempt", "checkpoint") and "layout" in e)
+        known = e.get("format") == formats if kind in KINDS else e.get("ignorable") is True
         need(known and (kind == "genesis") == (seq == 0), f"slot {seq} is newer, or genesis: {kind}")
         voids = kind == "attempt" and e["voids"] is not None
         need(voids or e.get("previous") == self.tip_hash, f"slot {seq} does not follow the one before")
@@ -81,24 +140,27 @@ class Run:
             need(e["owner"] == self.owner or e["takeover"], f"attempt {seq} is of another owner")
             need(e["resumes_from"] in {None, *live}, f"attempt {seq} resumes from what is not live")
             step = 0 if e["resumes_from"] is None else live[e["resumes_from"]]["step"]
-            self.owner, self.attempt, self.attempts[seq] = e["owner"], seq, (e["world_size"], None, step)
+            opened = e["world_size"], None, step, e.get("layout")
+            self.owner, self.attempt, self.attempts[seq] = e["owner"], seq, opened
         elif kind == "checkpoint":
             need(e["attempt"] == self.attempt, f"checkpoint {seq}: its attempt is fenced")
-            size, cut, step = self.attempts[self.attempt]
+            size, cut, step, layout = self.attempts[self.attempt]
             newer = (cut is None or e["cut"] > cut) and e["step"] >= (step or 0)
-            covers = {part["covers"] for part in e["parts"]} - {None}
-            need(newer and len(e["parts"]) == size and covers <= live.keys(), f"checkpoint {seq} is no next")
-            self.checkpoints[seq], self.parts[seq] = e, e["parts"]
-            self.attempts[self.attempt] = size, e["cut"], e["step"]
+            fits = (ranks(e), e.get("layout")) == (size, layout) and covers(e) <= live.keys()
+            fits = fits and all(live[c].get("layout") == layout for c in covers(e))
+            need(newer and fits, f"checkpoint {seq} is no next")
+            self.checkpoints[seq], self.attempts[self.attempt] = e, (size, e["cut"], e["step"], layout)
         elif kind == "compact":
             need(e["replaces"] in live, f"slot {seq} compacts what is not live")
-            self.parts[e["replaces"]] = e["parts"]
+            need(live[e["replaces"]]["format"] == 1, f"slot {seq} compacts what many ranks wrote")
+            self.compacted[e["replaces"]] = e["parts"]
         elif kind == "retire":
             gone, stays = set(e["checkpoints"]), live.keys() - set(e["checkpoints"])
-            needed = {part["covers"] for c in stays for part in self.parts[c]} - {None}
+            needed = {d for c in stays - self.compacted.keys() for d in covers(live[c])}
             fine = gone <= live.keys() and needed <= stays and (stays or not live)
             need(fine, f"slot {seq} retires too much")
             self.checkpoints = {c: e for c, e in live.items() if c in stays}
+            self.compacted = {c: parts for c, parts in self.compacted.items() if c in stays}
 
     def fold(self, tip):
         """Fold the slots behind the state's; gives the folded states that they name, and what is void."""
@@ -136,7 +198,8 @@ def read_run(path):
         slot, digest, data = int(name[5:25]), name[26:58], log[name].read_bytes()
         try:
             need(slot < tip and slots.issuperset(range(slot + 1, tip + 1)), "slots behind it are missing")
-            fold, law = parse_document(data), [2, Path(path).name, slot]
+            fold = parse_document(data)
+            law = [3 if "layouts" in fold else 2, Path(path).name, slot]
             need(hashlib.sha256(data).hexdigest()[:32] == digest, "not the digest in its name")
             need([fold.get(k) for k in ("format", "run", "tip")] == law, "newer, or of another run or slot")
             for entry in fold["checkpoints"] + fold["compactions"]:
@@ -163,9 +226,9 @@ def section(at, n, multiple=64):
     return data
 
 
-def array(at, dtype, *shape):
+def array(at, dtype, *shape, multiple=64):
     """The next section as an array."""
-    return np.ndarray(shape, dtype, section(at, np.dtype(dtype).itemsize * math.prod(shape)))
+    return np.ndarray(shape, dtype, section(at, np.dtype(dtype).itemsize * math.prod(shape), multiple))
 
 
 def unpack(at, layout):
@@ -296,7 +359,7 @@ def find_frames(run, seq, table):
     while wanted:
         c = max(wanted)
         left = wanted.pop(c)
-        for part in run.parts[c]:
+        for part in run.parts(c):
             piece = np.zeros_like(left)
             for _, r0, r1, c0, c1 in (box for box in part["boxes"] if box[0] == table["fqn"]):
                 piece[r0:r1, c0:c1] = left[r0:r1, c0:c1]
@@ -354,7 +417,7 @@ def restore_table(run, seq, table):
 def restore(run, seq):
     """(arrays, blobs) of a live checkpoint; arrays by `{table}` and `{table}.{field}`."""
     arrays, blobs, chunks = {}, {}, defaultdict(list)
-    for f in [f for part in run.parts[seq] for f in read_index(run, seq, part) if f["kind"] == 2]:
+    for f in [f for part in run.parts(seq) for f in read_index(run, seq, part) if f["kind"] == 2]:
         chunks[f["name"].decode()].append((f["blob_offset"], read_frame(run, f), f["blob_bytes"]))
     for name, found in chunks.items():
         ends = [0, *(offset + len(chunk) for offset, chunk, _ in sorted(found))]

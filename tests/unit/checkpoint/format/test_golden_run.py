@@ -1,4 +1,4 @@
-"""Whole runs of version 1, as they lie in a store: they read as ever, and are written as ever.
+"""Whole runs, as they lie in a store: they read as ever, and are written as ever.
 
 All of it is deterministic: nothing is compressed, one rank writes at a time, ranges are plain, tokens and clocks fixed.
 """
@@ -17,7 +17,17 @@ import pytest
 from deltashard_checkpoint.errors import UnsupportedVersion
 from deltashard_checkpoint.format.frame import Frame, FrameKind, scan_pack
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Checkpoint, Ignored, Repaired, Sealed, named_fold, voided_digest
+from deltashard_checkpoint.log.entry import (
+    AttemptOpened,
+    Checkpoint,
+    Ignored,
+    Repaired,
+    Sealed,
+    entry_key,
+    named_fold,
+    voided_digest,
+)
+from deltashard_checkpoint.log.folded_state import fold_key
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState, Unreadable
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
@@ -27,19 +37,21 @@ from deltashard_proto.v1 import index_pb2
 
 from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import CUT, RUN_2, make_run_2
+from tests.golden.golden_run_3 import RUN_3, make_run_3
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
 LIVING = (2, 4, 5, 6, 11, 14, 17, 19, 20)
 LIVING_2 = (2, 4, 8)
-EACH = [*((RUN, seq) for seq in LIVING), *((RUN_2, seq) for seq in LIVING_2)]
+LIVING_3 = (4, 5, 7, 9, 10, 13)
+EACH = [(run, seq) for run, living in ((RUN, LIVING), (RUN_2, LIVING_2), (RUN_3, LIVING_3)) for seq in living]
 """All living checkpoints."""
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """A store that holds copies."""
-    for run in (RUN, RUN_2):
+    for run in (RUN, RUN_2, RUN_3):
         shutil.copytree(GOLDEN / run, tmp_path / "store" / run)
     return open_store(f"file://{tmp_path}/store", create=False)
 
@@ -72,14 +84,17 @@ def test_every_living_checkpoint_restores_to_the_same_bits(store: Store, run: st
     assert {name: hashlib.sha256(data).hexdigest() for name, data in found.blobs.items()} == blobs[str(seq)]
 
 
-@pytest.mark.parametrize(("run", "make", "slots"), [(RUN, make_run, LIVING), (RUN_2, make_run_2, LIVING_2)])
+@pytest.mark.parametrize(
+    ("run", "make", "slots"),
+    [(RUN, make_run, LIVING), (RUN_2, make_run_2, LIVING_2), (RUN_3, make_run_3, LIVING_3)],
+)
 def test_the_same_bytes_are_written_again(
     tmp_path: Path, run: str, make: Callable[[Path], tuple[dict[str, bytes], dict[int, Held]]], slots: tuple[int, ...]
 ) -> None:  # fmt: skip
-    """But for what ranks tell one another of a cut: no build ever wrote that in earnest before it changed."""
+    """But for what ranks without a layout tell one another of a cut: no build wrote that in earnest."""
     written, living = make(tmp_path)
     objects, golden = (
-        {key: data for key, data in each.items() if not key.endswith(".part")}
+        {key: data for key, data in each.items() if run == RUN_3 or not key.endswith(".part")}
         for each in (written, found_in(GOLDEN / run))
     )
     assert objects.keys() == golden.keys()
@@ -153,6 +168,24 @@ def test_a_repaired_run_reads_up_to_what_is_newer(store: Store) -> None:
     assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVING_2[:1]
 
 
+def test_the_third_run_has_both_formats_and_a_layout_for_each_way_to_shard(store: Store) -> None:
+    log = RunLog(store, RUN_3)
+    entries = [log.read_slot(seq).entry for seq in range(14)]
+    assert [e.seq for e in entries if json.loads(store.get(f"{RUN_3}/{entry_key(e.seq)}"))["format"] == 2] == [
+        3, 4, 5, 6, 7, 8, 9, 10,
+    ]  # fmt: skip
+    assert entries[7].covers == (None, 4, 5)
+    assert len({e.layout for e in entries if isinstance(e, AttemptOpened) and e.layout}) == 2
+    folded = {
+        name: json.loads(store.get(f"{RUN_3}/{fold_key(name)}"))["format"] for name in log.listed().folds
+    }
+    assert [folded[named_fold(e)] for e in entries if named_fold(e)] == [2, 3]
+    # The state is the same without any.
+    state = log.refresh()
+    store.delete([f"{RUN_3}/{fold_key(name)}" for name in folded] + [f"{RUN_3}/log/HINT"])
+    assert RunLog(store, RUN_3).refresh() == state
+
+
 def rows_of_run_2(attempt: int, cut: int) -> list[Frame]:
     """Row frames of a cut, by rank."""
     packs = sorted((GOLDEN / RUN_2 / "data" / f"{attempt:020d}" / f"{cut:08d}").glob("*.pack"))
@@ -200,7 +233,11 @@ def members(value: object) -> set[str]:
 
 def test_the_page_names_all_members_of_the_documents() -> None:
     """A member that the page does not know makes other readers refuse what is written."""
-    documents = [*GOLDEN.glob("run*/log/*.json"), *GOLDEN.glob("run*/data/**/*.part")]
+    documents = [
+        *GOLDEN.glob("run*/log/*.json"),
+        *GOLDEN.glob("run*/data/**/*.part"),
+        *GOLDEN.glob("run*/data/**/*.manifest"),
+    ]
     others = {
         GOLDEN / run / "log" / f"{seq:020d}.json"
         for run, seq in ((RUN, 12), (RUN_2, 3), (RUN_2, 6), (RUN_2, 9))

@@ -54,7 +54,7 @@ def assert_restores(run, live, folder="run"):
         assert say == {n: (a.dtype, a.shape, a.tobytes()) for n, a in want.items()}
         hashes = json.loads((GOLDEN / f"{folder}-expected/blobs.json").read_bytes())[str(seq)]
         assert {name: hashlib.sha256(data).hexdigest() for name, data in blobs.items()} == hashes
-        if folder == "run":  # the blobs of the other one are no trees
+        if folder != "run-2":  # its blobs are no trees
             assert decode_tree(blobs["meta"])["step"] == run.checkpoints[seq]["step"]
             assert all(decode_tree(data) is not None for blob, data in blobs.items() if blob != "empty")
 
@@ -77,6 +77,23 @@ def test_restores_what_a_repair_left():
     run = read_run(GOLDEN / "run-2")
     assert run.stopped is not None
     assert_restores(run, [2, 4, 8], "run-2")
+
+
+@pytest.mark.parametrize("folds", [2, 1, 0])
+def test_restores_runs_of_many_ranks(tmp_path, folds):
+    """By layouts and manifests, from either folded state and from genesis; not if either is spoiled."""
+    copied = Path(shutil.copytree(GOLDEN / "run-3", tmp_path / "run-3"))
+    for fold in sorted(copied.glob("log/fold-*"), reverse=True)[: 2 - folds]:
+        fold.unlink()
+    run = read_run(copied)
+    assert (run.began_at, run.stopped) == ((-1, 2, 10)[folds], None)
+    live = [4, 5, 7, 9, 10, 13]
+    assert_restores(run, live, "run-3")
+    for path in [*copied.glob("layout/*"), *copied.glob("data/*/*/*.manifest")] if folds == 2 else []:
+        flip(path, path.stat().st_size // 2)
+        with pytest.raises(Refused):
+            _ = [restore(run, seq) for seq in live]
+        flip(path, path.stat().st_size // 2)
 
 
 @pytest.mark.parametrize(("seq", "live"), [(20, LIVE[:-1]), (17, LIVE[:6]), (15, LIVE), (12, LIVE)])
