@@ -1,4 +1,7 @@
-"""The build of this repository from before log entries named folded states, on runs of this one, and the other way."""
+"""Older builds of this repository on runs of this one, and the other way.
+
+One is from before log entries named folded states, one from before format 2.
+"""
 
 import json
 import os
@@ -7,31 +10,33 @@ import sys
 from pathlib import Path
 
 import pytest
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.write.commit import commit_parts
 
 from tests.crash import log_versions
+from tests.support.checkpoint.run_builder import TABLE, Run, rows
 
 BEFORE = "174d0ef"
+BEFORE_MANY_RANKS = "f8c2522"
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def older(tmp_path_factory):
-    """The older build's packages, from this clone's own history."""
-    tree = tmp_path_factory.mktemp("older")
+def build_of(commit: str, tree: Path):
+    """A build's packages, from this clone's own history: what runs `log_versions` with them."""
     archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", BEFORE, "checkpoint", "proto"], capture_output=True, check=False
+        ["git", "-C", str(ROOT), "archive", commit, "checkpoint", "proto"], capture_output=True, check=False
     )
     assert archive.returncode == 0, (
-        f"this test needs commit {BEFORE} of the repository's history (a full clone: `git fetch --unshallow`): "
+        f"this test needs commit {commit} of the repository's history (a full clone: `git fetch --unshallow`): "
         f"{archive.stderr.decode()}"
     )
     subprocess.run(["tar", "-x", "-C", str(tree)], input=archive.stdout, check=True)
 
-    def write(directory: Path, first_step: int, count: int) -> dict:
-        done = subprocess.run(
+    def run(directory: Path, first_step: int, count: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [
                 sys.executable,
                 "-m",
@@ -45,6 +50,17 @@ def older(tmp_path_factory):
             timeout=300,
             check=False,
         )
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory):
+    """The older build."""
+    run = build_of(BEFORE, tmp_path_factory.mktemp("older"))
+
+    def write(directory: Path, first_step: int, count: int) -> dict:
+        done = run(directory, first_step, count)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -71,3 +87,32 @@ def test_two_builds_take_turns_on_a_run(older, tmp_path, newer_first):
     assert (found["resumed"], found["voided"], found["stopped"]) == (401, None, None)
     assert found["steps"] == [*expected[:-1], 400, 401, 500, 501]
     assert list(RunLog(FileStore(tmp_path), "job").refresh().checkpoints)[-1] == found["tip"]
+
+
+@pytest.mark.parametrize("commit", [BEFORE_MANY_RANKS, BEFORE])
+@pytest.mark.parametrize("ending", ["attempt", "checkpoint"])
+def test_a_build_from_before_format_2_refuses_a_run_of_many_ranks_and_changes_nothing(
+    tmp_path, commit, ending
+):
+    """It asks for an upgrade, opens no attempt and makes nothing void, whichever entry it comes to first."""
+    log_versions.write(tmp_path / "store", 100, 2)
+    run = Run(FileStore(tmp_path / "store"))
+    halves = [rows(0, 4), rows(4, 8)]
+    layout = Layout.of(
+        2, {TABLE.fqn: (TABLE.rows, TABLE.columns)}, dict(enumerate([half] for half in halves))
+    )
+    attempt = run.open(world_size=2, layout=layout.data).attempt
+    if ending == "checkpoint":
+        commit_parts(
+            run.log, attempt=attempt, cut=1, step=200, world_size=2, layout=layout.digest, deadline_s=5.0,
+            reports=[run.report(attempt, 1, rank=rank, boxes=[half]) for rank, half in enumerate(halves)],
+        )  # fmt: skip
+    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    (tmp_path / "tree").mkdir()
+    done = build_of(commit, tmp_path / "tree")(tmp_path / "store", 300, 1)
+    assert done.returncode != 0
+    assert "LogStopped" in done.stderr
+    assert "upgrade deltashard" in done.stderr
+    after = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    assert after == before
+    assert run.reader().refresh().stopped is None
