@@ -18,7 +18,7 @@ import hashlib
 import re
 from typing import Any, get_args
 
-from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion, UserError
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
 from deltashard_checkpoint.format.object_key import cut_prefix, is_index_key
 from deltashard_checkpoint.format.schema import Box, FieldKind, FieldSpec, TableSchema
@@ -361,7 +361,10 @@ def _checkpoint(r: Reader, common: dict[str, Any]) -> Entry:
         pins=r.texts("pins"),
         **common,
     )
-    prefix = cut_prefix(entry.attempt, entry.cut)
+    try:
+        prefix = cut_prefix(entry.attempt, entry.cut)
+    except UserError as error:
+        r.fail(error.what)
     if any(part.prefix != prefix for part in entry.parts):
         raise ForeignObject("checkpoint names an index of another attempt or cut", where=r.where)
     if len({table.fqn for table in entry.tables}) != len(entry.tables):

@@ -338,6 +338,12 @@ def test_an_entry_of_another_slot_or_cut_is_foreign():
         parse(resealed({**document, "cut": 8}), 5)
 
 
+@pytest.mark.parametrize("seq", [5, 12])
+def test_a_cut_that_no_object_can_be_named_after_is_newer_and_stops_no_reader(seq):
+    with pytest.raises(UnsupportedVersion, match="does not fit its object name"):
+        parse(resealed({**many_ranks(seq), "cut": 10**8}), seq)
+
+
 def test_an_entry_that_would_not_be_read_is_never_written():
     with pytest.raises(FormatError):
         seal(Genesis(seq=0, previous="", writer="spaces are none", at_s=0.0, run="r", owner="o"))

@@ -1,0 +1,228 @@
+"""Manifests: read once, strictly, and only as the entry that names them says; nothing of them is the law's."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.errors import CorruptObject, InternalBug, InvalidCheckpoint, UnsupportedVersion
+from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.layout import Layout
+from deltashard_checkpoint.log import folded_state
+from deltashard_checkpoint.log.chain import chain, closure, held_bytes, live_prefixes, parts_of
+from deltashard_checkpoint.log.entry import Checkpoint, prefix_of
+from deltashard_checkpoint.log.manifest import ListedPart, Manifest, Manifests, digest_of, manifest_key
+from deltashard_checkpoint.maintenance.garbage_collection import collect
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
+from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.write.commit import commit_parts
+
+from tests.support.checkpoint.run_builder import Run, rows
+
+HALVES = (rows(0, 4), rows(4, 8))
+TURNED = (rows(4, 8), rows(0, 4))
+EXAMPLE = Manifest(
+    run="job", attempt=1, cut=2, step=3, layout="0f" * 16,
+    parts=(
+        ListedPart(token="a" * 16, xxh3="1" * 32, covers=None, rows=4, stored_bytes=9),
+        ListedPart(token="b" * 16, xxh3="2" * 32, covers=7, rows=0, stored_bytes=8),
+    ),
+)  # fmt: skip
+
+
+def layout_of(halves: tuple[Any, ...] = HALVES) -> Layout:
+    return Layout.of(2, {"t": (8, 2)}, {rank: [half] for rank, half in enumerate(halves)})
+
+
+def commit(
+    run: Run, attempt: int, cut: int, covers: tuple[int | None, int | None] = (None, None), *, halves: Any = HALVES
+) -> Checkpoint:  # fmt: skip
+    """One checkpoint of both ranks."""
+    run.step += 1
+    return commit_parts(
+        run.log, attempt=attempt, cut=cut, step=run.step, world_size=2, layout=layout_of(halves).digest,
+        reports=[
+            run.report(attempt, cut, covers[rank], rank=rank, boxes=[half]) for rank, half in enumerate(halves)
+        ],
+    ).entry  # fmt: skip
+
+
+def saved() -> tuple[Run, int, Checkpoint]:
+    run = Run()
+    attempt = run.open(world_size=2, layout=layout_of().data).attempt
+    return run, attempt, commit(run, attempt, 1)
+
+
+def key_of(entry: Checkpoint) -> str:
+    assert entry.listed is not None
+    return f"job/{manifest_key(entry.attempt, entry.cut, entry.listed.manifest)}"
+
+
+def test_the_bytes_of_a_manifest_are_the_format() -> None:
+    assert EXAMPLE.data == (
+        b'{"attempt":1,"cut":2,"format":1,"layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
+        + b"1" * 32 + b'",null,4,9],["bbbbbbbbbbbbbbbb","' + b"2" * 32 + b'",7,0,8]],"run":"job","step":3}'
+    )  # fmt: skip
+    assert EXAMPLE.listed.covers == (None, 7)
+
+
+def test_mutated_bytes_are_refused_by_name() -> None:
+    data, rnd = EXAMPLE.data, random.Random(7)
+    for _ in range(2000):
+        mutated = bytearray(data)
+        for _ in range(rnd.randrange(1, 4)):
+            mutated[rnd.randrange(len(mutated))] = rnd.randrange(256)
+        mutated = mutated[: rnd.randrange(len(mutated))] if rnd.random() < 0.2 else mutated
+        if bytes(mutated) != data:
+            with pytest.raises(CorruptObject):
+                Manifest.decode(bytes(mutated), digest=digest_of(data))
+
+
+def test_wrong_values_under_a_right_hash_are_refused_by_name() -> None:
+    document = json.loads(EXAMPLE.data)
+    part = document["parts"][0]
+    bad_parts = [
+        [*part[:at], bad, *part[at + 1 :]]
+        for at in range(5)
+        for bad in (-1, 1.5, True, "x" * 70_000, "A" * 32, [], {}, 1 << 63)
+    ]
+    changes = [
+        *({"parts": [each]} for each in (*bad_parts, part[:4], [*part, 1], None, {}, "x")),
+        *(
+            {key: bad}
+            for key in document
+            for bad in (None, -1, True, 1 << 63, [], {}, "x" * 70_000)
+            if bad != []
+        ),
+        *({key: []} for key in document if key != "parts"),
+        {"surprise": 1},
+        {"layout": "0F" * 16},
+        {"format": 2},
+    ]
+    for change in changes:
+        data = canonical({**document, **change})
+        with pytest.raises((CorruptObject, UnsupportedVersion)):
+            Manifest.decode(data, digest=digest_of(data))
+    for key in document:
+        data = canonical({name: value for name, value in document.items() if name != key})
+        with pytest.raises(CorruptObject):
+            Manifest.decode(data, digest=digest_of(data))
+
+
+def test_a_manifest_and_its_layout_are_read_once() -> None:
+    run, attempt, first = saved()
+    commit(run, attempt, 2, (first.seq, None))
+    gets: list[str] = []
+    get = run.memory.get
+    run.memory.get = lambda key: gets.append(key) or get(key)  # type: ignore[method-assign]
+    manifests = Manifests(run.memory, "job")
+    state = run.reader().refresh()
+    gets.clear()
+    for _ in range(3):
+        listed = manifests.listing(state, state.checkpoints)
+        assert manifests.listing(listed, state.checkpoints) is listed
+    assert len(gets) == 3  # two manifests and a layout
+    assert [len(parts_of(listed, seq)) for seq in listed.checkpoints] == [2, 2]
+    assert listed == state  # what was read beside the log is no part of the state
+    assert folded_state.dump(listed) == folded_state.dump(state)
+
+
+def test_parts_that_were_not_read_are_a_bug_and_not_none() -> None:
+    run, _, entry = saved()
+    with pytest.raises(InternalBug, match="was not read"):
+        chain(run.log.state, entry.seq)
+
+
+def test_chains_go_box_by_box_through_manifests() -> None:
+    run, attempt, first = saved()
+    second = commit(run, attempt, 2, (first.seq, None))
+    third = commit(run, attempt, 3, (first.seq, second.seq))
+    state = Manifests(run.memory, "job").listing(run.log.state, closure(run.log.state, [third.seq]))
+    assert [(link.seq, link.part.rank) for link in chain(state, third.seq)] == [
+        (third.seq, 0), (third.seq, 1), (second.seq, 1), (first.seq, 0),
+    ]  # fmt: skip
+    assert [(link.seq, link.part.rank) for link in chain(state, third.seq, [rows(5, 6)])] == [
+        (third.seq, 1),
+        (second.seq, 1),
+    ]
+    assert closure(state, [third.seq]) == {first.seq, second.seq, third.seq}
+    assert held_bytes(state, third.seq) == 200
+
+
+@pytest.mark.parametrize("change", ["run", "attempt", "cut", "step", "layout", "covers", "ranks", "newer"])
+def test_a_manifest_of_something_else_is_not_believed(change: str) -> None:
+    """Whole, of the right hash, under the right name: but it is not what the entry says."""
+    run, _, entry = saved()
+    assert entry.listed is not None
+    good = Manifest.decode(run.memory.get(key_of(entry)), digest=entry.listed.manifest)
+    part = good.parts[0]
+    bad = {
+        "run": replace(good, run="jobs"),
+        "attempt": replace(good, attempt=good.attempt + 1),
+        "cut": replace(good, cut=good.cut + 1),
+        "step": replace(good, step=good.step + 1),
+        "layout": replace(good, layout="0" * 32),
+        "covers": replace(good, parts=(part, replace(part, covers=entry.seq - 1))),
+        "ranks": replace(good, parts=(*good.parts, part)),
+    }
+    data = canonical({**json.loads(good.data), "format": 2}) if change == "newer" else bad[change].data
+    listed = replace(entry.listed, manifest=digest_of(data))
+    changed = replace(entry, listed=listed)
+    run.memory.put(key_of(changed), data)
+    with pytest.raises(UnsupportedVersion if change == "newer" else InvalidCheckpoint):
+        Manifests(run.memory, "job").parts(changed)
+
+
+def test_a_manifest_that_is_rotten_for_a_moment_is_read_again() -> None:
+    run, _, entry = saved()
+    get, bad = run.memory.get, [True]
+
+    def once(key: str) -> bytes:
+        data = get(key)
+        return data[:-1] if key == key_of(entry) and bad.pop() else data
+
+    run.memory.get = once  # type: ignore[method-assign]
+    bad[:] = [False, True]
+    assert len(Manifests(run.memory, "job").parts(entry)) == 2
+    assert bad == []
+
+
+def test_a_store_that_cannot_be_asked_says_nothing_of_the_checkpoint() -> None:
+    run, _, entry = saved()
+
+    def away(key: str) -> bytes:
+        raise StoreUnavailable("away", where=key)
+
+    run.memory.get = away  # type: ignore[method-assign]
+    with pytest.raises(StoreUnavailable):
+        Manifests(run.memory, "job").parts(entry)
+
+
+def test_retiring_and_collecting_needs_no_manifest_and_leaves_layouts() -> None:
+    """Entries say what is needed; under a retired prefix all goes, reports and manifest too."""
+    run, attempt, first = saved()
+    second = commit(run, attempt, 2, (first.seq, first.seq))
+    base = commit(run, attempt, 3)
+    run.open(world_size=2, layout=layout_of(TURNED).data)
+    attempt = run.log.state.attempt or 0
+    last = commit(run, attempt, 1, halves=TURNED)
+    run.memory.delete([key_of(entry) for entry in (first, second, base, last)])
+    append_retirement(run.log, Retention(keep_last=1))
+    state = run.log.refresh()
+    assert set(state.checkpoints) == {base.seq, last.seq}  # a second chain, beside what was asked for
+    assert live_prefixes(state) == base.prefixes | last.prefixes
+    run.time.now_s += 10_000
+    collect(run.log)
+    left = [info.key for info in run.memory.list("job/data/")]
+    assert {prefix_of(key.removeprefix("job/")) for key in left} == live_prefixes(state)
+    assert len(list(run.memory.list("job/layout/"))) == 2
+
+
+def test_what_a_delta_of_many_ranks_reads_is_not_retired() -> None:
+    run, attempt, first = saved()
+    second = commit(run, attempt, 2, (None, first.seq))
+    append_retirement(run.log, Retention(keep_last=1))
+    assert set(run.log.refresh().checkpoints) == {first.seq, second.seq}
