@@ -9,6 +9,9 @@ the log's. Trainers are modelled with the marks that the format page asks of the
 covers, when marks are dropped, how they are seeded again. A cell is one (row, column) of one table; its value is the
 number of the write, so two cells are never equal by accident.
 
+A gang of several ranks has a layout (format 2) or none; the split of rows or columns changes from attempt to attempt. Now
+and then one rank cuts a step later than the others, or the ranks' boxes do not tile the table: neither may come to be.
+
 What must hold, whatever happened (`World.check`):
 - the log is dense, its entries never change, no entry breaks a rule of the fold;
 - every checkpoint's attempt was the newest one when it was committed: zombies never commit;
@@ -27,13 +30,14 @@ import itertools
 import json
 import random
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import greenlet
 from deltashard_checkpoint.backoff import Clocks
-from deltashard_checkpoint.errors import CorruptObject, DeltashardError
+from deltashard_checkpoint.errors import CorruptObject, DeltashardError, InvalidCheckpoint
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import (
     compaction_index_key,
     compaction_pack_key,
@@ -54,6 +58,7 @@ from deltashard_checkpoint.log.entry import (
     seq_of,
 )
 from deltashard_checkpoint.log.entry_codec import parse
+from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import over
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import compaction, garbage_collection
@@ -116,6 +121,14 @@ class WatchedStore(MemoryStore):
         super().delete(keys)
         self.deletions += any("/data/" in key for key in keys)
         self.log_changes += any("/log/" in key for key in keys)
+
+
+class GetOnly(MemoryStore):
+    """What a process reads manifests and layouts with."""
+
+    def __init__(self, get: Callable[[str], bytes]) -> None:
+        super().__init__(url="model://")
+        self.get = get  # type: ignore[method-assign]
 
 
 class SteppedStore(Store):
@@ -274,13 +287,21 @@ class Gang:
     """The trainer processes of one attempt."""
 
     def __init__(
-        self, world: World, opened: attempts.Opened, weights: dict[Cell, int], split: str, size: int
+        self,
+        world: World,
+        opened: attempts.Opened,
+        weights: dict[Cell, int],
+        split: str,
+        size: int,
+        layout: Layout | None,
     ) -> None:
         self.world = world
         self.attempt = opened.attempt
         self.step = opened.resume.step if opened.resume else 0
         self.cuts = 0
         self.weights = weights
+        self.split = split
+        self.layout = "" if layout is None else layout.digest
         self.fenced = False
         self.alive = True
         self.ranks = [Rank(self, rank, boxes) for rank, boxes in enumerate(shards(split, size))]
@@ -291,7 +312,11 @@ class Gang:
 
 
 def shards(split: str, size: int) -> list[tuple[Box, ...]]:
-    """Boxes of each rank: rows cut evenly, or columns (two ranks)."""
+    """Boxes of each rank: rows cut evenly, or columns (two ranks); `torn`: a row is missing, or another one twice."""
+    if split == "torn":
+        held = [list(boxes) for boxes in shards("rows", size)]
+        first = held[0][0]
+        return [(replace(first, row_stop=first.row_stop - 1),), *map(tuple, held[1:])]
     if split == "columns" and size == 2:
         return [
             (Box(table="t", row_start=0, row_stop=TABLE.rows, col_start=c, col_stop=c + 1),) for c in range(2)
@@ -301,6 +326,11 @@ def shards(split: str, size: int) -> list[tuple[Box, ...]]:
         (Box(table="t", row_start=a, row_stop=b, col_start=0, col_stop=TABLE.columns),)
         for a, b in itertools.pairwise(edges)
     ]
+
+
+def layout_of(split: str, size: int) -> Layout:
+    """The layout of these ranks."""
+    return Layout.of(size, {"t": (TABLE.rows, TABLE.columns)}, dict(enumerate(shards(split, size))))
 
 
 # The world
@@ -316,6 +346,9 @@ class Counts:
     checkpoints: int = 0
     deltas: int = 0
     multi_rank: int = 0
+    laid_out: int = 0
+    mixed: int = 0
+    torn: int = 0
     attempts: int = 0
     fenced: int = 0
     abandoned: int = 0
@@ -357,6 +390,7 @@ class World:
         self.state = RunState(run=RUN)
         self.looked = (0, 0)
         self.acknowledged: list[tuple[int, int, int]] = []
+        self.manifests = Manifests(self.memory, RUN)
         self.broken: set[str] = set()
         self.excluding: dict[int, frozenset[int]] = {}
         self.hidden: tuple[int, bytes] | None = None
@@ -474,7 +508,7 @@ class World:
         self, state: RunState, seq: int, get: Callable[[str], bytes]
     ) -> tuple[dict[Cell, int], tuple[lineages.ChainLink, ...], dict[str, dict[Cell, int]]]:
         """What checkpoint `seq` restores by following its chain, newest frame of each cell first."""
-        links = lineages.chain(state, seq)
+        links = lineages.chain(self.listed(state, lineages.closure(state, [seq]), get), seq)
         read: dict[str, dict[Cell, int]] = {}
         found: dict[Cell, int] = {}
         for link in links:
@@ -486,6 +520,26 @@ class World:
                     found[cell] = cells[cell]
         return found, links, read
 
+    def listed(self, state: RunState, seqs: Iterable[int], get: Callable[[str], bytes]) -> RunState:
+        """`state` with the parts of these checkpoints, where manifests list them; raises `CorruptObject`."""
+        seqs = [seq for seq in seqs if seq in state.checkpoints and state.checkpoints[seq].listed is not None]
+        if not seqs:
+            return state
+        manifests = Manifests(GetOnly(get), RUN)
+        for _ in range(4):
+            try:
+                return manifests.listing(state, seqs)
+            except InvalidCheckpoint as error:
+                found = error  # perhaps flipped on the way
+        raise CorruptObject("manifest or layout", where=str(seqs)) from found
+
+    def parts_of(self, state: RunState, seq: int) -> tuple[Part, ...]:
+        """The parts of a checkpoint, as they lie in the store; none if its manifest is gone."""
+        try:
+            return lineages.parts_of(self.manifests.listing(state, (seq,)), seq)
+        except InvalidCheckpoint:
+            return ()
+
     def patient_get(self, key: str) -> bytes:
         for _ in range(40):
             try:
@@ -496,8 +550,11 @@ class World:
 
     # Moves
 
-    def move_open(self, *, split: str, size: int, which: str = "latest", closing: bool = False) -> Task:
+    def move_open(
+        self, *, split: str, size: int, which: str = "latest", closing: bool = False, laid_out: bool = False
+    ) -> Task:
         """A job (re)starts: rank 0 opens the attempt, all load, and fall back past what turns out to be broken."""
+        layout = layout_of(split, size) if laid_out else None
 
         def work() -> None:
             excluded: set[int] = set()
@@ -509,6 +566,7 @@ class World:
                     world_size=size,
                     which=which,
                     exclude=excluded,
+                    layout=None if layout is None else layout.data,
                     closing_wait_s=5.0 if closing else 0.0,
                     deadline_s=60.0,
                 )
@@ -516,7 +574,7 @@ class World:
                 if which == "latest":
                     self.excluding[opened.attempt] = frozenset(excluded)
                 if opened.resume is None:
-                    gang = Gang(self, opened, dict.fromkeys(cells_of((WHOLE,)), 0), split, size)
+                    gang = Gang(self, opened, dict.fromkeys(cells_of((WHOLE,)), 0), split, size, layout)
                     break
                 seq = opened.resume.seq
                 try:
@@ -535,8 +593,9 @@ class World:
                     raise Violation(
                         f"attempt {opened.attempt} loaded {weights} instead of {wanted} from {seq}"
                     )
-                gang = Gang(self, opened, dict(weights), split, size)
-                for rank in gang.ranks:
+                gang = Gang(self, opened, dict(weights), split, size, layout)
+                # After a change of layout the first cut is a baseline: marks do not tell what was handed over.
+                for rank in gang.ranks if opened.resume.layout == gang.layout else ():
                     rank.reseed(seq, links, read)
                 break
             for rank in gang.ranks:
@@ -562,12 +621,16 @@ class World:
                 gang.weights[cell] = self.writes
                 rank.touch(cell)
 
-    def move_cut(self, gang: Gang, mode: str) -> None:
-        """All ranks copy at one step; each sidecar uploads and commits on its own."""
+    def move_cut(self, gang: Gang, mode: str, *, mixed: bool = False) -> None:
+        """All ranks copy at one step (`mixed`: the last a step later); each sidecar uploads and commits on its own."""
         gang.cuts += 1
         cut = gang.cuts
         self.expected[gang.attempt, cut] = dict(gang.weights)
         for rank in gang.ranks:
+            if mixed and rank is gang.ranks[-1] and len(gang.ranks) > 1:
+                self.move_train(gang, 1)
+                self.expected[gang.attempt, cut] = {}  # no checkpoint: it would restore something else
+                self.counts.mixed += 1
             job = rank.cut(cut, gang.step, self.random.choice([mode, mode, mode, "full"]))
             self.upload(rank, job)
 
@@ -595,6 +658,7 @@ class World:
                     step=job.step,
                     world_size=world_size,
                     report=report,
+                    layout=gang.layout,
                     deadline_s=20.0,
                 )
             except commit.FencedError:
@@ -675,7 +739,7 @@ class World:
                     else compaction_pack_key(token=token, n=n)
                 )
 
-            boxes = tuple(box for part in lineages.parts_of(state, seq) for box in part.boxes)
+            boxes = tuple(box for part in self.parts_of(state, seq) for box in part.boxes)
             part = self.put_part(names, 0, boxes, None, cells)
             return compaction.Moved(parts=(part,), rows=len(cells), stored_bytes=part.stored_bytes)
 
@@ -750,7 +814,7 @@ class World:
         chain = lineages.closure(state, [newest.seq])
         if all(lineages.closure(state, [seq]) & chain for seq in state.checkpoints):
             return
-        part = self.random.choice(lineages.parts_of(state, self.random.choice(sorted(chain))))
+        part = self.random.choice(self.parts_of(state, self.random.choice(sorted(chain))))
         if self.random.random() < 0.5:
             self.memory.put(f"{RUN}/{part.index_key}", b"rotten")
         else:
@@ -758,7 +822,7 @@ class World:
         self.broken.add(part.index_key)
 
     def tainted(self, state: RunState, seqs: frozenset[int]) -> bool:
-        return any(part.index_key in self.broken for seq in seqs for part in lineages.parts_of(state, seq))
+        return any(part.index_key in self.broken for seq in seqs for part in self.parts_of(state, seq))
 
     # Truth
 
@@ -826,7 +890,8 @@ class World:
         if isinstance(entry, Checkpoint):
             self.counts.checkpoints += 1
             self.counts.deltas += not entry.baseline
-            self.counts.multi_rank += len(entry.parts) > 1
+            self.counts.multi_rank += entry.world_size > 1
+            self.counts.laid_out += entry.listed is not None
             self._check_content(state, entry.seq)
         elif isinstance(entry, Reclaimed):
             self.counts.reclaimed += 1
@@ -888,7 +953,7 @@ class World:
         self.look()
         self.drain()
         self.check()
-        task = self.move_open(split="rows", size=2)
+        task = self.move_open(split="rows", size=2, laid_out=self.random.random() < 0.5)
         self.advance(task, 10_000)
         if not task.done or not self.gangs or not self.gangs[-1].alive:
             raise Violation("a new trainer could not open the run")
@@ -967,14 +1032,21 @@ def act(world: World, move: str) -> None:
             gang = rnd.choice(gangs)
             # Only one save is in flight, as a rule; the exceptions (urgent, aborted by the trainer) are what is tested.
             if not gang.busy or rnd.random() < 0.3:
-                world.move_cut(gang, rnd.choice(MODES))
+                world.move_cut(gang, rnd.choice(MODES), mixed=rnd.random() < 0.06)
         case "acknowledge":
             world.move_acknowledge()
         case "open" if not any(task.name == "open" for task in world.tasks) or rnd.random() < 0.2:
             which = "latest"
             if rnd.random() < 0.25 and (live := sorted(world.truth().checkpoints)):
                 which = f"seq:{rnd.choice(live)}"  # time travel: a branch is left behind
-            world.move_open(split=rnd.choice(["rows", "columns"]), size=rnd.choice([1, 1, 2, 3]), which=which)
+            split, size = rnd.choice(["rows", "columns"]), rnd.choice([1, 1, 2, 3, 4])
+            laid_out = size > 1 and rnd.random() < 0.7
+            if world.gangs and rnd.random() < 0.75:  # most restarts change nothing
+                last = world.gangs[-1]
+                split, size, laid_out = last.split, len(last.ranks), bool(last.layout)
+            if laid_out and rnd.random() < 0.05:
+                split, world.counts.torn = "torn", world.counts.torn + 1
+            world.move_open(split=split, size=size, which=which, laid_out=laid_out)
         case "kill_task" if world.tasks:
             world.kill(rnd.choice(world.tasks))
         case "kill_gang" if gangs:

@@ -15,12 +15,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import chain as lineages
 from deltashard_checkpoint.log import commit_log, replay, run_state
 from deltashard_checkpoint.log.entry import Retired, Sealed, entry_key
 from deltashard_checkpoint.log.listing import Listing
+from deltashard_checkpoint.log.manifest import Manifest
 from deltashard_checkpoint.maintenance import garbage_collection, retention
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
+from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write import commit
 
 from tests.crash.log_model import MOVES, Rank, cells_of, run_schedule
@@ -301,6 +304,44 @@ def _debris_named_once(log: commit_log.RunLog, state: run_state.RunState, **opti
     return tuple(prefix for prefix in _debris(log, state, **options) if prefix not in once)
 
 
+# Many ranks
+
+
+class _AnyStep(int):
+    """A step that is every other step's equal."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+_report_named = commit._named
+_object_put = commit._put
+_manifest_listed: Any = Manifest.listed
+_layout_boxes_of = Layout.boxes_of
+
+
+def _named_at_any_step(key: str) -> Any:
+    found = _report_named(key)
+    return None if found is None else replace(found, step=_AnyStep(found.step))
+
+
+def _put_no_manifest(log: Any, key: str, data: bytes, patience: Any) -> None:
+    if not key.endswith(".manifest"):
+        _object_put(log, key, data, patience)
+
+
+def _boxes_of_the_next(self: Layout, rank: int) -> Any:
+    return _layout_boxes_of(self, (rank + 1) % self.world_size)
+
+
+_listed_as_baseline = property(lambda self: replace(_manifest_listed.fget(self), covers=(None,)))
+
+
 MUTANTS = (
     Mutant(
         name="log: put instead of create-only",
@@ -470,6 +511,42 @@ MUTANTS = (
         rule="what lies under a forgotten prefix is debris, and named anew",
         marked=False,
         patches=((garbage_collection, "debris", _debris_named_once),),
+    ),
+    Mutant(
+        name="ranks: a cut of two steps",
+        rule="ranks that cut at different steps make no checkpoint",
+        marked=True,
+        patches=((commit, "_named", _named_at_any_step),),
+    ),
+    Mutant(
+        name="ranks: a gap in the layout",
+        rule="the boxes of all ranks tile every table, checked before the attempt's entry",
+        marked=True,
+        patches=((Layout, "check_tiling", _no_check),),
+    ),
+    Mutant(
+        name="ranks: the layout behind the attempt",
+        rule="an entry names only what is durable: a layout is put before its attempt",
+        marked=False,
+        patches=((attempts, "_put_layout", _no_check),),
+    ),
+    Mutant(
+        name="ranks: the manifest behind the entry",
+        rule="an entry names only what is durable: a manifest is put before its checkpoint",
+        marked=False,
+        patches=((commit, "_put", _put_no_manifest),),
+    ),
+    Mutant(
+        name="ranks: an entry says that all parts are whole",
+        rule="an entry says what its parts cover, so that the law is judged without a manifest",
+        marked=True,
+        patches=((Manifest, "listed", _listed_as_baseline),),
+    ),
+    Mutant(
+        name="ranks: boxes of another rank",
+        rule="the part of a rank speaks for the boxes of that rank in the layout",
+        marked=False,
+        patches=((Layout, "boxes_of", _boxes_of_the_next),),
     ),
 )
 
