@@ -6,11 +6,13 @@ The run in DIRECTORY is built by `prepare`: two chains, the older one retired an
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.format import frame_encoder
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import new_token, pack_key
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, TableSchema
@@ -41,16 +43,25 @@ def save(
     directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None
 ) -> int:
     """One whole save of one rank, as a sidecar does it."""
+    report = written(directory, log, attempt, cut, step, rows, covers)
+    return commit.commit_part(log, attempt=attempt, cut=cut, step=step, world_size=1, report=report).seq
+
+
+def written(
+    directory: Path, log: RunLog, attempt: int, cut: int, step: int, rows: np.ndarray, covers: int | None, *,
+    rank: int = 0, box: Box = BOX,
+) -> commit.PartReport:  # fmt: skip
+    """A rank's part, on the store."""
     token = new_token()
     target = PartTarget(
         run="job",
         attempt=attempt,
         cut=cut,
         step=step,
-        rank=0,
+        rank=rank,
         token=token,
         tables=(TABLE,),
-        boxes=(BOX,),
+        boxes=(box,),
         covers=covers,
     )
     with (
@@ -65,7 +76,7 @@ def save(
             writer.add(frame)
         part, stats = writer.finish(), writer.stats
     assert stats is not None
-    report = commit.PartReport(
+    return commit.PartReport(
         part=part,
         tables=(TABLE,),
         encodings=stats.encodings,
@@ -73,7 +84,22 @@ def save(
         raw_bytes=stats.raw_bytes,
         stall_s=0.0,
     )
-    return commit.commit_part(log, attempt=attempt, cut=cut, step=step, world_size=1, report=report).seq
+
+
+def save_two_ranks(directory: Path, log: RunLog) -> None:
+    """A new attempt of two ranks, half of the table each, and their first checkpoint: all rows, of step 5."""
+    halves = [replace(BOX, row_stop=ROWS // 2), replace(BOX, row_start=ROWS // 2)]
+    layout = Layout.of(2, {TABLE.fqn: (ROWS, COLUMNS)}, {rank: [half] for rank, half in enumerate(halves)})
+    attempt = attempts.open_attempt(log, owner="me", world_size=2, layout=layout.data).attempt
+    reports = [
+        written(
+            directory, log, attempt, 1, 5, np.arange(half.row_start, half.row_stop), None, rank=rank, box=half
+        )
+        for rank, half in enumerate(halves)
+    ]
+    commit.commit_parts(
+        log, attempt=attempt, cut=1, step=5, world_size=2, reports=reports, layout=layout.digest
+    )  # fmt: skip
 
 
 def prepare(directory: Path) -> None:
@@ -107,6 +133,8 @@ def act(directory: Path, action: str) -> None:
             )
         case "gc":
             garbage_collection.collect(log, grace_s=0.0, forget_at=1)
+        case "ranks":
+            save_two_ranks(directory, log)
         case "compact":
             with PackCache(directory / "compaction", budget_bytes=64 << 20) as cache:
                 compaction.compact(log, newest.seq, row_mover.mover(cache))
