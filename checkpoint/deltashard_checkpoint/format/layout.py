@@ -41,7 +41,7 @@ _COLUMNS = (
     ("col_start", np.dtype("<u4")),
     ("col_stop", np.dtype("<u4")),
 )
-_MOST_CELLS = 1 << 27
+_MOST_CELLS = 1 << 23
 """Boxes cut into the bands of rows between all edges of their table: more is no sharding of anybody's."""
 
 Ints = npt.NDArray[np.int64]

@@ -138,6 +138,14 @@ def test_a_rank_may_hold_nothing_and_a_table_without_boxes_is_a_gap() -> None:
     assert issubclass(NotTiled, DeltashardError)
 
 
+def test_a_small_layout_that_would_cost_much_to_check_is_refused() -> None:
+    """Each of 3,000 columns is cut at a row of its own: 6,000 boxes, 9 million cells of bands."""
+    n = 3000
+    held = [_box("a", *rows, c, c + 1) for c in range(n) for rows in ((0, c + 1), (c + 1, n + 1))]
+    with pytest.raises(NotTiled, match="too finely"):
+        Layout.of(1, {"a": (n + 1, n)}, {0: held}).check()
+
+
 def test_boxes_in_another_order_are_no_layout() -> None:
     """A rank's boxes are found by a search: unsorted ones would be a rank's without it."""
     good = Layout.of(2, {"a": (4, 2)}, {0: [_box("a", 0, 2, 0, 2)], 1: [_box("a", 2, 4, 0, 2)]})

@@ -8,18 +8,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.commit_log import LogGap, LogStopped
-from deltashard_checkpoint.log.entry import Repaired, entry_key
+from deltashard_checkpoint.log.entry import Checkpoint, Repaired, entry_key
+from deltashard_checkpoint.log.manifest import manifest_key
 from deltashard_checkpoint.maintenance import repair as repairs
 from deltashard_checkpoint.maintenance.repair import NothingToRepair, repair, salvage
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write import attempt as attempts
+from deltashard_checkpoint.write.commit import commit_parts
 from deltashard_cli.main import cli, exit_code
 
 from tests.crash import log_victim
 from tests.crash.log_victim import ROWS, log_of, save, values
-from tests.support.checkpoint.run_builder import Run, resealed
+from tests.support.checkpoint.run_builder import Run, resealed, rows
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +197,46 @@ def test_an_early_entry_lost_before_any_fold():
         assert opened.resume.seq == second
         assert (first in opened.state.checkpoints) == (first not in lost)
         assert run.commit(opened.attempt, 1, second)
+
+
+def test_a_run_of_many_ranks_is_repaired_from_its_entries_and_manifests():
+    """A lost attempt's layout is that of its first commit; a checkpoint without its manifest or layout is not kept."""
+    halves = [rows(0, 4), rows(4, 8)]
+    layout = Layout.of(2, {"t": (8, 2)}, dict(enumerate([half] for half in halves)))
+
+    def commit(run: Run, attempt: int, cut: int, covers: int | None = None) -> Checkpoint:
+        run.step += 1
+        return commit_parts(
+            run.log, attempt=attempt, cut=cut, step=run.step, world_size=2, layout=layout.digest,
+            reports=[run.report(attempt, cut, covers, rank=rank, boxes=[half]) for rank, half in enumerate(halves)],
+        ).entry  # fmt: skip
+
+    for gone in ("nothing", "manifest", "layout"):
+        run = Run()
+        attempt = run.open(world_size=2, layout=layout.data).attempt
+        first = commit(run, attempt, 1)
+        second = commit(run, attempt, 2)
+        third = commit(run, attempt, 3, first.seq)
+        run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
+        run.memory.delete(["job/" + entry_key(attempt)])
+        if gone == "manifest":
+            key = manifest_key(attempt, first.cut, first.listed.manifest)
+            run.memory.delete([f"job/{key}"])
+        elif gone == "layout":
+            run.memory.delete([f"job/{layout.key}"])
+            with pytest.raises(NothingToRepair, match="no checkpoint could be kept"):
+                salvage(run.reader())
+            continue
+        found = salvage(run.reader())
+        left = [second] if gone == "manifest" else [first, second, third]
+        assert sorted(found.state.checkpoints) == [entry.seq for entry in left]
+        assert found.state.attempts[attempt].layout == layout.digest
+        assert found.state.attempts[attempt].world_size == 2
+        repair(run.reader(), found)
+        run.log = run.reader()
+        opened = run.open(world_size=2, layout=layout.data)
+        assert opened.resume == left[-1]
+        assert commit(run, opened.attempt, 1, left[-1].seq).covers == (left[-1].seq,)
 
 
 def test_what_stands_on_a_lost_checkpoint_is_lost_with_it():

@@ -2,11 +2,12 @@
 
 import pytest
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import folded_state
-from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.chain import CheckpointNotFound, may_cover
 from deltashard_checkpoint.log.commit_log import LogStopped
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported
+from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.attempt import (
@@ -18,7 +19,7 @@ from deltashard_checkpoint.write.attempt import (
 )
 from deltashard_checkpoint.write.commit import FencedError, TakenOver
 
-from tests.support.checkpoint.run_builder import Run, resealed
+from tests.support.checkpoint.run_builder import Run, resealed, rows
 
 
 def test_the_first_attempt_has_nothing_to_resume_from():
@@ -295,3 +296,49 @@ def test_workloads_are_remembered_by_entries_and_cached_folds():
     state = run.log.state
     data = folded_state.dump(state)
     assert folded_state.load(data, "job", folded_state.name_of(state, data)) == state
+
+
+# Layouts
+
+HALVES = Layout.of(2, {"t": (8, 2)}, {0: [rows(0, 4)], 1: [rows(4, 8)]})
+
+
+def test_a_layout_is_durable_before_the_attempt_that_names_it_and_is_put_once():
+    run = Run()
+    puts: list[str] = []
+    put = run.memory.put_if_absent
+    run.memory.put_if_absent = lambda key, data: (puts.append(key), put(key, data))[1]
+    for _ in range(2):
+        opened = run.open(world_size=2, layout=HALVES.data)
+        assert opened.state.attempts[opened.attempt].layout == HALVES.digest
+    named = [key for key in puts if key.startswith(("job/layout/", "job/log/0"))]
+    assert named == [
+        "job/" + entry_key(0), f"job/{HALVES.key}", "job/" + entry_key(1), "job/" + entry_key(2),
+    ]  # fmt: skip
+    assert run.memory.get(f"job/{HALVES.key}") == HALVES.data
+
+
+def test_an_attempt_of_any_layout_resumes_from_any_other():
+    """A changed world is restored like any other; what may not be built upon is the new cut's concern."""
+    run = Run()
+    seq = run.commit(run.open().attempt, 1)
+    for options in ({"world_size": 2, "layout": HALVES.data}, {}):
+        opened = run.open(**options)
+        assert opened.resume.seq == seq
+        assert may_cover(opened.state, opened.attempt, seq) == (not options)
+
+
+def test_a_store_that_fails_for_a_moment_does_not_fail_the_layout():
+    run = Run()
+    failing = [True]
+    put = run.memory.put_if_absent
+
+    def once(key: str, data: bytes) -> None:
+        if "/layout/" in key and failing:
+            failing.clear()
+            raise StoreUnavailable("away", where=key)
+        put(key, data)
+
+    run.memory.put_if_absent = once
+    assert run.open(world_size=2, layout=HALVES.data).attempt == 1
+    assert not failing
