@@ -208,6 +208,7 @@ class Run:
         with ThreadPoolExecutor(len(reports)) as pool:
             seqs = set(pool.map(commit, reports))
         assert len(seqs) == 1
+        self.log.refresh()
         return seqs.pop()
 
 

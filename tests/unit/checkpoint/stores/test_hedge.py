@@ -171,8 +171,9 @@ def test_both_break() -> None:
     store, told = hedging(first := Held(StoreUnavailable("reset")), second := Held(StoreUnavailable("503")))
 
     def let_go() -> None:
+        assert first.begun.wait(WAIT_S)
+        assert second.begun.wait(WAIT_S)  # before the first one breaks: else nothing is asked twice
         for one in (first, second):
-            assert one.begun.wait(WAIT_S)
             one.go.set()
             assert one.over.wait(WAIT_S)
 
