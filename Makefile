@@ -7,7 +7,7 @@ SERVERS = minio etcd helm kubectl coredns promql kwok kubernetes
 
 CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
-.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-fleet clean
+.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-fleet bench-group bench-ranks clean
 venv: .venv/.synced
 
 $(UV):
@@ -76,6 +76,14 @@ contracts: venv
 
 bench: venv
 	$(RUN) bench/run.py
+
+# Four ranks, 2 GiB, against torch.distributed.checkpoint on MinIO: out/group.json.
+bench-group: venv
+	$(RUN) bench/run.py group --out out/group.json
+
+# 4,096 ranks with metadata only: some minutes, 8 GB of memory; out/ranks.json, docs/scale-ranks.md.
+bench-ranks: venv
+	$(RUN) bench/run.py ranks --out out/ranks.json
 
 # 5,000 annotated pods and their sidecars on a control plane without kubelets: out/fleet.json, docs/kubernetes/scale.md.
 bench-fleet: venv servers

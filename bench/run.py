@@ -6,9 +6,11 @@ design) and `met` (None: no bar). A module that fails stands in the result with 
 
 Torch computes on one thread, for everybody: a second core is the sidecar's or the peers' own threads'.
 
-    bench/run.py                        everything, in full
+    bench/run.py                        everything that measures this machine, in full
     bench/run.py --quick                a smoke test, for CI
     bench/run.py checkpointing tracking  only these
+    bench/run.py group                  four ranks against torch.distributed.checkpoint, 2 GiB
+    bench/run.py ranks                  4,096 ranks, simulated: docs/scale-ranks.md
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("codec_speeds", "tracking", "checkpointing")
+MODULES = ("codec_speeds", "tracking", "checkpointing", "group", "ranks")
+ONLY_IF_NAMED = ("group", "ranks")
+"""In full: gigabytes and minutes each; `make bench-group`, `make bench-ranks`."""
 COLUMNS = (
     ("what", "left"),
     ("ours", "right"),
@@ -56,7 +60,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     found: dict[str, object] = {"machine": _machine(), "quick": args.quick}
     failed = False
-    for name in args.modules or MODULES:
+    for name in args.modules or [m for m in MODULES if args.quick or m not in ONLY_IF_NAMED]:
         console.print(f"[bold]{name}[/] ...")
         begun = time.monotonic()
         try:
@@ -122,7 +126,11 @@ def _bar(row: dict[str, object]) -> str:
     bar = row.get("bar")
     if bar is None:
         return ""
-    return f">= {bar:.4g} x" if row.get("ratio") is not None else f"<= {bar:.4g} {row.get('unit', '')}"
+    return (
+        f">= {bar:.4g} x"
+        if row.get("ratio") is not None
+        else f"<= {_quantity(bar, str(row.get('unit', '')))}"
+    )
 
 
 def _quantity(value: object, unit: str) -> str:
@@ -132,8 +140,8 @@ def _quantity(value: object, unit: str) -> str:
     if unit == "s":
         return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
     if unit == "B":
-        return f"{value / 1e6:.1f} MB"
-    return f"{value:.4g} {unit}".strip()
+        return f"{value / 1e6:.1f} MB" if value >= 1e6 else f"{value / 1e3:.1f} kB"
+    return f"{value:,.0f} {unit}".strip() if value >= 1e4 else f"{value:.4g} {unit}".strip()
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def compare(a: OpenCheckpoint, b: OpenCheckpoint, *, advance: Advance) -> Differ
         (left,) = a.tables((in_a[fqn],), advance=advance)
         (right,) = b.tables((in_b[fqn],), advance=advance)
         tables += _table(left, right)
-    blobs, equal = _blobs(a.blobs(advance=advance), b.blobs(advance=advance))
+    blobs, equal = _blobs(a.blobs(a.blob_names, advance=advance), b.blobs(b.blob_names, advance=advance))
     return Difference(
         run=a.state.run,
         seq_a=a.entry.seq,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -26,6 +26,9 @@ from deltashard_checkpoint.restore.checkpoint_reader import TableArrays
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 
 from deltashard_cli.output import Advance
+
+if TYPE_CHECKING:
+    import torch
 
 Array = npt.NDArray[np.generic]
 DENSE = "dense/"
@@ -59,6 +62,8 @@ class Written:
     bytes: int
     skipped: tuple[str, ...] = ()
     """Dense values that are no plain tensors (sparse ones) and have no place in the file."""
+    left_out: tuple[str, ...] = ()
+    """What else was asked for and has no place there, each with the reason."""
 
 
 def tensor_of(tree: Any) -> typed_tree.Tensor | None:
@@ -90,11 +95,7 @@ def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, raw: bool, advan
     `tables/{fqn}/weight.npy`, `tables/{fqn}/{field}.npy`, `dense/{name}.npy` and `blobs/{name}.tree` (a typed tree as
     stored); with `raw` arrays are bare little-endian bytes in `.bin`. Raises `UserError` when `out` exists.
     """
-    if out.exists():
-        raise UserError("the output exists already", where=str(out), remedy="name a new directory")
-    above = next(each for each in out.absolute().parents if each.exists())  # missing ones are made
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise UserError("no directory can be made there", where=str(out), remedy="name another place")
+    check_new_directory(out)
     entry = checkpoint.entry
     manifest: dict[str, Any] = {
         "format": 1,
@@ -106,7 +107,7 @@ def restore_directory(checkpoint: OpenCheckpoint, out: Path, *, raw: bool, advan
         "blobs": {},
     }
     arrays = 0
-    with _beside(out) as place:
+    with beside(out) as place:
         for table in checkpoint.tables(advance=advance):
             schema = table.schema
             directory = Path("tables") / _file_name(schema.fqn)
@@ -204,38 +205,46 @@ def export_torch(
 
     Raises `UserError` when torch is not installed, and what `check_place` raises.
     """
-    try:
-        import torch
-    except ImportError as error:
-        raise UserError(
-            "export to .pt needs torch, which is not installed",
-            remedy="pip install 'deltashard[trainer]', or export to .safetensors, which needs nothing",
-        ) from error
+    require_torch("export to .pt", "export to .safetensors, which needs nothing")
+    import torch
+
     check_place(out, force=force)
     tensors: dict[str, torch.Tensor] = {}
-
-    def add(name: str, dtype: str, values: Array) -> None:
-        target = getattr(torch, dtype)
-        made = torch.from_numpy(np.require(values, requirements=["C", "W"]).copy())
-        tensors[name] = made if made.dtype == target else made.view(target)
-
     for table in checkpoint.tables(fields=state, advance=advance):
-        add(table.schema.fqn, table.schema.dtype, table.weights)
+        tensors[table.schema.fqn] = torch_tensor(table.schema.dtype, table.weights)
         for spec in table.schema.fields if state else ():
-            add(f"{table.schema.fqn}.{spec.name}", spec.dtype, table.fields[spec.name])
+            tensors[f"{table.schema.fqn}.{spec.name}"] = torch_tensor(spec.dtype, table.fields[spec.name])
     blobs = checkpoint.blobs(advance=advance)
     dense = list(dense_tensors(blobs))
-    for each in dense:
-        add(each.name, each.dtype, each.values)
+    tensors |= {each.name: torch_tensor(each.dtype, each.values) for each in dense}
     with _replacing(out, force=force) as place, place.open("wb") as file:
         torch.save(tensors, file)
     return _exported(checkpoint, out, len(tensors), blobs, dense)
 
 
+def require_torch(what: str, instead: str) -> None:
+    """Raises `UserError` where torch is not installed: `what` needs it, and `instead` is the other way."""
+    try:
+        import torch  # noqa: F401 - whether it is there
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs torch, which is not installed",
+            remedy=f"pip install 'deltashard[trainer]', or {instead}",
+        ) from error
+
+
+def torch_tensor(dtype: str, values: Array) -> torch.Tensor:
+    """`values`, the bits of elements of type `dtype`, as a tensor; of the same memory where that may be written."""
+    import torch
+
+    target = getattr(torch, dtype)
+    made = torch.from_numpy(np.require(values, requirements=["C", "W"]))
+    return made if made.dtype == target else made.view(target)
+
+
 def _exported(
     checkpoint: OpenCheckpoint, out: Path, tensors: int, blobs: Iterable[str], dense: Iterable[Named]
 ) -> Written:
-    written = {DENSE + each.name for each in dense}
     return Written(
         path=str(out),
         seq=checkpoint.entry.seq,
@@ -244,8 +253,14 @@ def _exported(
         tensors=tensors,
         blobs=0,
         bytes=out.stat().st_size,
-        skipped=tuple(sorted(name for name in blobs if name.startswith(DENSE) and name not in written)),
+        skipped=no_tensors(blobs, dense),
     )
+
+
+def no_tensors(blobs: Iterable[str], dense: Iterable[Named]) -> tuple[str, ...]:
+    """Names of the dense blobs that are not among the tensors."""
+    tensors = {DENSE + each.name for each in dense}
+    return tuple(sorted(name for name in blobs if name.startswith(DENSE) and name not in tensors))
 
 
 def _file_name(name: str) -> str:
@@ -268,8 +283,17 @@ def _write_array(place: Path, stem: Path, dtype: str, values: Array, *, raw: boo
     return {"file": str(path), "dtype": dtype, "shape": list(values.shape)}
 
 
+def check_new_directory(out: Path) -> None:
+    """Raises `UserError` where `out` exists or cannot be made; missing directories above it are."""
+    if out.exists():
+        raise UserError("the output exists already", where=str(out), remedy="name a new directory")
+    above = next(each for each in out.absolute().parents if each.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError("no directory can be made there", where=str(out), remedy="name another place")
+
+
 @contextmanager
-def _beside(out: Path) -> Iterator[Path]:
+def beside(out: Path) -> Iterator[Path]:
     """A directory beside `out` that becomes `out` when all went well, and goes when not."""
     place = out.parent / f".{out.name}.{secrets.token_hex(4)}.partial"
     place.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`deltashard`: look at, check, restore, export and tidy runs on any store.
+"""`deltashard`: look at, check, restore, export, import and tidy runs on any store.
 
 Exit codes: 0 all well; 1 problems were found in what is stored, even when the command could do its work without the
 damaged part (or, for `diff`, differences); 2 the caller's to mend (usage, URL, credentials, output path, no such run or
@@ -65,7 +65,13 @@ for command in (
     cli.add_command(command)
 for command in (repair_command.scan, repair_command.repair):
     cli.add_command(command)
-for command in (write_command.restore, write_command.export, write_command.gc, write_command.compact):
+for command in (
+    write_command.restore,
+    write_command.export,
+    write_command.import_,
+    write_command.gc,
+    write_command.compact,
+):
     cli.add_command(command)
 
 

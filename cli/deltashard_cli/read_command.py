@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 import click
+from deltashard_checkpoint.format.blob_name import common_blobs, parse_blob_name
 from deltashard_checkpoint.log.commit_log import LogGap
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
@@ -229,12 +231,28 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
     ]
     title = "tables (what this checkpoint's own parts hold)"
     show(out, title, columns, tables, droppable=("frames", "dtype", "rows held", "fields"))
-    blobs = sorted(found.blobs.items(), key=lambda item: (-item[1], item[0]))
+    common = common_blobs(found.blobs)
+    blobs = sorted(common.items(), key=lambda item: (-item[1], item[0]))
     listed = blobs if every_blob else blobs[:_SHOWN_BLOBS]
     out.print()
-    title = f"blobs ({number(len(blobs))}, {size(sum(found.blobs.values()))}; largest first)"
+    title = f"blobs ({number(len(blobs))}, {size(sum(common.values()))}; largest first)"
     rows = [(name, size(count)) for name, count in listed]
     show(out, title, ["blob", ">bytes"], rows, caption=_more(len(blobs) - len(listed)))
+    if len(common) < len(found.blobs):
+        out.print()
+        _show_own(found.blobs, each=every_blob)
+
+
+def _show_own(blobs: Mapping[str, int], *, each: bool) -> None:
+    """Blobs that are one rank's own: by name with the number of ranks, or `each` under its stored name."""
+    held: dict[str, list[int]] = {}
+    for stored, count in blobs.items():
+        rank, name = parse_blob_name(stored)
+        if rank is not None:
+            held.setdefault(stored if each else name, []).append(count)
+    rows = [(name, len(counts), size(sum(counts))) for name, counts in sorted(held.items())]
+    title = "blobs of single ranks (those of rank 0 are among the blobs above)"
+    show(console(), title, ["blob", ">ranks", ">bytes"], rows, caption="" if each else "each one: --all")
 
 
 def _more(count: int) -> str:
@@ -341,7 +359,7 @@ def diff(url: str, a: str, b: str, run: str | None, *, as_json: bool) -> None:
 
     def compared(left: OpenCheckpoint) -> Difference:
         right = open_checkpoint(target, b, state=left.state)
-        total = sum(one.plan(one.entry.tables, blobs=True).bytes for one in (left, right))
+        total = sum(one.plan(one.entry.tables, blobs=one.blob_names).bytes for one in (left, right))
         with progress("comparing", total) as advance:
             return compare(left, right, advance=advance)
 

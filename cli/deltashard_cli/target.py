@@ -38,11 +38,19 @@ class Target:
     run: str
 
 
-def open_root(url: str) -> Store:
-    """The store at `url`, which must exist; a path needs no scheme."""
+def open_root(url: str, *, create: bool = False) -> Store:
+    """The store at `url`, which must exist unless `create` makes its directory; a path needs no scheme."""
     if "://" not in url:
         url = os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 - stays a string
-    return open_store(url, policy=POLICY, create=False)
+    return open_store(url, policy=POLICY, create=create)
+
+
+def new_run(url: str, run: str) -> Target:
+    """Where the new run `run` will be. Raises `UserError` when `url` is a run itself, which holds no others."""
+    store = open_root(url, create=True)
+    if _has_log(store, ""):
+        raise UserError("this is a run and not a store", where=store.url, remedy="name the store above it")
+    return Target(store=store, run=validate_run(run))
 
 
 def find_run(url: str, run: str | None) -> Target:

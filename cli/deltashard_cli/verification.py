@@ -269,7 +269,7 @@ def _check_packs(
 
 def _check_plan(checkpoint: OpenCheckpoint, problems: list[Problem]) -> bool:
     try:
-        checkpoint.plan(checkpoint.entry.tables, blobs=True)
+        checkpoint.plan(checkpoint.entry.tables, blobs=checkpoint.blob_names)
     except (FormatError, IncompletePlan, SchemaMismatch) as error:
         problems.append(_not_restorable(checkpoint.entry, error))
         return False
@@ -359,14 +359,14 @@ def _batches(places: Sequence[Place]) -> Iterator[list[Place]]:
 
 def _check_restores(checkpoints: Sequence[OpenCheckpoint], problems: list[Problem]) -> list[int]:
     """Restore each into memory, one table at a time; the seqs of those that are whole."""
-    total = sum(checkpoint.plan(checkpoint.entry.tables, blobs=True).bytes for checkpoint in checkpoints)
+    total = sum(each.plan(each.entry.tables, blobs=each.blob_names).bytes for each in checkpoints)
     restored = []
     with progress("restoring checkpoints", total) as advance:
         for checkpoint in checkpoints:
             try:
                 for _table in checkpoint.tables(advance=advance):
                     pass
-                for name, blob in checkpoint.blobs(advance=advance).items():
+                for name, blob in checkpoint.blobs(checkpoint.blob_names, advance=advance).items():
                     _check_tree(name, blob)
             except (FormatError, IncompletePlan, SchemaMismatch) as error:
                 problems.append(_not_restorable(checkpoint.entry, error))

@@ -138,6 +138,7 @@ class Restore:
             want.seq,
             [Want(schema=_schema(schemas, fqn), boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
             blobs=want.blobs,
+            rank=want.rank if want.HasField("rank") else None,
             strict=not want.lenient,
             mapping=dict(want.mapping),
             weights_only=want.weights_only,

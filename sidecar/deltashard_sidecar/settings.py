@@ -133,7 +133,7 @@ class Settings:
     compact_after: int = 16
     """A chain of consecutive deltas longer than this is compacted into one part; 0 is off."""
     prefetch: bool = True
-    """At start, bring the newest checkpoint's frames into the local cache before a trainer asks."""
+    """At start, bring the newest checkpoint's frames (of one rank) into the local cache before a trainer asks."""
     metrics_port: int = -1
     """Port of the Prometheus endpoint; 0 picks a free one (see ready.json), -1 is off."""
     metrics_host: str = "127.0.0.1"

@@ -21,7 +21,7 @@ from deltashard_checkpoint.format.index import encode_index
 from tests.golden.golden_case import golden_index, golden_tree
 from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import RUN_2, make_run_2
-from tests.golden.golden_run_3 import RUN_3, make_run_3
+from tests.golden.golden_run_4 import RUN_4, make_run_4
 from tests.support.checkpoint.sample import sample_frames
 
 HERE = Path(__file__).parent / f"v{frames.VERSION}"
@@ -72,7 +72,7 @@ WRITERS = (
     (write_pieces, "state.tree"),
     (partial(write_run, RUN, make_run), RUN),
     (partial(write_run, RUN_2, make_run_2), RUN_2),
-    (partial(write_run, RUN_3, make_run_3), RUN_3),
+    (partial(write_run, RUN_4, make_run_4), RUN_4),
 )
 """What writes golden files, and one of them by which it is seen to have done so."""
 

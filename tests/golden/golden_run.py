@@ -251,7 +251,7 @@ class Writer:
                 directive="full" if share.covers is None else "differential",
                 fingerprint={"library": "0.1.0", "threads": "2"},
                 metadata={"note": f"cut {self.cut} of attempt {self.attempt}", "gr\u00fcn": "\u2713 \U0001f600"},
-                pins=pins,
+                pins=pins, common_blobs=stats.common_blobs,
             )  # fmt: skip
             # All but the last find that a part is missing, and would wait for it.
             with suppress(PartsMissing):

@@ -27,6 +27,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 from deltashard_checkpoint.format import typed_tree
+from deltashard_checkpoint.format.blob_name import blob_name, own_blobs
 from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
@@ -228,18 +229,18 @@ class Table:
 
 
 class Model:
-    """Two tables and one blob; `train` changes some rows and everything dense; equality is by content."""
+    """Two tables and some blobs; `train` changes some rows and everything dense; equality is by content."""
 
     def __init__(
         self, *, rows: int = 300, columns: int = 8, seed: int = 0, of_rank: int | None = None
     ) -> None:
-        """`of_rank`: tables and blobs that no other rank has."""
+        """`of_rank`: it owns tables and a dense tensor that no other rank has, and what is its own stands under it."""
         self.rng = np.random.default_rng(seed)
-        prefix = "" if of_rank is None else f"rank{of_rank}."
-        self.blob_prefix = "" if of_rank is None else f"rank/{of_rank}/"
+        self.rank = of_rank or 0
+        self.prefix = "" if of_rank is None else f"rank{of_rank}."
         self.tables = [
-            Table.make(f"{prefix}big.weight", rows, columns, self.rng),
-            Table.make(f"{prefix}small.weight", 40, 4, self.rng),
+            Table.make(f"{self.prefix}big.weight", rows, columns, self.rng),
+            Table.make(f"{self.prefix}small.weight", 40, 4, self.rng),
         ]
         self.dense = self.rng.standard_normal(100).astype(np.float32)
         self.step = 0
@@ -273,14 +274,17 @@ class Model:
             table.averages[:] = np.nan
 
     def blobs(self) -> dict[str, bytes]:
+        meta = {"step": self.step, "rank": self.rank}
         return {
-            f"{self.blob_prefix}dense/w": bytes(typed_tree.encode(self.dense).to_bytes()),
-            f"{self.blob_prefix}meta": bytes(typed_tree.encode({"step": self.step}).to_bytes()),
+            f"dense/{self.prefix}w": bytes(typed_tree.encode(self.dense).to_bytes()),
+            blob_name(self.rank, "meta"): bytes(typed_tree.encode(meta).to_bytes()),
         }
 
     def load_blobs(self, blobs: dict[str, memoryview]) -> None:
-        self.dense[:] = typed_tree.decode(blobs[f"{self.blob_prefix}dense/w"])
-        self.step = typed_tree.decode(blobs[f"{self.blob_prefix}meta"])["step"]
+        self.dense[:] = typed_tree.decode(blobs[f"dense/{self.prefix}w"])
+        meta = typed_tree.decode(own_blobs(self.rank, blobs)["meta"])
+        assert meta["rank"] == self.rank
+        self.step = meta["step"]
 
 
 def same(a: list[np.ndarray], b: list[np.ndarray]) -> bool:
@@ -332,6 +336,8 @@ class Trainer:
         self.fenced: list[pb.Notice.Fenced] = []
         self.policies: list[pb.Policy] = []
         self.base_seq: int | None = None
+        self.blobs_read: frozenset[str] = frozenset()
+        """Names of the last restore's."""
         self._arenas: list[Arena] = []
         self.reply = self.attach()
 
@@ -436,9 +442,17 @@ class Trainer:
         return self.committed(self.save(**options))
 
     def restore(
-        self, seq: int, *, hold: Callable[[int], None] | None = None, from_run: str = ""
+        self,
+        seq: int,
+        *,
+        hold: Callable[[int], None] | None = None,
+        from_run: str = "",
+        says_rank: bool = True,
     ) -> pb.RestoreReply.Done:
-        """Fill the model from a checkpoint; `hold(n)` is called before the n-th frame is applied."""
+        """Fill the model from a checkpoint; `hold(n)` is called before the n-th frame is applied.
+
+        `says_rank` false: as a trainer does that knows nothing of ranks' own blobs.
+        """
         outbox: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
         want = pb.RestoreRequest.Want(
             session=self.reply.session,
@@ -446,6 +460,7 @@ class Trainer:
             blobs=True,
             from_run=from_run,
             boxes=[box_message(t.box) for t in self.model.tables],
+            rank=self.rank if says_rank else None,
         )
         outbox.put(pb.RestoreRequest(want=want))
         applier = FrameApplier([table.target() for table in self.model.tables])
@@ -479,6 +494,7 @@ class Trainer:
             outbox.put(None)
         assert done is not None
         applier.finish(blobs=names)
+        self.blobs_read = frozenset(names)
         self.model.load_blobs(applier.blobs)
         self.base_seq, self.commit_seq = done.baseline_seq, seq
         return done

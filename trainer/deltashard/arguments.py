@@ -20,6 +20,7 @@ from torch import nn
 
 from deltashard.errors import UserError
 from deltashard.optimizer.optimizer_state import views_of
+from deltashard.sharded.handed_optimizer import parts_of
 from deltashard.state.discovery import canonical_prefixes
 from deltashard.state.value import why_unstorable
 
@@ -194,7 +195,7 @@ def check_sidecar(settings: object) -> None:
 
 
 def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
-    """The optimizers that were handed over: one, several, or none; wrappers count.
+    """The optimizers that were handed over: one, several, or none; wrappers count, fused ones do not.
 
     Raises:
         UserError: something is no optimizer, steps nothing of `model`, or was given twice.
@@ -208,6 +209,7 @@ def optimizers_of(optimizer: Any, model: nn.Module) -> list[Any]:
         handed = [optimizer]
     else:
         handed = list(optimizer)
+    handed = parts_of(handed)
     mine = set(model.parameters()) | {p for p in model.buffers() if p.requires_grad}
     for n, each in enumerate(handed):
         if any(each is earlier for earlier in handed[:n]):

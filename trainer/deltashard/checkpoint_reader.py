@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.format.blob_name import optimizer_parts
 from deltashard_checkpoint.format.object_key import validate_run
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.log.chain import CheckpointNotFound
@@ -120,10 +121,12 @@ class CheckpointReader:
 
     @property
     def optimizers(self) -> tuple[Mapping[str, Any], ...]:
-        """Groups and dense state of the optimizers, in their order. Raises as `table` does."""
-        return tuple(
-            value for _, value in sorted(self._under("optim/").items(), key=lambda pair: int(pair[0]))
-        )
+        """Groups and dense state of the optimizers, in their order; of one that is spread over ranks, rank 0's part.
+
+        Raises as `table` does.
+        """
+        parts = optimizer_parts({f"optim/{key}": value for key, value in self._under("optim/").items()})
+        return tuple(said[0] for said in parts.values())
 
     def close(self) -> None:
         """Let go of the store."""

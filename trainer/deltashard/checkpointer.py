@@ -30,10 +30,11 @@ from deltashard.attach.attachment import Attachment
 from deltashard.attach.launcher import ChildLauncher, Launcher, PodLauncher, SidecarOptions, normal_url
 from deltashard.attach.lifecycle import Attempt, Event
 from deltashard.attach.listener import Listener
-from deltashard.attach.rank import refuse_several
+from deltashard.attach.rank import Rank, rank_of_this_process
 from deltashard.attach.session import Link, Session
 from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import AnotherTrainer, UserError
+from deltashard.group.conductor import Conductor
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.restore.content_hash import Contents
@@ -42,10 +43,12 @@ from deltashard.restore.restore import Restored, Restorer, Wish
 from deltashard.save.capture import Capture
 from deltashard.save.handle import SaveHandle, Stats
 from deltashard.save.news import News
+from deltashard.save.order_book import OrderBook
 from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
 from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
+from deltashard.save.wait import Wait
 from deltashard.state.position import Skip
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.stance import Stance
@@ -118,9 +121,9 @@ class Checkpointer:
         Raises:
             StateError: something in `state=` or an optimizer cannot be saved; found out now, not at the first save.
             UserError, SidecarUnavailable, AnotherTrainer: the run or the sidecar cannot be used; this process is one of
-                several ranks.
+                several ranks, and there is no process group.
         """
-        refuse_several("Checkpointer()")
+        self._rank = rank_of_this_process("Checkpointer()")
         arguments.check_model(model)
         arguments.check_state(state)
         arguments.check_place(url, run)
@@ -147,6 +150,8 @@ class Checkpointer:
                 arguments.optimizers_of(optimizer, model),
                 settings=tracking,
                 report=self._tracked,
+                rank=self._rank.number,
+                world_size=self._rank.world_size,
             ),
             state or {},
         )
@@ -170,6 +175,7 @@ class Checkpointer:
                 "linger_s": 30.0,
                 **(sidecar or {}),
             },
+            self._rank,
         )
         self._session, link = self._connect()
         self._attempt.happen(Event.ATTACH)
@@ -194,9 +200,10 @@ class Checkpointer:
             self._refuse_rival()
             session = Session(
                 self._launcher,
-                request=lambda: attach_request(self._program, self._attempt.number),
+                request=lambda: attach_request(self._program, self._rank, *self._attempt.granted),
                 schemas=lambda: self._program.schemas,
                 alert=self._clock.alert,
+                local_rank=self._rank.local,
             )
             return session, session.connect()
         except BaseException:
@@ -221,7 +228,7 @@ class Checkpointer:
         setbacks = Setbacks(self._clock, self.stats, self._listener)
         requests = Requests(setbacks)
         self._saver = Saver(
-            Capture(self._program, self._shelf),
+            Capture(self._program, self._shelf, rank=self._rank),
             clock=self._clock,
             attachment=self._attachment,
             attempt=self._attempt,
@@ -242,6 +249,16 @@ class Checkpointer:
             stats=self.stats,
             listener=self._listener,
         )
+        self._conductor = (
+            None
+            if self._rank.alone
+            else Conductor(
+                self._rank.number,
+                self._rank.world_size,
+                clock=self._clock,
+                why_not=self._why_no_cut(setbacks),
+            )
+        )
         opener = AttemptOpener(
             self._attachment,
             self._attempt,
@@ -250,6 +267,9 @@ class Checkpointer:
             listener=self._listener,
             hear=self._news.apply,
             fresh=fresh,
+            rank=self._rank,
+            program=self._program,
+            conductor=self._conductor,
         )
         self._restorer = Restorer(
             self._program,
@@ -261,6 +281,19 @@ class Checkpointer:
             base=base,
             contents=contents,
             listener=self._listener,
+            rank=self._rank,
+        )
+        orders = (
+            None
+            if self._conductor is None
+            else OrderBook(
+                self._conductor,
+                self._program,
+                clock=self._clock,
+                requests=requests,
+                setbacks=setbacks,
+                listener=self._listener,
+            )
         )
         self._loop = SaveLoop(
             self._program,
@@ -276,7 +309,22 @@ class Checkpointer:
             setbacks=setbacks,
             stats=self.stats,
             grace_s=grace_s,
+            orders=orders,
         )
+
+    def _why_no_cut(self, setbacks: Setbacks) -> Callable[[bool], str]:
+        """For the other ranks, and asked on another thread: why this one cannot cut now."""
+
+        def why(urgent: bool) -> str:
+            if self._conductor is not None and self._conductor.sums:
+                return "what every rank holds whole is not the same on all"
+            if self._saver.in_flight:
+                return Wait.FLIGHT.said
+            if self._attachment.link is None:
+                return Wait.AWAY.said
+            return Wait.BACK_OFF.said if setbacks.backing_off and not urgent else ""
+
+        return why
 
     # The loop's side
 
@@ -460,6 +508,8 @@ class Checkpointer:
         # The line of the arena is given back; without it every step has a boundary, which refuses it.
         self._clock.detach()
         self._loop.close()
+        if self._conductor is not None:
+            self._conductor.close()
         self._saver.close()
         self._session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
         self._launcher.close()
@@ -468,7 +518,9 @@ class Checkpointer:
         _live.discard(self)
 
 
-def _launcher(url: str | os.PathLike[str] | None, run: str | None, flags: Mapping[str, object]) -> Launcher:
+def _launcher(
+    url: str | os.PathLike[str] | None, run: str | None, flags: Mapping[str, object], rank: Rank
+) -> Launcher:
     socket_path = os.environ.get("DELTASHARD_SOCKET")
     if socket_path:
         from pathlib import Path
@@ -482,7 +534,7 @@ def _launcher(url: str | os.PathLike[str] | None, run: str | None, flags: Mappin
             where="Checkpointer()",
             remedy='give url="file:///some/dir" and run="name" (or DELTASHARD_URL and DELTASHARD_RUN)',
         )
-    return ChildLauncher(SidecarOptions(url=normal_url(url), run=run, flags=flags))
+    return ChildLauncher(SidecarOptions(url=normal_url(url), run=run, flags=flags), rank)
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -8,6 +8,7 @@ error: a plain attribute that holds a tensor may be a cache, and a loader may be
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class TableReport:
     optimizer: str
     """The class of the one that owns it, or what is the matter."""
     tracker: str
-    """"gradients" or "hashes"."""
+    """"gradients", "lookups" or "hashes"."""
     why: str
     """Why it is tracked so."""
 
@@ -65,11 +66,12 @@ class Diagnosis:
     @property
     def line(self) -> str:
         """All of it in one line, for the log."""
-        by_hash = sum(table.tracker == "hashes" for table in self.tables)
         size = _size(sum(table.bytes for table in self.tables))
-        by_gradient = len(self.tables) - by_hash
+        count = Counter(table.tracker for table in self.tables)
+        lookups = f", by lookups {count['lookups']}" if count["lookups"] else ""
         tables = (
-            f"{len(self.tables)} tables ({size}; tracked by gradients {by_gradient}, by row hashes {by_hash})"
+            f"{len(self.tables)} tables ({size}; tracked by gradients {count['gradients']}{lookups}, "
+            f"by row hashes {count['hashes']})"
         )
         parts = [tables, *self.saved]
         known = [each.what for each in self.missing if not each.later]
@@ -129,16 +131,24 @@ def _table(table: TrackedTable) -> TableReport:
         fields=tuple(state),
         optimizer=f"stepped by {' in '.join(owners)}" if owners else "no optimizer given here steps it",
         tracker=table.tracker,
-        why=table.reason
-        or f"{owners[0] if owners else 'its optimizer'} changes only rows that have a gradient",
+        why=table.reason or _why(table, owners[0] if owners else "its optimizer"),
     )
+
+
+def _why(table: TrackedTable, owner: str) -> str:
+    if table.tracker == "lookups":
+        return "its kernel changes only rows that were looked up, and tells them at each update"
+    return f"{owner} changes only rows that have a gradient"
 
 
 def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator[Missing]:
     tracking, contracts = program.tracking, program.contracts
     transient, plain = [], []
     known = {id(tensor) for tensor in tracking.inventory.names}
+    theirs = {id(each) for module in tracking.inventory.sharded for each in module.modules()}
     for path, module in canonical_prefixes(tracking.model):
+        if id(module) in theirs:  # what it keeps beside its tables is made from its plan
+            continue
         inside = f"{path}." if path else ""
         buffers = module._buffers  # noqa: SLF001 - torch offers no accessor to what does not persist
         transient += [

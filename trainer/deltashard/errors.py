@@ -10,8 +10,10 @@ __all__ = [
     "DeltashardError",
     "EnvironmentFault",
     "FencedError",
+    "GroupLost",
     "InternalBug",
     "NotRestored",
+    "RanksDiffer",
     "RestoreFailed",
     "SaveFailed",
     "SidecarUnavailable",
@@ -40,6 +42,14 @@ class WaitError(UserError):
 
 class AnotherTrainer(UserError):
     """A live process already trains this run on this machine."""
+
+
+class RanksDiffer(UserError):
+    """The ranks of a group do not say the same of the run, the model or the call, or some of them are missing."""
+
+
+class GroupLost(EnvironmentFault):
+    """The store of the process group is gone, or a rank stopped answering."""
 
 
 class SidecarUnavailable(EnvironmentFault):

@@ -55,8 +55,14 @@ class Program:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """What of the tables this process holds."""
-        return tuple(table.box for table in self.tracking.tables)
+        """What of the tables this process saves."""
+        return tuple(table.box for table in self.tracking.saved)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(rows, columns) of every table of the model, wherever it lies."""
+        held = self.tracking.inventory.elsewhere | {schema.fqn: schema for schema in self.schemas}
+        return {fqn: (schema.rows, schema.columns) for fqn, schema in held.items()}
 
     @property
     def dense_bytes(self) -> int:
@@ -64,9 +70,15 @@ class Program:
         return sum(t.numel() * t.element_size() for t in self.tracking.inventory.dense.values())
 
     def meta(
-        self, dense: Mapping[str, Tensor], *, step: int, content: Mapping[str, str] | None
+        self,
+        dense: Mapping[str, Tensor],
+        *,
+        step: int,
+        content: Mapping[str, str] | None,
+        world_size: int = 1,
     ) -> dict[str, Any]:
         """The `meta` blob of a cut at `step`; `dense` as it is saved, `content`: sums by table if recorded."""
+        many = {} if world_size == 1 else {"world_size": world_size}
         self._origin.say(dict(dense) | {table.key: table.param for table in self.tracking.tables})
         return {
             "library": library_version(),
@@ -75,6 +87,7 @@ class Program:
             "content": dict(content) if content is not None else None,
             "grown": self._origin.grown(dense),
             "modules": [contract.path for contract in self.contracts],
+            **many,
         }
 
     def forgotten_scheduler(self) -> str | None:

@@ -7,7 +7,8 @@ later, and who saves which blob is nobody's concern who reads.
 The boxes of all ranks *tile* every table: no gap and no overlap (`check_tiling`). A replicated table is one owner's.
 
 At scale (4,096 ranks, 800 tables) there are millions of boxes: they are numpy columns here and bytes on the store,
-never objects, but for those of one rank.
+never objects, but for those of one rank. The columns of a layout that was read are views of its bytes, so that it is
+in memory once; checks go over slices of it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ _COLUMNS = (
 _MOST_CELLS = 1 << 23
 """Boxes cut into the bands of rows between all edges of their table: more is no sharding of anybody's."""
 
-Ints = npt.NDArray[np.int64]
+_SLICE = 1 << 16
+"""Boxes that are checked at once."""
+
+Ints = npt.NDArray[np.integer[Any]]
 
 
 class NotTiled(UserError):
@@ -66,7 +70,7 @@ class TableShape:
 
 
 class Layout:
-    """World size, tables, and per box its rank, table, rows and columns: columns of n boxes, sorted, int64 [n]."""
+    """World size, tables, and per box its rank, table, rows and columns: columns of n boxes, sorted, integers [n]."""
 
     def __init__(self, *, world_size: int, tables: Sequence[TableShape], columns: Mapping[str, Ints]) -> None:
         """`tables` sorted by name; `columns` as `_COLUMNS`, sorted as a whole. See `of` and `decode`."""
@@ -149,8 +153,7 @@ class Layout:
             raise CorruptObject(f"not a layout: {error}", where=where) from None
         except UserError as error:
             raise CorruptObject(f"not a layout: {error.what}", where=where) from None
-        if found.data != data:
-            raise CorruptObject("a layout is not in its canonical form", where=where)
+        found.__dict__["data"] = data  # what is read has one form only: these bytes
         return found
 
     @classmethod
@@ -168,17 +171,17 @@ class Layout:
             at += _TABLE.size
             shapes.append(TableShape(fqn=data[at : at + length].decode(), rows=rows, columns=columns))
             at += length
-        at += -at % 8
-        columns_of: dict[str, Any] = {}
+        at = _after_padding(data, at, where)
+        columns_of: dict[str, Ints] = {}
         for name, dtype in _COLUMNS:
             size = boxes * dtype.itemsize
             if at + size > len(data):
                 raise CorruptObject("a layout ends too early", where=where)
-            column = np.frombuffer(data, dtype, boxes, at)
+            column: Ints = np.frombuffer(data, dtype, boxes, at)
             if dtype.itemsize == 8 and boxes and int(column.max()) > MAX_ROWS:
                 raise CorruptObject("a box has too many rows", where=where)
-            columns_of[name] = column.astype(np.int64)
-            at += size + -size % 8
+            columns_of[name] = column
+            at = _after_padding(data, at + size, where)
         if at != len(data):
             raise CorruptObject(f"{len(data) - at} bytes too many", where=where)
         return cls(world_size=world_size, tables=shapes, columns=columns_of)
@@ -219,8 +222,9 @@ class Layout:
     @cached_property
     def _by_table(self) -> tuple[Ints, Ints]:
         """(positions of boxes, sorted by table, where each table's begin [tables + 1])."""
-        order = np.argsort(self.table, kind="stable")
-        return order, np.searchsorted(self.table[order], np.arange(len(self.tables) + 1))
+        order = np.argsort(self.table, kind="stable").astype(np.int32)  # there are at most MAX_BOXES
+        count = np.bincount(self.table, minlength=len(self.tables))
+        return order, np.concatenate(([0], np.cumsum(count)))
 
     def check(self) -> None:
         """Raise `UserError` unless numbers are in bounds and boxes in order, `NotTiled` unless they tile all tables."""
@@ -234,26 +238,36 @@ class Layout:
         for table in self.tables:
             if not (0 < table.rows <= MAX_ROWS and 0 < table.columns <= MAX_COLUMNS):
                 raise UserError(f"[{table.rows}, {table.columns}] is no table", where=table.fqn)
-        if len(self):
-            if int(self.rank.max()) >= self.world_size or int(self.table.max()) >= len(self.tables):
-                raise UserError("a box is of no rank or of no table", where="layout")
-            shape = np.array([(t.rows, t.columns) for t in self.tables], np.int64)[self.table]
-            inside = (self.row_start < self.row_stop) & (self.row_stop <= shape[:, 0])
-            inside &= (self.col_start < self.col_stop) & (self.col_stop <= shape[:, 1])
-            if not inside.all():
-                raise UserError(f"box {self._named(int(np.argmin(inside)))} is in no table", where="layout")
-        if not self._in_order():
-            raise UserError("boxes are not sorted by rank, table, rows and columns", where="layout")
+        if len(self) and (
+            int(self.rank.max()) >= self.world_size or int(self.table.max()) >= len(self.tables)
+        ):
+            raise UserError("a box is of no rank or of no table", where="layout")
+        shapes = np.array([(t.rows, t.columns) for t in self.tables], np.int64).reshape(-1, 2)
+        for at in range(0, len(self), _SLICE):
+            self._check_boxes(slice(at, at + _SLICE), shapes)
+            # One box of the slice before goes along: each must be after that.
+            if not self._in_order(slice(max(at - 1, 0), at + _SLICE)):
+                raise UserError("boxes are not sorted by rank, table, rows and columns", where="layout")
         self.check_tiling()
 
-    def _in_order(self) -> bool:
-        """Whether each box is after the one before it: a rank's boxes are found by a search."""
-        same = np.ones(max(len(self) - 1, 0), np.bool_)
+    def _check_boxes(self, which: slice, shapes: npt.NDArray[np.int64]) -> None:
+        """Some boxes lie in their tables, whose rows and columns are `shapes` [tables, 2]."""
+        a, b, c, d = (self._column(name)[which].astype(np.int64) for name, _ in _COLUMNS[2:])
+        shape = shapes[self.table[which]]
+        inside = (a < b) & (b <= shape[:, 0]) & (c < d) & (d <= shape[:, 1])
+        if not inside.all():
+            wrong = which.start + int(np.argmin(inside))
+            raise UserError(f"box {self._named(wrong)} is in no table", where="layout")
+
+    def _in_order(self, which: slice) -> bool:
+        """Whether each of some boxes is after the one before it: a rank's boxes are found by a search."""
+        same: npt.NDArray[np.bool_] | None = None
         for name, _ in _COLUMNS:
-            step = np.diff(self._column(name))
-            if bool((same & (step < 0)).any()):
+            column = self._column(name)[which]
+            falls, equal = column[1:] < column[:-1], column[1:] == column[:-1]
+            if bool((falls if same is None else same & falls).any()):
                 return False
-            same &= step == 0
+            same = equal if same is None else same & equal
         return True
 
     def check_tiling(self) -> None:
@@ -264,16 +278,19 @@ class Layout:
 
     def _check_table(self, table: TableShape, at: Ints) -> None:
         """One table, whose boxes are at these positions: band by band of rows, its columns must follow one another."""
-        edges = np.unique(np.concatenate(([0, table.rows], self.row_start[at], self.row_stop[at])))
-        first = np.searchsorted(edges, self.row_start[at])
-        bands = np.searchsorted(edges, self.row_stop[at]) - first
+        row_start, row_stop, col_start, col_stop = (
+            self._column(name)[at].astype(np.int64) for name, _ in _COLUMNS[2:]
+        )
+        edges = np.unique(np.concatenate(([0, table.rows], row_start, row_stop)))
+        first = np.searchsorted(edges, row_start)
+        bands = np.searchsorted(edges, row_stop) - first
         if int(bands.sum()) > _MOST_CELLS:
             raise NotTiled(f"{len(at)} boxes cut the table's rows too finely", where=table.fqn)
         box = np.repeat(np.arange(len(at)), bands)
         band = np.arange(len(box)) - np.repeat(np.cumsum(bands) - bands, bands) + np.repeat(first, bands)
-        order = np.lexsort((self.col_start[at][box], band))
+        order = np.lexsort((col_start[box], band))
         band, box = band[order], box[order]
-        start, stop = self.col_start[at][box], self.col_stop[at][box]
+        start, stop = col_start[box], col_stop[box]
         begins = np.ones(len(band), np.bool_)
         begins[1:] = band[1:] != band[:-1]
         expected = np.where(begins, 0, np.concatenate(([0], stop[:-1])) if len(stop) else stop)
@@ -309,6 +326,14 @@ class Layout:
             f"rank {self.rank[i]}'s [{self.row_start[i]}:{self.row_stop[i]}, "
             f"{self.col_start[i]}:{self.col_stop[i]}] of {self.tables[int(self.table[i])].fqn}"
         )
+
+
+def _after_padding(data: bytes, at: int, where: str) -> int:
+    """Where the next multiple of 8 is: only zeros lie before it."""
+    padding = _padding(at)
+    if data[at : at + len(padding)] != padding:
+        raise CorruptObject("a layout is not in its canonical form", where=where)
+    return at + len(padding)
 
 
 def _padding(length: int) -> bytes:

@@ -7,6 +7,9 @@ of commits at different times, so two parts of one checkpoint may walk different
 
 A live `compact` entry of s stands in for the parts of s, and ends the walk there.
 
+Of a checkpoint of many ranks only the parts are looked at whose boxes meet what is wanted: its layout finds them. Once
+a piece fell to a rank it stays that rank's, as far as the layout is the same.
+
 The lineage of an attempt is what it may cover: its own checkpoints, then the one it resumed from and that one's
 lineage. A checkpoint of a branch that was left (fallback, time travel) is in the log, but not in the lineage.
 """
@@ -22,6 +25,7 @@ from deltashard_proto.cause import Cause
 from deltashard_checkpoint.errors import FormatError, InternalBug, UserError
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.entry import Part
+from deltashard_checkpoint.log.part_list import PartList
 from deltashard_checkpoint.log.run_state import RunState
 
 
@@ -52,6 +56,19 @@ def parts_of(state: RunState, seq: int) -> tuple[Part, ...]:
 
     Raises `CheckpointNotFound`.
     """
+    return tuple(_parts_of(state, seq))
+
+
+def blob_parts_of(state: RunState, seq: int, own: Iterable[int]) -> tuple[Part, ...]:
+    """The parts of checkpoint `seq` to read the blobs for all ranks from, and those that are one of these ranks' own.
+
+    Raises `CheckpointNotFound`.
+    """
+    parts = _parts_of(state, seq)
+    return tuple(map(parts.part, parts.ranks_with_blobs(own))) if isinstance(parts, PartList) else parts
+
+
+def _parts_of(state: RunState, seq: int) -> tuple[Part, ...] | PartList:
     entry = state.checkpoints.get(seq)
     if entry is None:
         raise CheckpointNotFound(
@@ -95,24 +112,31 @@ def chain(
     Raises `CheckpointNotFound`, and `ChainIncomplete` when a wanted box is held by nobody. With `strict` false boxes
     the checkpoint itself does not have (a grown or new table) are left out instead: `missing` tells which.
     """
-    parts = parts_of(state, seq)
-    wanted = [box for part in parts for box in part.boxes] if boxes is None else list(boxes)
+    parts = _parts_of(state, seq)
+    pieces = _Pieces()
+    if boxes is not None:
+        pieces.add(None, boxes)
+    elif isinstance(parts, PartList):
+        for rank in range(len(parts)):
+            pieces.add((parts.layout.digest, rank), parts.layout.boxes_of(rank))
+    else:
+        pieces.add(None, (box for part in parts for box in part.boxes))
     links: list[ChainLink] = []
-    pending: dict[int, list[Box]] = {seq: wanted}
+    pending: dict[int, _Pieces] = {seq: pieces}
     queue = [-seq]
     while queue:
         at = -heapq.heappop(queue)
-        rest: list[Box] = pending.pop(at)
-        for part in parts_of(state, at):
-            mine, rest = _split(rest, part.boxes)
+        pieces = pending.pop(at)
+        for part, mine, holder in _shares(_parts_of(state, at), pieces):
             if not mine and not (at == seq and boxes is None):
                 continue
             links.append(ChainLink(seq=at, part=part, boxes=tuple(mine)))
             if part.covers is not None and mine:
                 if part.covers not in pending:
-                    pending[part.covers] = []
+                    pending[part.covers] = _Pieces()
                     heapq.heappush(queue, -part.covers)
-                pending[part.covers].extend(mine)
+                pending[part.covers].add(holder, mine)
+        rest = [box for held in pieces.loose.values() for box in held]
         if rest and (strict or at != seq):
             raise ChainIncomplete(
                 f"checkpoint {seq} is incomplete: {_describe(rest)} is held by no part of checkpoint {at}",
@@ -122,12 +146,55 @@ def chain(
     return tuple(links)
 
 
+Holder = tuple[str, int]
+"""(digest of a layout, rank)."""
+
+
+class _Pieces:
+    """What is wanted of one checkpoint: pieces that are a rank's of some layout, and loose ones by table."""
+
+    def __init__(self) -> None:
+        self.held: dict[Holder, list[Box]] = {}
+        self.loose: dict[str, list[Box]] = {}
+
+    def add(self, holder: Holder | None, boxes: Iterable[Box]) -> None:
+        """More of them; `holder`: whose they all are."""
+        if holder is not None:
+            self.held.setdefault(holder, []).extend(boxes)
+            return
+        for box in boxes:
+            self.loose.setdefault(box.table, []).append(box)
+
+
+def _shares(
+    parts: tuple[Part, ...] | PartList, pieces: _Pieces
+) -> Iterator[tuple[Part, list[Box], Holder | None]]:
+    """(part, its share of the pieces, who holds that); what no part has is left among the loose pieces."""
+    if not isinstance(parts, PartList):
+        for boxes in pieces.held.values():
+            pieces.add(None, boxes)
+        for part in parts:
+            yield part, _take(pieces.loose, part.boxes), None
+        return
+    digest = parts.layout.digest
+    known = {rank: boxes for (layout, rank), boxes in pieces.held.items() if layout == digest}
+    for (layout, _), boxes in pieces.held.items():
+        if layout != digest:
+            pieces.add(None, boxes)
+    meeting = parts.layout.ranks_meeting(box for held in pieces.loose.values() for box in held)
+    for rank in sorted({*known, *meeting}):
+        part = parts.part(rank)
+        mine = [*known.get(rank, ()), *_take(pieces.loose, part.boxes)]
+        yield part, mine, (digest, rank)
+
+
 def missing(state: RunState, seq: int, boxes: Iterable[Box]) -> tuple[Box, ...]:
     """The pieces of `boxes` that checkpoint `seq` does not have."""
-    rest = list(boxes)
-    for part in parts_of(state, seq):
-        _, rest = _split(rest, part.boxes)
-    return tuple(rest)
+    pieces = _Pieces()
+    pieces.add(None, boxes)
+    for _ in _shares(_parts_of(state, seq), pieces):
+        pass
+    return tuple(box for held in pieces.loose.values() for box in held)
 
 
 def closure(state: RunState, seqs: Iterable[int]) -> frozenset[int]:
@@ -234,28 +301,23 @@ def difference(a: Box, b: Box) -> list[Box]:
     return pieces
 
 
-def _split(wanted: Sequence[Box], held: Iterable[Box]) -> tuple[list[Box], list[Box]]:
-    """(what of `wanted` lies in `held`, the rest); no piece occurs twice."""
+def _take(loose: dict[str, list[Box]], held: Iterable[Box]) -> list[Box]:
+    """What of the loose pieces, by table, lies in `held`; it is taken out of them, and no piece is given twice."""
     mine: list[Box] = []
-    rest = list(wanted)
-    by_table: dict[str, list[Box]] = {}
     for box in held:
-        by_table.setdefault(box.table, []).append(box)
-    for table, boxes in by_table.items():
-        here = [box for box in rest if box.table == table]
-        if not here:
-            continue
-        others = [box for box in rest if box.table != table]
-        for box in boxes:
-            left: list[Box] = []
-            for want in here:
-                common = intersection(want, box)
-                if common is not None:
-                    mine.append(common)
+        left: list[Box] = []
+        for want in loose.get(box.table, ()):
+            common = intersection(want, box)
+            if common is not None:
+                mine.append(common)
                 left += difference(want, box)
-            here = left
-        rest = others + here
-    return mine, rest
+            else:
+                left.append(want)
+        if left:
+            loose[box.table] = left
+        else:
+            loose.pop(box.table, None)
+    return mine
 
 
 def _describe(boxes: Sequence[Box]) -> str:

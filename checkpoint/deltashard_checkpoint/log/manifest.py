@@ -2,9 +2,10 @@
 
     data/{attempt:020d}/{cut:08d}/{hash}.manifest        hash: the first 32 digits of the SHA-256 of its bytes
 
-Canonical JSON, by rank: token and hash of the index, what the part covers, rows, bytes. Their boxes are those of the
-layout. The law needs none of it (the entry says what the parts cover, and all lie under the cut's prefix), so a log is
-read and judged without a manifest; whoever reads rows has `Manifests` read them first, into `RunState.listings`.
+Canonical JSON, by rank: token and hash of the index, what the part covers, rows, bytes; and which ranks' parts hold
+blobs for all. Their boxes are those of the layout. The law needs none of it (the entry says what the parts cover, and
+all lie under the cut's prefix), so a log is read and judged without a manifest; whoever reads rows has `Manifests` read
+them first, into `RunState.listings`.
 """
 
 from __future__ import annotations
@@ -19,27 +20,18 @@ from typing import Any, TypeVar
 from deltashard_checkpoint.errors import CorruptObject, FormatError, InvalidCheckpoint, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import Reader, canonical, load
 from deltashard_checkpoint.format.layout import Layout, layout_key
-from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, index_key, run_key
-from deltashard_checkpoint.log.entry import Checkpoint, Listed, Part, in_order
+from deltashard_checkpoint.format.object_key import TOKEN_PATTERN, cut_prefix, run_key
+from deltashard_checkpoint.log.entry import Checkpoint, Listed, in_order
+from deltashard_checkpoint.log.part_list import ListedPart, PartList
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 
-FORMAT = 1
+FORMAT = 2
+WITHOUT_BLOBS = 1
+"""The format that did not say which ranks hold blobs: any may."""
 T = TypeVar("T")
 _TOKEN = re.compile(TOKEN_PATTERN, re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedPart:
-    """One rank's part, as a manifest has it."""
-
-    token: str
-    xxh3: str
-    """Of the index's bytes."""
-    covers: int | None
-    rows: int
-    stored_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +45,15 @@ class Manifest:
     layout: str
     """Digest of their layout."""
     parts: tuple[ListedPart, ...]
+    format: int = FORMAT
 
     @property
     def data(self) -> bytes:
         """As it is stored."""
+        blobs = [rank for rank, part in enumerate(self.parts) if part.common_blobs]
         return canonical(
             {
-                "format": FORMAT,
+                "format": self.format,
                 "run": self.run,
                 "attempt": self.attempt,
                 "cut": self.cut,
@@ -67,6 +61,7 @@ class Manifest:
                 "layout": self.layout,
                 "parts": [[p.token, p.xxh3, p.covers, p.rows, p.stored_bytes] for p in self.parts],
             }
+            | ({} if self.format == WITHOUT_BLOBS else {"blobs": blobs})
         )
 
     @property
@@ -86,15 +81,24 @@ class Manifest:
         if digest_of(data) != digest:
             raise CorruptObject("a manifest does not match the hash in its name", where=where)
         r = Reader(load(data, where), where)
-        if r.integer("format") != FORMAT:
+        version = r.integer("format")
+        if version not in (WITHOUT_BLOBS, FORMAT):
             raise UnsupportedVersion("manifest of another format", where=where, remedy="upgrade deltashard")
+        parts = list(r.items("parts"))
+        blobs = list(range(len(parts)))
+        if version != WITHOUT_BLOBS:
+            blobs = [r.as_integer(item, "rank") for item in r.items("blobs")]
+        if blobs != sorted(set(blobs)) or any(rank >= len(parts) for rank in blobs):
+            raise CorruptObject("ranks with blobs are out of order, or of no part", where=where)
+        common = frozenset(blobs)
         found = cls(
             run=r.text("run"),
             attempt=r.integer("attempt"),
             cut=r.integer("cut"),
             step=r.integer("step"),
             layout=r.text("layout", _DIGEST),
-            parts=tuple(_part(r, item) for item in r.items("parts")),
+            parts=tuple(_part(r, item, rank in common) for rank, item in enumerate(parts)),
+            format=version,
         )
         r.end()
         return found
@@ -110,7 +114,7 @@ def manifest_key(attempt: int, cut: int, digest: str) -> str:
     return f"{cut_prefix(attempt, cut)}{digest}.manifest"
 
 
-def _part(r: Reader, item: Any) -> ListedPart:
+def _part(r: Reader, item: Any, common_blobs: bool) -> ListedPart:
     token, xxh3, covers, rows, stored_bytes = r.as_list(item, "part", 5)
     return ListedPart(
         token=r.as_text(token, "token", _TOKEN),
@@ -118,73 +122,64 @@ def _part(r: Reader, item: Any) -> ListedPart:
         covers=None if covers is None else r.as_integer(covers, "covers"),
         rows=r.as_integer(rows, "rows"),
         stored_bytes=r.as_integer(stored_bytes, "stored_bytes"),
-    )
-
-
-def parts_in(manifest: Manifest, layout: Layout) -> tuple[Part, ...]:
-    """The parts with their boxes."""
-    return tuple(
-        Part(
-            rank=rank,
-            index_key=index_key(
-                attempt=manifest.attempt, cut=manifest.cut, rank=rank, token=each.token, xxh3=each.xxh3
-            ),
-            boxes=layout.boxes_of(rank),
-            stored_bytes=each.stored_bytes,
-            covers=each.covers,
-        )
-        for rank, each in enumerate(manifest.parts)
+        common_blobs=common_blobs,
     )
 
 
 class Manifests:
-    """Reads manifests and layouts of one run, each once. Thread-safe."""
+    """Reads manifests and layouts of one run, each once. Thread-safe: who comes while one is read waits for it."""
 
     def __init__(self, store: Store, run: str) -> None:
         self._store = store
         self._run = run
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards what is held; never held while the store is asked
+        self._turn = threading.RLock()
+        """Of whoever reads: the ranks of a pod want the same at once, and a layout may be 100 MB."""
         self._layouts: dict[str, Layout] = {}
-        self._parts: dict[str, tuple[Part, ...]] = {}
+        self._parts: dict[str, PartList] = {}
 
     def layout(self, digest: str) -> Layout:
         """The layout of that name; raises `InvalidCheckpoint` for one that is wrong or gone, and `StoreUnavailable`."""
-        with self._lock:
-            found = self._layouts.get(digest)
-        if found is None:
-            found = self._read(layout_key(digest), lambda data: Layout.decode(data, digest=digest))
+        with self._turn:
             with self._lock:
-                self._layouts[digest] = found
+                found = self._layouts.get(digest)
+            if found is None:
+                found = self._read(layout_key(digest), lambda data: Layout.decode(data, digest=digest))
+                with self._lock:
+                    self._layouts[digest] = found
         return found
 
-    def parts(self, entry: Checkpoint) -> tuple[Part, ...]:
-        """The parts of a checkpoint that lists them in a manifest.
+    def parts(self, entry: Checkpoint) -> PartList:
+        """The parts of a checkpoint that lists them in a manifest (`entry.listed`).
 
         Raises `InvalidCheckpoint` for a manifest or layout that is wrong or gone, and `StoreUnavailable`.
         """
         listed = entry.listed
-        if listed is None:
-            return entry.parts
-        with self._lock:
-            found = self._parts.get(listed.manifest)
-        if found is None:
-            key = manifest_key(entry.attempt, entry.cut, listed.manifest)
-            manifest = self._read(key, lambda data: Manifest.decode(data, digest=listed.manifest))
-            said = (manifest.run, manifest.attempt, manifest.cut, manifest.step, manifest.listed)
-            if said != (self._run, entry.attempt, entry.cut, entry.step, listed):
-                raise InvalidCheckpoint(
-                    "a manifest is not that of the entry which names it", where=run_key(self._run, key)
-                )
-            layout = self.layout(listed.layout)
-            if layout.world_size != listed.world_size:
-                raise InvalidCheckpoint(
-                    f"{listed.world_size} parts in a layout of {layout.world_size} ranks",
-                    where=run_key(self._run, key),
-                )
-            found = parts_in(manifest, layout)
+        assert listed is not None
+        with self._turn:
             with self._lock:
-                self._parts[listed.manifest] = found
+                found = self._parts.get(listed.manifest)
+            if found is None:
+                found = self._parts_of(entry, listed)
+                with self._lock:
+                    self._parts[listed.manifest] = found
         return found
+
+    def _parts_of(self, entry: Checkpoint, listed: Listed) -> PartList:
+        key = manifest_key(entry.attempt, entry.cut, listed.manifest)
+        manifest = self._read(key, lambda data: Manifest.decode(data, digest=listed.manifest))
+        said = (manifest.run, manifest.attempt, manifest.cut, manifest.step, manifest.listed)
+        if said != (self._run, entry.attempt, entry.cut, entry.step, listed):
+            raise InvalidCheckpoint(
+                "a manifest is not that of the entry which names it", where=run_key(self._run, key)
+            )
+        layout = self.layout(listed.layout)
+        if layout.world_size != listed.world_size:
+            raise InvalidCheckpoint(
+                f"{listed.world_size} parts in a layout of {layout.world_size} ranks",
+                where=run_key(self._run, key),
+            )
+        return PartList(attempt=entry.attempt, cut=entry.cut, listed=manifest.parts, layout=layout)
 
     def listing(self, state: RunState, seqs: Iterable[int]) -> RunState:
         """`state` with the parts of these checkpoints where a manifest lists them; raises what `parts` does."""

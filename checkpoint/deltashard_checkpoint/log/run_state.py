@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deltashard_checkpoint.errors import DeltashardError
-from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Part, Sealed
+from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Sealed
+from deltashard_checkpoint.log.part_list import PartList
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class RunState:
     """A compaction must have begun at this slot or later: prefixes of older ones may have been forgotten."""
     committed: int = 0
     """Checkpoints ever committed."""
-    listings: Mapping[int, tuple[Part, ...]] = field(default_factory=dict, compare=False)
+    listings: Mapping[int, PartList] = field(default_factory=dict, compare=False)
     """Parts of live checkpoints that a manifest lists, by seq, as far as they were read (`log.manifest`).
 
     No rule looks at them: what the law asks of parts stands in the entry."""

@@ -88,7 +88,8 @@ def move_rows(
     indexes = load_indexes(
         log.store, log.run, [*(link.part for link in links), *parts], deadline_s=deadline_s
     )
-    plan = restore_plan(links, indexes, whole_tables(entry.tables), seq=seq, blob_parts=parts)
+    blobs = {name for part in parts for name in indexes[part.index_key].blobs}
+    plan = restore_plan(links, indexes, whole_tables(entry.tables), seq=seq, blob_parts=parts, blobs=blobs)
     boxes = tuple(box for part in entry.parts for box in part.boxes)
     target = PartTarget(
         run=log.run,

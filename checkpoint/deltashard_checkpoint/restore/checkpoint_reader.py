@@ -18,10 +18,11 @@ import numpy.typing as npt
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import FormatError, InvalidCheckpoint, UnsupportedVersion
 from deltashard_checkpoint.format import element_type, typed_tree
+from deltashard_checkpoint.format.blob_name import parse_blob_name
 from deltashard_checkpoint.format.index import Index, decode_index
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
-from deltashard_checkpoint.log.chain import CheckpointNotFound, chain, closure, parts_of
+from deltashard_checkpoint.log.chain import CheckpointNotFound, blob_parts_of, chain, closure
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.manifest import Manifests
@@ -100,6 +101,7 @@ def plan_restore(
     wants: Iterable[Want],
     *,
     blobs: bool | Collection[str] = True,
+    rank: int | None = None,
     strict: bool = True,
     mapping: Mapping[str, str] | None = None,
     weights_only: bool = False,
@@ -107,7 +109,7 @@ def plan_restore(
     manifests: Manifests | None = None,
     deadline_s: float = 600.0,
 ) -> Plan:
-    """The plan that fills `wants` (and blobs: all, none, or these) from checkpoint `seq`.
+    """The plan that fills `wants` (and blobs: all that `rank` reads, none, or these) from checkpoint `seq`.
 
     Indexes not given are fetched, and so are manifests (`manifests` remembers those of its run). Raises what
     `Manifests`, `chain`, `load_indexes` and `restore_plan` raise.
@@ -117,7 +119,9 @@ def plan_restore(
     names = mapping or {}
     boxes = [replace(box, table=names.get(box.table, box.table)) for want in wants for box in want.boxes]
     links = chain(state, seq, boxes, strict=False)
-    blob_parts = parts_of(state, seq) if blobs is not False else ()
+    named = () if isinstance(blobs, bool) else blobs
+    owners = {owner for owner in (rank, *(parse_blob_name(name)[0] for name in named)) if owner is not None}
+    blob_parts = blob_parts_of(state, seq, owners) if blobs is not False else ()
     held = dict(indexes or {})
     parts = [part for part in (*(link.part for link in links), *blob_parts) if part.index_key not in held]
     held |= load_indexes(store, state.run, parts, deadline_s=deadline_s)
@@ -128,6 +132,7 @@ def plan_restore(
         seq=seq,
         blob_parts=blob_parts,
         blobs=None if isinstance(blobs, bool) else blobs,
+        rank=rank,
         strict=strict,
         mapping=mapping,
         weights_only=weights_only,
@@ -183,6 +188,7 @@ def read_checkpoint(
 ) -> Snapshot:
     """The checkpoint `which` means (see `attempt.select`): whole tables (all, or these), their fields, and blobs.
 
+    Blobs: those for all ranks, none, or these; what is one rank's own must be named (`format.blob_name`).
     Without `state` the run may go on, see `settled`. Raises `CheckpointNotFound`, `InvalidCheckpoint`,
     `StoreUnavailable` and what the log raises.
     """

@@ -94,8 +94,16 @@ class OpenCheckpoint:
         """For messages."""
         return f"run {self.state.run}, checkpoint {self.entry.seq} (step {self.entry.step})"
 
-    def plan(self, tables: Collection[TableSchema], *, blobs: bool, fields: bool = True) -> Plan:
-        """What a restore of these whole tables (and all blobs) reads."""
+    @property
+    def blob_names(self) -> tuple[str, ...]:
+        """All blobs, also those that are one rank's own, sorted."""
+        parts = parts_of(self.state, self.entry.seq)
+        return tuple(sorted({name for part in parts for name in self.indexes[part.index_key].blobs}))
+
+    def plan(
+        self, tables: Collection[TableSchema], *, blobs: bool | Collection[str], fields: bool = True
+    ) -> Plan:
+        """What a restore of these whole tables reads; and blobs: those for all ranks, none, or these."""
         return self._plan(whole_tables(tables), blobs=blobs, fields=fields)
 
     def tables(
@@ -111,6 +119,16 @@ class OpenCheckpoint:
             target = target_of(schema, want.boxes[0], fields=fields)
             self._apply(FrameApplier([target]), self._plan((want,), blobs=False, fields=fields), advance)
             yield TableArrays(schema=schema, weights=target.weights, fields=target.fields)
+
+    def span(
+        self, schema: TableSchema, start: int, stop: int, *, fields: bool = True, advance: Advance = _quiet
+    ) -> TableArrays:
+        """Rows [start, stop) of one table, which must lie within it, in order."""
+        box = Box(table=schema.fqn, row_start=start, row_stop=stop, col_start=0, col_stop=schema.columns)
+        target = target_of(schema, box, fields=fields)
+        plan = self._plan((Want(schema=schema, boxes=(box,)),), blobs=False, fields=fields)
+        self._apply(FrameApplier([target]), plan, advance)
+        return TableArrays(schema=schema, weights=target.weights, fields=target.fields)
 
     def rows(
         self, schema: TableSchema, ids: npt.ArrayLike, *, fields: bool = True, advance: Advance = _quiet
@@ -154,13 +172,16 @@ class OpenCheckpoint:
                 held.fields[name][inside] = values[at]
         return TableArrays(schema=schema, weights=held.weights, fields=held.fields)
 
-    def blobs(self, *, advance: Advance = _quiet) -> Mapping[str, memoryview]:
-        """All blobs, by name."""
+    def blobs(
+        self, names: Collection[str] | None = None, *, advance: Advance = _quiet
+    ) -> Mapping[str, memoryview]:
+        """The blobs for all ranks, or these, by name."""
         applier = FrameApplier([])
-        self._apply(applier, self._plan((), blobs=True, fields=True), advance)
+        wanted = True if names is None else names
+        self._apply(applier, self._plan((), blobs=wanted, fields=True), advance)
         return applier.blobs
 
-    def _plan(self, wants: Collection[Want], *, blobs: bool, fields: bool) -> Plan:
+    def _plan(self, wants: Collection[Want], *, blobs: bool | Collection[str], fields: bool) -> Plan:
         return plan_restore(
             self.store,
             self.state,

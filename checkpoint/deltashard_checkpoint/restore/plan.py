@@ -20,6 +20,7 @@ from deltashard_proto.cause import Cause
 
 from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
 from deltashard_checkpoint.format import element_type, frame
+from deltashard_checkpoint.format.blob_name import is_read_by
 from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
 from deltashard_checkpoint.format.index import Index, Place
 from deltashard_checkpoint.format.schema import Box, TableSchema
@@ -115,6 +116,7 @@ def restore_plan(
     seq: int,
     blob_parts: Iterable[Part] = (),
     blobs: Collection[str] | None = None,
+    rank: int | None = None,
     strict: bool = True,
     mapping: Mapping[str, str] | None = None,
     weights_only: bool = False,
@@ -126,8 +128,9 @@ def restore_plan(
         indexes: by `part.index_key`, of the links' parts and of `blob_parts`.
         wants: schemas and boxes of the model. The stored table is `mapping.get(fqn, fqn)`.
         seq: the checkpoint that is restored.
-        blob_parts: the parts of that checkpoint (`chain.parts_of`) if blobs are wanted; none: no blobs.
-        blobs: names of the blobs wanted, absent ones are refused; None: all there are.
+        blob_parts: the parts of that checkpoint that hold the blobs wanted (`chain.blob_parts_of`); none: no blobs.
+        blobs: names of the blobs wanted, whosoever they are, absent ones are refused; None: all that `rank` reads.
+        rank: who restores: its own blobs are read beside those for all. None: nobody's own are.
         strict: refuse every difference between model and checkpoint.
         mapping: target name -> stored name, for renamed tables.
         weights_only: fields of the model are not wanted, stored fields are no difference.
@@ -142,6 +145,7 @@ def restore_plan(
     missing: list[Box] = []
     wanted: list[Box] = []  # stored names
     stored = _newest_schemas(links, indexes)
+    reached = _reached(links)
     for want in wants:
         name = (mapping or {}).get(want.schema.fqn, want.schema.fqn)
         if name not in stored:
@@ -157,7 +161,7 @@ def restore_plan(
             common = intersection(renamed, whole)
             if common is not None:
                 wanted.append(common)
-                missing += [replace(piece, table=want.schema.fqn) for piece in _unreached(common, links)]
+                missing += [replace(piece, table=want.schema.fqn) for piece in _without(common, reached)]
     if missing or (initial and strict):
         absent = tuple(missing or initial)
         raise IncompletePlan(
@@ -175,7 +179,8 @@ def restore_plan(
         mine = [
             place
             for place in index.places
-            if place.info.kind is FrameKind.BLOB and (blobs is None or place.info.name in blobs)
+            if place.info.kind is FrameKind.BLOB
+            and (is_read_by(rank, place.info.name) if blobs is None else place.info.name in blobs)
         ]
         for place in sorted(mine, key=lambda place: (place.pack, place.offset)):
             held.setdefault(place.info.name, []).append(place.info)
@@ -305,14 +310,21 @@ def _differences(model: TableSchema, stored: TableSchema, *, weights_only: bool,
     return [f"{model.fqn}: {text}" for text in sorted(found)]
 
 
-def _unreached(box: Box, links: Iterable[ChainLink]) -> list[Box]:
-    """The pieces of a stored box that no baseline of the chain speaks for."""
-    rest = [box]
+def _reached(links: Iterable[ChainLink]) -> dict[str, list[Box]]:
+    """What the baselines of the chain speak for, by table."""
+    found: dict[str, list[Box]] = {}
     for link in links:
         if link.part.covers is None:
             for held in link.boxes:
-                if held.table == box.table:
-                    rest = [piece for each in rest for piece in difference(each, held)]
+                found.setdefault(held.table, []).append(held)
+    return found
+
+
+def _without(box: Box, reached: Mapping[str, Iterable[Box]]) -> list[Box]:
+    """The pieces of a stored box that nothing reaches."""
+    rest = [box]
+    for held in reached.get(box.table, ()):
+        rest = [piece for each in rest for piece in difference(each, held)]
     return rest
 
 

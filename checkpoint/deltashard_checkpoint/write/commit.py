@@ -39,12 +39,14 @@ from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Entry, Listed, Part
 from deltashard_checkpoint.log.entry_codec import box_document, read_box, read_table, table_document
-from deltashard_checkpoint.log.manifest import ListedPart, Manifest, manifest_key
+from deltashard_checkpoint.log.manifest import Manifest, manifest_key
+from deltashard_checkpoint.log.part_list import ListedPart
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, StoreUnavailable
 
-FORMAT = 1
+FORMAT = 2
+"""Of a report; 1 did not say whether the part holds blobs for all, which it may."""
 COMMIT_DEADLINE_S = 600.0
 FOLLOWERS_LIST_FROM = 4
 """Looks at the log before a pod without rank 0 lists reports itself; then at every look whose number doubles."""
@@ -139,6 +141,8 @@ class PartReport:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
+    common_blobs: bool = True
+    """Whether the part may hold blobs for all ranks: where it does not, no other rank reads its index for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +167,7 @@ class _Said:
     fingerprint: Mapping[str, str]
     metadata: Mapping[str, str]
     pins: tuple[str, ...]
+    common_blobs: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,8 +367,10 @@ class _Commit:
     def create(self, reports: Sequence[_Named], patience: Patience) -> Committed:
         """Create the entry of the parts that these reports tell of, rank 0 first, or find that a peer did."""
         said = [self._said(report) for report in reports]
+        # Most ranks say the same: each saying counts once, at the lowest rank that says it.
+        sayings = list({report.says: each for report, each in zip(reports, said, strict=True)}.values())
         tables: dict[str, TableSchema] = {}
-        for each in said:
+        for each in sayings:
             for table in each.tables:
                 if tables.setdefault(table.fqn, table) != table:
                     raise Abandoned(f"ranks disagree about table {table.fqn}", where=self.where)
@@ -378,9 +385,14 @@ class _Commit:
                 layout=self.layout,
                 parts=tuple(
                     ListedPart(
-                        token=r.token, xxh3=r.xxh3, covers=r.covers, rows=r.rows, stored_bytes=r.stored_bytes
+                        token=r.token,
+                        xxh3=r.xxh3,
+                        covers=r.covers,
+                        rows=r.rows,
+                        stored_bytes=r.stored_bytes,
+                        common_blobs=each.common_blobs,
                     )
-                    for r in reports
+                    for r, each in zip(reports, said, strict=True)
                 ),
             )
             listed = manifest.listed
@@ -413,15 +425,15 @@ class _Commit:
                 parts=parts,
                 listed=listed,
                 tables=tuple(tables[fqn] for fqn in sorted(tables)),
-                encodings=tuple(sorted({encoding for each in said for encoding in each.encodings})),
+                encodings=tuple(sorted({encoding for each in sayings for encoding in each.encodings})),
                 rows=sum(r.rows for r in reports),
                 raw_bytes=sum(r.raw_bytes for r in reports),
                 stored_bytes=sum(r.stored_bytes for r in reports),
                 stall_s=max(r.stall_ms for r in reports) / 1000,
                 directive=first.directive,
                 fingerprint=dict(first.fingerprint),
-                metadata={name: text for each in reversed(said) for name, text in each.metadata.items()},
-                pins=tuple(sorted({pin for each in said for pin in each.pins})),
+                metadata={name: text for each in reversed(sayings) for name, text in each.metadata.items()},
+                pins=tuple(sorted({pin for each in sayings for pin in each.pins})),
             ),
             patience,
         )
@@ -462,6 +474,7 @@ class _Commit:
             fingerprint=report.fingerprint if part.rank == 0 else {},
             metadata=report.metadata,
             pins=report.pins,
+            common_blobs=report.common_blobs,
         )
         data = canonical(
             {
@@ -475,6 +488,7 @@ class _Commit:
                 "fingerprint": dict(said.fingerprint),
                 "metadata": dict(said.metadata),
                 "pins": list(said.pins),
+                "blobs": said.common_blobs,
             }
         )
         digest = hashlib.sha256(data).hexdigest()[:32]
@@ -540,7 +554,8 @@ class _Commit:
 
     def _parse(self, data: bytes, key: str) -> _Said:
         r = Reader(load(data, key), key)
-        if r.integer("format") != FORMAT:
+        version = r.integer("format")
+        if version not in (1, FORMAT):
             raise UnsupportedVersion("report of another format", where=key, remedy="upgrade deltashard")
         said = (r.text("run"), r.integer("world_size"))
         if said != (self.log.run, self.world_size):
@@ -553,6 +568,7 @@ class _Commit:
             fingerprint=r.mapping("fingerprint"),
             metadata=r.mapping("metadata"),
             pins=r.texts("pins"),
+            common_blobs=version == 1 or r.boolean("blobs"),
         )
         r.end()
         return found

@@ -27,6 +27,7 @@ from deltashard_checkpoint.cache.pack_spool import PACK_BYTES, PackSpool
 from deltashard_checkpoint.crash_point import crash_point, is_armed
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, InternalBug
 from deltashard_checkpoint.format import object_key
+from deltashard_checkpoint.format.blob_name import common_blobs
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.index import Index, Pack, Place, digest_hex, encode_index
 from deltashard_checkpoint.format.schema import Box, TableSchema
@@ -75,6 +76,8 @@ class PartStats:
     """Packs and index."""
     encodings: tuple[str, ...]
     frames: int
+    common_blobs: bool
+    """Whether there are blobs for all ranks among it."""
 
 
 @dataclass(slots=True)
@@ -376,6 +379,7 @@ class PartWriter:
             stored_bytes=stored_bytes,
             encodings=index.encodings,
             frames=len(places),
+            common_blobs=bool(common_blobs(index.blobs)),
         )
         return Part(rank=t.rank, index_key=key, boxes=t.boxes, stored_bytes=stored_bytes, covers=t.covers)
 

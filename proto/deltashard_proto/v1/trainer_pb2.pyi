@@ -398,7 +398,7 @@ class SaveReply(_message.Message):
 class RestoreRequest(_message.Message):
     __slots__ = ("want", "freed")
     class Want(_message.Message):
-        __slots__ = ("session", "seq", "boxes", "blobs", "from_run", "lenient", "mapping", "weights_only")
+        __slots__ = ("session", "seq", "boxes", "blobs", "from_run", "lenient", "mapping", "weights_only", "rank")
         class MappingEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -414,6 +414,7 @@ class RestoreRequest(_message.Message):
         LENIENT_FIELD_NUMBER: _ClassVar[int]
         MAPPING_FIELD_NUMBER: _ClassVar[int]
         WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
+        RANK_FIELD_NUMBER: _ClassVar[int]
         session: str
         seq: int
         boxes: _containers.RepeatedCompositeFieldContainer[_index_pb2.Box]
@@ -422,7 +423,8 @@ class RestoreRequest(_message.Message):
         lenient: bool
         mapping: _containers.ScalarMap[str, str]
         weights_only: bool
-        def __init__(self, session: _Optional[str] = ..., seq: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., blobs: _Optional[bool] = ..., from_run: _Optional[str] = ..., lenient: _Optional[bool] = ..., mapping: _Optional[_Mapping[str, str]] = ..., weights_only: _Optional[bool] = ...) -> None: ...
+        rank: int
+        def __init__(self, session: _Optional[str] = ..., seq: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., blobs: _Optional[bool] = ..., from_run: _Optional[str] = ..., lenient: _Optional[bool] = ..., mapping: _Optional[_Mapping[str, str]] = ..., weights_only: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
     class Freed(_message.Message):
         __slots__ = ("blocks",)
         BLOCKS_FIELD_NUMBER: _ClassVar[int]

@@ -19,7 +19,7 @@ from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.index import Index, table_message
 from deltashard_checkpoint.format.object_key import new_token
-from deltashard_checkpoint.log.chain import chain, closure, may_cover, parts_of
+from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
 from deltashard_checkpoint.log.commit_log import RunLog, stopped
 from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.manifest import Manifests
@@ -326,7 +326,7 @@ class Run:
             state = self.manifests_of(state.run).listing(state, closure(state, (seq,)))
             parts = (
                 *(link.part for link in chain(state, seq, who.boxes, strict=False)),
-                *parts_of(state, seq),
+                *blob_parts_of(state, seq, (who.rank,)),
             )
         except DeltashardError:
             return  # the restore will say what is wrong
@@ -384,10 +384,12 @@ class Run:
         """Bring the packs of a checkpoint's chain into the local cache, newest first; returns the bytes fetched.
 
         Whole packs, as they were written: a later read checks every frame's hash. Stops when `wanted()` is false, or
-        when the cache has no room that costs nothing.
+        when the cache has no room that costs nothing. Of a checkpoint of many ranks nothing is fetched: which
+        rows will be this pod's is not known yet, and all of them are more than a pod has room for.
         """
         state = self.log.state
-        state = self.manifests_of(state.run).listing(state, closure(state, (seq,)))
+        if state.checkpoints[seq].listed is not None:
+            return 0
         parts = [link.part for link in chain(state, seq)]
         indexes = load_indexes(self.store, state.run, parts, deadline_s=self.settings.restore_deadline_s)
         packs = [pack for index in indexes.values() for pack in index.packs]

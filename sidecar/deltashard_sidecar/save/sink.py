@@ -137,6 +137,7 @@ class PartSink:
             fingerprint=self._who.fingerprint,
             metadata=self._metadata(sealed),
             pins=sealed.pins,
+            common_blobs=stats.common_blobs,
         )
         if self._alone:
             committed = self._commit((report,), deadline_s)

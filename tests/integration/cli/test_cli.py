@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
@@ -142,6 +143,38 @@ def test_inspect_and_plan(cli: Cli, url: str, run: WrittenRun) -> None:
         code, text = cli(command, url)
         assert code == 0
         assert ITEMS.fqn in text or "requests" in text
+
+
+def test_blobs_of_single_ranks_are_shown_checked_and_compared_but_not_taken_for_the_runs(
+    cli: Cli, file_url: str, tmp_path: Path
+) -> None:
+    """`inspect` counts them by name; what reads a run as a whole leaves them; `verify` and `diff` read every one."""
+    written = WrittenRun(open_store(file_url), RUN, tmp_path)
+    trees = [bytes(typed_tree.encode({"seed": seed}).to_bytes()) for seed in range(3)]
+    written.more_blobs = {"rng": trees[0], "rank/1/rng": trees[1], "rank/2/rng": trees[2]}
+    written.save(step=100)
+    written.more_blobs |= {"rank/2/rng": trees[0]}
+    written.save(step=100)
+    written.more_blobs |= {"rank/1/rng": b"no tree"}
+    written.save(step=100)
+    written.close()
+    assert answer(cli, "inspect", file_url)["blobs"].keys() >= {"rng", "rank/1/rng", "rank/2/rng"}
+    shown = cli("inspect", file_url, "-c", "2")[1]
+    assert "blobs (5, " in shown
+    _, _, own = shown.partition("blobs of single ranks")
+    assert own.splitlines()[2].split()[:2] == ["rng", "2"], own
+    assert "rank/1/rng" not in shown
+    assert "rank/1/rng" in cli("inspect", file_url, "-c", "2", "--all")[1]
+    assert answer(cli, "plan", file_url)["blobs"] == 5
+    assert cli("restore", file_url, tmp_path / "out")[0] == 0
+    assert "rng" in (held := json.loads((tmp_path / "out" / "manifest.json").read_text())["blobs"])
+    assert not any(name.startswith("rank/") for name in held)
+    found = answer(cli, "diff", file_url, "2", "3")
+    assert [blob["name"] for blob in found["blobs"]] == ["rank/2/rng"]
+    assert cli("verify", file_url)[0] == 0
+    code, text = cli("verify", file_url, "--deep")
+    assert code == 1
+    assert "rank/1/rng" in text
 
 
 def test_which(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
@@ -628,7 +661,18 @@ def test_the_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Pa
     helped = run("--help")
     assert helped.returncode == 0
     assert "Exit codes" in helped.stdout
-    for command in ("ls", "inspect", "plan", "verify", "diff", "restore", "export", "gc", "compact"):
+    for command in (
+        "ls",
+        "inspect",
+        "plan",
+        "verify",
+        "diff",
+        "restore",
+        "export",
+        "import",
+        "gc",
+        "compact",
+    ):
         assert command in helped.stdout
 
 

@@ -15,7 +15,7 @@ from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.eventually import eventually
-from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer
+from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, sidecar
 
 
 class Group:
@@ -124,6 +124,39 @@ def test_four_ranks_save_and_come_back(tmp_path: Path, count: int) -> None:
         with open_store(url) as store:
             assert RunLog(store, "run").refresh().checkpoints[seq].covers == (seqs[0],)
         again.close()
+
+
+def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_common_ones(
+    tmp_path: Path,
+) -> None:
+    """Four ranks on two pods; one rank alone; and a trainer that says no rank."""
+    url = (tmp_path / "store").as_uri()
+    common = {"meta", *(f"dense/rank{rank}.w" for rank in range(4))}
+    with pods(tmp_path, url, 2) as sidecars:
+        group = Group(sidecars, 4)
+        group.open()
+        group.train()
+        seq = group.save_and_commit()
+        group.restore(seq)
+        assert [trainer.blobs_read for trainer in group.trainers] == [
+            common,
+            *(common | {f"rank/{rank}/meta"} for rank in (1, 2, 3)),
+        ]
+        group.close()
+    with open_store(url) as store:
+        assert read_checkpoint(store, "run").blobs.keys() == common
+        assert read_checkpoint(store, "run", blobs=["rank/3/meta"]).tree("rank/3/meta")["rank"] == 3
+    (tmp_path / "alone").mkdir()
+    with sidecar(tmp_path / "alone", url, encoding="fp32", arena_bytes="256MiB") as process:
+        alone = Trainer(process.socket, Model(of_rank=0, rows=120))
+        assert alone.open().resume_seq == seq
+        for says_rank in (True, False):
+            alone.model.wipe()
+            alone.restore(seq, says_rank=says_rank)
+            assert alone.blobs_read == common
+            for found, held in zip(alone.model.state(), group.models[0].state(), strict=True):
+                np.testing.assert_array_equal(found, held)
+        alone.close()
 
 
 def test_a_rank_that_gives_up_takes_the_cut_from_all_and_the_next_cut_holds_their_rows(

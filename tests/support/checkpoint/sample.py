@@ -9,6 +9,7 @@ import numpy as np
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.codecs import quantizer
 from deltashard_checkpoint.format import frame_encoder
+from deltashard_checkpoint.format.blob_name import parse_blob_name
 from deltashard_checkpoint.format.frame import FrameKind
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.layout import Layout
@@ -169,7 +170,7 @@ class Run:
         blobs: Mapping[str, bytes] | None = None,
         pack_bytes: int = 1 << 20,
     ) -> int:
-        """Commit one cut, (boxes, frames) of each rank; rank 0 has the blobs. The seq."""
+        """Commit one cut, (boxes, frames) of each rank; rank 0 has the blobs that are no other's own. The seq."""
         self.cut += 1
         reports: list[PartReport] = []
         for rank, (boxes, frames) in enumerate(ranks):
@@ -181,7 +182,10 @@ class Run:
             with PartWriter(self.store, target, self.cache, pack_bytes=pack_bytes) as writer:
                 for frame in frames:
                     writer.add(frame)
-                for name, data in (blobs or {}).items() if rank == 0 else ():
+                for name, data in (blobs or {}).items():
+                    owner = parse_blob_name(name)[0] or 0
+                    if rank != (owner if owner < len(ranks) else 0):
+                        continue
                     for frame in frame_encoder.encode_blob_frames(
                         name=name, data=data, step=step, chunk_bytes=4096
                     ):
@@ -191,7 +195,7 @@ class Run:
             assert stats is not None
             report = PartReport(
                 part=part, tables=tuple(tables), encodings=stats.encodings, rows=stats.rows,
-                raw_bytes=stats.raw_bytes, stall_s=0.0,
+                raw_bytes=stats.raw_bytes, stall_s=0.0, common_blobs=stats.common_blobs,
             )  # fmt: skip
             reports.append(report)
         return self._commit_all(reports, step)

@@ -61,6 +61,8 @@ class WrittenRun:
         )
         self.half = LiveTable(HALF, self.rng.integers(0, 0x4000, (HALF.rows, HALF.columns)).astype(np.uint16))
         self.dense = self.rng.standard_normal((16, 4)).astype(np.float32)
+        self.more_blobs: dict[str, bytes] = {}
+        """Those that each save has beside its own."""
         self.saved: dict[int, tuple[LiveTable, LiveTable, np.ndarray]] = {}
 
     def close(self) -> None:
@@ -153,4 +155,5 @@ class WrittenRun:
             ).to_bytes(),
             "meta": typed_tree.encode({"step": step}).to_bytes(),
             "optim/0": typed_tree.encode({"param_groups": [{"lr": 0.1}], "state": {}}).to_bytes(),
+            **self.more_blobs,
         }

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deltashard.attach.rank import Rank
 from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import UserError
 from deltashard.loader.shelf import LoaderShelf
@@ -89,7 +90,7 @@ def test_a_forgotten_scheduler_is_said_at_the_first_cut(given: str, caplog: pyte
     }[given]
     program = _program(model, optimizer, **state)
     program.tracking.refresh()
-    capture = Capture(program, LoaderShelf(lambda: 0))
+    capture = Capture(program, LoaderShelf(lambda: 0), rank=Rank())
     for _ in range(2):
         list(capture.blobs(0, None))
     assert caplog.text.count("is not in state=") == (given == "nothing")

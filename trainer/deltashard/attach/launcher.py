@@ -9,6 +9,9 @@ A living sidecar that was started with other arguments (another interval, anothe
 as far as it reads it (corrected credentials), is asked to finish and replaced: nobody else can be attached to it, since
 trainers of one run exclude one another by a lock. Of the environment only a salted hash is written down.
 
+The ranks of a group that run on one machine share a sidecar: local rank 0 starts it, the others wait for it, and
+whoever closes last has it stopped. Each of several torchrun agents on one machine has a sidecar of its own.
+
 The child is spawned without forking this process: a trainer has threads of torch and gRPC.
 """
 
@@ -33,6 +36,7 @@ from pathlib import Path
 from typing import Protocol
 
 from deltashard.attach.lock import hold_file, is_free, release_file
+from deltashard.attach.rank import Rank
 from deltashard.errors import SidecarUnavailable, UserError
 
 log = logging.getLogger("deltashard")
@@ -137,20 +141,21 @@ def normal_url(url: str | os.PathLike[str]) -> str:
     return Path(text).expanduser().absolute().as_uri()
 
 
-def _home(url: str, run: str) -> str:
-    return hashlib.sha256(f"{url}\0{run}".encode()).hexdigest()[:16]
+def _home(url: str, run: str, node: int) -> str:
+    named = f"{url}\0{run}" + (f"\0{node}" if node else "")
+    return hashlib.sha256(named.encode()).hexdigest()[:16]
 
 
-def runtime_dir(url: str, run: str) -> Path:
-    """The private directory in memory for arena and socket of this run on this machine."""
+def runtime_dir(url: str, run: str, node: int = 0) -> Path:
+    """The private directory in memory for arena and socket of this run on this machine, or of one agent's share."""
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())  # noqa: S108 - private below
-    return base / f"deltashard-{os.getuid()}" / _home(url, run)
+    return base / f"deltashard-{os.getuid()}" / _home(url, run, node)
 
 
-def cache_dir(url: str, run: str) -> Path:
-    """The directory of this run's pack cache on this machine."""
+def cache_dir(url: str, run: str, node: int = 0) -> Path:
+    """The directory of this run's pack cache on this machine, or of one agent's share."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "deltashard" / "packs" / _home(url, run)
+    return base / "deltashard" / "packs" / _home(url, run, node)
 
 
 def environment_hash(environment: Mapping[str, str], salt: str) -> str:
@@ -202,19 +207,21 @@ def _ended(code: int | None) -> str:
 
 
 class ChildLauncher:
-    """A sidecar for this run on this machine: the living one, or a new child."""
+    """A sidecar for this run on this machine: the living one, or a new child of local rank 0."""
 
-    def __init__(self, options: SidecarOptions) -> None:
+    def __init__(self, options: SidecarOptions, rank: Rank | None = None) -> None:
+        """`rank` is this process among those of its group; None: alone."""
         self._options = options
-        self.runtime = runtime_dir(options.url, options.run)
-        self.cache = cache_dir(options.url, options.run)
+        self._rank = rank or Rank()
+        self.runtime = runtime_dir(options.url, options.run, self._rank.node)
+        self.cache = cache_dir(options.url, options.run, self._rank.node)
         self._arguments = options.arguments(self.runtime, self.cache)
         self._spawned = 0
         self._given_up = threading.Event()
         self.pid: int | None = None
         """The sidecar this trainer uses, once known."""
         self._make_private()
-        self._lock_path = self.runtime / "trainer-0.lock"
+        self._lock_path = self.runtime / f"trainer-{self._rank.local}.lock"
         hold_file(self._lock_path)
 
     @property
@@ -258,6 +265,8 @@ class ChildLauncher:
         if not self.runtime.exists():  # wiped: the lock file went with it
             self._make_private()
             hold_file(self._lock_path)
+        if self._rank.local != 0:
+            return self._await_started()
         found = self._living()
         if found is not None:
             if self._fits():
@@ -282,6 +291,21 @@ class ChildLauncher:
                 )
             self._given_up.wait(0.05)
             self._refuse_given_up()
+
+    def _await_started(self) -> Path:
+        """The socket of the sidecar that local rank 0 starts, or has started."""
+        until_s = time.monotonic() + START_DEADLINE_S
+        while (found := self._living()) is None:
+            if time.monotonic() >= until_s:
+                raise SidecarUnavailable(
+                    f"local rank 0 has started no sidecar within {START_DEADLINE_S:.0f} s",
+                    where=str(self.runtime),
+                    remedy="see its log. Without torchrun set LOCAL_RANK: the ranks of a machine count from 0",
+                )
+            self._given_up.wait(0.05)
+            self._refuse_given_up()
+        self.pid = found
+        return self.socket_path
 
     def give_up(self) -> None:
         """See `Launcher`."""
@@ -410,12 +434,19 @@ class ChildLauncher:
             self._refuse_given_up()
 
     def close(self) -> None:
-        """Ask the sidecar to finish and go; it needs no waiting for."""
-        if self.pid is not None and self._living() == self.pid:
+        """Ask the sidecar to finish and go, unless other ranks use it; it needs no waiting for."""
+        if not self._shared() and self.pid is not None and self._living() == self.pid:
             self.ready_path.unlink(missing_ok=True)  # nobody shall attach to it any more
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
         release_file(self._lock_path)
+
+    def _shared(self) -> bool:
+        """Whether another rank of this machine has its sidecar here. Two that close at once leave it to linger."""
+        with contextlib.suppress(OSError):
+            others = [path for path in self.runtime.glob("trainer-*.lock") if path != self._lock_path]
+            return not all(is_free(lock) for lock in others)
+        return False
 
 
 IDLE_S = 24 * 3600.0

@@ -114,6 +114,7 @@ class Attempt:
         self._state = State.NEW
         self._number: int | None = None
         self._resumed_step: int | None = None
+        self._granted: tuple[int | None, str] = None, ""
         self._cuts = 0
 
     @property
@@ -125,6 +126,11 @@ class Attempt:
     def number(self) -> int | None:
         """The attempt that is, or was, open; None before the first."""
         return self._number
+
+    @property
+    def granted(self) -> tuple[int | None, str]:
+        """Attempt and digest of the layout that this rank attaches with; None: none is open."""
+        return self._granted
 
     @property
     def opened(self) -> bool:
@@ -149,9 +155,15 @@ class Attempt:
             unknown(bug)
         return self._state
 
+    def grant(self, number: int, layout: str) -> None:
+        """Rank 0 opened attempt `number` for all: attach with it, before anything is restored."""
+        self._granted = number, layout
+
     def begin(self, number: int, *, resumed_step: int | None) -> None:
         """Attempt `number` is open; its cuts are counted from 1."""
         self.happen(Event.OPEN)
+        if self._granted[0] != number:
+            self._granted = number, ""
         self._number, self._resumed_step, self._cuts = number, resumed_step, 0
 
     @property

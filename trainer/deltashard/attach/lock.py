@@ -29,8 +29,8 @@ _PF_EXITING = 0x4
 """A flag of /proc/PID/stat: the process is on its way out (linux/sched.h)."""
 
 _REMEDY = (
-    "stop the other process; ranks of one training cannot share a run yet, and a run for each would be as many "
-    "trainings: start one process. Only what trains another model is another run"
+    "stop the other process. Ranks of one training share a run: call torch.distributed.init_process_group() before "
+    "Checkpointer(). Only what trains another model is another run"
 )
 
 _Key = tuple[int, int]

@@ -73,6 +73,8 @@ class Link:
     """The control line: 8 words."""
     tables: tuple[Any, ...]
     """The schemas this attachment was made with; a batch names them by position."""
+    attempt: int | None
+    """The attempt that this attachment was made with."""
 
     @property
     def session(self) -> str:
@@ -381,6 +383,7 @@ class Session:
             arena=arena,
             line=arena.line(reply.control_line),
             tables=schemas,
+            attempt=request.attempt if request.HasField("attempt") else None,
         )
 
     @contextlib.contextmanager
@@ -421,7 +424,7 @@ class Session:
                     if str(error) != said:
                         said = str(error)
                         log.warning("the sidecar cannot be reached, saves are skipped: %s", error)
-                    self._stop.wait(back_off_s * (0.5 + random.random()))  # noqa: S311 - jitter
+                    self._stop.wait(back_off_s * (0.5 + _jitter.random()))
                     back_off_s = min(2 * back_off_s, LAST_BACK_OFF_S)
                     continue
                 back_off_s, said, self._doubt = FIRST_BACK_OFF_S, "", ""
@@ -467,6 +470,8 @@ class Session:
         return "the session ended"
 
 
+# IMPORTANT: a generator of our own. The global one is the program's: what it draws decides bits of the training.
+_jitter = random.Random()  # noqa: S311 - jitter
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
 
 

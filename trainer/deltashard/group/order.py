@@ -9,6 +9,9 @@ Nobody has passed its limit, and S is no smaller than any limit, so every rank s
 first boundary from S on. A limit lies so many steps ahead that the verdict is there, as a rule, before the step is:
 training waits for nothing then. Whoever proposed may die: any rank settles an order that is overdue.
 
+A rank that *stays* (it waits for a save, or closes) ends no step beyond its limit at all, so that an order which would
+go beyond is off. An *exact* proposal means one step and no other: a limit beyond it makes it off.
+
 Order n is cut n of the attempt. An order that is off uses its number up; the rows are still marked, and the next cut
 holds them.
 """
@@ -22,7 +25,9 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.errors import InternalBug
 
-AHEAD_S = 0.1
+from deltashard.state.replica import some
+
+AHEAD_S = 0.15
 """What an order takes, from the proposal to the verdict at every rank, if all goes well: so far ahead lies a limit."""
 MOST_AHEAD = 1 << 16
 """Steps: of a loop that takes microseconds a step."""
@@ -34,18 +39,20 @@ class Proposal:
 
     reason: str
     urgent: bool = False
-    full: bool = False
-    """Every rank takes all its rows."""
+    at: int = 0
+    """Not before the end of this step."""
+    exact: bool = False
+    """Of that step or of none."""
 
     def text(self) -> bytes:
         """As it lies in the store."""
-        return json.dumps([self.reason, self.urgent, self.full]).encode()
+        return json.dumps([self.reason, self.urgent, self.at, self.exact]).encode()
 
     @classmethod
     def of(cls, text: bytes) -> Proposal:
         """From the store."""
-        reason, urgent, full = json.loads(text)
-        return cls(reason=str(reason), urgent=bool(urgent), full=bool(full))
+        reason, urgent, at, exact = json.loads(text)
+        return cls(reason=str(reason), urgent=bool(urgent), at=int(at), exact=bool(exact))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +63,18 @@ class Ack:
     """It does not pass the end of this step before it has read the verdict."""
     why_not: str = ""
     """Why it cannot cut now, for people; empty: it is ready."""
+    stays: bool = False
+    """It does not pass its limit whatever the verdict is."""
 
     def text(self) -> bytes:
         """As it lies in the store."""
-        return json.dumps([self.limit, self.why_not]).encode()
+        return json.dumps([self.limit, self.why_not, self.stays]).encode()
 
     @classmethod
     def of(cls, text: bytes) -> Ack:
         """From the store."""
-        limit, why_not = json.loads(text)
-        return cls(limit=int(limit), why_not=str(why_not))
+        limit, why_not, stays = json.loads(text)
+        return cls(limit=int(limit), why_not=str(why_not), stays=bool(stays))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,27 +97,34 @@ class Verdict:
 
 
 def limit_after(step: int, step_time_s: float) -> int:
-    """The limit of a rank that has ended `step` and takes `step_time_s` a step; always beyond `step`."""
-    ahead = MOST_AHEAD if step_time_s <= 0 else math.ceil(min(AHEAD_S / step_time_s, MOST_AHEAD))
+    """The limit of a rank that has ended `step` and takes `step_time_s` a step, 0: not known; always beyond `step`."""
+    ahead = 1 if step_time_s <= 0 else math.ceil(min(AHEAD_S / step_time_s, MOST_AHEAD))
     return step + max(1, ahead)
 
 
-def settled(acks: Mapping[int, Ack], world_size: int, *, overdue: bool) -> Verdict | None:
+def settled(proposal: Proposal, acks: Mapping[int, Ack], world_size: int, *, overdue: bool) -> Verdict | None:
     """The verdict that these acks, by rank, allow; None: wait for more."""
     for rank in sorted(acks):
         if acks[rank].why_not:
             return Verdict(at=None, why_off=f"rank {rank}: {acks[rank].why_not}")
+    furthest = max(acks, key=lambda rank: acks[rank].limit, default=0)
+    at = acks[furthest].limit if acks else 0
+    if proposal.exact and at > proposal.at:
+        return Verdict(at=None, why_off=f"rank {furthest} may be past step {proposal.at}")
+    for rank in sorted(acks):
+        if acks[rank].stays and acks[rank].limit < at:
+            stands = f"rank {rank} stands at step {acks[rank].limit}"
+            return Verdict(at=None, why_off=f"{stands}, rank {furthest} goes on to step {at}")
     if len(acks) == world_size:
-        return Verdict(at=max(ack.limit for ack in acks.values()))
+        return Verdict(at=at)
     if not overdue:
         return None
     missing = sorted(set(range(world_size)) - acks.keys())
-    some = ", ".join(map(str, missing[:8])) + (" and more" if len(missing) > 8 else "")
-    return Verdict(at=None, why_off=f"no answer of ranks {some} in time")
+    return Verdict(at=None, why_off=f"no answer of ranks {some(missing, 8)} in time")
 
 
 class Orders:
-    """One rank's place in the orders of an attempt. The order thread writes it; the training thread asks `held`.
+    """One rank's place in the orders of an attempt. The order thread writes it; the training thread asks, and takes.
 
     `limit` is published before an ack says it: the training thread looks at it at every boundary, so from the moment
     that a step below the limit was still seen afterwards, the limit holds.
@@ -121,10 +137,16 @@ class Orders:
         """Promised for the order under way; None: there is none, or its verdict is known."""
         self.due: tuple[int, int] | None = None
         """(cut, step) of the newest order that goes; cut at the first boundary from that step on. None: taken."""
+        self.missed: int | None = None
+        """A cut that was due, and never taken: a newer one is."""
 
     def promise(self, limit: int) -> None:
         """Publish a limit; a higher one may follow as long as no ack has said this one."""
         self.limit = limit
+
+    def withdraw(self) -> None:
+        """No ack has said the published limit, and none will."""
+        self.limit = None
 
     def kept(self, step: int) -> bool:
         """Whether the published limit holds, seen that the trainer stands at `step` now, after it was published."""
@@ -141,6 +163,8 @@ class Orders:
                 raise InternalBug(
                     f"order {self.number} goes at step {verdict.at}, before the limit {self.limit}"
                 )
+            if self.due is not None:
+                self.missed = self.due[0]
             self.due = self.number, verdict.at
         self.limit = None
         self.number += 1

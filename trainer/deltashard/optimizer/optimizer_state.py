@@ -25,10 +25,13 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.schema import FieldKind, FieldSpec
 from torch import Tensor
 
+from deltashard.optim import RowWiseAdagrad
 from deltashard.optimizer.attribute import Attributes
 from deltashard.optimizer.whitelist import innermost
 from deltashard.state.discovery import dtype_name
 
+SUM_ONLY = (torch.optim.Adagrad, RowWiseAdagrad)
+"""Optimizers whose state is `sum` alone, as long as rates do not decay by themselves."""
 _SPARSE = "sparse_coo"
 _FIELD_DTYPES = {
     "float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
@@ -54,6 +57,9 @@ def field_kind(value: Any, rows: int, columns: int) -> FieldKind | None:
 class OptimizerView:
     """One optimizer's groups and state, under canonical parameter names."""
 
+    spread = False
+    """Whether each rank of a group holds another part of it, so that each says its own; else all hold the same."""
+
     def __init__(self, index: int, target: Any, names: Mapping[Tensor, str], tables: Iterable[str]) -> None:
         self.index = index
         self.target = target
@@ -66,6 +72,13 @@ class OptimizerView:
         self.restoring = False
         """Whether what happens to its state is a restore's work."""
         self._attributes: list[Attributes] = []
+        self._placed: set[Tensor] = set()
+        """Tables for which a restore under way has asked for memory of row fields."""
+
+    @staticmethod
+    def merged(trees: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """One tree of what the views of several ranks captured."""
+        return dict(next(iter(trees)))
 
     def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
         """From now on an attribute that changes is saved; a view that `earlier` held the same optimizer goes on."""
@@ -116,6 +129,22 @@ class OptimizerView:
                 found[str(key)] = (kind, entry[key])
         return found
 
+    def allocate(self, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
+        """The live tensor of a row field about to be restored: the optimizer's own if it fits, else fresh zeros."""
+        self._placed.add(param)
+        rows, columns = param.shape
+        entry = self.state.get(param)
+        if entry is None:
+            entry = {}
+            self.state[param] = entry
+        dtype = getattr(torch, spec.dtype)
+        live = entry.get(key)
+        if isinstance(live, Tensor) and live.dtype == dtype and field_kind(live, rows, columns) == spec.kind:
+            return live
+        shape = (rows, columns) if spec.kind == "pointwise" else (rows,)
+        entry[key] = torch.zeros(shape, dtype=dtype, device=param.device)
+        return cast("Tensor", entry[key])
+
     def capture(self) -> dict[str, Any]:
         """Everything but the row fields as one tree; tensors in it are live, so encode it within the cut.
 
@@ -162,6 +191,7 @@ class OptimizerView:
             return self._restore(tree, skip)
         finally:
             self.restoring = False
+            self._placed.clear()
 
     def _restore(self, tree: Mapping[str, Any], skip: Collection[str]) -> list[str]:
         notes = []
@@ -175,7 +205,9 @@ class OptimizerView:
                 continue
             saved, shapes = tree["state"].get(name), tree["fields"].get(name, {})
             if saved is None:
-                self.state.pop(param, None)
+                # Another optimizer's rows (a fused one's, which says no more of them) may be all that this one needs.
+                if param not in self._placed or type(self.target) not in SUM_ONLY:
+                    self.state.pop(param, None)
                 continue
             live = self.state.get(param)
             entry = live if live is not None else {}
@@ -272,22 +304,6 @@ def views_of(
             views.append(view)
             view.sharers, bare = bare, []
     return views
-
-
-def allocate(view: OptimizerView, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
-    """The live tensor of a row field about to be restored: the optimizer's own if it fits, else fresh zeros."""
-    rows, columns = param.shape
-    entry = view.state.get(param)
-    if entry is None:
-        entry = {}
-        view.state[param] = entry
-    dtype = getattr(torch, spec.dtype)
-    live = entry.get(key)
-    if isinstance(live, Tensor) and live.dtype == dtype and field_kind(live, rows, columns) == spec.kind:
-        return live
-    shape = (rows, columns) if spec.kind == "pointwise" else (rows,)
-    entry[key] = torch.zeros(shape, dtype=dtype, device=param.device)
-    return cast("Tensor", entry[key])
 
 
 def _pack(value: Any) -> Any:

@@ -5,10 +5,11 @@ Parameters are copied in place and never re-bound. Optimizer state lands in memo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_checkpoint.format.blob_name import common_blobs, optimizer_parts, own_blobs
 from torch import Tensor
 
 from deltashard.errors import CheckpointMismatch
@@ -25,32 +26,88 @@ class Blobs:
     """The dense half of a checkpoint, decoded but not applied."""
 
     dense: dict[str, Tensor]
-    optimizers: dict[int, Any]
+    optimizers: dict[int, list[Any]]
+    """What is stored of each: rank 0's word, then what other ranks said of their parts."""
     state: dict[str, Any]
     rng: Any
     loaders: dict[str, Any]
     meta: dict[str, Any]
+    own_rng: bool
+    """Whether `rng` is this rank's own; else rank 0's."""
+    own_content: Any
+    """The sums of content that this rank recorded; None: none."""
 
     @classmethod
-    def decode(cls, raw: Mapping[str, memoryview]) -> Blobs:
-        """From the assembled blobs; accelerator tensors stay on the CPU until they are copied to their place."""
-        found: dict[str, dict[Any, Any]] = {"dense": {}, "optim": {}, "state": {}}
+    def decode(cls, raw: Mapping[str, memoryview], *, rank: int = 0) -> Blobs:
+        """From the assembled blobs; accelerator tensors stay on the CPU until they are copied to their place.
+
+        What a rank said for itself comes before what rank 0 said for all.
+        """
+        found: dict[str, dict[str, Any]] = {"dense": {}, "state": {}}
         single: dict[str, Any] = {"rng": None, "loader": {}, "meta": {}}
-        for name, data in raw.items():
-            value = decode_value(data)
+        common, own = common_blobs(raw), own_blobs(rank, raw)
+        content = decode_value(own["meta"]).get("content") if "meta" in own else None
+        for name, data in (common | {name: data for name, data in own.items() if name != "meta"}).items():
             kind, _, key = name.partition("/")
+            if kind == "optim":
+                continue
+            value = decode_value(data)
             if kind in found and key:
-                found[kind][int(key) if kind == "optim" else key] = value
+                found[kind][key] = value
             else:
                 single[name] = value
         return cls(
             dense=found["dense"],
-            optimizers=found["optim"],
+            optimizers={i: [decode_value(d) for d in said] for i, said in optimizer_parts(common).items()},
             state=found["state"],
             rng=single["rng"],
             loaders=single["loader"],
             meta=single["meta"],
+            own_rng="rng" in own,
+            own_content=content,
         )
+
+    @property
+    def world_size(self) -> int:
+        """Of the group that saved."""
+        return int(self.meta.get("world_size", 1))
+
+    def loaders_at(self, world_size: int, *, strict: bool) -> tuple[dict[str, Any], list[str]]:
+        """Positions of wrapped loaders in a group of `world_size`, and notes.
+
+        Raises:
+            CheckpointMismatch: with `strict`, a pass was under way, and its batches are dealt out to another number of
+                ranks now.
+        """
+        held = dict(self.loaders or {})
+        if world_size == self.world_size:
+            return held, []
+        inside = sorted(name for name, tree in held.items() if tree["delivered"] or tree["inner"])
+        if inside and strict:
+            raise CheckpointMismatch(
+                f"loader {inside[0]!r} was within an epoch when {self.world_size} ranks saved, and there are "
+                f"{world_size} now: which samples were used up cannot be told",
+                where="loaders",
+                remedy=f"resume with {self.world_size} ranks until the epoch ends and save there, or "
+                "restore(strict=False), which begins that epoch's data anew",
+            )
+        for name in inside:
+            held[name] = {"epoch": held[name]["epoch"], "delivered": 0, "start": None, "inner": None}
+        return held, [
+            f"loader {name!r} was within an epoch when {self.world_size} ranks saved, and begins it anew"
+            for name in inside
+        ]
+
+    def borrowed(self, rank: int, world_size: int, names: Collection[str]) -> list[str]:
+        """Notes on what ranks said for themselves in `state=`, under `names`, where their number is another now."""
+        if world_size == self.world_size or not names:
+            return []
+        said = ", ".join(f"state[{name!r}]" for name in sorted(names))
+        if rank >= self.world_size:
+            return [f"rank {rank} was not in the group that saved: it has rank 0's {said}"]
+        if rank == 0 and world_size < self.world_size:
+            return [f"what ranks {world_size} to {self.world_size - 1} had in {said} is used by nobody"]
+        return []
 
     def check(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:
         """Compare with the program before anything is changed; returns notes.
@@ -112,7 +169,7 @@ class Blobs:
 
     def _misfit(self, position: int, view: OptimizerView) -> str | None:
         """How the optimizer stored in this place differs, in words; None when it fits, or none is stored."""
-        stored = self.optimizers.get(position)
+        stored = next(iter(self.optimizers.get(position, ())), None)
         if stored is None:
             return None
         if stored["class"] != view.class_name:
@@ -171,7 +228,7 @@ class Blobs:
         strangers = self.strangers(tracking)
         for i, view in enumerate(tracking.optimizers):
             if i in self.optimizers and view.index not in strangers:
-                notes += view.restore(self.optimizers[i], skip=self._misshapen(i, view))
+                notes += view.restore(view.merged(self.optimizers[i]), skip=self._misshapen(i, view))
         return notes
 
     def _saved(self, tracking: Tracking) -> dict[str, Tensor]:
@@ -187,7 +244,7 @@ class Blobs:
 
     def _misshapen(self, position: int, view: OptimizerView) -> list[str]:
         """Parameters of an optimizer that had another shape when they were stored."""
-        stored = self.optimizers.get(position)
+        stored = next(iter(self.optimizers.get(position, ())), None)
         if stored is None:
             return []
         held = {**self.dense, **stored["orphans"]}

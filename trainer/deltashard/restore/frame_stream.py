@@ -105,6 +105,8 @@ def read_checkpoint(
     from_run: str,
     targets: ModelTargets,
     judge: Callable[[Mapping[str, memoryview]], Blobs],
+    *,
+    rank: int = 0,
 ) -> Received:
     """Read a checkpoint in one stream: blobs, then rows, which are scattered into the targets.
 
@@ -121,6 +123,7 @@ def read_checkpoint(
         # What fits is judged here, where lazily created optimizer state is known; `finish` insists on every row.
         lenient=True,
         weights_only=targets.weights_only,
+        rank=rank,
     )
     arrivals = Arrivals(targets, judge)
     plan, done = read_frames(link, want, arrivals.take)

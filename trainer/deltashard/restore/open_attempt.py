@@ -1,6 +1,7 @@
 """Attach, and open an attempt: what happens before the first step.
 
-Opening wins a slot of the commit log and so fences every older trainer of the run.
+Opening wins a slot of the commit log and so fences every older trainer of the run. Rank 0 opens for all ranks of a
+group (`assembly`); the others attach anew with what it won.
 """
 
 from __future__ import annotations
@@ -17,29 +18,32 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard.attach.attachment import Attachment
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
-from deltashard.attach.rank import refuse_several
+from deltashard.attach.rank import Rank, refuse_change
 from deltashard.attach.session import OPEN_DEADLINE_S, Link
 from deltashard.errors import NotRestored, SidecarUnavailable
+from deltashard.group.conductor import Conductor
 from deltashard.program import Program
+from deltashard.restore.assembly import Assembly
 from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
 
-def attach_request(program: Program, attempt: int | None) -> pb.AttachRequest:
-    """What an Attach says of this process and its tables; `attempt` is the one that is open, if any."""
+def attach_request(program: Program, rank: Rank, attempt: int | None, layout: str) -> pb.AttachRequest:
+    """What an Attach says of this process and its tables; `attempt` is open, if any, with its `layout`."""
     request = pb.AttachRequest(
         protocol_min=TRAINER_PROTOCOL.least,
         protocol_max=TRAINER_PROTOCOL.most,
-        rank=0,
-        local_rank=0,
-        world_size=1,
+        rank=rank.number,
+        local_rank=rank.local,
+        world_size=rank.world_size,
         tables=[table_message(schema) for schema in program.schemas],
         boxes=[box_message(box) for box in program.boxes],
         fingerprint=program.fingerprint,
         pid=os.getpid(),
         blob_bytes=program.dense_bytes,
+        layout=layout,
     )
     if attempt is not None:
         request.attempt = attempt
@@ -59,8 +63,14 @@ class AttemptOpener:
         listener: Listener,
         hear: Callable[[], None],
         fresh: bool,
+        rank: Rank,
+        program: Program,
+        conductor: Conductor | None,
     ) -> None:
-        """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints."""
+        """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
+
+        `conductor` has the orders of several ranks; None: this process is alone.
+        """
         self._attachment = attachment
         self._attempt = attempt
         self._clock = clock
@@ -68,6 +78,9 @@ class AttemptOpener:
         self._listener = listener
         self._hear = hear
         self._fresh = fresh
+        self._rank = rank
+        self._program = program
+        self._conductor = conductor
 
     def link(self) -> Link:
         """The link whose news is applied; waits for the sidecar, and raises `SidecarUnavailable` when it stays away."""
@@ -84,20 +97,55 @@ class AttemptOpener:
                 )
             self._clock.pause(0.2)
 
+    def assemble(self, **call: object) -> Assembly | None:
+        """Come together with the other ranks, who made the same `call`; None: there are none.
+
+        Raises `RanksDiffer` when they did not, and `UserError` when the process group is another.
+        """
+        refuse_change(self._rank, "restore(), or the first step()")
+        if self._rank.alone:
+            return None
+        attachment = self._attachment
+        policy = attachment.policy
+        facts = {
+            "world size": self._rank.world_size,
+            "run": attachment.run,
+            "url": attachment.url,
+            "encoding": f"{policy.encoding}, {policy.state_encoding}, {policy.differential}",
+            "optimizers": [view.class_name for view in self._program.tracking.optimizers],
+            "fresh": self._fresh,
+        } | {f"restore({name}=)": repr(value) for name, value in call.items()}
+        return Assembly(self._rank, self._program, facts)
+
     def open(
-        self, link: Link, *, which: str, from_run: str | None, exclude: Sequence[int], takeover: bool
+        self,
+        link: Link,
+        *,
+        which: str,
+        from_run: str | None,
+        exclude: Sequence[int],
+        takeover: bool,
+        assembly: Assembly | None = None,
     ) -> pb.OpenReply:
         """Ask for an attempt; raises `FencedError`, `UserError` or `RestoreFailed`."""
-        # A process group may have been made since the Checkpointer was.
-        refuse_several("restore(), or the first step()")
-        request = pb.OpenRequest(
-            session=link.session,
-            which=which,
-            from_run=from_run or "",
-            exclude_seqs=exclude,
-            takeover=takeover,
-        )
-        reply = link.open(request)
+
+        def ask(layout: bytes) -> pb.OpenReply:
+            return link.open(
+                pb.OpenRequest(
+                    session=link.session,
+                    which=which,
+                    from_run=from_run or "",
+                    exclude_seqs=exclude,
+                    takeover=takeover,
+                    layout=layout,
+                )
+            )
+
+        if assembly is None:
+            reply = ask(b"")
+        else:
+            reply = assembly.open(ask)
+            self._attach_with(link, reply)
         if reply.log_damage:
             log.warning("run %r: %s", from_run or self._attachment.run, reply.log_damage)
             self._listener.emit(
@@ -108,11 +156,29 @@ class AttemptOpener:
             )
         return reply
 
+    def _attach_with(self, link: Link, reply: pb.OpenReply) -> None:
+        """This rank's sidecar is to know of the attempt that was opened for all; rank 0's does."""
+        self._attempt.grant(reply.attempt, reply.layout)
+        if self._rank.number == 0:
+            return
+        until_s = time.monotonic() + OPEN_DEADLINE_S
+        while link.attempt != reply.attempt:
+            anew = self._attachment.session.reattach(until_s=until_s)
+            if anew is not None:
+                self._attachment.adopt(anew)
+            link = self.link()
+
     def open_unrestored(self) -> None:
         """The first `step()` of a program that never called `restore()`."""
+        assembly = self.assemble(which="not called")
         link = self.link()
         reply = self.open(
-            link, which="none" if self._fresh else "latest", from_run=None, exclude=(), takeover=False
+            link,
+            which="none" if self._fresh else "latest",
+            from_run=None,
+            exclude=(),
+            takeover=False,
+            assembly=assembly,
         )
         if reply.HasField("resume_seq"):
             raise NotRestored(
@@ -121,11 +187,17 @@ class AttemptOpener:
                 where=self._attachment.url,
                 remedy="call restore() before the loop; fresh=True begins anew; or choose another run name",
             )
+        if assembly is not None:
+            assembly.agree("restored")
         # Nothing was resumed: even this first step is not saved yet.
-        self.begin(reply, step=self._clock.step, resumed=False)
+        self.begin(reply, step=self._clock.step, resumed=False, assembly=assembly)
 
-    def begin(self, reply: pb.OpenReply, *, step: int, resumed: bool = True) -> None:
+    def begin(
+        self, reply: pb.OpenReply, *, step: int, resumed: bool = True, assembly: Assembly | None = None
+    ) -> None:
         """Train on after `step` under the attempt that was opened; `resumed`: `restore()` left the model there."""
         self._attempt.begin(reply.attempt, resumed_step=step if resumed else None)
         self._clock.set(step)
         self._stance.settle()
+        if self._conductor is not None and assembly is not None:
+            self._conductor.begin(assembly.prefix)

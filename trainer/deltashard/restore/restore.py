@@ -11,6 +11,7 @@ instead. A checkpoint that is not whole is passed over for an older one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -25,17 +26,19 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard.attach.attachment import Attachment
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
+from deltashard.attach.rank import Rank
 from deltashard.attach.session import Link
 from deltashard.errors import RestoreFailed, RunWentOn, UserError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
+from deltashard.restore.assembly import Assembly
 from deltashard.restore.blob import Blobs
 from deltashard.restore.content_hash import Contents, differing, resharded
 from deltashard.restore.frame_stream import Received, read_checkpoint
 from deltashard.restore.model_target import ModelTargets, delta_rows
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.state.fingerprint import differences
-from deltashard.state.rng import apply_globals
+from deltashard.state.rng import apply_globals, draw_apart
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.step_clock import StepClock
 
@@ -97,6 +100,12 @@ class _Tries:
     damage: str = ""
     """What could not be read in the log."""
     turn: int = 1
+    assembly: Assembly | None = None
+    """The other ranks, who do the same; None: there are none."""
+
+    def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """What is done within, all ranks do, or none goes on."""
+        return contextlib.nullcontext() if self.assembly is None else self.assembly.stage(name)
 
 
 class Restorer:
@@ -114,7 +123,9 @@ class Restorer:
         base: CutBase,
         contents: Contents | None,
         listener: Listener,
+        rank: Rank,
     ) -> None:
+        self._rank = rank
         self._program = program
         self._tracking = program.tracking
         self._shelf = shelf
@@ -129,7 +140,15 @@ class Restorer:
     def restore(self, wish: Wish) -> Restored | None:
         """See `Checkpointer.restore`."""
         self._refuse_trained()
-        tries = _Tries()
+        assembly = self._opener.assemble(
+            which=wish.which,
+            from_run=wish.from_run,
+            strict=wish.strict,
+            weights_only=wish.weights_only,
+            renames=sorted(wish.renames.items()),
+            takeover=wish.takeover,
+        )
+        tries = _Tries(assembly=assembly)
         while True:
             link = self._opener.link()
             reply = self._opener.open(
@@ -138,11 +157,16 @@ class Restorer:
                 from_run=wish.from_run,
                 exclude=tries.excluded,
                 takeover=wish.takeover,
+                assembly=assembly,
             )
+            if assembly is not None:
+                link = self._opener.link()
             # Only the first attempt meets what cannot be read in the log: the ones after it find it left behind.
             tries.damage = tries.damage or reply.log_damage
             if not reply.HasField("resume_seq"):
-                self._opener.begin(reply, step=0)
+                if assembly is not None:
+                    assembly.agree("restored")
+                self._opener.begin(reply, step=0, assembly=assembly)
                 if tries.excluded:
                     raise RestoreFailed(
                         f"checkpoints {tries.excluded} are not whole and there is no older one",
@@ -186,30 +210,36 @@ class Restorer:
         """Bring one checkpoint back; the generators last of all, since everything else may draw."""
         seq, weights_only = reply.resume_seq, wish.weights_only
         notes: list[str] = []
-        received, targets = self._receive(link, reply, wish, tries, notes)
+        with tries.stage("received"):
+            received, targets = self._receive(link, reply, wish, tries, notes)
         blobs = received.blobs
         crash_point("restore.before_dense")
         notes += targets.notes
-        notes += blobs.apply_dense(self._program, strict=wish.strict, weights_only=weights_only)
-        for table, ids in delta_rows(targets.placed):
-            self._tracking.reseed(table, ids)
-        if not weights_only:
-            notes += blobs.apply_state(self._program, strict=wish.strict)
-            self._shelf.resume(blobs.loaders or {}, blobs.rng)
-            self._tracking.watch_first_step()
+        with tries.stage("restored"):
+            notes += blobs.apply_dense(self._program, strict=wish.strict, weights_only=weights_only)
+            for table, ids in delta_rows(targets.placed):
+                self._tracking.reseed(table, ids)
+            if not weights_only:
+                notes += blobs.apply_state(self._program, strict=wish.strict)
+                notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
+                positions, told = blobs.loaders_at(self._rank.world_size, strict=wish.strict)
+                notes += told
+                self._shelf.resume(positions, blobs.rng)
+                self._tracking.watch_first_step()
         if not wish.from_run and not weights_only and targets.complete:
             self._base.lean_on(seq, received.baseline_seq)
         else:
             self._base.lean_on_nothing()
-        self._opener.begin(reply, step=0 if wish.from_run and weights_only else reply.step)
+        step = 0 if wish.from_run and weights_only else reply.step
+        self._opener.begin(reply, step=step, assembly=tries.assembly)
         exact = self._compare_content(blobs, weights_only=weights_only)
         changed = differences(blobs.meta.get("fingerprint", {}), self._program.fingerprint)
         if changed and not weights_only:
             log.warning("bits may differ from the lost process from here on: %s", "; ".join(changed))
+        if not weights_only:
+            notes += self._apply_rng(blobs, reply.attempt, strict=wish.strict)
         for note in notes:
             log.warning("restore: %s", note)
-        if not weights_only:
-            _apply_rng(blobs, strict=wish.strict)
         lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else None
         damaged = bool(tries.damage) and wish.which == "latest"
         return Restored(
@@ -240,7 +270,7 @@ class Restorer:
         )
 
         def judge(raw: Mapping[str, memoryview]) -> Blobs:
-            blobs = Blobs.decode(raw)
+            blobs = Blobs.decode(raw, rank=self._rank.number)
             notes.extend(blobs.check(self._program, strict=wish.strict, weights_only=wish.weights_only))
             for failed in tries.earlier:
                 if torn := targets.covers(failed):
@@ -254,10 +284,12 @@ class Restorer:
             targets.place(blobs.strangers(self._tracking))
             return blobs
 
-        return read_checkpoint(link, seq, wish.from_run or "", targets, judge), targets
+        return read_checkpoint(
+            link, seq, wish.from_run or "", targets, judge, rank=self._rank.number
+        ), targets
 
     def _compare_content(self, blobs: Blobs, *, weights_only: bool) -> bool | None:
-        recorded = blobs.meta.get("content")
+        recorded = blobs.own_content
         if self._contents is None and recorded is None:
             return None
         contents = self._contents or Contents()
@@ -273,11 +305,21 @@ class Restorer:
             return False
         return None if elsewhere else True
 
-
-def _apply_rng(blobs: Blobs, *, strict: bool) -> None:
-    if blobs.rng is None:
-        return
-    rng = dict(blobs.rng)
-    if not strict and (not torch.cuda.is_available() or torch.cuda.device_count() < len(rng.get("cuda", ()))):
-        rng.pop("cuda", None)
-    apply_globals(rng)
+    def _apply_rng(self, blobs: Blobs, attempt: int, *, strict: bool) -> list[str]:
+        """The global generators; returns a note when this rank had none."""
+        if blobs.rng is None:
+            return []
+        rng = dict(blobs.rng)
+        if not strict and (
+            not torch.cuda.is_available() or torch.cuda.device_count() < len(rng.get("cuda", ()))
+        ):
+            rng.pop("cuda", None)
+        apply_globals(rng)
+        if blobs.own_rng:
+            return []
+        draw_apart(self._rank.number, attempt)
+        note = (
+            f"rank {self._rank.number} was not in the group of {blobs.world_size} that saved: its random numbers are "
+            "drawn anew, from rank 0's state, its own number and the attempt"
+        )
+        return [note]

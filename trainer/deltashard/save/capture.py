@@ -4,6 +4,10 @@
     optim/<i>     groups, dense state, scalars of tables    rng      the global generators
     state/<name>  an entry of the user's `state=`           meta     version, step, fingerprint, content hashes
 
+In a group each rank saves the dense tensors that are its to save, rank 0 the optimizers (of one that is spread over
+ranks, each its part), and each its own of the rest, under names of its own (`blob_name`): states and positions are a
+rank's, and may differ.
+
 They are encoded one after the other and refer to living tensors until they have been written into the arena, which
 happens before the training thread goes on. The generators are read first: asking a loader for its state may create
 its iterator, which draws; they are put back afterwards, so that a cut leaves no trace in the run.
@@ -15,9 +19,11 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from deltashard_checkpoint.format.blob_name import blob_name, optimizer_name
 from deltashard_checkpoint.format.typed_tree import EncodedTree, UnsupportedValue
 
 from deltashard.attach.interruption import leaves
+from deltashard.attach.rank import Rank
 from deltashard.errors import SaveFailed, StateError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
@@ -31,8 +37,9 @@ log = logging.getLogger("deltashard")
 class Capture:
     """What every cut of one Checkpointer takes beside rows; on the training thread only."""
 
-    def __init__(self, program: Program, shelf: LoaderShelf) -> None:
+    def __init__(self, program: Program, shelf: LoaderShelf, *, rank: Rank) -> None:
         """`shelf` has the wrapped loaders; entries of `state=` that are wrapped are left to them."""
+        self._rank = rank
         self.program = program
         self._shelf = shelf
         self._looked_for_forgotten = False
@@ -46,7 +53,7 @@ class Capture:
         program, loaders = self.program, self._shelf.loaders
         dense = program.tracking.dense(look=False)
         self._say_forgotten()
-        meta = program.meta(dense, step=step, content=content)
+        meta = program.meta(dense, step=step, content=content, world_size=self._rank.world_size)
         rng: Any = capture_globals()
         moved = [r for r in (loader.boundary_rng() for loader in loaders.values()) if r is not None]
         positions = {name: loader.capture() for name, loader in loaders.items()}
@@ -54,15 +61,20 @@ class Capture:
         if any(isinstance(loader, Stateful) for loader in wrapped):
             apply_globals(rng)
         for name, tensor in dense.items():
-            yield f"dense/{name}", encode_value(tensor)
+            if program.tracking.saves(name):
+                yield f"dense/{name}", encode_value(tensor)
         for view in program.tracking.optimizers:
-            yield f"optim/{view.index}", encode_value(view.capture())
+            if self._rank.number == 0 or (view.spread and program.tracking.saved):
+                yield optimizer_name(view.index, self._rank.number), encode_value(view.capture())
         for source in program.sources:
             if not any(source.subject is loader for loader in wrapped):
-                yield f"state/{source.name}", _encoded(source)
-        yield "loader", encode_value(positions | dict(self._shelf.waiting))
-        yield "rng", encode_value(moved[0] if moved else rng)
-        yield "meta", encode_value(meta)
+                yield self._own(f"state/{source.name}"), _encoded(source)
+        yield self._own("loader"), encode_value(positions | dict(self._shelf.waiting))
+        yield self._own("rng"), encode_value(moved[0] if moved else rng)
+        yield self._own("meta"), encode_value(meta)
+
+    def _own(self, name: str) -> str:
+        return blob_name(self._rank.number, name)
 
     def _say_forgotten(self) -> None:
         """At the first cut: what every resumed run would miss, and nobody would see."""

@@ -97,6 +97,15 @@ class Requests:
                     ),
                 )
 
+    @property
+    def anywhere(self) -> bool:
+        """Whether one of them may be the cut of any step."""
+        return any(not handle.exact for handle in self._handles)
+
+    def exact_at(self, step: int) -> bool:
+        """Whether an exact save means `step`."""
+        return any(handle.exact and handle.asked_step == step for handle in self._handles)
+
     def refuse_unbound(self, step: int) -> None:
         """Exact saves that were asked for after the last `step()`: no step they could mean will come."""
         for handle in [h for h in self._handles if h.exact and h.asked_step != step]:

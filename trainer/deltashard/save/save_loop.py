@@ -6,6 +6,7 @@ has an end: a deadline, or the sidecar's absence.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -22,6 +23,7 @@ from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.save import save_stream
 from deltashard.save.handle import SaveHandle, Stats
 from deltashard.save.news import News
+from deltashard.save.order_book import OrderBook
 from deltashard.save.request import Requests
 from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
@@ -35,6 +37,8 @@ TERM_TRIES = 3
 """How often the cut that SIGTERM asks for is tried, within the grace."""
 LONGEST_AWAY_S = 300.0
 """A `wait()` without a timeout ends when the sidecar was away for so long."""
+APART_S = 60.0
+"""A `wait()` without a timeout ends when the ranks have not come to the cut within so long."""
 PROBE_S = 10.0
 """A `wait()` asks the sidecar so often whether it is there at all."""
 
@@ -58,8 +62,12 @@ class SaveLoop:
         setbacks: Setbacks,
         stats: Stats,
         grace_s: float | None,
+        orders: OrderBook | None,
     ) -> None:
-        """`grace_s`: after SIGTERM an urgent save may take so long; None leaves SIGTERM alone."""
+        """`grace_s`: after SIGTERM an urgent save may take so long; None leaves SIGTERM alone.
+
+        `orders`: when there are several ranks, which cut together; None: this process is alone.
+        """
         self._tracking = program.tracking
         self._shelf = shelf
         self._clock = clock
@@ -73,6 +81,7 @@ class SaveLoop:
         self._requests = requests
         self._setbacks = setbacks
         self._stats = stats
+        self._orders = orders
         self._thread = threading.current_thread()
         term = TermHandler(grace_s=grace_s, notice=self._on_sigterm) if grace_s is not None else None
         self._term = term if term is not None and term.install() else None
@@ -118,12 +127,17 @@ class SaveLoop:
             self._requests.hurry("urgent")
         if at_step and self._requests:
             self._requests.bind_exact(self._clock.step, whole=self.standing(at_step=True).gone is None)
-        if due or self._requests or self._requests.urgent or term:
+        if self._orders is not None:
+            self._cut_together(self._orders, at_step=at_step)
+        elif due or self._requests or self._requests.urgent or term:
             self._try_cut(due=due, at_step=at_step, asker=asker)
         if self._requests or self._requests.urgent:
             self._clock.notice()
         if term and self._term is not None:
-            self._finish_term(self._term, at_step=at_step)
+            if self._orders is None:
+                self._finish_term(self._term, at_step=at_step)
+            else:
+                self._finish_term_together(self._term)
 
     def _try_cut(self, *, due: bool, at_step: bool, asker: Asker | None = None) -> None:
         urgent = self._requests.urgent is not None
@@ -145,13 +159,78 @@ class SaveLoop:
             link, self._requests.reason, urgent=urgent, latest_s=math.inf if latest_s is None else latest_s
         )
 
-    def _cut(self, link: Link, reason: str, *, latest_s: float, urgent: bool = False) -> None:
+    def _cut(
+        self, link: Link, reason: str, *, latest_s: float, urgent: bool = False, cut: int | None = None
+    ) -> None:
         try:
-            self._saver.take(link, reason, urgent=urgent, latest_s=latest_s)
+            self._saver.take(link, reason, urgent=urgent, latest_s=latest_s, cut=cut)
         except FencedError:
             if self._session.fenced is not None:
                 self._news.apply()  # tells who waits, and raises
             raise
+
+    # With other ranks.
+
+    def _cut_together(self, orders: OrderBook, *, at_step: bool) -> None:
+        """Take the cut that is ordered for this boundary; have one ordered for what is wanted."""
+        if self._take_ordered(orders, at_step=at_step):
+            return
+        step = self._clock.step
+        if self._requests.exact_at(step) and self.standing(at_step=at_step).why(Asker.REQUEST) is None:
+            orders.await_exact(lambda: self._take_ordered(orders, at_step=at_step))
+        elif self._requests.anywhere or self._requests.urgent is not None:
+            orders.wish(reason=self._requests.reason, urgent=self._requests.urgent is not None)
+        if orders.conductor.pending:
+            self._clock.notice()
+
+    def _take_ordered(self, orders: OrderBook, *, at_step: bool, close: bool = False) -> bool:
+        """Cut what is due here; False: nothing is, or not here."""
+        cut = orders.ordered()
+        self._pay_missed(orders, last=close)
+        if cut is None:
+            return False
+        wait = self.standing(at_step=at_step).why(Asker.CLOSE if close else Asker.WAITER)
+        if wait is not None and wait not in (Wait.AWAY, Wait.FLIGHT):
+            self._put_off(wait, quiet=True)
+            return False  # of all ranks alike: the next step that is whole
+        orders.taken(cut)
+        link = self._attachment.link
+        if wait is not None or link is None:
+            self._saver.owe(cut)
+            self._put_off(wait or Wait.AWAY)
+            return False
+        if (veto := self._saver.veto()) is not None:
+            self._saver.owe(cut)
+            self._saver.pay()
+            if close:
+                raise veto
+            self._requests.fail(veto)
+            return False
+        latest_s = math.inf if self._term is None or self._term.until_s is None else self._term.until_s
+        self._cut(
+            link, self._requests.reason, urgent=self._requests.urgent is not None, latest_s=latest_s, cut=cut
+        )
+        if not self._saver.in_flight:
+            self._saver.owe(cut)
+        orders.sampled(cut)
+        return True
+
+    def _pay_missed(self, orders: OrderBook, *, last: bool = False) -> None:
+        """Say which cut this rank has no part in; `last`: it ends no step any more."""
+        if (missed := orders.conductor.missed(last=last)) is not None:
+            self._saver.owe(missed)
+        self._saver.pay()
+
+    def _finish_term_together(self, term: TermHandler) -> None:
+        """SIGTERM came: the group was asked for a cut. Until it is due, train on; then make it durable and leave."""
+        if self._saver.in_flight or self._saver.committed_step == self._clock.step:
+            self.drain(time.monotonic() + term.left_s)
+        over = term.left_s <= 0 or self._session.link is None or bool(self._orders and self._orders.why_down)
+        if self._saver.committed_step == self._clock.step or over:
+            term.chain()
+        else:
+            self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
+            self._clock.notice()
 
     def _put_off(self, wait: Wait, *, quiet: bool = False) -> None:
         """No cut now: remember why for who asked, and count what was due."""
@@ -172,7 +251,16 @@ class SaveLoop:
         if threading.current_thread() is not self._thread:
             self._wait_elsewhere(handle, until_s)
             return
+        with self._staying():
+            self._wait_here(handle, until_s)
+
+    def _staying(self) -> contextlib.AbstractContextManager[None]:
+        """Within, this rank ends no step, which the others are told when they want a cut."""
+        return contextlib.nullcontext() if self._orders is None else self._orders.conductor.stay()
+
+    def _wait_here(self, handle: SaveHandle, until_s: float | None) -> None:
         probe_s = time.monotonic() + PROBE_S
+        apart_s = time.monotonic() + APART_S
         while True:
             self._clock.expect()
             self._news.apply()
@@ -190,6 +278,12 @@ class SaveLoop:
                     self.boundary(at_step=False, asker=Asker.WAITER)
                     if handle.done or handle.cut is not None:
                         continue
+                if self._orders is not None and until_s is None and time.monotonic() > apart_s:
+                    raise WaitError(
+                        f"the ranks do not come to a cut of step {self._clock.step}: {self._orders.why_off}",
+                        where=f"wait() for {handle.reason!r}",
+                        remedy="save() and wait() on every rank after the same step, or wait() after the next step()",
+                    )
             left_s = 1.0 if until_s is None else until_s - time.monotonic()
             if left_s <= 0:
                 return
@@ -259,10 +353,16 @@ class SaveLoop:
 
     def finish(self, until_s: float) -> None:
         """Make the last step boundary durable, or raise."""
-        last: Exception | None = None
         self.drain(until_s)
         self._news.apply()
         self._requests.refuse_unbound(self._clock.step)
+        with self._staying():
+            if self._orders is not None:
+                self._pay_missed(self._orders, last=True)
+            self._finish_here(until_s)
+
+    def _finish_here(self, until_s: float) -> None:
+        last: Exception | None = None
         while self._needs_cut():
             standing = self.standing()
             wait = standing.why(Asker.CLOSE)
@@ -276,7 +376,12 @@ class SaveLoop:
                 raise SaveFailed(
                     f"step {self._clock.step} is not durable: {why or 'the sidecar is away'}",
                     where=self._attachment.url,
-                    remedy="the newest committed checkpoint is whole; look at the sidecar's log for the store's errors",
+                    remedy="the newest committed checkpoint is whole; "
+                    + (
+                        "look at the sidecar's log for the store's errors"
+                        if self._orders is None or not self._orders.why_off
+                        else "close() on every rank after the same step"
+                    ),
                 )
             link = self._attachment.link
             if wait is None and link is not None:
@@ -310,7 +415,18 @@ class SaveLoop:
             )
 
     def _last_cut(self, link: Link, until_s: float) -> Exception | None:
-        """Take the cut of close(); returns why it failed."""
+        """Take the cut of close(); returns why it failed, or could not be taken yet."""
+        if self._orders is not None:
+            if self._orders.why_down or self._orders.conductor.left:
+                raise SaveFailed(
+                    f"step {self._clock.step} is not durable: {self._orders.why_off}",
+                    where="close()",
+                    remedy="close() on every rank after the same step; see what ended the other rank",
+                )
+            if self._take_ordered(self._orders, at_step=False, close=True):
+                return None
+            self._orders.wish(reason="close", urgent=True)
+            return SaveFailed(self._orders.why_off, where="close()") if self._orders.why_off else None
         if (veto := self._saver.veto()) is not None:
             raise veto
         handle = SaveHandle(reason="close", pin=None, metadata={}, waiter=self.wait)

@@ -89,6 +89,7 @@ class Saver:
         self._ahead = StreamAhead(lambda: self._session.link)
         self._flight: Flight | None = None
         self._committed_step: int | None = None
+        self._owed: int | None = None
 
     @property
     def in_flight(self) -> bool:
@@ -115,6 +116,7 @@ class Saver:
         flight = self._flight
         if flight is not None and restarted:
             self.failed(flight.cut, CutFailed("gone", "the sidecar was restarted during the save"))
+            self.owe(flight.cut)
 
     def committed(self, commit: Commit) -> None:
         """A checkpoint is durable; repeated and late news is harmless."""
@@ -179,13 +181,21 @@ class Saver:
             f"validate() vetoed the save at step {step}", where="validate=", remedy="see validate="
         )
 
-    def take(self, link: Link, reason: str, *, urgent: bool = False, latest_s: float = math.inf) -> None:
-        """One cut, over by `latest_s` (monotonic), whatever happens to it.
+    def take(
+        self,
+        link: Link,
+        reason: str,
+        *,
+        urgent: bool = False,
+        latest_s: float = math.inf,
+        cut: int | None = None,
+    ) -> None:
+        """One cut, over by `latest_s` (monotonic), whatever happens to it; `cut`: its number, by the group's order.
 
         Raises `FencedError`, and what the user's own signal handler raises.
         """
         try:
-            self._cut_now(link, reason, urgent=urgent, latest_s=latest_s)
+            self._cut_now(link, reason, urgent=urgent, latest_s=latest_s, cut=cut or self._attempt.next_cut)
         except CutFailed as failure:
             if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
                 kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
@@ -209,10 +219,10 @@ class Saver:
             log.debug("save failed", exc_info=error)
             self._setbacks.failed("error", error)
 
-    def _cut_now(self, link: Link, reason: str, *, urgent: bool, latest_s: float) -> None:
+    def _cut_now(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int) -> None:
         began_s = time.perf_counter()
         handles = self._requests.take(several_pins=link.reply.several_pins)
-        flight = Flight(cut=self._attempt.next_cut, step=self._clock.step, reason=reason, handles=handles)
+        flight = Flight(cut=cut, step=self._clock.step, reason=reason, handles=handles)
         try:
             counts = self._look()
             holds = save_stream.URGENT_HOLDS if urgent or latest_s < math.inf else 1
@@ -257,6 +267,29 @@ class Saver:
             self._base.ask_full()
         return counts
 
+    # What other ranks wait for.
+
+    def owe(self, cut: int) -> None:
+        """This rank has no part in cut `cut`, which all were to take: the others are to hear of it."""
+        self._owed = cut
+
+    def pay(self) -> None:
+        """Tell the sidecar of a cut that this rank has no part in, so that no other rank waits for it."""
+        link, cut = self._attachment.link, self._owed
+        if cut is None or link is None or self._flight is not None:
+            return
+        self._owed = None
+        self._attempt.cut_begins(cut)
+        try:
+            stream = self._ahead.take(link)
+            begin = pb.SaveRequest.Begin(session=link.session, step=self._clock.step, cut=cut, reason="none")
+            stream.begin(begin, lambda _failure: None)
+            stream.abort("no part")
+        except Exception as error:
+            if leaves(error):
+                raise
+            log.debug("cut %d could not be declined: %s", cut, error)
+
     def _described_anew(self, until_s: float) -> Link:
         """An attachment with the tables as they are now: optimizer state appeared."""
         link = self._session.reattach(until_s=until_s)
@@ -299,7 +332,7 @@ class Saver:
                 observe=None if self._contents is None else self._observe(self._contents, link, begun),
             )
             full = self._write_tables(writer, mode)
-            content = None if self._contents is None else self._sealed(self._contents, writer)
+            content = None if self._contents is None else self._content(self._contents, writer)
             for name, tree in self._capture.blobs(flight.step, content):
                 writer.blob(name, tree)
             writer.flush()
@@ -335,7 +368,7 @@ class Saver:
         """Copy the rows of every table; returns whether they were all of them."""
         full = True
         positions = {schema.fqn: position for position, schema in enumerate(self._program.schemas)}
-        for table in self._tracking.tables:
+        for table in self._tracking.saved:
             selection = table.prepare_cut(mode)
             full &= selection.all
             writer.table(
@@ -376,10 +409,11 @@ class Saver:
             seal.pins.extend(pins)
         stream.seal(seal)
 
-    @staticmethod
-    def _sealed(contents: Contents, writer: BlockWriter) -> dict[str, str]:
+    def _content(self, contents: Contents, writer: BlockWriter) -> dict[str, str]:
+        """Sums of content by shard that this process saves."""
         writer.flush()
-        return contents.sealed()
+        saved = {table.key for table in self._tracking.saved}
+        return {key: value for key, value in contents.sealed().items() if key in saved}
 
     def _observe(
         self, contents: Contents, link: Link, begun: pb.SaveReply.Begun

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from deltashard.errors import CheckpointMismatch, StateError
 from deltashard.state import row_hash
-from deltashard.state.discovery import FoundTable, Inventory, canonical_prefixes
+from deltashard.state.discovery import FoundTable, Inventory, canonical_prefixes, is_wrapper
 from deltashard.state.value import Source, check_value, tensors_in
 
 log = logging.getLogger("deltashard")
@@ -174,19 +174,26 @@ class Contract:
 
 
 def contracts_of(model: nn.Module, inventory: Callable[[], Inventory]) -> list[Contract]:
-    """The topmost modules of `model` with a contract of their own.
+    """The topmost modules of `model` with a contract of their own; those that shard their tables are no contracts.
 
     Raises:
         StateError: one holds what cannot be saved or is too much, or raises.
     """
     found: list[Contract] = []
-    inside: set[int] = set()
+    sharded = inventory().sharded
+    inside = {id(each) for module in sharded for each in module.modules()}
     for path, module in canonical_prefixes(model):
-        if id(module) in inside:
+        if id(module) in inside or is_wrapper(module):
             continue
         why = _why(module)
         if why is None:
             continue
+        if any(each is one for each in module.modules() for one in sharded):
+            raise StateError(
+                f"it has {why.removeprefix('its own ')} of its own making, and sharded tables inside",
+                where=f"module {path or 'the model'} ({type(module).__name__})",
+                remedy="leave state_dict() to the parts of it that hold no sharded tables",
+            )
         inside.update(id(each) for each in module.modules())
         found.append(_made(path, module, why, inventory))
     return found

@@ -7,15 +7,20 @@ parameters and the persistent buffers are *dense* and are saved whole.
 Where a table is sharded, the process holds *shards* of it: local tensors, each with its box in the whole table's rows
 and columns. A table that is not sharded is one shard, whose box is the whole table.
 
-Names are fully qualified attribute paths without what wrappers add: `_orig_mod` (torch.compile) always, `module`
-where the parent is a data-parallel wrapper or an averaged model. A parameter reachable by several paths is one
-tensor: its first path in `named_modules` order is the canonical name, the others are aliases.
+Names are fully qualified attribute paths without what wrappers add: `_orig_mod` (torch.compile) and
+`_dmp_wrapped_module` (TorchRec) always, `module` where the parent is a data-parallel wrapper or an averaged model. A
+parameter reachable by several paths is one tensor: its first path in `named_modules` order is the canonical name, the
+others are aliases.
+
+A module that shards its tables itself is asked by a `Finder`, which knows that kind of module; nothing else inside of
+it is looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from deltashard_checkpoint.errors import UserError
@@ -24,6 +29,9 @@ from torch import Tensor, nn
 
 LOOKUPS = (nn.Embedding, nn.EmbeddingBag)
 TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+REPLICATED = "each rank looks up rows of its own, and all ranks' gradients change it"
+"""Why a table that every rank holds whole is tracked by row hashes."""
+_TRANSPARENT = ("_orig_mod", "_dmp_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,24 @@ class TableSettings:
     """... and from this many values on."""
     lookups_min_rows: int = 1
     """An nn.Embedding or nn.EmbeddingBag with fewer rows is saved whole, as a dense parameter."""
+
+
+class Kernel(Protocol):
+    """What holds a shard's rows and changes them within the backward pass (a fused optimizer)."""
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """Optimizer state by canonical key, live: [rows] or [rows, columns] of the shard."""
+
+    @property
+    def why_inexact(self) -> str | None:
+        """Why rows that nobody looked up may change, too; None: they cannot."""
+
+    def listen(self, updated: Callable[[Tensor], None]) -> Callable[[], None]:
+        """Have `updated` called right after each update, with ids that cover it; returns what ends that.
+
+        The ids are int [n] rows of the shard, with repeats; it is called on the thread of the backward pass.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +82,12 @@ class FoundTable:
     """Other canonical paths of the same parameter (tied weights)."""
     owners: tuple[tuple[nn.Module, str], ...]
     """Every (module, attribute) that holds it."""
+    replicated: bool = False
+    """Whether every rank holds all of it, and keeps it the same as the others' by reduced gradients."""
+    kernel: Kernel | None = None
+    """What changes its rows within the backward pass; None: an optimizer does, in its step."""
+    hashed: str = ""
+    """Why only row hashes can tell what changed in it; empty where something else may."""
 
     @property
     def key(self) -> str:
@@ -81,7 +113,24 @@ class Inventory:
     aliases: dict[str, str] = field(default_factory=dict)
     """Alias -> canonical name, for tied parameters and shared buffers."""
     names: dict[Tensor, str] = field(default_factory=dict)
-    """Parameter (by identity) -> canonical name."""
+    """Parameter (by identity) -> canonical name; a shard's is its key."""
+    sharded: list[nn.Module] = field(default_factory=list)
+    """Modules that shard their tables themselves: what is inside of them is theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded:
+    """What one module that shards its tables itself says."""
+
+    shards: tuple[FoundTable, ...]
+    """Those of this process."""
+    elsewhere: tuple[TableSchema, ...]
+    """Tables of which this process holds nothing, without fields."""
+
+
+Finder = Callable[[str, nn.Module], Sharded | None]
+"""(canonical path, module) -> what it says; None: it is no module that shards tables. Raises `UserError` for one that
+cannot be saved."""
 
 
 def canonical_prefixes(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
@@ -95,24 +144,39 @@ def canonical_prefixes(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
         for name, child in module._modules.items():  # noqa: SLF001 - named_children() drops repeated modules
             if child is None or id(child) in above:
                 continue
-            transparent = name == "_orig_mod" or (name == "module" and isinstance(module, wrappers))
+            transparent = name in _TRANSPARENT or (name == "module" and isinstance(module, wrappers))
             path = prefix if transparent else f"{prefix}.{name}" if prefix else name
             children.append((path, child, (*above, id(module))))
         stack.extend(reversed(children))
 
 
-def discover(model: nn.Module, settings: TableSettings | None = None) -> Inventory:
-    """The inventory of `model`.
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether its `state_dict()` is that of the module it wraps, under that module's names."""
+    return "_dmp_wrapped_module" in module._modules  # noqa: SLF001 - torch offers no accessor
+
+
+def discover(
+    model: nn.Module, settings: TableSettings | None = None, find: Finder = lambda _path, _module: None
+) -> Inventory:
+    """The inventory of `model`; `find` is asked about every module.
 
     Raises:
         UserError: two different tensors share a canonical name, a lookup table has a type that cannot be stored,
-            or a lazy parameter is not initialised yet.
+            a lazy parameter is not initialised yet, or `find` says so.
     """
     settings = settings or TableSettings()
     inventory = Inventory()
+    replicated = world_size() > 1
     owners: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     aliases: dict[Tensor, list[str]] = {}
+    inside: set[int] = set()
     for prefix, module in canonical_prefixes(model):
+        if id(module) in inside:
+            continue
+        if (said := find(prefix, module)) is not None:
+            inside.update(id(each) for each in module.modules())
+            _take(inventory, module, said)
+            continue
         persistent = module._non_persistent_buffers_set  # noqa: SLF001 - torch offers no accessor
         held: list[tuple[str, Tensor]] = [(n, p) for n, p in module._parameters.items() if p is not None]  # noqa: SLF001 - as above
         held += [(n, b) for n, b in module._buffers.items() if b is not None and n not in persistent]  # noqa: SLF001
@@ -134,7 +198,7 @@ def discover(model: nn.Module, settings: TableSettings | None = None) -> Invento
                     inventory.aliases[fqn] = known
                     aliases.setdefault(tensor, []).append(fqn)
                 continue
-            if fqn in inventory.dense:
+            if fqn in inventory.dense or fqn in inventory.tables:
                 raise UserError(
                     "Two tensors have the same name once wrappers are removed",
                     where=fqn,
@@ -146,12 +210,7 @@ def discover(model: nn.Module, settings: TableSettings | None = None) -> Invento
         if not _is_table(param, holders, settings):
             continue
         fqn = inventory.names[param]
-        if param.dtype not in TABLE_DTYPES:
-            raise UserError(
-                f"A table of {param.dtype} cannot be stored",
-                where=fqn,
-                remedy=f"use one of {', '.join(str(d) for d in TABLE_DTYPES)}",
-            )
+        _refuse_dtype(param.dtype, fqn)
         del inventory.dense[fqn]
         rows, columns = param.shape
         inventory.tables[fqn] = FoundTable(
@@ -162,8 +221,35 @@ def discover(model: nn.Module, settings: TableSettings | None = None) -> Invento
             param=param,
             aliases=tuple(dict.fromkeys(aliases.get(param, ()))),
             owners=tuple(holders),
+            replicated=replicated,
+            hashed=REPLICATED if replicated else "",
         )
     return inventory
+
+
+def world_size() -> int:
+    """How many ranks train together."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
+
+
+def _take(inventory: Inventory, module: nn.Module, said: Sharded) -> None:
+    inventory.sharded.append(module)
+    for found in said.shards:
+        _refuse_dtype(found.param.dtype, found.fqn)
+        inventory.tables[found.key] = found
+        inventory.names[found.param] = found.key
+    for schema in said.elsewhere:
+        inventory.elsewhere[schema.fqn] = schema
+
+
+def _refuse_dtype(dtype: torch.dtype, fqn: str) -> None:
+    if dtype not in TABLE_DTYPES:
+        raise UserError(
+            f"A table of {dtype} cannot be stored",
+            where=fqn,
+            remedy=f"use one of {', '.join(str(d) for d in TABLE_DTYPES)}",
+        )
 
 
 def shard_key(box: Box, rows: int, columns: int) -> str:

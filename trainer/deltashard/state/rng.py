@@ -90,6 +90,15 @@ def is_seeds(before: bytes, after: bytes, *, most: int) -> bool:
     return False
 
 
+def draw_apart(rank: int, attempt: int) -> None:
+    """Give the global generators a state that follows from theirs, `rank` and `attempt`, and is no other rank's."""
+    drawn = int(torch.randint(1 << 62, ()).item())
+    words = np.random.SeedSequence([drawn, rank, attempt]).generate_state(3, np.uint64)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1] & np.uint64(0xFFFFFFFF)))  # noqa: NPY002 - the legacy global is drawn from
+    random.seed(int(words[2]))
+
+
 def is_generator(value: object) -> bool:
     """Whether `capture_own` takes it."""
     return isinstance(value, (torch.Generator, np.random.Generator, random.Random))

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deltashard.state import row_hash
 from deltashard.state.discovery import FoundTable
+from deltashard.state.forgetful_hook import ForgetfulHook
 from deltashard.tracking.marks import Marks
 
 
@@ -163,17 +164,11 @@ class RowTracker:
         grad.__dict__[_SEEN] = version(grad)
 
 
-class _LookupHook:
+class _LookupHook(ForgetfulHook):
     """The forward hook of lookup modules; a copy or pickle of the model carries one that does nothing."""
 
     def __init__(self, tracker: RowTracker | None = None) -> None:
         self._tracker = tracker
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LookupHook:
-        return _LookupHook()
-
-    def __reduce__(self) -> tuple[type[_LookupHook], tuple[()]]:
-        return (_LookupHook, ())
 
     def __call__(
         self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deltashard_proto.arena_layout import SAVE_AT_STEP, STALL_NS, STEP, URGENT
+from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, STALL_NS, STEP, URGENT
 
 from deltashard.tracking.tracking import Tracking
 
@@ -57,6 +57,14 @@ class StepClock:
     def due(self) -> bool:
         """Whether the sidecar wants a save of this step."""
         return bool(self.step >= self._line[SAVE_AT_STEP])
+
+    @property
+    def wanted_at(self) -> int:
+        """The step at whose end the sidecar wants a save; from any thread, NEVER while the line changes."""
+        try:
+            return int(self._line[SAVE_AT_STEP])
+        except ValueError:  # the arena was unmapped just now
+            return NEVER
 
     @property
     def urgent(self) -> bool:

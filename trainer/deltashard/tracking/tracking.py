@@ -6,11 +6,12 @@ may change while training:
 
     gradients  exactly one optimizer owns it, that optimizer is on the whitelist as it stands (checked before every
                step), and no lookup renormalises (max_norm)
+    lookups    a fused kernel changes it within the backward pass, by a rule that changes only rows of the lookup
     hashes     everything else, and small tables, for which one look per cut costs less than anything per step
 
-A table goes over from gradients to hashes for good when the whitelist stops to hold, when rows cannot be proven, when
-an audit fails or when it is written from outside repeatedly. It is marked whole at that moment, so nothing is missed;
-the reason is logged once. A single write from outside (a version counter or address that moved between our hooks, an
+A table goes over to hashes for good when the whitelist stops to hold, when rows cannot be proven, when an audit fails
+or when it is written from outside repeatedly. It is marked whole at that moment, so nothing is missed; the reason is
+logged once. A single write from outside (a version counter or address that moved between our hooks, an
 optimizer's `load_state_dict`) marks the table whole.
 
 Order at a step boundary, all on the training thread:
@@ -38,14 +39,19 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from torch import Tensor, nn
 
-from deltashard.optimizer.optimizer_state import OptimizerView, allocate, views_of
+from deltashard.optimizer.optimizer_state import OptimizerView, views_of
 from deltashard.optimizer.whitelist import hookable, innermost, why_inexact
+from deltashard.sharded.embedding_module import find
+from deltashard.sharded.fused_view import FusedView
+from deltashard.sharded.handed_optimizer import parts_of
 from deltashard.state.discovery import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
 from deltashard.state.kernel_thread import share
+from deltashard.state.replica import owners
 from deltashard.state.row_hash import Hashing
 from deltashard.tracking.audit import Audit, AuditFault
 from deltashard.tracking.first_step import FirstStep, Report
 from deltashard.tracking.gradient import GradientWatch
+from deltashard.tracking.lookup_tracker import LookupTracker
 from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection
 from deltashard.tracking.row_tracker import HashTracker, RowTracker, Untracked, version
 from deltashard.tracking.step_hook import StepHooks, Steps, why_not_alone
@@ -92,7 +98,8 @@ class TrackingSettings:
 class TrackedTable:
     """One shard of a table: its live tensors, its marks (of its own rows) and how it is tracked."""
 
-    def __init__(self, found: FoundTable, settings: TrackingSettings) -> None:
+    def __init__(self, found: FoundTable, settings: TrackingSettings, *, saver: int | None = None) -> None:
+        """`saver`: the rank that saves it, if that is another one: then it is not tracked here."""
         self.fqn = found.fqn
         self.key = found.key
         """Names the shard."""
@@ -110,9 +117,11 @@ class TrackedTable:
         self.reason = ""
         """Why it is tracked by hashes; empty while it is tracked by gradients."""
         self.schema_version = 0
+        self.saver = saver
+        """The other rank that saves this replica; None: this process does."""
         self._settings = settings
         self._seed = settings.seed ^ zlib.crc32(found.key.encode())
-        self._rows: RowTracker | None = None
+        self._rows: RowTracker | LookupTracker | None = None
         self._hashes: HashTracker | None = None
         self._audit = Audit(found.key, self._seed)
         self._samples = 0
@@ -131,8 +140,10 @@ class TrackedTable:
 
     @property
     def tracker(self) -> str:
-        """How rows are found: "gradients" or "hashes"."""
-        return "gradients" if self._rows is not None else "hashes"
+        """How rows are found: "gradients", "lookups" or "hashes"."""
+        if self._rows is None:
+            return "hashes"
+        return "lookups" if isinstance(self._rows, LookupTracker) else "gradients"
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The live row fields in schema order: [R], [R, 1] or [R, D], possibly on another device than `param`."""
@@ -149,10 +160,10 @@ class TrackedTable:
         return found
 
     def allocate_state(self, spec: FieldSpec) -> Tensor:
-        """The live tensor to scatter restored values of `spec` into; see `optimizer_state.allocate`.
+        """The live tensor to scatter restored values of `spec` into; see `OptimizerView.allocate`.
 
         Raises:
-            UserError: no optimizer owns this table.
+            UserError: no optimizer owns this table, or the one that does has other state.
         """
         owner = self.owner_of(spec)
         if owner is None:
@@ -161,7 +172,7 @@ class TrackedTable:
                 where=self.fqn,
                 remedy="pass the optimizer to the Checkpointer, or restore with weights_only=True",
             )
-        return allocate(owner, self.param, spec, spec.name.partition("@")[0])
+        return owner.allocate(self.param, spec, spec.name.partition("@")[0])
 
     def owner_of(self, spec: FieldSpec) -> OptimizerView | None:
         """The optimizer that holds row field `spec`, by the name it is stored under; None: none here would."""
@@ -182,11 +193,19 @@ class TrackedTable:
         self.views = list(views)[::-1]
         owners = list(owners)
         self.sole = owners[0] if len(owners) == 1 else None
+        if self.saver is not None:
+            self.reason, self._schema = f"rank {self.saver} saves it", self._read_schema()
+            return
         reason = self._why_hashes(owners)
         small = self.param.numel() * self.param.element_size() < self._settings.hash_below_bytes
         if reason is None and not small:
             if self._rows is None and self._hashes is None:
-                self._rows = RowTracker(self.found, self.marks)
+                kernel = self.found.kernel
+                self._rows = (
+                    RowTracker(self.found, self.marks)
+                    if kernel is None
+                    else LookupTracker(kernel, self.marks, self.lost)
+                )
         elif self._rows is not None or self._hashes is None:
             self.go_over(reason or "it is small", quiet=reason is None)
         if first:  # later `refresh` looks: a field that appeared, or another shape, must not pass for seen
@@ -195,7 +214,7 @@ class TrackedTable:
 
     def go_over(self, reason: str, *, quiet: bool = False) -> None:
         """Track by hashes from now on."""
-        if self._hashes is not None:
+        if self._hashes is not None or self.saver is not None:
             return
         if self._rows is not None:
             self._rows.close()
@@ -218,12 +237,12 @@ class TrackedTable:
             self.go_over(reason)
         elif self._signature != self._sign():
             self._written_outside()
-        if self._rows is not None:
+        if isinstance(self._rows, RowTracker):
             self._rows.hold()
 
     def after_step(self) -> None:
         """After the sole owner's step."""
-        if self._rows is None:
+        if not isinstance(self._rows, RowTracker):
             return
         try:
             if self.param.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -390,6 +409,10 @@ class TrackedTable:
             )
 
     def _why_hashes(self, owners: list[Any]) -> str | None:
+        if self.found.hashed:
+            return self.found.hashed
+        if self.found.kernel is not None:
+            return self._why_shared(self._shares) if self._shares else self.found.kernel.why_inexact
         if len(owners) != 1:
             return "no optimizer owns it" if not owners else "several optimizers own it"
         # A wrapper that is no torch optimizer is not on the whitelist either.
@@ -453,33 +476,40 @@ class Tracking:
         *,
         settings: TrackingSettings | None = None,
         report: Report | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         """Discover tables and install hooks.
 
         Args:
             model: the module whose tables and dense tensors are tracked, wrapped or not.
-            optimizers: one optimizer or an iterable of them; wrappers (Lookahead, ...) are looked into.
+            optimizers: one optimizer or an iterable of them; wrappers (Lookahead, ...) are looked into. Fused ones are
+                found in the model.
             settings: see `TrackingSettings`.
             report: told of events that the log tells as well: state_thrown_away (table, field, repaired),
                 gradient_alive (parameter, optimizer).
+            rank: of this process, in a group of `world_size`.
+            world_size: with more than one, what every rank holds whole is saved by one of them.
 
         Raises:
-            UserError: see `discovery.discover`.
+            UserError: see `discovery.discover` and `handed_optimizer.parts_of`.
         """
         self.settings = settings or TrackingSettings()
         self.model = model
-        self._handed = _as_list(optimizers)
+        self._handed = parts_of(_as_list(optimizers))
         self._hooks: list[StepHooks] = []
         self.steps = Steps()
         self.report: Report = report or (lambda _name, _facts: None)
-        self._inventory = discover(model, self.settings.tables)
-        self.tables = [TrackedTable(found, self.settings) for found in self._inventory.tables.values()]
+        self._rank, self._world_size = rank, world_size
+        self._inventory = discover(model, self.settings.tables, find)
+        self._savers = self._shared_out()
+        self.tables = [self._tracked(found) for found in self._inventory.tables.values()]
         self.by_key = {table.key: table for table in self.tables}
         self.regrown = False
         """Whether tables came or went since the last cut: the next one is to be full."""
         self._addresses: list[int] = []
         self._alive_said = False
-        self.optimizers: list[OptimizerView] = views_of(self._handed, self._inventory.names, self.by_key)
+        self.optimizers: list[OptimizerView] = self._views(self._inventory)
         self._left_out: frozenset[str] = frozenset()
         for view in self.optimizers:
             view.watch_attributes()
@@ -503,8 +533,39 @@ class Tracking:
         Without those that are left out. `look=False`: as `refresh` has just found them.
         """
         if look:
-            self._inventory = discover(self.model, self.settings.tables)
+            self._inventory = discover(self.model, self.settings.tables, find)
         return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self._left_out}
+
+    @property
+    def saved(self) -> list[TrackedTable]:
+        """The shards that this process saves; replicas are one rank's."""
+        return [table for table in self.tables if table.saver is None]
+
+    def saves(self, name: str) -> bool:
+        """Whether this process saves the dense tensor `name`."""
+        return self._savers.get(name, 0) == self._rank
+
+    @property
+    def replicas(self) -> dict[str, Tensor]:
+        """What must be the same on all ranks, by name: parameters, of which each rank has all, and such tables."""
+        if self._world_size == 1:
+            return {}
+        dense = {
+            name: tensor for name, tensor in self._inventory.dense.items() if isinstance(tensor, nn.Parameter)
+        }
+        return dense | {table.key: table.param for table in self.tables if table.found.replicated}
+
+    def _shared_out(self) -> dict[str, int]:
+        """Which rank saves each replica. Buffers may differ (statistics of a rank's batches): they are rank 0's."""
+        if self._world_size == 1:
+            return {}
+        held = {name: found.param for name, found in self._inventory.tables.items() if found.replicated}
+        held |= {name: t for name, t in self._inventory.dense.items() if isinstance(t, nn.Parameter)}
+        return owners({name: t.numel() * t.element_size() for name, t in held.items()}, self._world_size)
+
+    def _tracked(self, found: FoundTable) -> TrackedTable:
+        saver = self._savers.get(found.key, self._rank) if found.replicated else self._rank
+        return TrackedTable(found, self.settings, saver=None if saver == self._rank else saver)
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -554,7 +615,7 @@ class Tracking:
             table.refresh()
         self._look_at_hashes()
         self._index()
-        counts = [table.marks.counts() for table in self.tables]
+        counts = [table.marks.counts() for table in self.saved]
         return DirtyCounts(
             commit=sum(c.commit for c in counts),
             baseline=sum(c.baseline for c in counts),
@@ -644,6 +705,11 @@ class Tracking:
         for table in self.tables:
             table.close()
 
+    def _views(self, inventory: Inventory) -> list[OptimizerView]:
+        """Of the optimizers that were handed over, in order, then of the fused ones."""
+        views = views_of(self._handed, inventory.names, self.by_key)
+        return [*views, FusedView(views, inventory)] if inventory.sharded else views
+
     def _attach(self) -> None:
         self._grouped = _grouped(self.optimizers)
         self._share()
@@ -703,7 +769,8 @@ class Tracking:
         Raises:
             UserError: a table has another shape or type than before.
         """
-        before, now = self._named, discover(self.model, self.settings.tables)
+        before = self._named
+        now = discover(self.model, self.settings.tables, find)
         for key, table in self.by_key.items():
             found = now.tables.get(key)
             if found is not None and found.param is not table.param:
@@ -711,6 +778,7 @@ class Tracking:
             elif found is not None:
                 table.found_again(found)
         self._inventory = now
+        self._savers = self._shared_out()
         if [*map(id, before.names)] == [*map(id, now.names)] and self.by_key.keys() == now.tables.keys():
             return
         for table in [t for t in self.tables if t.key not in now.tables]:
@@ -719,11 +787,11 @@ class Tracking:
             self.regrown = True
         for key, found in now.tables.items():
             if key not in self.by_key:
-                self.tables.append(TrackedTable(found, self.settings))
+                self.tables.append(self._tracked(found))
                 self.regrown = True
         self.by_key = {table.key: table for table in self.tables}
         earlier = self.optimizers
-        self.optimizers = views_of(self._handed, now.names, self.by_key)
+        self.optimizers = self._views(now)
         for view in self.optimizers:
             view.watch_attributes(earlier)
         self._grouped = None

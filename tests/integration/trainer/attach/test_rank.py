@@ -28,6 +28,6 @@ def test_the_second_process_is_not_told_to_take_another_name(tmp_path: Path) -> 
                 hold_file(path, deadline_s=0.0, living_s=0.0)
         finally:
             other.communicate("")
-    assert "one process" in caught.value.remedy
+    assert "init_process_group()" in caught.value.remedy
     hold_file(path)
     release_file(path)

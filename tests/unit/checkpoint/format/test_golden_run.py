@@ -37,21 +37,22 @@ from deltashard_proto.v1 import index_pb2
 
 from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import CUT, RUN_2, make_run_2
-from tests.golden.golden_run_3 import RUN_3, make_run_3
+from tests.golden.golden_run_4 import RUN_3, RUN_4, make_run_4
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
 LIVING = (2, 4, 5, 6, 11, 14, 17, 19, 20)
 LIVING_2 = (2, 4, 8)
 LIVING_3 = (4, 5, 7, 9, 10, 13)
-EACH = [(run, seq) for run, living in ((RUN, LIVING), (RUN_2, LIVING_2), (RUN_3, LIVING_3)) for seq in living]
+EACH = [(run, seq) for run, living in ((RUN, LIVING), (RUN_2, LIVING_2)) for seq in living]
+EACH += [(run, seq) for run in (RUN_3, RUN_4) for seq in LIVING_3]
 """All living checkpoints."""
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """A store that holds copies."""
-    for run in (RUN, RUN_2, RUN_3):
+    for run in (RUN, RUN_2, RUN_3, RUN_4):
         shutil.copytree(GOLDEN / run, tmp_path / "store" / run)
     return open_store(f"file://{tmp_path}/store", create=False)
 
@@ -86,7 +87,7 @@ def test_every_living_checkpoint_restores_to_the_same_bits(store: Store, run: st
 
 @pytest.mark.parametrize(
     ("run", "make", "slots"),
-    [(RUN, make_run, LIVING), (RUN_2, make_run_2, LIVING_2), (RUN_3, make_run_3, LIVING_3)],
+    [(RUN, make_run, LIVING), (RUN_2, make_run_2, LIVING_2), (RUN_4, make_run_4, LIVING_3)],
 )
 def test_the_same_bytes_are_written_again(
     tmp_path: Path, run: str, make: Callable[[Path], tuple[dict[str, bytes], dict[int, Held]]], slots: tuple[int, ...]
@@ -94,7 +95,7 @@ def test_the_same_bytes_are_written_again(
     """But for what ranks without a layout tell one another of a cut: no build wrote that in earnest."""
     written, living = make(tmp_path)
     objects, golden = (
-        {key: data for key, data in each.items() if run == RUN_3 or not key.endswith(".part")}
+        {key: data for key, data in each.items() if run == RUN_4 or not key.endswith(".part")}
         for each in (written, found_in(GOLDEN / run))
     )
     assert objects.keys() == golden.keys()
@@ -168,22 +169,23 @@ def test_a_repaired_run_reads_up_to_what_is_newer(store: Store) -> None:
     assert tuple(fold(RunState(run=RUN_2), slots).checkpoints) == LIVING_2[:1]
 
 
-def test_the_third_run_has_both_formats_and_a_layout_for_each_way_to_shard(store: Store) -> None:
-    log = RunLog(store, RUN_3)
+@pytest.mark.parametrize("run", [RUN_3, RUN_4])
+def test_runs_of_many_ranks_have_both_formats_and_a_layout_for_each_way_to_shard(
+    store: Store, run: str
+) -> None:
+    log = RunLog(store, run)
     entries = [log.read_slot(seq).entry for seq in range(14)]
-    assert [e.seq for e in entries if json.loads(store.get(f"{RUN_3}/{entry_key(e.seq)}"))["format"] == 2] == [
+    assert [e.seq for e in entries if json.loads(store.get(f"{run}/{entry_key(e.seq)}"))["format"] == 2] == [
         3, 4, 5, 6, 7, 8, 9, 10,
     ]  # fmt: skip
     assert entries[7].covers == (None, 4, 5)
     assert len({e.layout for e in entries if isinstance(e, AttemptOpened) and e.layout}) == 2
-    folded = {
-        name: json.loads(store.get(f"{RUN_3}/{fold_key(name)}"))["format"] for name in log.listed().folds
-    }
+    folded = {name: json.loads(store.get(f"{run}/{fold_key(name)}"))["format"] for name in log.listed().folds}
     assert [folded[named_fold(e)] for e in entries if named_fold(e)] == [2, 3]
     # The state is the same without any.
     state = log.refresh()
-    store.delete([f"{RUN_3}/{fold_key(name)}" for name in folded] + [f"{RUN_3}/log/HINT"])
-    assert RunLog(store, RUN_3).refresh() == state
+    store.delete([f"{run}/{fold_key(name)}" for name in folded] + [f"{run}/log/HINT"])
+    assert RunLog(store, run).refresh() == state
 
 
 def rows_of_run_2(attempt: int, cut: int) -> list[Frame]:

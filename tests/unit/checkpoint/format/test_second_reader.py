@@ -79,16 +79,17 @@ def test_restores_what_a_repair_left():
     assert_restores(run, [2, 4, 8], "run-2")
 
 
+@pytest.mark.parametrize("golden", ["run-3", "run-4"])
 @pytest.mark.parametrize("folds", [2, 1, 0])
-def test_restores_runs_of_many_ranks(tmp_path, folds):
+def test_restores_runs_of_many_ranks(tmp_path, folds, golden):
     """By layouts and manifests, from either folded state and from genesis; not if either is spoiled."""
-    copied = Path(shutil.copytree(GOLDEN / "run-3", tmp_path / "run-3"))
+    copied = Path(shutil.copytree(GOLDEN / golden, tmp_path / golden))
     for fold in sorted(copied.glob("log/fold-*"), reverse=True)[: 2 - folds]:
         fold.unlink()
     run = read_run(copied)
     assert (run.began_at, run.stopped) == ((-1, 2, 10)[folds], None)
     live = [4, 5, 7, 9, 10, 13]
-    assert_restores(run, live, "run-3")
+    assert_restores(run, live, golden)
     for path in [*copied.glob("layout/*"), *copied.glob("data/*/*/*.manifest")] if folds == 2 else []:
         flip(path, path.stat().st_size // 2)
         with pytest.raises(Refused):

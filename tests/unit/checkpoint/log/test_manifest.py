@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +16,8 @@ from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import chain, closure, held_bytes, live_prefixes, parts_of
 from deltashard_checkpoint.log.entry import Checkpoint, prefix_of
-from deltashard_checkpoint.log.manifest import ListedPart, Manifest, Manifests, digest_of, manifest_key
+from deltashard_checkpoint.log.manifest import Manifest, Manifests, digest_of, manifest_key
+from deltashard_checkpoint.log.part_list import ListedPart
 from deltashard_checkpoint.maintenance.garbage_collection import collect
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.stores.abc import StoreUnavailable
@@ -27,8 +30,8 @@ TURNED = (rows(4, 8), rows(0, 4))
 EXAMPLE = Manifest(
     run="job", attempt=1, cut=2, step=3, layout="0f" * 16,
     parts=(
-        ListedPart(token="a" * 16, xxh3="1" * 32, covers=None, rows=4, stored_bytes=9),
-        ListedPart(token="b" * 16, xxh3="2" * 32, covers=7, rows=0, stored_bytes=8),
+        ListedPart(token="a" * 16, xxh3="1" * 32, covers=None, rows=4, stored_bytes=9, common_blobs=False),
+        ListedPart(token="b" * 16, xxh3="2" * 32, covers=7, rows=0, stored_bytes=8, common_blobs=True),
     ),
 )  # fmt: skip
 
@@ -63,7 +66,7 @@ def key_of(entry: Checkpoint) -> str:
 
 def test_the_bytes_of_a_manifest_are_the_format() -> None:
     assert EXAMPLE.data == (
-        b'{"attempt":1,"cut":2,"format":1,"layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
+        b'{"attempt":1,"blobs":[1],"cut":2,"format":2,"layout":"' + b"0f" * 16 + b'","parts":[["aaaaaaaaaaaaaaaa","'
         + b"1" * 32 + b'",null,4,9],["bbbbbbbbbbbbbbbb","' + b"2" * 32 + b'",7,0,8]],"run":"job","step":3}'
     )  # fmt: skip
     assert EXAMPLE.listed.covers == (None, 7)
@@ -97,10 +100,12 @@ def test_wrong_values_under_a_right_hash_are_refused_by_name() -> None:
             for bad in (None, -1, True, 1 << 63, [], {}, "x" * 70_000)
             if bad != []
         ),
-        *({key: []} for key in document if key != "parts"),
+        *({key: []} for key in document if key not in {"parts", "blobs"}),
+        *({"blobs": bad} for bad in ([1, 0], [0, 0], [2], [-1], [True], [1.0], ["1"], [None])),
         {"surprise": 1},
         {"layout": "0F" * 16},
-        {"format": 2},
+        {"format": 1},  # which has no blobs
+        {"format": 3},
     ]
     for change in changes:
         data = canonical({**document, **change})
@@ -128,6 +133,30 @@ def test_a_manifest_and_its_layout_are_read_once() -> None:
     assert [len(parts_of(listed, seq)) for seq in listed.checkpoints] == [2, 2]
     assert listed == state  # what was read beside the log is no part of the state
     assert folded_state.dump(listed) == folded_state.dump(state)
+
+
+def test_ranks_that_ask_at_once_wait_for_one_read() -> None:
+    """Eight of a pod: a layout of thousands of ranks is not in memory eight times while it is read."""
+    run, _, entry = saved()
+    gets: list[str] = []
+    again, get = threading.Event(), run.memory.get
+
+    def slow(key: str) -> bytes:
+        gets.append(key)
+        if len(gets) == 1:
+            again.wait(0.3)  # the others have come meanwhile: one that does not wait is here, too
+        else:
+            again.set()
+        return get(key)
+
+    state = run.reader().refresh()
+    run.memory.get = slow  # type: ignore[method-assign]
+    manifests = Manifests(run.memory, "job")
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(manifests.listing, state, [entry.seq]) for _ in range(8)]
+    parts = [each.result().listings[entry.seq] for each in found]
+    assert len(gets) == 2, "a manifest and a layout"
+    assert all(each is parts[0] for each in parts)
 
 
 def test_parts_that_were_not_read_are_a_bug_and_not_none() -> None:
@@ -168,7 +197,7 @@ def test_a_manifest_of_something_else_is_not_believed(change: str) -> None:
         "covers": replace(good, parts=(part, replace(part, covers=entry.seq - 1))),
         "ranks": replace(good, parts=(*good.parts, part)),
     }
-    data = canonical({**json.loads(good.data), "format": 2}) if change == "newer" else bad[change].data
+    data = canonical({**json.loads(good.data), "format": 3}) if change == "newer" else bad[change].data
     listed = replace(entry.listed, manifest=digest_of(data))
     changed = replace(entry, listed=listed)
     run.memory.put(key_of(changed), data)

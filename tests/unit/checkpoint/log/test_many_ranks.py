@@ -16,7 +16,8 @@ from deltashard_checkpoint.log import entry_codec, folded_state
 from deltashard_checkpoint.log.chain import chain, closure, may_cover, parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed, entry_key
-from deltashard_checkpoint.log.manifest import ListedPart, Manifest, Manifests, manifest_key
+from deltashard_checkpoint.log.manifest import Manifest, Manifests, manifest_key
+from deltashard_checkpoint.log.part_list import ListedPart
 from deltashard_checkpoint.log.replay import EntryRefused, advance
 from deltashard_checkpoint.maintenance.compaction import compact, worthwhile
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
@@ -237,7 +238,14 @@ def test_manifests_and_entries_read_back_as_they_were_written(layout: str, parts
         step=5,
         layout=layout,
         parts=tuple(
-            ListedPart(token="a" * 16, xxh3=xxh3, covers=covers, rows=rows, stored_bytes=rows * 2)
+            ListedPart(
+                token="a" * 16,
+                xxh3=xxh3,
+                covers=covers,
+                rows=rows,
+                stored_bytes=rows * 2,
+                common_blobs=rows % 2 == 0,
+            )
             for xxh3, covers, rows in parts
         ),
     )

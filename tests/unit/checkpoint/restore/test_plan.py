@@ -226,6 +226,33 @@ def test_blobs_come_from_the_newest_checkpoint_only(tmp_path: Path) -> None:
     assert all(f.info.kind is not FrameKind.BLOB for f in planned[first_row:]), "blobs come before rows"
 
 
+def test_a_rank_reads_the_blobs_for_all_and_its_own_whatever_parts_hold_them(tmp_path: Path) -> None:
+    """No frame of another rank's is fetched; a rank that was not there, and nobody, read what is for all."""
+    run, model = Run(tmp_path), Model(schema())
+    table = model.table
+    blobs = {
+        "meta": b"0",
+        "dense/w": b"7" * 9000,
+        "rank/1/rng": b"1",
+        "rank/12/rng": b"12",
+        "rank/x": b"user's",
+    }
+    seq = run.save([table], [([whole(table)], model.frames(range(200)))], step=1, blobs=blobs)
+    state = run.log.refresh()
+
+    def read(rank: int | None, names=True) -> set[str]:
+        plan = checkpoint_reader.plan_restore(run.store, state, seq, [_want(table)], blobs=names, rank=rank)
+        fetched = {f.info.name for r in plan.requests for f in r.frames if f.info.kind is FrameKind.BLOB}
+        assert set(plan.blobs) == fetched
+        return fetched
+
+    common = {"meta", "dense/w", "rank/x"}
+    assert read(None) == read(0) == read(2) == common
+    assert read(1) == common | {"rank/1/rng"}
+    assert read(12) == common | {"rank/12/rng"}
+    assert read(0, ["rank/12/rng"]) == {"rank/12/rng"}, "named is wanted"
+
+
 def test_a_hole_in_a_blob_is_invalid() -> None:
     """Its first chunk is missing, or one occurs twice."""
     model = Model(schema())

@@ -1,4 +1,4 @@
-"""A process that is one of several ranks is refused before anything is started."""
+"""A process that is one of several ranks is refused until there is a process group, before anything is started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import deltashard
 import pytest
 import torch
-from deltashard.attach.rank import several
+from deltashard.attach.rank import Rank, rank_of_this_process, refuse_change, several
 from deltashard.errors import UserError
 from torch import distributed
 
@@ -35,7 +35,7 @@ def test_one_of_several_ranks_is_refused(
         deltashard.Checkpointer(torch.nn.Linear(2, 1), url=tmp_path / "store", run="run")
     assert any(f"{name}={value}" in caught.value.what for name, value in environment.items())
     assert caught.value.where == "Checkpointer()"
-    assert "one process per run" in caught.value.remedy
+    assert "init_process_group() before Checkpointer()" in caught.value.remedy
     assert not (tmp_path / "store").exists()
 
 
@@ -70,6 +70,20 @@ def group_of_two() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group_of_two")
-def test_a_process_group_is_refused() -> None:
-    """However its ranks were started."""
+def test_a_process_group_says_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However its ranks were started; without a launcher's word all are taken to be on one machine."""
     assert several({}) == "torch.distributed's process group of 2 ranks"
+    assert rank_of_this_process("here") == Rank(number=0, local=0, world_size=2)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert rank_of_this_process("here") == Rank(number=0, local=3, world_size=2, node=1)
+    monkeypatch.setenv("LOCAL_RANK", "64")
+    with pytest.raises(UserError, match="64 ranks at most"):
+        rank_of_this_process("here")
+
+
+@pytest.mark.usefixtures("group_of_two")
+def test_a_group_that_was_made_too_late_is_refused() -> None:
+    with pytest.raises(UserError, match="there are 2 ranks now, and there was 1") as caught:
+        refuse_change(Rank(), "restore()")
+    assert "before Checkpointer()" in caught.value.remedy

@@ -78,7 +78,8 @@ class Rank:
                     for r in range(self.world_size)
                     if (key := f"ack/{n}/{r}") in self.shared.held
                 }
-                verdict = settled(acks, self.world_size, overdue=self.overdue)
+                proposal = Proposal.of(self.shared.held[f"order/{n}"])
+                verdict = settled(proposal, acks, self.world_size, overdue=self.overdue)
                 yield
                 if verdict is not None:
                     self.shared.compare_set(f"verdict/{n}", verdict.text())
@@ -142,27 +143,55 @@ def test_all_ranks_cut_at_one_step_or_none_does(world_size, margins, story) -> N
 
 def test_an_order_is_off_for_a_reason_that_names_the_rank() -> None:
     ready, busy = Ack(limit=7), Ack(limit=9, why_not="the sidecar was away")
-    assert settled({0: ready}, 2, overdue=False) is None
-    assert settled({0: ready, 1: Ack(limit=9)}, 2, overdue=True) == Verdict(at=9)
-    assert settled({1: busy}, 3, overdue=False) == Verdict(at=None, why_off="rank 1: the sidecar was away")
-    assert settled({1: ready}, 3, overdue=True) == Verdict(at=None, why_off="no answer of ranks 0, 2 in time")
-    many = settled({}, 4096, overdue=True)
+    any_step = Proposal(reason="timer")
+    assert settled(any_step, {0: ready}, 2, overdue=False) is None
+    assert settled(any_step, {0: ready, 1: Ack(limit=9)}, 2, overdue=True) == Verdict(at=9)
+    away = "rank 1: the sidecar was away"
+    assert settled(any_step, {1: busy}, 3, overdue=False) == Verdict(at=None, why_off=away)
+    missing = "no answer of ranks 0, 2 in time"
+    assert settled(any_step, {1: ready}, 3, overdue=True) == Verdict(at=None, why_off=missing)
+    many = settled(any_step, {}, 4096, overdue=True)
     assert many is not None
     assert many.why_off == "no answer of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more in time"
+
+
+def test_a_rank_that_stays_is_not_asked_to_go_on() -> None:
+    """It waits for a save, or closes: only its own step is one that all can cut."""
+    stays, goes = Ack(limit=7, stays=True), Ack(limit=9)
+    off = Verdict(at=None, why_off="rank 0 stands at step 7, rank 1 goes on to step 9")
+    assert settled(Proposal(reason="close"), {0: stays, 1: goes}, 3, overdue=False) == off
+    assert settled(Proposal(reason="close"), {0: stays, 1: stays}, 2, overdue=False) == Verdict(at=7)
+
+
+def test_an_exact_proposal_means_one_step() -> None:
+    exact = Proposal(reason="user", at=7, exact=True)
+    assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=7)}, 2, overdue=False) == Verdict(at=7)
+    past = Verdict(at=None, why_off="rank 1 may be past step 7")
+    assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=8)}, 3, overdue=False) == past
+
+
+def test_a_cut_that_was_never_taken_is_known_when_the_next_is_due() -> None:
+    """The rank has no part in it, and says so."""
+    orders = Orders()
+    orders.read(Verdict(at=7))
+    orders.read(Verdict(at=None, why_off="x"))
+    assert (orders.due, orders.missed) == ((1, 7), None)
+    orders.read(Verdict(at=5))
+    assert (orders.due, orders.missed) == ((3, 5), 1)
 
 
 def test_a_limit_lies_as_far_ahead_as_an_order_takes() -> None:
     assert limit_after(10, 5.0) == 11
     assert limit_after(10, AHEAD_S) == 11
     assert limit_after(10, AHEAD_S / 20) == 30
-    assert limit_after(10, 0.0) == 10 + (1 << 16)
+    assert limit_after(10, 0.0) == 11
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        Proposal(reason="é", urgent=True),
-        Ack(limit=3, why_not="x"),
+        Proposal(reason="é", urgent=True, at=3, exact=True),
+        Ack(limit=3, why_not="x", stays=True),
         Verdict(at=5),
         Verdict(at=None, why_off="y"),
     ],

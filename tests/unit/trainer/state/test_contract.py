@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from deltashard import arguments
+from deltashard.attach.rank import Rank
 from deltashard.errors import CheckpointMismatch, StateError, UserError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program as Parts
@@ -17,6 +18,7 @@ from deltashard.restore.blob import Blobs
 from deltashard.save.capture import Capture
 from deltashard.save.step_order import OrderWatch
 from deltashard.state import contract
+from deltashard.state.discovery import Inventory
 from deltashard.tracking.tracking import Tracking
 from torch import Tensor, nn
 
@@ -31,7 +33,7 @@ class Program:
         self.model = model
         self.tracking = Tracking(model, arguments.optimizers_of(optimizer or None, model))
         self.parts = Parts(self.tracking, state)
-        self.capture = Capture(self.parts, LoaderShelf(lambda: 0))
+        self.capture = Capture(self.parts, LoaderShelf(lambda: 0), rank=Rank())
 
     def cut(self) -> Raw:
         """The blobs of a cut, by name."""
@@ -512,3 +514,28 @@ def test_only_modules_with_a_contract_are_asked() -> None:
     )
     tracking = Tracking(torch.compile(model))
     assert contract.contracts_of(tracking.model, lambda: tracking.inventory) == []
+
+
+def test_sharded_modules_are_no_contracts() -> None:
+    """They say their tables themselves; a module around them cannot speak for them, and is refused."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._register_state_dict_hook(lambda *_: None)
+
+    class Speaks(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def get_extra_state(self) -> int:
+            return 1
+
+    sharded = Hooked()
+    inventory = Inventory(sharded=[sharded])
+    assert contract.contracts_of(nn.ModuleDict({"it": sharded}), lambda: inventory) == []
+    with pytest.raises(
+        StateError, match=r"get_extra_state of its own making, and sharded tables inside.*Speaks"
+    ):
+        contract.contracts_of(nn.ModuleDict({"it": Speaks(sharded)}), lambda: inventory)

@@ -1,4 +1,7 @@
-"""A third small run, of format 2: one rank, then four with a layout, then two with another, then one again.
+"""A fourth small run, of format 2: one rank, then four with a layout, then two with another, then one again.
+
+The third, `run-3`, is the same as it was written before manifests said which ranks hold blobs for all; nothing writes
+it any more.
 
 slot  what                                                  slot  what
    0  genesis                                                  6  attempt, the same layout, resumes from 5
@@ -25,7 +28,7 @@ from deltashard_checkpoint.maintenance.retention import Retention, append_retire
 from tests.golden.golden_run import ITEMS, USERS, Held, Share, Writer, blank, fixed_tokens, written
 from tests.support.checkpoint.sample import box, whole
 
-RUN_3 = "run-3"
+RUN_3, RUN_4 = "run-3", "run-4"
 BOTH = (ITEMS, USERS)
 GRID = (
     (box(ITEMS, 0, 48, 0, 3), box(USERS, 0, 10, 0, 6)),
@@ -37,10 +40,10 @@ ROWS = ((box(ITEMS, 0, 24, 0, 8),), (box(ITEMS, 24, 48, 0, 8), box(USERS, 0, 30,
 ALONE = ((whole(ITEMS), whole(USERS)),)
 
 
-def make_run_3(directory: Path) -> tuple[dict[str, bytes], dict[int, Held]]:
+def make_run_4(directory: Path) -> tuple[dict[str, bytes], dict[int, Held]]:
     """As `golden_run.make_run`."""
     with fixed_tokens() as chance:
-        writer = Writer(directory, chance, run=RUN_3, tables=BOTH)
+        writer = Writer(directory, chance, run=RUN_4, tables=BOTH)
         _write(writer)
         return written(writer)
 

@@ -1,0 +1,1 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP): directories that `dcp.load` reads, and that `dcp.save` wrote."""

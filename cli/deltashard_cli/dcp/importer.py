@@ -1,0 +1,457 @@
+"""A DCP directory as the first checkpoint of a new run: everything is looked at first, and one commit makes it visible.
+
+Weights and optimizer state are stored as they are, bit for bit. A range of rows of one table is put together from the
+pieces it was saved in and encoded; pieces that no later range needs are let go.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format import element_type, frame_encoder, typed_tree
+from deltashard_checkpoint.format.object_key import new_token, validate_new_run
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock, raw_row_bytes
+from deltashard_checkpoint.format.schema import Box, FieldKind, FieldSpec, TableSchema
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.vocabulary import ENCODINGS
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_checkpoint.write.commit import PartReport, commit_part
+from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+
+from deltashard_cli.dcp.metadata import Piece, StoredObject, StoredTensor, read_contents
+from deltashard_cli.dcp.reader import Array, array_of, read_object, read_piece, read_tensor
+from deltashard_cli.dcp.state_dict import OptimizerDict, Sorted, sort_out
+from deltashard_cli.export import DENSE
+from deltashard_cli.output import Advance
+from deltashard_cli.target import POLICY, Target
+
+SOURCE = "torch.distributed.checkpoint"
+"""What the checkpoint's metadata says under `imported`."""
+MIN_ROWS, MIN_WEIGHTS = 65_536, 1 << 20
+"""As the trainer's rule has them: a 2-D parameter of that size is a table, whatever its module."""
+_RANGE_BYTES = 64 << 20
+"""Of rows and optimizer state that are put together at once."""
+_SPOOL_BYTES = 1 << 30
+_ENCODING_OF = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+"""The encoding that keeps every bit of a type."""
+_FIELD_DTYPES = frozenset(
+    {"float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
+)
+"""Of state that travels with a table's rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What the caller says of the directory."""
+
+    tables: tuple[str, ...] = ()
+    """Patterns of names; empty: guess by name and size."""
+    without: tuple[str, ...] = ()
+    """Patterns of names that are left out."""
+    model: str | None = None
+    """Where the model's dict stands; None: see `sort_out`."""
+    optimizer: str | None = None
+    """The optimizer's class; None: its state is left out."""
+    step: int = 0
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """Everything but the tables' rows, ready to be written."""
+
+    tables: tuple[TableSchema, ...]
+    rows: Mapping[tuple[str, str], StoredTensor]
+    """Fields by (table, field), weights as field ""."""
+    blobs: Mapping[str, bytes]
+    dense: int
+    guessed: bool
+    """The tables were guessed."""
+    matrices: tuple[str, ...]
+    """Tensors that could be tables and are taken for dense ones."""
+    optimizer: str
+    """Module and name of its class; empty: none."""
+    left_out: tuple[str, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of the tables' rows, as they are."""
+        return sum(table.rows * raw_row_bytes(table, table.columns) for table in self.tables)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """What was committed."""
+
+    run: str
+    seq: int
+    step: int
+    tables: tuple[str, ...]
+    tables_guessed: bool
+    matrices: tuple[str, ...]
+    """Dense tensors that could have been tables."""
+    dense: int
+    optimizer: str
+    stored_bytes: int
+    left_out: tuple[str, ...]
+
+
+def draft(directory: Path, wish: Wish) -> Draft:
+    """What `directory` would make of a run; reads all but tables.
+
+    Raises `NotReadable`, and `UserError` for a wish that does not fit.
+    """
+    found = sort_out(read_contents(directory), wish.model)
+    model = {name: each for name, each in found.model.items() if not _matches(name, wish.without)}
+    if unused := [one for one in wish.without if not any(fnmatchcase(name, one) for name in found.model)]:
+        raise UserError(f"no tensor is called {unused[0]!r}", remedy=_some(found.model))
+    chosen = _tables(model, wish.tables)
+    left = list(found.left_out)
+    left += [f"{name}: as asked" for name in sorted(found.model.keys() - model.keys())]
+    optimizer, why_not = _optimizer(found, wish)
+    if why_not:
+        left += [
+            f"the optimizer's state ({each.where or 'outermost'}): {why_not}" for each in found.optimizers
+        ]
+    rows = {(name, ""): model[name] for name in chosen}
+    tree: dict[str, Any] | None = None
+    fields: dict[str, tuple[FieldSpec, ...]] = {}
+    if optimizer is not None:
+        tree, fields = _optimizer_tree(optimizer, _class_name(wish.optimizer or ""), model, chosen, left)
+        rows |= {
+            (table, spec.name): _tensor_of(optimizer.state[table][spec.name])
+            for table, specs in fields.items()
+            for spec in specs
+        }
+    blobs = {
+        f"{DENSE}{name}": _encoded(read_tensor(each), each.dtype)
+        for name, each in model.items()
+        if name not in chosen
+    }
+    if tree is not None:
+        blobs["optim/0"] = typed_tree.encode(tree, adapt=_adapt).to_bytes()
+    meta = {"step": wish.step, "fingerprint": {}, "content": None, "grown": {}, "modules": []}
+    blobs["meta"] = typed_tree.encode(meta).to_bytes()
+    # A trainer looks for both; under this one it leaves its generators as they are.
+    blobs["rng"] = typed_tree.encode(None).to_bytes()
+    return Draft(
+        tables=tuple(
+            TableSchema(
+                fqn=name,
+                rows=model[name].shape[0],
+                columns=model[name].shape[1],
+                dtype=model[name].dtype,
+                fields=fields.get(name, ()),
+            )
+            for name in sorted(chosen)
+        ),
+        rows=rows,
+        blobs=blobs,
+        dense=len(model) - len(chosen),
+        guessed=not wish.tables,
+        matrices=tuple(sorted(name for name in model.keys() - chosen if _may_be_table(model[name]))),
+        optimizer="" if tree is None else str(tree["class"]),
+        left_out=tuple(left),
+    )
+
+
+def check_new(target: Target) -> RunLog:
+    """The log of a run that does not exist yet. Raises `UserError` when it does, or cannot have that name."""
+    log = RunLog(target.store, target.run)
+    validate_new_run(target.run)
+    if log.refresh(deadline_s=POLICY.deadline_s).tip >= 0:
+        raise _taken(target)
+    return log
+
+
+def import_draft(
+    made: Draft, target: Target, wish: Wish, *, spool: Path | None, advance: Advance
+) -> Imported:
+    """Begin the run and commit the draft as its first checkpoint, one rank, all rows.
+
+    Raises `UserError` when the run is there already, `NotReadable` for a table that cannot be read (nothing is
+    committed then), and what writing raises.
+    """
+    log = check_new(target)
+    attempt = open_attempt(log, owner=wish.owner, closing_wait_s=0.0, deadline_s=POLICY.deadline_s).attempt
+    if attempt != 1:  # somebody began it just now
+        raise _taken(target)
+    where = PartTarget(
+        run=target.run, attempt=attempt, cut=1, step=wish.step, rank=0, token=new_token(), tables=made.tables,
+        boxes=tuple(
+            Box(table=t.fqn, row_start=0, row_stop=t.rows, col_start=0, col_stop=t.columns) for t in made.tables
+        ),
+        covers=None,
+    )  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory(prefix="deltashard-", dir=spool) as place,
+        PackCache(Path(place), budget_bytes=_SPOOL_BYTES) as cache,
+        PartWriter(target.store, where, cache) as writer,
+    ):
+        for table in made.tables:
+            for frame in _frames(table, made.rows, wish.step, advance):
+                writer.add(frame)
+        for name, data in made.blobs.items():
+            for frame in frame_encoder.encode_blob_frames(name=name, data=data, step=wish.step):
+                writer.add(frame)
+        part = writer.finish()
+    stats = writer.stats
+    assert stats is not None
+    done = commit_part(
+        log, attempt=attempt, cut=1, step=wish.step, world_size=1,
+        report=PartReport(
+            part=part, tables=made.tables, encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
+            stall_s=0.0, directive="full", metadata={"imported": SOURCE},
+        ),
+    )  # fmt: skip
+    return Imported(
+        run=target.run,
+        seq=done.seq,
+        step=wish.step,
+        tables=tuple(table.fqn for table in made.tables),
+        tables_guessed=made.guessed,
+        matrices=made.matrices,
+        dense=made.dense,
+        optimizer=made.optimizer,
+        stored_bytes=stats.stored_bytes,
+        left_out=made.left_out,
+    )
+
+
+def _taken(target: Target) -> UserError:
+    return UserError(
+        "the run exists already, and an import only begins one",
+        where=f"{target.store.url}, run {target.run}",
+        remedy="say another --run; one without checkpoints may be left of an import that broke off, and be deleted",
+    )
+
+
+# What is a table
+
+
+def _tables(model: Mapping[str, StoredTensor], patterns: Collection[str]) -> frozenset[str]:
+    """Names of the tensors that are tables: those that match, or by guess what is large or called an embedding."""
+    if not patterns:
+        return frozenset(name for name, each in model.items() if _may_be_table(each) and _looks(name, each))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in model):
+            raise UserError(f"no tensor is called {pattern!r}", where="--tables", remedy=_some(model))
+    chosen = frozenset(name for name in model if _matches(name, patterns))
+    if odd := sorted(name for name in chosen if not _may_be_table(model[name])):
+        shape = f"{model[odd[0]].dtype} {list(model[odd[0]].shape)}"
+        raise UserError(
+            f"{odd[0]} is {shape}, and no table",
+            where="--tables",
+            remedy=f"a table is 2-D, not empty, and one of {', '.join(element_type.WEIGHT_DTYPES)}",
+        )
+    return chosen
+
+
+def _may_be_table(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) == 2 and 0 not in tensor.shape and tensor.dtype in element_type.WEIGHT_DTYPES
+
+
+def _looks(name: str, tensor: StoredTensor) -> bool:
+    """Whether a 2-D tensor is most likely a table: its size says so, or a word of its path."""
+    rows, columns = tensor.shape
+    *above, last = name.lower().split(".")
+    named = last == "weight" and any("emb" in word or "lookup" in word for word in above)
+    return named or (rows >= MIN_ROWS and rows * columns >= MIN_WEIGHTS)
+
+
+def _matches(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _some(model: Mapping[str, StoredTensor]) -> str:
+    return f"there are {', '.join(sorted(model)[:12])}{', ...' if len(model) > 12 else ''}"
+
+
+# The optimizer
+
+
+def _optimizer(found: Sorted, wish: Wish) -> tuple[OptimizerDict | None, str]:
+    """(the optimizer to import, "") or (None, why not). Raises `UserError` where it is asked for and cannot be."""
+    if wish.optimizer is None:
+        return None, "say --optimizer CLASS, which is not stored there, to have it"
+    if len(found.optimizers) != 1:
+        raise UserError(
+            f"{len(found.optimizers)} optimizers are stored there, and one can be imported",
+            where="--optimizer",
+            remedy="leave it away: weights and dense tensors are imported then",
+        )
+    (only,) = found.optimizers
+    strangers = sorted(only.state.keys() - found.model.keys())
+    if not only.why_not and strangers:
+        only.why_not = f"it has state of {strangers[0]!r}, which the model does not hold"
+    if not only.why_not and sorted(only.groups) != list(range(len(only.groups))):
+        only.why_not = "a group is missing"
+    if only.why_not:
+        raise UserError(
+            f"the optimizer's state cannot be imported: {only.why_not}",
+            where=only.where or "outermost",
+            remedy="save get_optimizer_state_dict(model, optimizer), not flattened; or leave --optimizer away",
+        )
+    return only, ""
+
+
+def _class_name(said: str) -> str:
+    """Module and name of an optimizer's class, as a trainer says them; one of torch.optim's by its name alone, too."""
+    known = getattr(torch.optim, said.removeprefix("torch.optim."), None)
+    if isinstance(known, type):
+        return f"{known.__module__}.{known.__qualname__}"
+    if "." not in said:
+        raise UserError(
+            f"torch.optim has no {said!r}",
+            where="--optimizer",
+            remedy="say its module, too: package.module.Class",
+        )
+    return said
+
+
+def _optimizer_tree(
+    optimizer: OptimizerDict,
+    class_name: str,
+    model: Mapping[str, StoredTensor],
+    tables: Collection[str],
+    left: list[str],
+) -> tuple[dict[str, Any], dict[str, tuple[FieldSpec, ...]]]:
+    """The blob of an optimizer, as a trainer writes it, and the fields that travel with the rows of each table."""
+    fields: dict[str, tuple[FieldSpec, ...]] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    state: dict[str, dict[str, Any]] = {}
+    for name, entry in optimizer.state.items():
+        specs = {}
+        for key in sorted(entry) if name in tables else ():
+            if (kind := _field_kind(entry[key], model[name].shape)) is not None:
+                specs[key] = FieldSpec(name=key, kind=kind, dtype=_tensor_of(entry[key]).dtype)
+        state[name] = {key: _read(value) for key, value in entry.items() if key not in specs}
+        if specs:
+            fields[name] = tuple(specs.values())
+            shapes[name] = {key: _tensor_of(entry[key]).shape[1:] for key in specs}
+    groups = []
+    for number, group in sorted(optimizer.groups.items()):
+        held = {key: _read(value) for key, value in group.items()}
+        params = held.get("params")
+        if not isinstance(params, list) or not all(isinstance(each, str) for each in params):
+            raise UserError(
+                f"group {number} does not name its parameters: torch's own state_dict numbers them",
+                where=optimizer.where or "outermost",
+                remedy="save get_optimizer_state_dict(model, optimizer); or leave --optimizer away",
+            )
+        if absent := sorted(set(params) - model.keys()):
+            left.append(f"{absent[0]} of group {number}: the model does not hold it")
+        groups.append(held)
+    tree = {
+        "class": class_name,
+        "groups": groups,
+        "state": state,
+        "fields": shapes,
+        "extra": {},
+        "orphans": {},
+    }
+    return tree, fields
+
+
+def _field_kind(value: StoredTensor | StoredObject, table: tuple[int, ...]) -> FieldKind | None:
+    """How state of a table travels, by the trainer's rule: with the rows, or (None) in the optimizer's blob."""
+    if not isinstance(value, StoredTensor) or value.dtype not in _FIELD_DTYPES:
+        return None
+    if value.shape == table:
+        return "pointwise"
+    return "rowwise" if value.shape in ((table[0],), (table[0], 1)) else None
+
+
+def _tensor_of(value: StoredTensor | StoredObject) -> StoredTensor:
+    assert isinstance(value, StoredTensor)
+    return value
+
+
+def _read(value: StoredTensor | StoredObject) -> Any:
+    if isinstance(value, StoredObject):
+        return read_object(value)
+    return typed_tree.Tensor(dtype=value.dtype, shape=value.shape, data=_bytes(read_tensor(value)))
+
+
+def _adapt(value: object) -> object:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return NotImplemented
+    dtype = str(value.dtype).removeprefix("torch.")
+    return typed_tree.Tensor(dtype=dtype, shape=tuple(value.shape), data=_bytes(array_of(value)))
+
+
+def _encoded(values: Array, dtype: str) -> bytes:
+    return typed_tree.encode(
+        typed_tree.Tensor(dtype=dtype, shape=values.shape, data=_bytes(values))
+    ).to_bytes()
+
+
+def _bytes(values: Array) -> memoryview:
+    return memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+
+# Rows
+
+
+class _Rows:
+    """A table's weights, or one of its fields, a range of rows after the other."""
+
+    def __init__(self, stored: StoredTensor, shape: tuple[int, ...]) -> None:
+        """`shape` of one row."""
+        self._stored = stored
+        self._shape = shape
+        self._waiting = sorted(stored.pieces, key=lambda piece: piece.offsets[0])[::-1]
+        self._held: list[tuple[Piece, Array]] = []
+
+    def take(self, start: int, stop: int) -> Array:
+        """Rows [start, stop); none before `start` is asked for any more."""
+        self._held = [(piece, values) for piece, values in self._held if piece.stop(0) > start]
+        while self._waiting and self._waiting[-1].offsets[0] < stop:
+            piece = self._waiting.pop()
+            self._held.append((piece, read_piece(self._stored, piece)))
+        found = np.zeros(
+            (stop - start, *self._stored.shape[1:]), element_type.by_name(self._stored.dtype).carrier
+        )
+        for piece, values in self._held:
+            low, high = max(start, piece.offsets[0]), min(stop, piece.stop(0))
+            at = (
+                slice(low - start, high - start),
+                *(slice(offset, piece.stop(d)) for d, offset in enumerate(piece.offsets) if d > 0),
+            )
+            found[at] = values[low - piece.offsets[0] : high - piece.offsets[0]]
+        return found.reshape(stop - start, *self._shape)
+
+
+def _frames(
+    table: TableSchema, stored: Mapping[tuple[str, str], StoredTensor], step: int, advance: Advance
+) -> Iterator[frame_encoder.EncodedFrame]:
+    """All rows of a table with their optimizer state, each value as it is."""
+    weights = _Rows(stored[table.fqn, ""], (table.columns,))
+    fields = {
+        spec.name: _Rows(stored[table.fqn, spec.name], spec.shape(1, table.columns)[1:])
+        for spec in table.fields
+    }
+    row_bytes = raw_row_bytes(table, table.columns)
+    rows_at_once = max(1, _RANGE_BYTES // row_bytes)
+    most = frame_encoder.rows_per_frame(table, table.columns)
+    options = EncodeOptions(encoding=ENCODINGS[_ENCODING_OF[table.dtype]])
+    for start in range(0, table.rows, rows_at_once):
+        stop = min(start + rows_at_once, table.rows)
+        block = RowBlock.of_whole_rows(
+            table,
+            range(start, stop),
+            weights.take(start, stop),
+            {name: rows.take(start, stop) for name, rows in fields.items()},
+        )
+        for at in range(0, len(block), most):
+            yield frame_encoder.encode_rows(block[at : at + most], options, step=step)
+        advance((stop - start) * row_bytes)

@@ -1,0 +1,70 @@
+"""One rank of a few that save or load sharded state dicts with plain torch.distributed.checkpoint; nothing of ours.
+
+Run as a script: `dcp_ranks.py WORKDIR RANK WORLD save|load`. Tensors come from `WORKDIR/whole.pt`, a dict of whole ones;
+`save` shards them, each in every way there is, into `WORKDIR/saved`; `load` reads `WORKDIR/exported` into shards of
+other sizes and compares them.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+
+def sharded(whole, kind, mesh, *, empty):
+    """The rank's part of a tensor, with its values or zeros."""
+    values = torch.zeros_like(whole) if empty else whole
+    if kind == "plain":
+        return values.clone()
+    if kind == "sharded":  # uneven: rank 0 has one row, the last one the rest
+        rank, world = dist.get_rank(), dist.get_world_size()
+        stop = len(whole) if rank == world - 1 else rank + 1
+        offsets = [rank, *([0] * (whole.dim() - 1))]
+        local = LocalShard.from_tensor_and_offsets(values[rank:stop].clone(), offsets, rank)
+        return init_from_local_shards([local], *whole.shape)
+    placement = {"rows": Shard(0), "columns": Shard(whole.dim() - 1), "replicated": Replicate()}[kind]
+    return distribute_tensor(values, mesh, [placement])
+
+
+def same(whole, part):
+    """Whether the rank's part has the bits of the whole one's."""
+    if isinstance(part, ShardedTensor):
+        (local,) = part.local_shards()
+        start = local.metadata.shard_offsets[0]
+        return torch.equal(local.tensor, whole[start : start + len(local.tensor)])
+    return torch.equal(part.full_tensor() if isinstance(part, DTensor) else part, whole)
+
+
+def main():
+    place, rank, world, what = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{place}/{what}.init", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.load(place / "whole.pt", weights_only=True)
+    kinds = ("rows", "columns", "sharded", "plain", "replicated")
+    if what == "save":
+        held = {
+            kind: {name: sharded(each, kind, mesh, empty=False) for name, each in whole.items()}
+            for kind in kinds
+        }
+        for kind in kinds:
+            dcp.save({"model": held[kind], "step": 3}, checkpoint_id=place / f"saved-{kind}")
+    else:
+        for kind in kinds:
+            held = {name: sharded(each, kind, mesh, empty=True) for name, each in whole.items()}
+            dcp.load(held, checkpoint_id=place / "exported")
+            for name, each in whole.items():
+                assert same(each, held[name]), (kind, name)
+    (place / f"{what}-{rank}.done").touch()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,669 @@
+"""Export to torch.distributed.checkpoint and import from it: read and written by plain torch, in one process and many."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from deltashard.errors import CheckpointMismatch
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_cli.dcp import importer
+from deltashard_cli.dcp.metadata import Piece, StoredTensor
+from deltashard_cli.dcp.reader import read_piece
+from deltashard_cli.dcp.writer import export_dcp
+from deltashard_cli.main import main
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.data import DataLoader
+
+from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
+]
+Cli = Callable[..., tuple[int, str]]
+Checkpointers = Callable[..., deltashard.Checkpointer]
+GOLDEN = Path(__file__).parents[2] / "golden" / "v1"
+LIVING = (4, 5, 7, 9, 10, 13)
+"""Checkpoints of the golden run of many ranks."""
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the entry point; (exit code, stdout and stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, shown.out + shown.err
+
+    return run
+
+
+@pytest.fixture
+def checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Checkpointers:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+
+    def build(net: nn.Module, optimizer: Any, run: str = "r") -> deltashard.Checkpointer:
+        return deltashard.Checkpointer(
+            net,
+            optimizer,
+            url=tmp_path / "store",
+            run=run,
+            encoding="fp32",
+            arena_bytes=64 << 20,
+            grace_s=None,
+        )
+
+    return build
+
+
+class Net(nn.Module):
+    """Two tables, of which one is called nothing like an embedding; else a norm and a dense layer, if at all."""
+
+    def __init__(self, *, dense: bool) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embeddings = nn.ModuleDict({"goods": nn.EmbeddingBag(300, 8, mode="sum")})
+        self.places = nn.Embedding(40, 6)
+        if dense:
+            self.top = nn.Sequential(nn.BatchNorm1d(14), nn.Linear(14, 1))
+        else:
+            self.register_buffer("top_weight", torch.randn(14, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([self.embeddings["goods"](ids), self.places(ids[:, 0] % 40)], 1)
+        return self.top(both) if hasattr(self, "top") else both @ self.top_weight
+
+
+Made = tuple[Net, torch.optim.Optimizer]
+
+
+def made(kind: str) -> Made:
+    net = Net(dense=kind in ("Adagrad", "Adam"))
+    if kind == "Adam":
+        return net, torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True)
+    if kind == "Adagrad":  # in two groups
+        rest = [param for name, param in net.named_parameters() if "goods" not in name]
+        return net, torch.optim.Adagrad(
+            [{"params": net.embeddings.parameters(), "lr": 0.1}, {"params": rest}]
+        )
+    return net, deltashard.optim.RowWiseAdagrad(net.parameters(), lr=0.05)
+
+
+OPTIMIZERS = ("Adagrad", "Adam", "deltashard.optim.RowWiseAdagrad")
+
+
+def train(model: Made, steps: range, ckpt: deltashard.Checkpointer | None = None) -> None:
+    net, optimizer = model
+    for step in steps:
+        ids = torch.randint(300, (16, 4), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(ids).square().mean().backward()
+        optimizer.step()
+        if ckpt is not None:
+            ckpt.step()
+
+
+def same(a: Made, b: Made) -> None:
+    """Weights, buffers, groups and optimizer state, bit for bit."""
+    for name, value in a[0].state_dict().items():
+        assert torch.equal(value, b[0].state_dict()[name]), name
+    held, other = (optimizer.state_dict() for optimizer in (a[1], b[1]))
+    assert held["param_groups"] == other["param_groups"]
+    assert held["state"].keys() == other["state"].keys()
+    for number, entry in held["state"].items():
+        for key, value in entry.items():
+            found = other["state"][number][key]
+            assert torch.equal(value, found) if isinstance(value, torch.Tensor) else value == found, key
+
+
+def whole_of(model: Made) -> dict[str, Any]:
+    """As `export --format dcp --state` has it."""
+    return get_model_state_dict(model[0]) | {"optimizer": get_optimizer_state_dict(model[0], model[1])}
+
+
+def read_back(directory: Path) -> dict[str, Any]:
+    """All of a directory, by torch."""
+    dcp_to_torch_save(directory, directory.parent / "back.pt")
+    found = torch.load(directory.parent / "back.pt", weights_only=True)
+    assert isinstance(found, dict)
+    return found
+
+
+def by_ranks(place: Path, world: int, what: str) -> None:
+    """The same work in `world` processes of plain torch."""
+    script = str(Path(__file__).parent / "dcp_ranks.py")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(place), str(rank), str(world), what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(said)
+    assert all((place / f"{what}-{rank}.done").exists() for rank in range(world))
+
+
+# -- export -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seq", LIVING)
+def test_a_run_of_many_ranks_is_exported_in_every_format(cli: Cli, tmp_path: Path, seq: int) -> None:
+    """Tables that were split by rows and by columns, one rank's part after another: the bits it must restore."""
+    url = shutil.copytree(GOLDEN / "run-3", tmp_path / "store" / "run-3")
+    expected = {path.stem: np.load(path) for path in (GOLDEN / "run-3-expected" / str(seq)).glob("*.npy")}
+    assert len(expected) == 5
+    for name in ("all.pt", "all.safetensors", "all"):
+        kind = [] if "." in name else ["--format", "dcp"]
+        assert cli("export", url, tmp_path / name, "-c", seq, "--state", *kind)[0] == 0
+    for found in (
+        torch.load(tmp_path / "all.pt", weights_only=True),
+        load_file(tmp_path / "all.safetensors"),
+    ):
+        assert expected.keys() < found.keys()
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name].numpy(), values)
+    loaded = read_back(tmp_path / "all")
+    state = loaded.pop("optimizer")["state"]
+    for fqn in [name for name in expected if name in loaded]:
+        np.testing.assert_array_equal(loaded[fqn].numpy(), expected[fqn])
+        for key, values in state[fqn].items():
+            np.testing.assert_array_equal(values.numpy(), expected[f"{fqn}.{key}"])
+    fields = {f"{fqn}.{key}" for fqn in loaded if fqn in state for key in state[fqn]}
+    assert expected.keys() <= loaded.keys() | fields
+
+
+@pytest.mark.parametrize("seq", LIVING)
+def test_a_run_of_many_ranks_opens_as_any_other(tmp_path: Path, seq: int) -> None:
+    """`open_checkpoint`: whole tables, some rows of them, and their optimizer state."""
+    shutil.copytree(GOLDEN / "run-3", tmp_path / "store" / "run-3")
+    expected = GOLDEN / "run-3-expected" / str(seq)
+    with deltashard.open_checkpoint(tmp_path / "store", "run-3", seq) as checkpoint:
+        for name, schema in checkpoint.tables.items():
+            weights = np.load(expected / f"{name}.npy")
+            ids = [schema.rows - 1, 0, 11, 0]
+            whole, some = checkpoint.table(name), checkpoint.rows(name, ids)
+            np.testing.assert_array_equal(whole.weights.numpy(), weights)
+            np.testing.assert_array_equal(some.weights.numpy(), weights[ids])
+            for spec in schema.fields:
+                values = np.load(expected / f"{name}.{spec.name}.npy")
+                np.testing.assert_array_equal(whole.state[spec.name].numpy(), values)
+                np.testing.assert_array_equal(some.state[spec.name].numpy(), values[ids])
+
+
+def opened(url: str, run: str) -> OpenCheckpoint:
+    store = open_store(url)
+    state = RunLog(store, run).refresh()
+    newest = state.newest()
+    assert newest is not None
+    return OpenCheckpoint.of(store, state, newest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_many_ranks_load_what_one_process_exported(cli: Cli, tmp_path: Path, world: int) -> None:
+    """By plain dcp.load, into DTensors by rows and columns, ShardedTensors and whole tensors; tables came in shards."""
+    run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")
+    base = run.save(step=1)
+    run.save(run.train(), step=2, covers=base)
+    run.close()
+    read: list[tuple[str, int, int]] = []
+
+    class Watched(OpenCheckpoint):
+        def span(self, schema: Any, start: int, stop: int, **options: Any) -> Any:
+            read.append((schema.fqn, start, stop))
+            return super().span(schema, start, stop, **options)
+
+        def tables(self, *_given: Any, **_options: Any) -> Any:
+            raise AssertionError("a whole table")
+
+    at = opened(f"file://{tmp_path}/store", "r")
+    watched = Watched(store=at.store, state=at.state, entry=at.entry, indexes=at.indexes)
+    row_bytes = 2 * 16 * 4 + 4
+    written = export_dcp(
+        watched, tmp_path / "exported", state=True, advance=lambda _count: None, shard_bytes=700 * row_bytes
+    )
+    # Ranges of 700 rows, each read once for the weights and both fields.
+    assert [span for span in read if span[0] == ITEMS.fqn] == [
+        (ITEMS.fqn, start, min(start + 700, 3000)) for start in range(0, 3000, 700)
+    ]
+    metadata = dcp.FileSystemReader(tmp_path / "exported").read_metadata()
+    assert [chunk.sizes[0] for chunk in metadata.state_dict_metadata[ITEMS.fqn].chunks] == [700] * 4 + [200]
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id is None, "the place where it was made is gone"
+    assert written.skipped == ("dense/odd",)
+    assert written.bytes == sum(path.stat().st_size for path in (tmp_path / "exported").iterdir())
+    items, half, dense = run.saved[at.entry.seq]
+    whole = {
+        ITEMS.fqn: torch.from_numpy(items.weights),
+        HALF.fqn: torch.from_numpy(half.weights).view(torch.bfloat16),
+        "mlp.0.weight": torch.from_numpy(dense),
+        f"optimizer.state.{ITEMS.fqn}.sum": torch.from_numpy(items.fields["sum"]),
+        f"optimizer.state.{ITEMS.fqn}.exp_avg": torch.from_numpy(items.fields["exp_avg"]),
+    }
+    torch.save(whole, tmp_path / "whole.pt")
+    by_ranks(tmp_path, world, "load")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_trained_model_goes_on_under_plain_torch(
+    cli: Cli, checkpointer: Checkpointers, tmp_path: Path, kind: str
+) -> None:
+    """Model and optimizer, groups and all, by dcp.load and torch's own setters: the bits of training that never left."""
+    lost = made(kind)
+    with checkpointer(*lost) as ckpt:
+        assert ckpt.restore() is None
+        train(lost, range(5), ckpt)
+        ckpt.save().wait(60)
+    code, text = cli("export", tmp_path / "store" / "r", tmp_path / "out", "--format", "dcp", "--state")
+    assert code == 0
+    assert "left out" not in text
+    fresh = made(kind)
+    train(fresh, range(90, 91))
+    found = whole_of(fresh)
+    dcp.load(found, checkpoint_id=tmp_path / "out")
+    set_optimizer_state_dict(*fresh, optim_state_dict=found.pop("optimizer"))
+    set_model_state_dict(fresh[0], found)
+    same(lost, fresh)
+    train(lost, range(5, 8))
+    train(fresh, range(5, 8))
+    same(lost, fresh)
+
+
+def test_weights_alone_are_a_models_state_dict(cli: Cli, checkpointer: Checkpointers, tmp_path: Path) -> None:
+    """Without --state there is nothing else; --json says what was written."""
+    lost = made("Adagrad")
+    with checkpointer(*lost) as ckpt:
+        assert ckpt.restore() is None
+        train(lost, range(2), ckpt)
+        ckpt.save().wait(60)
+    code, text = cli("export", tmp_path / "store", tmp_path / "a" / "out", "--format", "dcp", "--json")
+    assert code == 0
+    said = json.loads(text)
+    assert (said["tables"], said["tensors"], said["left_out"]) == (2, len(lost[0].state_dict()), [])
+    found = read_back(tmp_path / "a" / "out")
+    assert found.keys() == lost[0].state_dict().keys()
+    state = {name: torch.zeros_like(value) for name, value in lost[0].state_dict().items()}
+    dcp.load(state, checkpoint_id=tmp_path / "a" / "out")
+    assert all(torch.equal(state[name], value) for name, value in lost[0].state_dict().items())
+
+
+def test_an_export_is_there_whole_or_not_at_all(cli: Cli, tmp_path: Path) -> None:
+    """What goes wrong while rows are read is said as ever, and leaves nothing behind; nothing is replaced."""
+    run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")
+    run.save(step=1)
+    run.close()
+    assert cli("export", tmp_path / "store", tmp_path / "out", "--format", "dcp")[0] == 0
+    code, text = cli("export", tmp_path / "store", tmp_path / "out", "--format", "dcp", "--force")
+    assert code == 2
+    assert "exists already" in text
+    code, text = cli("export", tmp_path / "store", tmp_path / "out", "--format", "torch", "--force")
+    assert code == 2
+    assert "is a directory" in text
+    for info in list(run.store.list("r/")):
+        if info.key.endswith("00001.pack"):
+            data = bytearray(run.store.get(info.key))
+            data[len(data) // 2] ^= 1
+            run.store.put(info.key, bytes(data))
+    code, text = cli("export", tmp_path / "store", tmp_path / "torn", "--format", "dcp", "--state")
+    assert code == 1
+    assert "wrong hash" in text
+    assert "Traceback" not in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "store", "w"]
+
+
+def test_state_that_has_no_place_is_said(cli: Cli, tmp_path: Path) -> None:
+    """An optimizer's blob that is none as trainers write them."""
+    run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")
+    run.save(step=1)
+    run.close()
+    code, text = cli("export", tmp_path / "store", tmp_path / "out", "--format", "dcp", "--state")
+    assert code == 0
+    assert "left out: optim/0: its state has an unknown shape" in text
+    assert "left out, not plain tensors: dense/odd" in text
+
+
+# -- import -----------------------------------------------------------------------------------------------------
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_training_goes_on_from_an_import(
+    cli: Cli, checkpointer: Checkpointers, tmp_path: Path, kind: str
+) -> None:
+    """Saved by plain torch, restored in full by a trainer, trained on: as if it had never moved. Then deltas follow."""
+    plain = made(kind)
+    train(plain, range(5))
+    saved = {"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain), "epoch": 2}
+    dcp.save(saved, checkpoint_id=tmp_path / "saved")
+    command = ("import", tmp_path / "store", tmp_path / "saved", "--run", "r", "--step", 5)
+    code, text = cli(*command, "--optimizer", kind, "--tables", "embeddings.*", "--tables", "places.weight")
+    assert code == 0, text
+    assert "tables (as said): embeddings.goods.weight, places.weight" in text
+    assert "left out: epoch" in text
+    moved = made(kind)
+    with checkpointer(*moved) as ckpt:
+        restored = ckpt.restore()
+        assert restored is not None
+        assert (restored.step, restored.seq, restored.notes) == (5, 2, ())
+        same(plain, moved)
+        train(moved, range(5, 8), ckpt)
+        ckpt.save().wait(60)
+        train(moved, range(8, 9), ckpt)
+        ckpt.save().wait(60)
+    train(plain, range(5, 9))
+    same(plain, moved)
+    again = made(kind)
+    with checkpointer(*again) as ckpt:
+        assert ckpt.restore() is not None
+        same(plain, again)
+    assert cli("verify", "--deep", tmp_path / "store" / "r")[0] == 0
+
+
+def test_weights_alone_start_a_model_warm(cli: Cli, checkpointer: Checkpointers, tmp_path: Path) -> None:
+    """Without --optimizer: `weights_only`, in the run itself and from another; in full it is refused, by what is missing."""
+    plain = made("Adagrad")
+    train(plain, range(3))
+    dcp.save({"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain)}, checkpoint_id=tmp_path / "saved")  # fmt: skip
+    command = ("import", tmp_path / "store", tmp_path / "saved", "--run", "old", "--tables", "*.goods.weight")
+    code, text = cli(*command, "--tables", "places.*")
+    assert code == 0, text
+    assert "left out: the optimizer's state (optim): say --optimizer CLASS" in text
+    for run, options in (("old", {}), ("new", {"from_run": "old"})):
+        warm = made("Adam")
+        with checkpointer(*warm, run=run) as ckpt:
+            if run == "old":
+                with pytest.raises(CheckpointMismatch, match="0 optimizers are stored"):
+                    ckpt.restore()
+            assert ckpt.restore(weights_only=True, **options) is not None
+            for name, value in plain[0].state_dict().items():
+                assert torch.equal(value, warm[0].state_dict()[name])
+            assert not warm[1].state_dict()["state"]
+
+
+@pytest.mark.slow
+def test_what_many_ranks_saved_is_imported(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensors by rows and by columns, uneven ShardedTensors, replicas: the same run, bit for bit, each time.
+
+    Tables come in ranges of a few rows, across the borders of pieces, each of which is read once.
+    """
+    read: list[str] = []
+
+    def watched(stored: StoredTensor, piece: Piece) -> Any:
+        read.append(stored.name)
+        return read_piece(stored, piece)
+
+    monkeypatch.setattr(importer, "_RANGE_BYTES", 999)
+    monkeypatch.setattr(importer, "read_piece", watched)
+    generator = torch.Generator().manual_seed(5)
+    whole = {
+        "emb.items.weight": torch.randn(301, 10, generator=generator),
+        "emb.users.weight": torch.randn(57, 6, generator=generator).bfloat16(),
+        "emb.double.weight": torch.randn(11, 5, generator=generator).double(),
+        "emb.half.weight": torch.randn(9, 4, generator=generator).half(),
+        "top.weight": torch.randn(5, 3, generator=generator),
+        "top.bias": torch.randn(7, generator=generator),
+    }
+    torch.save(whole, tmp_path / "whole.pt")
+    by_ranks(tmp_path, 2, "save")
+    for kind in ("rows", "columns", "sharded", "plain", "replicated"):
+        code, text = cli("import", tmp_path / "store", tmp_path / f"saved-{kind}", "--run", kind, "--json")
+        assert code == 0, text
+        said = json.loads(text)
+        assert said["verified"] is True
+        assert said["imported"]["tables"] == sorted(name for name in whole if name.startswith("emb"))
+        assert (said["imported"]["tables_guessed"], said["imported"]["matrices"]) == (True, ["top.weight"])
+        assert said["imported"]["left_out"] == ["step"]
+        stored = dcp.FileSystemReader(tmp_path / f"saved-{kind}").read_metadata().state_dict_metadata
+        pieces = {f"model.{name}": len(stored[f"model.{name}"].chunks) for name in whole if "emb" in name}
+        assert set(pieces.values()) == ({1} if kind in ("plain", "replicated") else {2})
+        assert Counter(read) == pieces
+        read.clear()
+        with deltashard.open_checkpoint(tmp_path / "store", kind) as checkpoint:
+            assert checkpoint.metadata["imported"] == "torch.distributed.checkpoint"
+            for name, value in whole.items():
+                found = (
+                    checkpoint.table(name).weights if name in checkpoint.tables else checkpoint.dense[name]
+                )
+                assert (found.dtype, bits(found)) == (value.dtype, bits(value)), (kind, name)
+
+
+def test_odd_bits_stay(cli: Cli, tmp_path: Path) -> None:
+    """NaNs with their payloads, infinities, zeros of both signs, the smallest numbers."""
+    odd = torch.tensor([0x7FC00123, 0x7F800000, -0x80000000, 0x00000001, -0x7FFFFF, 0], dtype=torch.int32)
+    table = odd.view(torch.float32).repeat(200, 2)
+    dcp.save({"emb.weight": table, "n": torch.tensor(3), "none": torch.zeros(0)}, checkpoint_id=tmp_path / "saved")  # fmt: skip
+    assert cli("import", tmp_path / "store", tmp_path / "saved", "--run", "r")[0] == 0
+    assert cli("export", tmp_path / "store", tmp_path / "out", "--format", "dcp")[0] == 0
+    found = read_back(tmp_path / "out")
+    assert bits(found["emb.weight"]) == bits(table)
+    assert found["n"].item() == 3
+    assert found["none"].shape == (0,)
+
+
+def test_there_and_back(cli: Cli, checkpointer: Checkpointers, tmp_path: Path) -> None:
+    """A run, exported, imported as another: the same state, with a loader beside it."""
+    lost = made("Adagrad")
+    with checkpointer(*lost) as ckpt:
+        assert ckpt.restore() is None
+        train(lost, range(4), ckpt)
+        ckpt.save().wait(60)
+    assert cli("export", tmp_path / "store", tmp_path / "out", "--format", "dcp", "--state")[0] == 0
+    command = ("import", tmp_path / "store", tmp_path / "out", "--run", "back", "--step", 4)
+    code, text = cli(*command, "--optimizer", "torch.optim.adagrad.Adagrad", "--tables", "embeddings.*", "--tables", "places.*")  # fmt: skip
+    assert code == 0, text
+    assert "left out" not in text
+    back = made("Adagrad")
+    with checkpointer(*back, run="back") as ckpt:
+        restored = ckpt.restore()
+        assert restored is not None
+        assert restored.step == 4
+        same(lost, back)
+        assert len(list(ckpt.wrap(DataLoader(range(3), shuffle=True)))) == 3
+        train(back, range(4, 5), ckpt)
+        ckpt.save().wait(60)
+
+
+def test_on_an_object_store(cli: Cli, minio_url: str, saved: Path, tmp_path: Path) -> None:
+    """The run lies in a bucket."""
+    assert cli("import", minio_url, saved, "--run", "team/r", "--tables", "*.goods.weight", "--owner", "me")[0] == 0  # fmt: skip
+    assert RunLog(open_store(minio_url), "team/r").refresh().owner == "me"
+    assert cli("export", minio_url, tmp_path / "out", "--run", "team/r", "--format", "dcp")[0] == 0
+    found, before = read_back(tmp_path / "out"), read_back(saved)["model"]
+    assert found.keys() == before.keys()
+    assert all(bits(found[name]) == bits(value) for name, value in before.items())
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory that plain torch wrote of a model and its optimizer."""
+    plain = made("Adagrad")
+    train(plain, range(2))
+    held = {"model": get_model_state_dict(plain[0]), "optim": get_optimizer_state_dict(*plain)}
+    dcp.save(held, checkpoint_id=tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def nothing_was_begun(tmp_path: Path) -> bool:
+    return not any(path.is_file() for path in (tmp_path / "store").rglob("*"))
+
+
+def test_a_directory_that_is_not_whole_is_refused(cli: Cli, saved: Path, tmp_path: Path) -> None:
+    """A file that is missing or short, a .metadata that is missing or hostile: nothing is begun, nothing is run."""
+
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    metadata, data = saved / ".metadata", saved / "__0_0.distcp"
+    whole = metadata.read_bytes(), data.read_bytes()
+
+    def refused(said: str) -> None:
+        code, text = cli("import", tmp_path / "store", saved, "--run", "r")
+        assert code == 2, text
+        assert said in text
+        assert "Traceback" not in text
+        assert nothing_was_begun(tmp_path)
+
+    metadata.write_bytes(pickle.dumps(Hostile()))
+    refused("the pickle names pathlib.Path.touch")
+    assert not (tmp_path / "ran").exists()
+    metadata.unlink()
+    refused("there is no .metadata")
+    metadata.write_bytes(whole[0])
+    data.write_bytes(whole[1][:-1])
+    refused("a file is too short")
+    data.unlink()
+    refused("a file does not exist")
+    data.write_bytes(bytes(len(whole[1])))
+    refused("cannot be read")
+    data.write_bytes(whole[1])
+    assert cli("import", tmp_path / "store", saved, "--run", "r")[0] == 0
+
+
+def test_a_table_that_cannot_be_read_commits_nothing(cli: Cli, saved: Path, tmp_path: Path) -> None:
+    """Tables are read as they are written: the run is begun then, holds no checkpoint, and is not taken for one."""
+    reader = dcp.FileSystemReader(saved)
+    stored = reader.read_metadata().storage_data
+    info = next(info for index, info in stored.items() if index.fqn == "model.embeddings.goods.weight")
+    data = bytearray((saved / info.relative_path).read_bytes())
+    data[info.offset : info.offset + 64] = bytes(64)
+    (saved / info.relative_path).write_bytes(bytes(data))
+    code, text = cli("import", tmp_path / "store", saved, "--run", "r")
+    assert code == 2
+    assert "model.embeddings.goods.weight cannot be read" in text
+    state = RunLog(open_store(f"file://{tmp_path}/store"), "r").refresh()
+    assert state.checkpoints == {}
+    code, text = cli("import", tmp_path / "store", saved, "--run", "r")
+    assert code == 2
+    assert "exists already" in text
+
+
+def test_objects_that_are_no_plain_values_are_not_loaded(cli: Cli, tmp_path: Path) -> None:
+    """A value that only a full unpickling brings back stays where it is: left out, or refused where it is needed."""
+
+    class Ran(list):
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "ran",)
+
+    model = {"emb.weight": torch.ones(3, 2)}
+    optim = {"state": {}, "param_groups": [{"lr": Ran(), "params": ["emb.weight"]}]}
+    dcp.save({"model": model, "optim": optim, "more": Ran()}, checkpoint_id=tmp_path / "saved")
+    code, text = cli("import", tmp_path / "store", tmp_path / "saved", "--run", "r")
+    assert code == 0, text
+    assert "left out: more" in text
+    code, text = cli("import", tmp_path / "store", tmp_path / "saved", "--run", "s", "--optimizer", "SGD")
+    assert code == 2, text
+    assert "optim.param_groups.0.lr cannot be read" in text
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_that_exists_is_left_alone(cli: Cli, saved: Path, tmp_path: Path) -> None:
+    """An import begins a run, and goes into a store."""
+    assert cli("import", tmp_path / "store", saved, "--run", "r")[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    code, text = cli("import", tmp_path / "store", saved, "--run", "r")
+    assert code == 2
+    assert "the run exists already" in text
+    assert "--run" in text
+    code, text = cli("import", tmp_path / "store" / "r", saved, "--run", "s")
+    assert code == 2
+    assert "this is a run and not a store" in text
+    code, text = cli("import", tmp_path / "store", saved, "--run", "team/log")
+    assert code == 2
+    assert {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()} == before
+
+
+def test_what_is_not_clear_is_asked_for(cli: Cli, saved: Path, tmp_path: Path) -> None:
+    """Which dict is the model's, which names are tables, whose state it is: said with what there is."""
+    model = {"emb.weight": torch.ones(3, 2), "top.weight": torch.ones(2, 2), "top.bias": torch.ones(2)}
+    adagrad = torch.optim.Adagrad([nn.Parameter(torch.ones(3, 2))])
+    flat = {"state.emb.weight.sum": torch.ones(3, 2), "param_groups.emb.weight.lr": 0.1}
+    two = {"state": {}, "param_groups": [{"lr": 0.1, "params": ["emb.weight"]}]}
+    fused = {
+        "state": {"emb.weight": {"emb.momentum1": torch.ones(3)}},
+        "param_groups": [{"params": ["emb.weight"]}],
+    }
+    odd = {"state": {"other.weight": {"sum": torch.ones(3, 2)}}, "param_groups": [{"params": ["emb.weight"]}]}
+    for name, held, arguments, said in (
+        ("two", {"left": model, "right": model}, (), "which of these is the model's"),
+        ("two", {"left": model, "right": model}, ("--model", "middle"), "one of: 'left', 'right'"),
+        ("none", {"epoch": 3}, (), "it holds no tensors"),
+        ("m", {"model": model}, ("--tables", "items.*"), "no tensor is called 'items.*'"),
+        ("m", {"model": model}, ("--tables", "top.bias"), "top.bias is float32 [2], and no table"),
+        ("m", {"model": model}, ("--without", "x*"), "no tensor is called 'x*'"),
+        ("m", {"model": model}, ("--optimizer", "Adagrad"), "0 optimizers are stored there"),
+        ("b", {"model": model, "a": two, "b": two}, ("--optimizer", "Adagrad"), "2 optimizers are stored"),
+        ("n", {"model": model, "o": adagrad.state_dict()}, ("--optimizer", "Adagrad"), "get_optimizer_state_dict"),
+        ("f", {"model": model, "o": flat}, ("--optimizer", "Adagrad"), "it was flattened"),
+        ("o", {"model": model, "o": odd}, ("--optimizer", "Adagrad"), "state of 'other.weight'"),
+        ("u", {"model": model, "o": fused}, ("--optimizer", "Adagrad"), "holds state.emb.weight.emb.momentum1"),
+        ("s", {"model": model, "o": two}, ("--optimizer", "Adagrat"), "torch.optim has no 'Adagrat'"),
+    ):  # fmt: skip
+        if not (tmp_path / name).exists():
+            dcp.save(held, checkpoint_id=tmp_path / name)
+        code, text = cli("import", tmp_path / "store", tmp_path / name, "--run", "r", *arguments)
+        assert code == 2, text
+        assert said in text
+        assert nothing_was_begun(tmp_path)
+    code, text = cli("import", tmp_path / "store", tmp_path / "two", "--run", "r", "--model", "left", "--without", "top.*")  # fmt: skip
+    assert code == 0, text
+    assert "left out: top.bias: as asked" in text
+    assert "left out: right.emb.weight" in text
+    with deltashard.open_checkpoint(tmp_path / "store", "r") as checkpoint:
+        assert list(checkpoint.tables) == ["emb.weight"]
+        assert list(checkpoint.dense) == []
+    del saved
+
+
+def test_without_torch_both_say_so(
+    cli: Cli, tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = WrittenRun(open_store(f"file://{tmp_path}/store"), "r", tmp_path / "w")
+    run.save(step=1)
+    run.close()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for arguments in (
+        ("export", tmp_path / "store", tmp_path / "out", "--format", "dcp"),
+        ("import", tmp_path / "store", saved, "--run", "s"),
+    ):
+        code, text = cli(*arguments)
+        assert code == 2
+        assert "needs torch, which is not installed" in text
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,335 @@
+"""A training of several ranks under DistributedDataParallel, and what may happen to it: scenarios for `rank_zygote`."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import torch
+import torch.distributed as dist
+import xxhash
+from deltashard.errors import DeltashardError
+from deltashard.group import meeting
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.support.trainer.rank_zygote import serve
+
+ROWS, DIM, BATCH = 900, 8, 4
+
+
+class Baskets(torch.utils.data.Dataset):
+    """240 baskets of 5 items and a label; each knows its number."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.items = torch.randint(ROWS, (240, 5), generator=generator)
+        self.labels = torch.rand(240, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return i, self.items[i], self.labels[i]
+
+
+class Net(nn.Module):
+    """Two tables, batch norm, dropout, a dense layer."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        super().__init__()
+        self.items = nn.EmbeddingBag(rows, DIM, mode="mean")
+        self.first = nn.Embedding(rows, DIM)
+        self.norm = nn.BatchNorm1d(2 * DIM)
+        self.drop = nn.Dropout(0.3)
+        self.top = nn.Linear(2 * DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(self.drop(self.norm(torch.cat([self.items(x), self.first(x[:, 0])], 1))))
+
+
+class Program:
+    """A training loop of one rank under DistributedDataParallel, with or without deltashard."""
+
+    def __init__(self, rank: int, workdir: Path, *, ckpt: bool = True, **options: Any) -> None:
+        self.rank = rank
+        torch.manual_seed(3)
+        self.model = DistributedDataParallel(Net())
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
+        torch.manual_seed(100 + rank)
+        random.seed(rank)
+        self.loader: Any = DataLoader(
+            data := Baskets(), batch_size=BATCH, sampler=DistributedSampler(data, shuffle=True, seed=5)
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 7, gamma=0.9)
+        self.seen: list[int] = []
+        self.ckpt = None
+        if ckpt:
+            self.ckpt = deltashard.Checkpointer(
+                self.model,
+                self.optimizer,
+                state={"scheduler": self.scheduler},
+                url=workdir / "store",
+                run="group",
+                **{"encoding": "fp32", "content_hash": True, "grace_s": None} | options,
+            )
+            self.loader = self.ckpt.wrap(self.loader)
+
+    def steps(self) -> Iterator[int]:
+        """Train for ever; yields the number of each step that ended."""
+        epoch = self.loader.epoch if self.ckpt is not None else 0
+        step = 0 if self.ckpt is None else self.ckpt.steps
+        while True:
+            self.loader.sampler.set_epoch(epoch)
+            for numbers, items, labels in self.loader:
+                self.seen += numbers.tolist()
+                self.optimizer.zero_grad()
+                nn.functional.mse_loss(self.model(items) * random.uniform(0.9, 1.1), labels).backward()
+                self.optimizer.step()
+                self.scheduler.step()
+                step += 1
+                if self.ckpt is not None:
+                    self.ckpt.step()
+                yield step
+            epoch += 1
+
+    def train(self, until: int) -> None:
+        """So many steps in all."""
+        for step in self.steps():
+            if step >= until:
+                break
+
+    def state(self) -> dict[str, Any]:
+        """Of everything that a later step depends on, as text."""
+        tensors = dict(self.model.module.state_dict())
+        for i, held in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{i}/{key}": torch.as_tensor(value) for key, value in held.items()}
+        sums = {k: xxhash.xxh3_64_hexdigest(v.contiguous().numpy().tobytes()) for k, v in tensors.items()}
+        return sums | {
+            "torch": torch.rand(1).item(),
+            "python": random.random(),
+            "lr": self.scheduler.get_last_lr(),
+        }
+
+
+# Scenarios: (rank, workdir, options) -> what is written.
+
+
+def plain(rank: int, workdir: Path, until: str) -> Any:
+    """Train without deltashard."""
+    program = Program(rank, workdir, ckpt=False)
+    program.train(int(until))
+    return {"state": program.state(), "seen": program.seen}
+
+
+def killed(rank: int, workdir: Path, save_at: str, kill_at: str) -> Any:
+    """Save once, and be killed some steps later."""
+    program = Program(rank, workdir)
+    program.ckpt.restore()
+    for step in program.steps():
+        if step == int(save_at):
+            program.ckpt.save().wait(60)
+        if step == int(kill_at):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resumed(rank: int, workdir: Path, until: str, weights_only: str = "", strict: str = "yes") -> Any:
+    """Restore, train to the end, close."""
+    program = Program(rank, workdir)
+    restored = program.ckpt.restore(weights_only=bool(weights_only), strict=bool(strict))
+    at = program.ckpt.steps
+    program.train(int(until))
+    program.ckpt.close()
+    facts = {"step": None, "exact": None, "notes": []} if restored is None else {
+        "step": restored.step, "exact": restored.exact, "notes": list(restored.notes)
+    }  # fmt: skip
+    last = program.ckpt.stats.last_commit
+    return {
+        "restored": facts, "resumed_at": at, "state": program.state(), "seen": program.seen,
+        "committed": None if last is None else [last.seq, last.step],
+    }  # fmt: skip
+
+
+def periodic(rank: int, workdir: Path, until: str, every: str) -> Any:
+    """Save every so many steps; what was committed where."""
+    program = Program(rank, workdir, every_steps=int(every))
+    commits: list[list[int]] = []
+    program.ckpt._listener._on_event = lambda name, facts: (
+        commits.append([facts["commit"].seq, facts["commit"].step]) if name == "committed" else None
+    )
+    program.ckpt.restore()
+    for step in program.steps():
+        if step % 3 == rank % 3:
+            time.sleep(0.002 * rank)  # ranks are not equally fast
+        if step >= int(until):
+            # News comes to ranks at different steps: all end at one.
+            enough = torch.tensor([int(len(commits) >= 3)])
+            dist.all_reduce(enough, dist.ReduceOp.MIN)
+            if enough.item():
+                break
+    program.ckpt.close()
+    return {"commits": commits}
+
+
+def pinned(rank: int, workdir: Path) -> Any:
+    """Saves with a pin are of that very step, and all ranks must ask for them."""
+    program = Program(rank, workdir)
+    program.ckpt.restore()
+    handles = {}
+    for step in program.steps():
+        if step == 6:
+            handles["all"] = program.ckpt.save(pin="all", metadata={"auc": 0.5})
+            handles["all"].wait(60)
+        if step == 9 and rank == 1:
+            handles["one"] = program.ckpt.save(pin="one")
+        if step == 12:
+            break
+    program.ckpt.close()
+    return {
+        name: [handle.step, None if handle.error is None else str(handle.error)]
+        for name, handle in handles.items()
+    }
+
+
+def sidecar_killed(rank: int, workdir: Path, until: str) -> Any:
+    """The sidecar dies after the first commit; training goes on, and so do saves."""
+    program = Program(rank, workdir)
+    program.ckpt.restore()
+    for step in program.steps():
+        if step == 4:
+            program.ckpt.save().wait(60)
+            before = program.ckpt.sidecar_pid
+            dist.barrier()
+            if rank == 0:
+                os.kill(before, signal.SIGKILL)
+        if step == int(until):
+            break
+    program.ckpt.close()
+    return {
+        "state": program.state(),
+        "commits": program.ckpt.stats.commits,
+        "moved": program.ckpt.sidecar_pid != before,
+    }
+
+
+def terminated(rank: int, workdir: Path) -> Any:
+    """SIGTERM in the middle of training, to every rank at another instant: all leave with one step saved."""
+    program = Program(rank, workdir, grace_s=30.0)
+    program.ckpt.restore()
+    for step in program.steps():
+        (workdir / f"step-{rank}").write_text(str(step))
+        if step == 10 + rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(rank: int, workdir: Path) -> Any:
+    """A rank that does not answer: no save, and training goes on; later saves are whole again."""
+    from deltashard.group import conductor
+
+    conductor.ANSWER_S = 1.0
+    program = Program(rank, workdir)
+    program.ckpt.restore()
+    orders = program.ckpt._conductor
+    answers, mute = orders._why_not, threading.Event()
+
+    def after_a_while(urgent: bool) -> str:
+        mute.wait(30)  # until another rank has given the order up
+        return answers(urgent)
+
+    handle = None
+    for step in program.steps():
+        if step == 4:
+            program.ckpt.save().wait(60)
+            before = orders.off
+            orders._why_not = after_a_while if rank == 1 else answers
+        if step == 6:
+            handle = program.ckpt.save()
+        # Both ranks know alike, and go on alike: another rank has seen it off, and then both have saved.
+        seen = torch.tensor(
+            [int(rank == 0 and orders.off > before) if step > 6 else 0, int(bool(handle and handle.done))]
+        )
+        dist.all_reduce(seen)
+        if seen[0].item():
+            mute.set()
+        if seen[1].item() == 2:
+            break
+    program.ckpt.close()
+    return {"committed": handle.commit.step, "off": mute.is_set()}
+
+
+def disagreeing(rank: int, workdir: Path, what: str) -> Any:
+    """Ranks that are not of one training: a sentence on each of them."""
+    if what == "missing":
+        meeting.MEET_S = 4.0
+    options: dict[str, Any] = {"url": workdir / "store", "run": "group"}
+    torch.manual_seed(rank if what == "replicas" else 0)
+    model: nn.Module = Net(ROWS + (rank if what == "model" else 0))
+    if what in ("run", "encoding") and rank == 1:
+        os.environ.update(GROUP_RANK="1", LOCAL_RANK="0")  # under an agent, and with a sidecar, of its own
+        options |= {"run": "another"} if what == "run" else {"encoding": "q4"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = deltashard.Checkpointer(model, optimizer, **options)
+    if what == "missing" and rank == 1:
+        dist.barrier()
+        return {}
+    try:
+        ckpt.restore(which="none" if what == "call" and rank == 1 else "latest")
+    finally:
+        if what == "missing":
+            dist.barrier()
+        ckpt.close()
+    return {}
+
+
+def uneven(rank: int, workdir: Path) -> Any:
+    """Ranks that end at different steps: close() says so, and the checkpoint before stays."""
+    program = Program(rank, workdir)
+    program.ckpt.restore()
+    program.train(4)
+    program.ckpt.save().wait(60)
+    for _ in range(rank):  # without a collective
+        program.ckpt.step()
+    program.ckpt.close(deadline_s=3.0)
+
+
+def replicas(rank: int, workdir: Path) -> Any:
+    """A parameter that one rank changes for itself: nothing of it is committed twice, and it is said."""
+    program = Program(rank, workdir)
+    events = []
+    program.ckpt._listener._on_event = lambda name, facts: events.append([name, facts.get("error")])
+    program.ckpt.restore()
+    handle = None
+    for step in program.steps():
+        if step == 5 and rank == 1:
+            with torch.no_grad():
+                program.model.module.top.bias += 1.0
+        if step == 6:
+            program.ckpt.save().wait(60)
+        if step >= 8:
+            # Rank 0 compares on a thread of its own: until it has, steps go on.
+            known = torch.tensor([int(any(name == "replicas_differ" for name, _ in events))])
+            dist.all_reduce(known)
+            if known.item():
+                break
+    handle = program.ckpt.save()
+    try:
+        handle.wait(3)
+    except (DeltashardError, TimeoutError) as error:
+        return {
+            "events": [e for e in events if e[0] == "replicas_differ"],
+            "error": str(error),
+            "commits": program.ckpt.stats.commits,
+        }
+    return {"events": events}
+
+
+if __name__ == "__main__":
+    serve(globals())

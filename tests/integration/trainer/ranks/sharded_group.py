@@ -1,0 +1,143 @@
+"""Sharded tables of TorchRec over several ranks: saved in one sharding, read in all; scenarios for `rank_zygote`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from deltashard.checkpointer import Checkpointer
+from deltashard.tracking.tracking import TrackingSettings
+
+from tests.support.trainer.rank_zygote import serve
+from tests.support.trainer.sharded_case import Training, batch
+
+DENSE = {"adagrad": torch.optim.Adagrad, "rowwise": torch.optim.Adam, "sgd": torch.optim.SGD}
+"""With fused Adagrad the dense optimizer has its rule, so that a table may leave its kernel."""
+
+
+def _training(sharding: str, optimizer: str) -> Training:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # what torchrun says on hosts of two ranks
+    return Training(sharding, optimizer, dense=DENSE[optimizer])
+
+
+def _checkpointer(workdir: Path, training: Training, run: str, encoding: str = "fp32") -> Checkpointer:
+    return Checkpointer(
+        training.model,
+        [training.dense],
+        url=workdir / "store",
+        run=run,
+        encoding=encoding,
+        grace_s=None,
+        tracking=TrackingSettings(hash_below_bytes=0),
+    )
+
+
+def _shards(ckpt: Checkpointer) -> dict[str, np.ndarray]:
+    """`table|rows|columns|section` -> values, of every shard that this rank saves."""
+    found = {}
+    for table in ckpt._program.tracking.saved:
+        box = table.box
+        place = f"{box.table}|{box.row_start}:{box.row_stop}|{box.col_start}:{box.col_stop}"
+        for name, tensor in {"weights": table.param.detach(), **table.state_tensors()}.items():
+            found[f"{place}|{name}"] = tensor.numpy().copy()
+    return found
+
+
+def save(rank: int, workdir: Path, sharding: str, optimizer: str, encoding: str, run: str) -> Any:
+    """Train, save all rows, train on, save what changed; write what this rank's shards are then."""
+    training = _training(sharding, optimizer)
+    ckpt = _checkpointer(workdir, training, run, encoding)
+    ckpt.restore()
+    for step in range(5):
+        training.train(batch(step, rank))
+        ckpt.step()
+        if step == 2:
+            ckpt.save().wait(100)
+    ckpt.close()
+    np.savez(workdir / f"{run}-{rank}.npz", **_shards(ckpt))
+    return {
+        "commits": ckpt.stats.commits,
+        "trackers": sorted({t.tracker for t in ckpt._program.tracking.saved}),
+    }
+
+
+def read(rank: int, workdir: Path, socket: str, runs: str, shardings: str, optimizer: str) -> Any:
+    """Restore each of the runs into each sharding, and compare every cell with what is expected of it."""
+    os.environ["DELTASHARD_SOCKET"] = socket
+    compared = 0
+    for sharding in shardings.split(","):
+        for run in runs.split(","):
+            expected = np.load(workdir / f"expected-{run}.npz")
+            training = _training(sharding, optimizer)
+            ckpt = _checkpointer(workdir, training, "target")
+            restored = ckpt.restore(from_run=run)
+            assert restored is not None
+            assert restored.step == 5
+            for place, found in _shards(ckpt).items():
+                table, rows, columns, section = place.split("|")
+                (a, b), (c, d) = (map(int, each.split(":")) for each in (rows, columns))
+                whole = expected.get(f"{table}|{section}")
+                wanted = (
+                    _by_row(expected, f"{table}|{section}", a, b, c, d) if whole is None else whole[a:b, c:d]
+                )
+                np.testing.assert_array_equal(
+                    found.reshape(wanted.shape), wanted, f"{run} as {sharding}: {place}"
+                )
+                compared += 1
+            ckpt.close()
+    return {"compared": compared}
+
+
+def _by_row(expected: Any, name: str, a: int, b: int, c: int, d: int) -> np.ndarray:
+    """One value a row of rows [a, b) and columns [c, d): that of the shards that had them, by their share of columns.
+
+    m = sum over shards of (columns in common / all) m_s, and m_s itself where all say the same.
+    """
+    total, least, most = np.zeros(b - a), np.full(b - a, np.inf), np.full(b - a, -np.inf)
+    for key, values in expected.items():
+        if not key.startswith(f"{name}|"):
+            continue
+        (r, s), (e, f) = (map(int, each.split(":")) for each in key.split("|")[2:])
+        rows, columns = range(max(a, r), min(b, s)), min(d, f) - max(c, e)
+        if len(rows) == 0 or columns <= 0:
+            continue
+        here, flat = (
+            slice(rows[0] - a, rows[-1] + 1 - a),
+            values[rows[0] - r : rows[-1] + 1 - r].astype(np.float64),
+        )
+        total[here] += flat * (columns / (d - c))
+        least[here], most[here] = np.minimum(least[here], flat), np.maximum(most[here], flat)
+    return np.where(least == most, most, total).astype(np.float32)
+
+
+def train(rank: int, workdir: Path, sharding: str, until: str, save_at: str = "0", kill_at: str = "0") -> Any:
+    """Train from the newest checkpoint, if `workdir` has any, to the end; perhaps save once, and be killed later."""
+    training = _training(sharding, "rowwise")
+    torch.manual_seed(77 + rank)
+    dropout = torch.nn.Dropout(0.2)
+    ckpt = _checkpointer(workdir, training, "train")
+    ckpt.restore()
+    while ckpt.steps < int(until):
+        training.dense.zero_grad()
+        _, prediction = training.model(batch(ckpt.steps, rank))
+        (dropout(prediction) - 1).square().mean().backward()
+        training.dense.step()
+        ckpt.step()
+        if ckpt.steps == int(save_at):
+            ckpt.save().wait(100)
+        if ckpt.steps == int(kill_at):
+            os.kill(os.getpid(), signal.SIGKILL)
+    found = _shards(ckpt) | {
+        n: p.detach().numpy() for n, p in training.model.named_parameters() if "over" in n
+    }
+    ckpt.close()
+    return {name: xxhash.xxh3_64_hexdigest(values.tobytes()) for name, values in sorted(found.items())}
+
+
+if __name__ == "__main__":
+    serve(globals())

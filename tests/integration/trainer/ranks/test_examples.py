@@ -1,0 +1,145 @@
+"""The examples of several ranks under torchrun: a rank is killed, torchrun starts them again, and training comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.eventually import eventually
+from tests.support.machine import limit_s
+from tests.support.tool import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+Start = Callable[..., tuple["subprocess.Popen[bytes]", Path]]
+STEPS = 400
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Start]:
+    """Starts an example on two ranks, into `store`; returns torchrun's process and what all print."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(example: str, store: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
+        log = tmp_path / f"log-{len(started)}"
+        said = {
+            "OMP_NUM_THREADS": "1",
+            "DELTASHARD_URL": f"file://{tmp_path / store}",
+            "DELTASHARD_RUN": "run",
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        command += [
+            "--max-restarts",
+            "2",
+            "--monitor-interval",
+            "0.2",
+            str(ROOT / "examples" / example / "train.py"),
+        ]
+        with log.open("wb") as file:
+            started.append(
+                subprocess.Popen(
+                    [*command, f"--steps={STEPS}", "--encoding=fp32", "--every-s=0.2", *arguments],
+                    stdout=file,
+                    stderr=file,
+                    env=os.environ | said,
+                )
+            )
+        return started[-1], log
+
+    yield start
+    for process in started:
+        process.terminate()  # it ends its ranks
+        process.wait(60)
+
+
+def _ranks(torchrun: subprocess.Popen[bytes]) -> list[int]:
+    return [
+        int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    ]
+
+
+def _steps(root: Path) -> list[int]:
+    if not (root / "run" / "log").exists():
+        return []
+    with open_store(root.as_uri()) as store:
+        return [entry.step for entry in RunLog(store, "run").refresh().checkpoints.values()]
+
+
+def _to_the_end(
+    process: subprocess.Popen[bytes], again: Callable[[], tuple[subprocess.Popen[bytes], Path]]
+) -> list[Path]:
+    """Wait until torchrun ends well; as a Job would, start it again where it does not. Returns the logs of these.
+
+    Restarted by torchrun, gloo's own connecting was seen to fail, and then to wait for its timeout of half an hour,
+    before a line of ours ran.
+    """
+    logs: list[Path] = []
+    for _ in range(3):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if process.wait(limit_s(100)) == 0:
+                return logs
+        process.terminate()
+        process.wait(60)
+        process, log = again()
+        logs.append(log)
+    assert process.wait(limit_s(100)) == 0, logs[-1].read_text()
+    return logs
+
+
+def _losses(said: str) -> dict[tuple[str, str], set[str]]:
+    found: dict[tuple[str, str], set[str]] = {}
+    for rank, step, loss in re.findall(r"rank (\d) step (\d+) loss (\S+)", said):
+        found.setdefault((rank, step), set()).add(loss)
+    return found
+
+
+def test_a_killed_rank_comes_back_with_all_others(torchrun: Start, tmp_path: Path) -> None:
+    """Without a person; each step that is trained again has the loss that it had, to the last bit."""
+    process, log = torchrun("ddp", "store")
+    eventually(
+        lambda: len(_steps(tmp_path / "store")) >= 2 or process.poll() is not None,
+        what="saves",
+        timeout_s=300,
+    )
+    os.kill(_ranks(process)[1], signal.SIGKILL)
+    logs = [log, *_to_the_end(process, lambda: torchrun("ddp", "store"))]
+    said = "".join(each.read_text() for each in logs)
+    begun = [int(step) for step in re.findall(r"begins at step (\d+)", said)]
+    assert begun[:2] == [0, 0]
+    assert len(begun) >= 4
+    assert begun[-1] == begun[-2] > 0
+    losses = _losses(said)
+    assert all(len(each) == 1 for each in losses.values())
+    assert {step for _, step in losses} == {str(step) for step in range(1, STEPS + 1)}
+    assert max(_steps(tmp_path / "store")) == STEPS
+
+
+def test_a_sharded_model_goes_on_where_its_ranks_were(torchrun: Start, tmp_path: Path) -> None:
+    """TorchRec's tables over two ranks, behind a pipeline: torchrun is told to end, and is started again."""
+    process, log = torchrun("torchrec", "store")
+    eventually(
+        lambda: len(_steps(tmp_path / "store")) >= 2 or process.poll() is not None,
+        what="saves",
+        timeout_s=300,
+    )
+    assert process.poll() is None, log.read_text()
+    for rank in _ranks(process):
+        os.kill(rank, signal.SIGKILL)
+    process.kill()
+    process.wait(60)
+    saved = max(_steps(tmp_path / "store"))
+    process, again = torchrun("torchrec", "store")
+    logs = [again, *_to_the_end(process, lambda: torchrun("torchrec", "store"))]
+    begun = [int(step) for step in re.findall(r"begins at step (\d+)", logs[0].read_text())]
+    assert len(set(begun)) == 1
+    assert begun[0] >= saved
+    assert max(_steps(tmp_path / "store")) == STEPS

@@ -1,0 +1,156 @@
+"""Several ranks under DistributedDataParallel: one run, one checkpoint at a time, and back from it bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.trainer.rank_zygote import RankZygote
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """What each rank of a scenario of `group` returned."""
+    zygote = RankZygote("tests.integration.trainer.ranks.group")
+    yield zygote.run
+    zygote.close()
+
+
+def commits(workdir: Path) -> dict[int, int]:
+    """Steps by seq."""
+    with open_store((workdir / "store").as_uri()) as store:
+        state = RunLog(store, "group").refresh()
+    return {seq: entry.step for seq, entry in state.checkpoints.items()}
+
+
+def test_a_group_that_was_killed_ends_as_one_that_was_not(run: Run, tmp_path: Path) -> None:
+    """Tables, optimizer, scheduler, each rank's random numbers and its part of the data: bit for bit, no sample twice."""
+    whole = run(tmp_path / "plain", 2, "plain", until=50)
+    assert run(tmp_path / "ckpt", 2, "killed", save_at=17, kill_at=23) == [None, None]
+    assert commits(tmp_path / "ckpt") == {2: 17}
+    back = run(tmp_path / "ckpt", 2, "resumed", until=50)
+    for rank in range(2):
+        assert back[rank]["restored"] == {"step": 17, "exact": True, "notes": []}
+        assert back[rank]["state"] == whole[rank]["state"]
+        assert back[rank]["seen"] == whole[rank]["seen"][17 * 4 :]
+        assert back[rank]["committed"][1] == 50
+    assert whole[0]["state"]["torch"] != whole[1]["state"]["torch"]
+
+
+def test_all_ranks_cut_at_the_step_that_was_asked_for(run: Run, tmp_path: Path) -> None:
+    """Unequally fast ranks, saves every 20 steps: each rank hears of the same checkpoints."""
+    first, *others = run(tmp_path, 3, "periodic", until=70, every=20)
+    assert len(first["commits"]) >= 3
+    assert all(other["commits"] == first["commits"] for other in others)
+    assert dict(first["commits"]) == commits(tmp_path)
+
+
+def test_a_pinned_save_is_of_its_step_and_all_ranks_ask_for_it(run: Run, tmp_path: Path) -> None:
+    zero, one = run(tmp_path, 2, "pinned")
+    assert zero["all"] == one["all"] == [6, None]
+    assert "step 9 was not cut, because the ranks did not all ask for it after the same step" in one["one"][1]
+    with open_store((tmp_path / "store").as_uri()) as store:
+        state = RunLog(store, "group").refresh()
+    assert {pin for entry in state.checkpoints.values() for pin in entry.pins} == {"all"}
+
+
+def test_a_sidecar_that_dies_takes_no_rank_with_it(run: Run, tmp_path: Path) -> None:
+    whole = run(tmp_path / "plain", 2, "plain", until=40)
+    found = run(tmp_path / "ckpt", 2, "sidecar_killed", until=40)
+    for rank in range(2):
+        assert found[rank]["state"] == whole[rank]["state"]
+    assert max(commits(tmp_path / "ckpt").values()) == 40
+
+
+def test_sigterm_saves_one_step_of_all_ranks(run: Run, tmp_path: Path) -> None:
+    assert run(tmp_path, 2, "terminated") == [None, None]
+    codes = json.loads((tmp_path / "codes").read_text())
+    assert codes == [-15, -15]
+    found = commits(tmp_path)
+    reached = [int((tmp_path / f"step-{rank}").read_text()) for rank in range(2)]
+    assert len(set(reached)) == 1  # each ended within the step() after this one
+    assert max(found.values()) == reached[0] + 1
+
+
+def test_a_rank_that_does_not_answer_holds_nobody(run: Run, tmp_path: Path) -> None:
+    zero, one = run(tmp_path, 2, "stopped")
+    assert zero["committed"] == one["committed"]
+    assert zero["off"]
+
+
+def test_another_world_goes_on_from_the_same_step(run: Run, tmp_path: Path) -> None:
+    """4 -> 2 -> 3 -> 1 ranks: weights and optimizer state are there, whoever saved them; what is not is said."""
+    run(tmp_path, 4, "resumed", until=8)
+    for world, before, until in ((2, 8, 12), (3, 12, 15), (1, 15, 18)):
+        for rank in run(tmp_path, world, "resumed", until=until, weights_only="yes"):
+            assert rank["restored"]["step"] == rank["resumed_at"] == before
+    assert max(commits(tmp_path).values()) == 18
+
+
+def test_an_epoch_under_way_is_not_dealt_out_anew_silently(run: Run, tmp_path: Path) -> None:
+    run(tmp_path, 2, "resumed", until=8)
+    for said in run(tmp_path, 3, "resumed", until=10):
+        assert said["error"] in ("CheckpointMismatch", "RestoreFailed")
+        assert "within an epoch when 2 ranks saved, and there are 3 now" in said["what"]
+        assert "restore(strict=False)" in said["remedy"]
+    zero, _, two = run(tmp_path, 3, "resumed", until=10, strict="")
+    assert zero["restored"]["step"] == two["restored"]["step"] == 8
+    anew = "loader 'loader' was within an epoch when 2 ranks saved, and begins it anew"
+    assert zero["restored"]["notes"] == [anew]
+    told = "; ".join(two["restored"]["notes"])
+    assert anew in told
+    assert "rank 2 was not in the group that saved: it has rank 0's state['scheduler']" in told
+    assert "its random numbers are drawn anew" in told
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("run", "says otherwise than rank 0: run: 'group' on rank 0, 'another' on rank 1"),
+        ("model", "has table otherwise than rank 0"),
+        ("encoding", "encoding"),
+        ("replicas", "is not the same as on rank 0"),
+        ("call", "restore(which=)"),
+    ],
+)
+def test_ranks_that_are_not_of_one_training_are_told_so(
+    run: Run, tmp_path: Path, what: str, sentence: str
+) -> None:
+    for said in run(tmp_path, 2, "disagreeing", what=what):
+        assert said["error"] == "RanksDiffer"
+        assert sentence in said["what"]
+        assert said["remedy"]
+    if (tmp_path / "store").exists():
+        assert commits(tmp_path) == {}
+
+
+def test_a_missing_rank_is_named(run: Run, tmp_path: Path) -> None:
+    zero, _ = run(tmp_path, 2, "disagreeing", what="missing")
+    assert zero["error"] == "RanksDiffer"
+    assert "no word of ranks 1" in zero["what"]
+    assert "call it on every rank" in zero["remedy"]
+
+
+def test_ranks_that_end_at_different_steps_are_told_so(run: Run, tmp_path: Path) -> None:
+    """Rank 0 has nothing left to save, and closes; rank 1 says that its own last step is in no checkpoint."""
+    zero, one = run(tmp_path, 2, "uneven")
+    assert zero is None
+    assert one["error"] == "SaveFailed"
+    assert "step 5 is not durable: rank 0: it has closed" in one["what"]
+    assert list(commits(tmp_path).values()) == [4]
+
+
+def test_replicas_that_are_not_the_same_are_said(run: Run, tmp_path: Path) -> None:
+    zero, one = run(tmp_path, 2, "replicas")
+    assert "top.bias on rank 1" in zero["events"][0][1]
+    assert zero["commits"] == one["commits"] == 1
+    assert zero["error"]
+    assert one["error"]

@@ -1,0 +1,282 @@
+"""Checkpoints of sharded tables: they come back bit for bit, in any other sharding, and what cannot is refused by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deltashard.checkpointer import Checkpointer
+from deltashard.errors import UserError
+from deltashard.sharded.embedding_module import find
+from deltashard.state.discovery import discover
+from deltashard.tracking.tracking import Tracking, TrackingSettings
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+
+from tests.support.trainer import sharded_case as case
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
+    from torchrec.distributed.model_parallel import DMPCollection
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning:torchrec",
+    "ignore::UserWarning:torchrec",
+    "ignore:fbgemm..dense_embedding_codegen_lookup_function:UserWarning",  # told at the first backward pass
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _checkpointer(folder: Path, model: Any, optimizer: Any, **more: Any) -> Checkpointer:
+    return Checkpointer(
+        model,
+        optimizer,
+        url=str(folder / "store"),
+        run="sharded",
+        encoding="fp32",
+        differential="consecutive",
+        tracking=TrackingSettings(hash_below_bytes=0),
+        grace_s=None,
+        **more,
+    )
+
+
+def _whole(ckpt: Checkpointer) -> dict[str, Tensor]:
+    """Whole tables and their state; of row-wise state of column shards the mean, by their widths."""
+    found: dict[str, Tensor] = {}
+    for table in ckpt._program.tracking.tables:
+        box, schema = table.box, table.schema
+        rows = slice(box.row_start, box.row_stop)
+        whole = found.setdefault(table.fqn, torch.zeros(schema.rows, schema.columns))
+        whole[rows, box.col_start : box.col_stop] = table.param.detach()
+        for name, value in table.state_tensors().items():
+            shape = (schema.rows, schema.columns)[: value.dim()]
+            state = found.setdefault(f"{table.fqn} {name}", torch.zeros(shape))
+            if value.dim() == 2:
+                state[rows, box.col_start : box.col_stop] = value
+            else:
+                state[rows] += value * ((box.col_stop - box.col_start) / schema.columns)
+    return found
+
+
+def _equal(a: dict[str, Tensor], b: dict[str, Tensor], *, bits: bool = True) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]) if bits else torch.allclose(value, b[name], rtol=1e-6), name
+
+
+def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
+    """Trains and saves, most steps as a delta; the tables as they are then."""
+    ckpt = _checkpointer(folder, training.model, training.dense)
+    assert ckpt.restore() is None
+    for step in range(steps):
+        training.train(case.batch(step, 0))
+        ckpt.step()
+        ckpt.save().wait()
+    whole = _whole(ckpt)
+    ckpt.close()
+    return whole
+
+
+@pytest.mark.parametrize("optimizer", case.OPTIMIZERS)
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
+def test_restored_and_trained_on_as_if_nothing_happened(
+    tmp_path: Path, sharding: str, optimizer: str
+) -> None:
+    """A new process' model with other initial rows gets all of it back, and its next steps are the same."""
+    first = case.Training(sharding, optimizer)
+    saved = _saved(tmp_path, first)
+    torch.manual_seed(99)
+    again = case.Training(sharding, optimizer, lr=0.7)
+    with torch.no_grad():
+        for found in again.model.parameters():
+            found.add_(1)
+    ckpt = _checkpointer(tmp_path, again.model, [again.model.fused_optimizer, again.dense])
+    restored = ckpt.restore()
+    assert restored is not None
+    assert (restored.step, restored.notes) == (5, ())
+    _equal(_whole(ckpt), saved)
+    for step in range(5, 8):
+        first.train(case.batch(step, 0))
+        again.train(case.batch(step, 0))
+        ckpt.step()
+    other = _checkpointer(tmp_path / "other", first.model, first.dense)
+    _equal(_whole(ckpt), _whole(other))
+    ckpt.close()
+    other.close()
+
+
+@pytest.mark.parametrize(("then", "now"), [("column_wise", "row_wise"), ("row_wise", "column_wise")])
+def test_any_sharding_to_another(tmp_path: Path, then: str, now: str) -> None:
+    """Column shards' accumulators become their mean, one accumulator those of all column shards."""
+    saved = _saved(tmp_path, case.Training(then))
+    training = case.Training(now)
+    ckpt = _checkpointer(tmp_path, training.model, training.dense)
+    assert ckpt.restore() is not None
+    _equal(_whole(ckpt), saved, bits=False)
+    ckpt.close()
+
+
+def test_into_the_model_without_sharding(tmp_path: Path) -> None:
+    """The plain collections have tables of the same names: for evaluation, say."""
+    saved = _saved(tmp_path, case.Training("column_wise"))
+    plain = case.Model("cpu")
+    ckpt = _checkpointer(tmp_path, plain, ())
+    assert ckpt.restore(weights_only=True) is not None
+    _equal(dict(plain.ebc.named_parameters(prefix="ebc")) | dict(plain.ec.named_parameters(prefix="ec")), {
+        name: value for name, value in saved.items() if " " not in name
+    })  # fmt: skip
+    ckpt.close()
+
+
+def test_a_table_that_leaves_its_kernel_takes_its_state_to_the_same_rule(tmp_path: Path) -> None:
+    """Fused Adagrad keeps what torch's Adagrad keeps; Adam keeps something else, and is refused."""
+    first = case.Training("row_wise", "adagrad", dense=torch.optim.Adagrad)
+    saved = _saved(tmp_path, first)
+    replicated = case.Training("data_parallel", "adagrad", dense=torch.optim.Adagrad)
+    ckpt = _checkpointer(tmp_path, replicated.model, replicated.dense)
+    assert ckpt.restore() is not None
+    _equal(_whole(ckpt), saved)
+    for step in range(5, 8):
+        replicated.train(case.batch(step, 0))
+        ckpt.step()
+    ckpt.close()
+
+
+def test_a_table_that_leaves_its_kernel_for_another_rule_is_refused(tmp_path: Path) -> None:
+    """The remedy names what keeps the planner from doing it."""
+    _saved(tmp_path, case.Training("row_wise", "rowwise"))
+    replicated = case.Training("data_parallel", "rowwise")
+    ckpt = _checkpointer(tmp_path, replicated.model, replicated.dense)
+    with pytest.raises(
+        UserError, match=r"fused exact_row_wise_adagrad and is by Adam now.*ParameterConstraints"
+    ):
+        ckpt.restore()
+    ckpt.close()
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        ("rowwise", "adagrad", "field sum is stored rowwise, the model has it pointwise"),
+        ("rowwise", "sgd", "'sum' is stored rowwise of float32, the fused optimizer has none"),
+        ("sgd", "rowwise", "It was updated by exact_sgd and is by exact_row_wise_adagrad"),
+    ],
+)
+def test_another_fused_optimizer_is_refused(tmp_path: Path, then: str, now: str, words: str) -> None:
+    """State of one rule is not made up from that of another."""
+    _saved(tmp_path, case.Training("row_wise", then))
+    training = case.Training("row_wise", now)
+    ckpt = _checkpointer(tmp_path, training.model, training.dense)
+    with pytest.raises(UserError, match=words):
+        ckpt.restore()
+    ckpt.close()
+
+
+def test_optimizers_as_torchrec_combines_them(tmp_path: Path) -> None:
+    """What a CombinedOptimizer holds is found, fused ones once; nobody has to give them at all."""
+    training = case.Training("table_wise")
+    keyed = KeyedOptimizerWrapper(dict(training.bare.over.named_parameters()), torch.optim.Adam)
+    combined = CombinedOptimizer([training.model.fused_optimizer, ("over", keyed)])
+    for given in (combined, keyed, [keyed, training.model.fused_optimizer], keyed._optimizer):
+        ckpt = _checkpointer(tmp_path, training.model, given)
+        assert [view.class_name for view in ckpt._program.tracking.optimizers] == [
+            "torch.optim.adam.Adam",
+            "deltashard.FusedOptimizer",
+        ]
+        ckpt.close()
+
+
+def test_what_was_never_tested_is_refused_by_name() -> None:
+    """Sharded modules of other kinds, two-dimensional parallelism, optimizers of TorchRec that hold state apart."""
+    training = case.Training("table_wise")
+    for kind, words in (
+        (DMPCollection, "2D parallelism"),
+        (ShardedManagedCollisionEmbeddingBagCollection, "ShardedManagedCollisionEmbeddingBagCollection is"),
+    ):
+        module = kind.__new__(kind)  # none of them can be built on a CPU
+        nn.Module.__init__(module)
+        with pytest.raises(UserError, match=words):
+            discover(nn.ModuleDict({"it": module}), find=find)
+    fused, over = training.model.fused_optimizer, training.bare.over.parameters()
+    for optimizer in (
+        WarmupOptimizer(fused, [WarmupStage(WarmupPolicy.LINEAR, 10)]),
+        ZeroRedundancyOptimizer(over, torch.optim.Adam),
+    ):
+        with pytest.raises(UserError, match=f"{type(optimizer).__name__} is not supported"):
+            Tracking(training.model, [optimizer])
+    _apply_optimizer_in_backward(torch.optim.SGD, training.bare.over.parameters(), {"lr": 0.1})
+    with pytest.raises(UserError, match=r"only the parameter knows.*over.weight"):
+        Tracking(training.model)
+
+
+def test_a_write_from_outside_marks_everything() -> None:
+    """Loading a state_dict moves torch's version of the kernel's memory, which its own updates do not."""
+    training = case.Training("column_wise")
+    tracking = Tracking(training.model, settings=TrackingSettings(hash_below_bytes=0))
+    watch = case.Watch(tracking)
+    training.train(case.batch(0, 0))
+    case.check_marked(tracking, watch.look(), (0,), 1)
+    training.model.load_state_dict(training.model.state_dict())
+    assert all(
+        len(ids) == table.marks.rows
+        for table, ids in zip(tracking.tables, watch.look().values(), strict=True)
+    )
+    tracking.close()
+
+
+def test_a_scheduler_of_the_fused_optimizer_goes_on(tmp_path: Path) -> None:
+    """Both its own place and the rate that it set in the kernels come back."""
+
+    def begin() -> tuple[Any, Any, Checkpointer]:
+        training = case.Training("column_wise")
+        fused = training.model.fused_optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(fused, step_size=2, gamma=0.5)
+        return (
+            training,
+            scheduler,
+            _checkpointer(tmp_path, training.model, [fused, training.dense], state={"scheduler": scheduler}),
+        )
+
+    def rates(training: Any) -> set[float]:
+        lookups = training.bare.ebc._lookups + training.bare.ec._lookups
+        return {kernel.emb_module.get_learning_rate() for lookup in lookups for kernel in lookup._emb_modules}
+
+    def steps(training: Any, scheduler: Any, ckpt: Checkpointer, count: int) -> list[set[float]]:
+        seen = []
+        for _ in range(count):
+            training.train(case.batch(ckpt.steps, 0))
+            training.model.fused_optimizer.step()
+            scheduler.step()
+            ckpt.step()
+            seen.append(rates(training))
+        return seen
+
+    training, scheduler, ckpt = begin()
+    assert ckpt.restore() is None
+    before = steps(training, scheduler, ckpt, 3)
+    ckpt.save().wait()
+    after = steps(training, scheduler, ckpt, 4)
+    assert len({max(each) for each in before + after}) > 2
+    ckpt._release(0.0)  # as if killed: nothing more is saved
+
+    training, scheduler, ckpt = begin()
+    assert ckpt.restore() is not None
+    assert rates(training) == before[-1]
+    assert steps(training, scheduler, ckpt, 4) == after
+    ckpt.close()

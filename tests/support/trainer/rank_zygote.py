@@ -1,0 +1,136 @@
+"""Ranks of one training, as torchrun starts them, forked from one process that has imported everything.
+
+A file of scenarios ends with `serve(globals())`. Run as a module it takes lines of JSON, `[WORKDIR, WORLD, SCENARIO,
+{OPTION: VALUE}]`, and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of
+(rank, workdir, **options), and writes what it returns, or the error it met, to `WORKDIR/out/{rank}.json`. Ranks that end
+by a signal write nothing. What they print is in `WORKDIR/log-{rank}`.
+
+Importing torch takes longer than most scenarios, and the forking process has no threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from tests.support.tool import ROOT
+
+STUCK_S = 120
+"""A rank that has not ended by then says where it stands."""
+
+
+class RankZygote:
+    """The process that ranks are forked from; for tests."""
+
+    def __init__(self, module: str) -> None:
+        """`module` has the scenarios."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def run(self, workdir: Path, world: int, scenario: str, **options: object) -> list[Any]:
+        """What each rank returned; None: it was killed, or returned nothing. A rank that failed fails the test."""
+        workdir.mkdir(exist_ok=True)
+        said = [str(workdir), world, scenario, {key: str(value) for key, value in options.items()}]
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(said) + "\n")
+        stdin.flush()
+        codes = json.loads(stdout.readline())
+        (workdir / "codes").write_text(json.dumps(codes))
+        found = []
+        for rank, code in enumerate(codes):
+            out = workdir / "out" / f"{rank}.json"
+            assert code <= 0, (workdir / f"log-{rank}").read_text()
+            found.append(json.loads(out.read_text()) if out.exists() else None)
+        return found
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def serve(scenarios: Mapping[str, Any]) -> None:
+    """See the module; returns when stdin ends."""
+    warnings.simplefilter("ignore")
+    for line in sys.stdin:
+        workdir, world, scenario, options = json.loads(line)
+        print(json.dumps(_ranks(Path(workdir), world, scenarios[scenario], options)), flush=True)
+
+
+def _ranks(workdir: Path, world: int, scenario: Any, options: dict[str, str]) -> list[int]:
+    """Fork so many ranks; their exit codes."""
+    (workdir / "out").mkdir(parents=True, exist_ok=True)
+    for old in (workdir / "out").iterdir():
+        old.unlink()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = _rank(rank, world, port, scenario, workdir, options)
+            finally:
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def _rank(rank: int, world: int, port: int, scenario: Any, workdir: Path, options: dict[str, str]) -> int:
+    import torch
+    import torch.distributed as dist
+    from deltashard.errors import DeltashardError
+
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    log = os.open(workdir / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.dump_traceback_later(STUCK_S)
+    torch.set_num_threads(1)
+    torch.set_num_interop_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=STUCK_S))
+    said: Any
+    try:
+        said, code = scenario(rank, workdir, **options), 0
+    except DeltashardError as error:
+        traceback.print_exc()
+        said, code = {"error": type(error).__name__, "what": error.what, "remedy": error.remedy}, 0
+    except Exception:
+        traceback.print_exc()
+        said, code = None, 1
+    out = workdir / "out" / f"{rank}.json"
+    out.with_suffix(".new").write_text(json.dumps(said))
+    out.with_suffix(".new").rename(out)
+    # The store is in rank 0: it stays until all have ended.
+    with contextlib.suppress(Exception):
+        dist.barrier()
+    return code

@@ -1,0 +1,47 @@
+"""Names of the blobs of several ranks."""
+
+from __future__ import annotations
+
+import pytest
+from deltashard_checkpoint.format.blob_name import (
+    blob_name,
+    common_blobs,
+    is_read_by,
+    own_blobs,
+    parse_blob_name,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+RANKS = st.integers(0, 99_999)
+NAMES = st.text(min_size=1).filter(lambda name: parse_blob_name(name)[0] is None)
+
+
+@given(rank=RANKS, other=RANKS, name=NAMES)
+def test_what_a_rank_names_it_reads_and_of_the_others_only_rank_0s(rank: int, other: int, name: str) -> None:
+    stored = blob_name(rank, name)
+    assert parse_blob_name(stored) == ((None if rank == 0 else rank), name)
+    assert is_read_by(rank, stored)
+    assert is_read_by(other, stored) is (rank in (0, other))
+    assert is_read_by(None, stored) is (rank == 0)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *("rank/", "rank/3", "rank/3/", "rank/03/rng", "rank/-1/rng", "rank/100000/rng", "rank/٣/rng"),
+        "ranks/3/rng",
+    ],
+)
+def test_any_other_name_is_for_all(stored: str) -> None:
+    assert parse_blob_name(stored) == (None, stored)
+
+
+def test_common_and_own_blobs_are_told_apart() -> None:
+    """A user's `state=` may say `rank/` in it; rank 0's own are the common ones; a new rank has none."""
+    common = {"rng": 1, "meta": 2, "dense/w": 3, "state/rank/1/x": 4}
+    stored = {**common, "rank/1/rng": 5, "rank/1/state/rank/2/y": 6, "rank/2/rng": 7}
+    assert common_blobs(stored) == own_blobs(0, stored) == common
+    assert own_blobs(1, stored) == {"rng": 5, "state/rank/2/y": 6}
+    assert own_blobs(2, stored) == {"rng": 7}
+    assert own_blobs(3, stored) == {}

@@ -1,0 +1,102 @@
+"""Which values of a saved state dict are the model's, which the optimizer's: by where they stand, or asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_cli.dcp.metadata import Contents, Place, StoredObject, StoredTensor
+from deltashard_cli.dcp.state_dict import sort_out
+
+T = object()
+"""A tensor."""
+MODEL = {"emb.weight": T, "top.bias": T}
+OPTIM = {
+    "state": {"emb.weight": {"sum": T, "step": T}},
+    "param_groups": [{"lr": 0.1, "params": ["emb.weight"]}],
+}
+
+
+def contents(tree: Any) -> Contents:
+    """As DCP flattens a state dict; lists of plain values are one value."""
+    values: dict[Any, StoredTensor | StoredObject] = {}
+
+    def visit(path: tuple[str | int, ...], value: Any) -> None:
+        if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict) for v in value)):
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                visit((*path, key), each)
+        elif value is T:
+            values[path] = StoredTensor(name=".".join(map(str, path)), dtype="float32", shape=(1,), pieces=())
+        else:
+            place = Place(file=Path("x"), offset=0, length=1)
+            values[path] = StoredObject(name=".".join(map(str, path)), place=place)
+
+    visit((), tree)
+    return Contents(values=values)
+
+
+@pytest.mark.parametrize(
+    ("tree", "model", "left_out"),
+    [
+        (MODEL, None, ()),
+        ({"model": MODEL}, None, ()),
+        ({"model": MODEL, "ema": MODEL, "seen": T}, None, ("ema.emb.weight", "ema.top.bias", "seen")),
+        ({"app": {"model": MODEL, "optim": OPTIM}, "epoch": 3}, None, ("epoch",)),
+        ({"net": MODEL, "optim": OPTIM}, None, ()),
+        (MODEL | {"optimizer": OPTIM}, None, ()),
+        (MODEL | OPTIM, None, ()),
+        (MODEL | {"ema": MODEL}, None, ("ema.emb.weight", "ema.top.bias")),
+        (MODEL | {"ema": MODEL}, "ema", ("emb.weight", "top.bias")),
+        ({"model": {f"module.{name}": T for name in MODEL}}, "model.module", ()),
+        ({"a": {"model": MODEL}, "b": {"model": {"x": T}}}, "a.model", ("b.model.x",)),
+        ({f"model.{name}": T for name in MODEL}, "model", ()),
+    ],
+)
+def test_the_models_tensors_are_found(tree: Any, model: str | None, left_out: tuple[str, ...]) -> None:
+    found = sort_out(contents(tree), model)
+    assert found.model.keys() == MODEL.keys()
+    assert found.left_out == left_out
+
+
+@pytest.mark.parametrize("tree", [{"a": MODEL, "b": MODEL}, {"a": {"model": MODEL}, "b": {"model": MODEL}}])
+def test_what_could_be_several_is_asked_for(tree: Any) -> None:
+    with pytest.raises(UserError, match="which of these is the model's") as refused:
+        sort_out(contents(tree), None)
+    assert "--model with one of: 'a" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("place", "tree"),
+    [
+        ("optim", {"model": MODEL, "optim": OPTIM}),
+        ("app.optim", {"app": {"model": MODEL, "optim": OPTIM}}),
+        ("", MODEL | OPTIM),
+    ],
+)
+def test_an_optimizers_dict_is_known_by_its_groups(place: str, tree: Any) -> None:
+    (found,) = sort_out(contents(tree), None).optimizers
+    assert (found.where, found.why_not) == (place, "")
+    assert {name: set(entry) for name, entry in found.state.items()} == {"emb.weight": {"sum", "step"}}
+    assert {number: set(group) for number, group in found.groups.items()} == {0: {"lr", "params"}}
+
+
+@pytest.mark.parametrize(
+    ("optim", "why_not"),
+    [
+        ({"state.emb.weight.sum": T, "param_groups.emb.weight.lr": 0.1}, "flattened"),
+        (OPTIM | {"more": T}, "holds more"),
+        (
+            OPTIM | {"state": {"emb.weight": {"emb.momentum1": T}}},
+            r"holds state\.emb\.weight\.emb\.momentum1",
+        ),
+        (OPTIM | {"state": {"emb.weight": {"inner": {"sum": T}}}}, r"holds state\.emb\.weight\.inner\.sum"),
+    ],
+)
+def test_an_optimizers_dict_of_another_shape_says_why_not(optim: Any, why_not: str) -> None:
+    """And is never taken for a model."""
+    found = sort_out(contents({"model": MODEL, "optim": optim}), None)
+    (optimizer,) = found.optimizers
+    assert why_not.replace("\\", "") in optimizer.why_not
+    assert found.left_out == ()

@@ -1,0 +1,227 @@
+"""What a fused kernel says of its rows: those it updated, when it updated them, whatever its input looks like."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deltashard_checkpoint.errors import UserError
+from torch import Tensor, nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        ComputeDevice,
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
+
+from deltashard.sharded.batched_kernel import BatchedKernel, kernel_of
+from deltashard.tracking.lookup_tracker import LookupTracker
+from deltashard.tracking.marks import Marks
+
+ROWS, COLUMNS = (20, 30), 8
+
+
+class _Holder(nn.Module):
+    """As TorchRec holds a kernel: two tables, the second with two features."""
+
+    def __init__(self, optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD) -> None:
+        super().__init__()
+        self.emb_module = SplitTableBatchedEmbeddingBagsCodegen(
+            [(rows, COLUMNS, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in ROWS],
+            feature_table_map=[0, 1, 1],
+            optimizer=optimizer,
+            learning_rate=0.5,
+            bounds_check_mode=BoundsCheckMode.IGNORE,
+        )
+        for weights in self.emb_module.split_embedding_weights():
+            nn.init.normal_(weights)
+        self.fused_optimizer = SimpleNamespace(param_groups=[{"params": [], "lr": 0.5}])
+
+    def forward(self, *bags: list[list[int]], **more: Any) -> Tensor:
+        """`bags` of each feature: the ids of each."""
+        each = [torch.tensor(bag, dtype=torch.int64) for feature in bags for bag in feature]
+        ends = torch.tensor([0, *(len(bag) for bag in each)]).cumsum(0)
+        out: Tensor = self.emb_module(indices=torch.cat(each), offsets=ends, **more)
+        return out.sum()
+
+
+class _Told:
+    """Collects what the kernel says of each table."""
+
+    def __init__(self, batch: BatchedKernel) -> None:
+        self.ids: dict[int, list[int]] = {0: [], 1: []}
+        self.ends = [shard.listen(self._listener(nth)) for nth, shard in enumerate(batch.shards)]
+
+    def _listener(self, nth: int) -> Any:
+        return lambda ids: self.ids[nth].extend(ids.tolist())
+
+    def take(self) -> tuple[list[int], list[int]]:
+        said = (sorted(set(self.ids[0])), sorted(set(self.ids[1])))
+        self.ids = {0: [], 1: []}
+        return said
+
+
+def test_updated_rows_are_told_by_table_when_the_update_runs() -> None:
+    """Not at the lookup: one that gets no gradient says nothing, one that gets it late says it late."""
+    holder = _Holder()
+    batch = BatchedKernel(holder)
+    told = _Told(batch)
+    before = [weights.clone() for weights in batch.weights]
+    loss = holder([[1, 2], []], [[7], [7, 8]], [[], [9]])
+    with torch.no_grad():
+        holder([[3], []], [[], []], [[], []])
+    holder([[4], []], [[], []], [[], []])
+    assert told.take() == ([], [])
+    loss.backward()
+    changed = tuple(
+        (a != b).any(1).nonzero().view(-1).tolist() for a, b in zip(before, batch.weights, strict=True)
+    )
+    assert told.take() == changed == ([1, 2], [7, 8, 9])
+
+
+def test_a_lookup_of_nothing_says_nothing() -> None:
+    """Neither empty bags nor an empty batch trip anything."""
+    holder = _Holder()
+    told = _Told(BatchedKernel(holder))
+    holder([[], []], [[], []], [[], []]).backward()
+    holder([[5], []], [[], []], [[], []]).backward()
+    assert told.take() == ([5], [])
+
+
+def test_batches_of_different_sizes_by_feature() -> None:
+    """The bags of the features are counted each for itself then."""
+    holder = _Holder()
+    told = _Told(BatchedKernel(holder))
+    sizes = [[2], [1], [3]]
+    holder([[1], [2]], [[3]], [[4], [], [5]], batch_size_per_feature_per_rank=sizes).backward()
+    assert told.take() == ([1, 2], [3, 4, 5])
+
+
+def test_ids_beyond_the_table_count_as_row_zero() -> None:
+    """The kernel takes them for it."""
+    holder = _Holder()
+    batch = BatchedKernel(holder)
+    told = _Told(batch)
+    zero = batch.weights[0][0].clone()
+    holder([[1, 999], []], [[], []], [[], []]).backward()
+    assert not torch.equal(batch.weights[0][0], zero)
+    assert told.take() == ([0, 1], [])
+
+
+def test_offsets_without_sense_say_every_id_of_every_table() -> None:
+    """More is harmless, less is not."""
+    holder = _Holder()
+    batch = BatchedKernel(holder)
+    told = _Told(batch)
+    for offsets in ([0, 5, 2, 3], [0, 1, 2, 9], [1, 1, 2, 3], []):
+        batch.updated(torch.tensor([4, 25, 6]), torch.tensor(offsets, dtype=torch.int64), None)
+        assert told.take() == ([0, 4, 6], [4, 6, 25])
+
+
+def test_listeners_end_each_for_itself() -> None:
+    """The last one takes the hook along."""
+    holder = _Holder()
+    told = _Told(BatchedKernel(holder))
+    told.ends[0]()
+    holder([[1], []], [[2], []], [[], []]).backward()
+    assert told.take() == ([], [2])
+    told.ends[1]()
+    told.ends[1]()
+    assert not holder.emb_module._forward_hooks
+
+
+def test_a_copy_of_the_model_says_nothing() -> None:
+    """Nor does one that went through a pickle."""
+    holder = _Holder()
+    told = _Told(BatchedKernel(holder))
+    (hook,) = holder.emb_module._forward_hooks.values()
+    copy.deepcopy(holder.emb_module)(
+        indices=torch.tensor([1]), offsets=torch.tensor([0, 1, 1, 1])
+    ).sum().backward()
+    assert pickle.loads(pickle.dumps(hook))._batch is None
+    assert told.take() == ([], [])
+
+
+def test_a_mark_that_fails_is_reported_and_harms_no_backward_pass() -> None:
+    """The table goes over to hashes then."""
+    holder = _Holder()
+    lost: list[Exception] = []
+    LookupTracker(BatchedKernel(holder).shards[0], Marks(1), lost.append)
+    holder([[5], []], [[], []], [[], []]).backward()
+    assert [type(error) for error in lost] == [IndexError]
+
+
+def test_a_module_has_one_kernel_as_long_as_its_memory_stays() -> None:
+    """Tables are recognised by their tensors: they must be the same ones at each look."""
+    holder = _Holder()
+    batch = kernel_of(holder)
+    assert kernel_of(holder) is batch
+    tbe = holder.emb_module
+    tbe.momentum1_host = nn.Parameter(tbe.momentum1_host.detach().clone())
+    moved = kernel_of(holder)
+    assert moved is not batch
+    tbe.weights_host = nn.Parameter(tbe.weights_host.detach().clone())
+    assert kernel_of(holder) is not moved
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "shapes"),
+    [
+        (EmbOptimType.EXACT_ROWWISE_ADAGRAD, [{"sum": (20,)}, {"sum": (30,)}]),
+        (EmbOptimType.EXACT_ADAGRAD, [{"sum": (20, 8)}, {"sum": (30, 8)}]),
+        (EmbOptimType.EXACT_SGD, [{}, {}]),
+    ],
+)
+def test_state_is_the_kernels_own_memory(optimizer: EmbOptimType, shapes: list[dict[str, Any]]) -> None:
+    """Under torch's names; what is written there is what the next update takes."""
+    holder = _Holder(optimizer)
+    batch = BatchedKernel(holder)
+    assert [{k: tuple(v.shape) for k, v in shard.state.items()} for shard in batch.shards] == shapes
+    assert all(shard.why_inexact is None for shard in batch.shards)
+    for shard in batch.shards:
+        for value in shard.state.values():
+            value.fill_(1e30)
+    before = batch.weights[0].clone()
+    holder([[1], []], [[], []], [[], []]).backward()
+    assert torch.allclose(batch.weights[0], before, atol=1e-9) == bool(shapes[0])
+
+
+def test_rates_and_counts_come_back() -> None:
+    """And the group that a scheduler holds stays the same object."""
+    holder, other = _Holder(), _Holder()
+    for _ in range(3):
+        holder([[1], []], [[], []], [[], []])
+    holder.emb_module.set_learning_rate(0.25)
+    holder.fused_optimizer.param_groups[0] |= {"lr": 0.125, "initial_lr": 0.5}
+    saved = BatchedKernel(holder).capture()
+    assert (saved["lr"], saved["iter"], saved["optimizer"]) == (0.25, 3, "exact_row_wise_adagrad")
+    group = other.fused_optimizer.param_groups[0]
+    BatchedKernel(other).restore(saved)
+    assert BatchedKernel(other).capture() == saved
+    assert group == {"params": [], "lr": 0.125, "initial_lr": 0.5}
+    other([[1], []], [[], []], [[], []])
+    assert BatchedKernel(other).capture()["iter"] == 4
+
+
+def test_a_kernel_without_an_optimizer_is_refused() -> None:
+    """Nobody would know what becomes of its gradients."""
+    holder = _Holder()
+    holder.emb_module.optimizer = EmbOptimType.NONE
+    with pytest.raises(UserError, match="without an optimizer of its own"):
+        BatchedKernel(holder)
+
+
+def test_an_optimizer_that_is_not_proven_is_tracked_by_hashes() -> None:
+    """It may change rows that nobody looked up."""
+    holder = _Holder()
+    batch = BatchedKernel(holder)
+    holder.emb_module.optimizer = EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD
+    assert "not known to leave rows alone" in str(batch.shards[0].why_inexact)

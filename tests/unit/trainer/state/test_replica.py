@@ -1,0 +1,42 @@
+"""One owner saves a replica, whom all find alike; replicas that are not the same are found and named."""
+
+from __future__ import annotations
+
+import torch
+from deltashard.state.replica import MOST_OWNERS, differing, owners, sums
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(
+    sizes=st.dictionaries(st.text(min_size=1, max_size=3), st.integers(0, 1000), max_size=40),
+    world_size=st.integers(1, 20),
+)
+def test_every_replica_has_one_owner_and_no_owner_has_much_more_than_another(
+    sizes: dict[str, int], world_size: int
+) -> None:
+    found = owners(sizes, world_size)
+    assert found == owners(dict(reversed(sizes.items())), world_size)
+    assert found.keys() == sizes.keys()
+    load = [0] * min(world_size, MOST_OWNERS)
+    for name, rank in found.items():
+        load[rank] += sizes[name]
+    assert max(load) - min(load) <= max(sizes.values(), default=0)
+
+
+def test_one_changed_value_of_a_small_tensor_is_found() -> None:
+    zero = {"a": torch.arange(6.0), "b": torch.ones(3, 2, dtype=torch.bfloat16), "empty": torch.empty(0)}
+    other = {name: tensor.clone() for name, tensor in zero.items()}
+    assert differing(zero, {0: sums(zero, 7), 1: sums(other, 7)}) == []
+    other["b"][2, 1] = 2
+    assert differing(zero, {0: sums(zero, 7), 1: sums(other, 7), 2: sums(zero, 7)}) == ["b on rank 1"]
+    said = {0: sums(zero, 7)} | {rank: sums(other, 7) for rank in range(1, 7)}
+    assert differing(zero, said) == ["b on ranks 1, 2, 3, 4 and more"]
+
+
+def test_another_tensor_is_found_although_only_some_values_are_looked_at() -> None:
+    """Trained apart, all rows that were trained differ; each look draws other values."""
+    zero, other = {"t": torch.zeros(5000, 4)}, {"t": torch.zeros(5000, 4)}
+    other["t"][:500] += 1
+    assert any(differing(zero, {0: sums(zero, cut), 1: sums(other, cut)}) for cut in range(3))
+    assert sums(zero, 1) == sums({"t": torch.zeros(5000, 4)}, 1)

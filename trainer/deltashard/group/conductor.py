@@ -1,0 +1,347 @@
+"""One rank's thread among those that settle orders (`order`): it proposes, answers, settles and reads, over the store.
+
+    wish       the training thread wants a cut; the thread proposes it, again after a while when the order was off
+    hold       a boundary waits for the verdict once it stands at the promised limit; the verdict normally came before
+    cut_at     the cut that this boundary takes
+    stay       within it the training thread ends no step: it waits for a save, closes, or wants this very step
+
+Rank 0 settles; others do when it does not answer. What cannot be settled in time is off, and training goes on: the
+longest that a boundary is held is HOLD_S. Without the store (`down`) nothing is held and nothing is cut.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+from deltashard.errors import GroupLost
+from deltashard.group.group_store import GroupStore
+from deltashard.group.order import Ack, Orders, Proposal, Verdict, limit_after, settled
+from deltashard.tracking.step_clock import StepClock
+
+log = logging.getLogger("deltashard")
+
+ANSWER_S = 5.0
+"""All ranks have answered an order by then, or it is off."""
+HOLD_S = 3 * ANSWER_S
+"""A boundary waits for a verdict so long at most. Who goes on without one takes no part in that cut."""
+LOOK_S, LOOK_LONG_S, LOOK_A_RANK_S = 0.002, 0.05, 50e-6
+"""How often the store is looked at: while an order is under way, at first and later; between orders, by world size."""
+FIRST_AGAIN_S, LAST_AGAIN_S = 0.1, 2.0
+"""After an order that was off, the next is proposed so much later."""
+KEPT = 1024
+"""So many verdicts stay in the store, for a rank whose thread lags behind."""
+_CLOSED = 1 << 62
+"""Number of the order that a rank answers when it closes: any."""
+_HAS_CLOSED = "it has closed"
+
+
+class Conductor:
+    """The orders of the attempt under way, as one rank sees them. On the training thread, but for `_run` and below."""
+
+    def __init__(
+        self, rank: int, world_size: int, *, clock: StepClock, why_not: Callable[[bool], str]
+    ) -> None:
+        """`why_not(urgent)` says why this rank cannot cut now, empty: it can; asked from the order thread."""
+        self._rank = rank
+        self._world_size = world_size
+        self._clock = clock
+        self._why_not = why_not
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._called = threading.Event()
+        self._pace = _Pace()
+        self.off = 0
+        """How many orders were off."""
+        self.held_s = 0.0
+        """How long boundaries were held, in all."""
+        self.sums: dict[int, str] = {}
+        """Sums over replicas by rank, for rank 0, when they were not the same at a cut; empty: they were."""
+        self._anew()
+
+    def _anew(self) -> None:
+        self._orders = Orders()
+        self._wish: Proposal | None = None
+        self._stays: int | None = None
+        self._not_before_s = 0.0
+        self._again_s = FIRST_AGAIN_S
+        self._sample: tuple[int, str] | None = None
+        self.why_off = ""
+        """Why the newest order was off; empty after one that went."""
+        self.down = "no attempt is open"
+        """Why no order can be settled; empty: they can."""
+
+    def begin(self, prefix: str) -> None:
+        """An attempt is open, whose keys lie under `prefix`; raises `GroupLost`."""
+        self.close()
+        self._anew()
+        self._store = GroupStore(prefix)
+        self._stop, self.down = threading.Event(), ""
+        self._thread = threading.Thread(target=self._run, name="deltashard-orders", daemon=True)
+        self._thread.start()
+        _live.add(self)
+
+    # The training thread's side
+
+    def wish(self, proposal: Proposal) -> None:
+        """Have this proposed, unless a cut is on its way anyway that this rank will come to."""
+        held = self._wish
+        if not self._coming(self._stays) and (
+            held is None or proposal.exact or (proposal.urgent and not held.urgent)
+        ):
+            self._wish = proposal
+            self._called.set()
+
+    @property
+    def pending(self) -> bool:
+        """Whether boundaries have to look: something is promised, or due."""
+        return self._orders.limit is not None or self._orders.due is not None
+
+    @property
+    def left(self) -> bool:
+        """Whether a rank has closed, so that no order will go any more."""
+        return self.why_off.endswith(_HAS_CLOSED)
+
+    def hold(self, step: int) -> None:
+        """Wait at the boundary of `step` for a verdict that was promised to be waited for; HOLD_S at most."""
+        if not self._orders.held(step):
+            return
+        began_s = time.monotonic()
+        while self._orders.held(step) and not self.down and time.monotonic() - began_s < HOLD_S:
+            self._clock.expect()
+            if self._orders.held(step):
+                self._clock.pause(0.2)
+        self.held_s += time.monotonic() - began_s
+
+    def cut_at(self, step: int) -> int | None:
+        """Number of the cut to take at the boundary of `step`; None: none is due."""
+        return self._orders.cut_at(step)
+
+    def missed(self, *, last: bool = False) -> int | None:
+        """A cut that went and that this rank has not taken; said once. None: there is none.
+
+        `last`: this rank ends no step any more, so that one which is due later is missed, too.
+        """
+        due = self._orders.due
+        if last and due is not None and due[1] > self._clock.step:
+            self._orders.taken(due[0])
+            return due[0]
+        missed, self._orders.missed = self._orders.missed, None
+        return missed
+
+    def taken(self, cut: int) -> None:
+        """The cut was taken, or could not be: neither it nor what was wished for before it is due any more."""
+        self._orders.taken(cut)
+        self._wish = None
+
+    @contextlib.contextmanager
+    def stay(self) -> Iterator[None]:
+        """Within, no step ends: an order can only go at the step where the clock stands now."""
+        before, self._stays = self._stays, self._clock.step
+        self._called.set()
+        try:
+            yield
+        finally:
+            self._stays = before
+            if before is None:
+                self._not_before_s, self._again_s = 0.0, FIRST_AGAIN_S  # what was off for it may go now
+                # What was answered meanwhile said that this step is the last before the verdict.
+                self.hold(self._clock.step)
+
+    def sampled(self, cut: int, sums: str) -> None:
+        """What replicas of this rank looked like at `cut`; rank 0 compares."""
+        self._sample = cut, sums
+        self._called.set()
+
+    def close(self) -> None:
+        """This rank takes part no more, and says so."""
+        self._stop.set()
+        self._called.set()
+        if self._thread is not None:
+            self._thread.join(timeout=ANSWER_S)
+
+    # The order thread
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._pace.look(self._clock.step)
+                number = self._orders.number
+                if (text := self._store.get(f"order/{number}")) is not None:
+                    self._settle(number, Proposal.of(text))
+                elif (wanted := self._wanted()) is not None:
+                    self._store.agree(f"order/{number}", wanted.text())
+                else:
+                    self._compare()
+                    self._called.wait(max(LOOK_LONG_S, LOOK_A_RANK_S * self._world_size))
+                    self._called.clear()
+            self._store.put(
+                f"ack/{self._rank}", _said(_CLOSED, Ack(limit=self._clock.step, why_not=_HAS_CLOSED))
+            )
+        except GroupLost as error:
+            self._end(str(error))
+        except Exception as error:
+            log.exception("the ranks cannot agree on saves any more: please report this")
+            self._end(f"{type(error).__name__}: {error}")
+
+    def _end(self, why: str) -> None:
+        """Nothing is promised any more: whoever is held goes on."""
+        if not self._stop.is_set():
+            log.warning("no save is possible any more, training goes on: %s", why)
+        self.down = why
+        self._clock.alert()
+
+    def _wanted(self) -> Proposal | None:
+        """What to propose now."""
+        if time.monotonic() < self._not_before_s:
+            return None
+        if self._wish is not None:
+            return self._wish
+        if self._rank != 0 or self._orders.due is not None or self._why_not(False):
+            return None
+        # The sidecar says the step ahead of time, if it counts steps: so it is that step, and nobody is held for it.
+        at, step = self._clock.wanted_at, self._clock.step
+        return Proposal(reason="timer", at=at) if at <= step + 3 * (self._limit() - step) else None
+
+    def _limit(self) -> int:
+        return limit_after(self._clock.step, self._pace.step_s)
+
+    def _settle(self, number: int, proposal: Proposal) -> None:
+        """See order `number` through to its verdict."""
+        began_s, look_s, answered = time.monotonic(), LOOK_S, False
+        while not self._stop.is_set():
+            if not answered and (ack := self._answer(proposal)) is not None:
+                self._store.put(f"ack/{self._rank}", _said(number, ack))
+                answered = True
+            text = self._store.get(f"verdict/{number}")
+            if (
+                text is None
+                and (verdict := self._verdict(number, proposal, time.monotonic() - began_s)) is not None
+            ):
+                text = self._store.agree(f"verdict/{number}", verdict.text())
+            if text is not None:
+                self._read(number, Verdict.of(text))
+                return
+            self._called.wait(look_s)
+            self._called.clear()
+            look_s = min(1.5 * look_s, LOOK_LONG_S)
+
+    def _verdict(self, number: int, proposal: Proposal, since_s: float) -> Verdict | None:
+        """The verdict, if it is this rank's to find; rank 0's at first."""
+        if self._rank != 0 and since_s < 2 * ANSWER_S:
+            return None
+        acks: dict[int, Ack] = {}
+        for rank, text in self._acks():
+            said, ack = json.loads(text)
+            if said >= number:
+                acks[rank] = Ack.of(json.dumps(ack).encode())
+        return settled(proposal, acks, self._world_size, overdue=since_s >= ANSWER_S)
+
+    def _acks(self) -> Iterator[tuple[int, bytes]]:
+        keys = [f"ack/{rank}" for rank in range(self._world_size)]
+        if (found := self._store.get_all(keys)) is not None:
+            yield from enumerate(found)
+            return
+        for rank, key in enumerate(keys):
+            if (text := self._store.get(key)) is not None:
+                yield rank, text
+
+    def _answer(self, proposal: Proposal) -> Ack | None:
+        """This rank's answer, its promise published before; None: not yet."""
+        step, stays = self._clock.step, self._stays
+        if why_not := self._why_not(proposal.urgent) or self._coming(stays):
+            return Ack(limit=step, why_not=why_not)
+        if proposal.exact and stays != proposal.at:
+            passed = step > proposal.at
+            return Ack(limit=step, why_not=f"it is past step {proposal.at}") if passed else None
+        limit = stays if stays is not None else max(proposal.at, self._limit())
+        self._orders.promise(limit)
+        self._clock.alert()
+        # IMPORTANT: looked at again after the promise was published. Whoever left its stay, or passed the limit, before
+        # it could see the promise made none.
+        if self._stays == stays and (stays is not None or self._orders.kept(self._clock.step)):
+            return Ack(limit=limit, stays=stays is not None)
+        self._orders.withdraw()
+        self._called.set()
+        return None
+
+    def _coming(self, stays: int | None) -> str:
+        """What to say while the cut ordered before was not taken, and will be; empty: there is none."""
+        due = self._orders.due
+        comes = due is not None and (stays is None or due[1] <= stays)
+        return "the cut ordered before is not taken yet" if comes else ""
+
+    def _read(self, number: int, verdict: Verdict) -> None:
+        if verdict.at is None:
+            self.off += 1
+            self.why_off = verdict.why_off
+            self._not_before_s = time.monotonic() + self._again_s
+            self._again_s = min(2 * self._again_s, LAST_AGAIN_S)
+        else:
+            # The wish is granted. Proposed again before the cut is taken, it would put another in that one's place.
+            self._wish, self.why_off, self._again_s = None, "", FIRST_AGAIN_S
+        self._orders.read(verdict)
+        self._clock.alert()
+        if self._rank == 0 and number > KEPT:
+            self._store.forget(f"order/{number - KEPT}")
+            self._store.forget(f"verdict/{number - KEPT}")
+
+    def _compare(self) -> None:
+        """Say what replicas looked like at the last cut; rank 0 compares when all have said."""
+        if self._sample is None:
+            return
+        cut, mine = self._sample
+        self._store.put(f"replica/{self._rank}", json.dumps([cut, mine]).encode())
+        if self._rank != 0:
+            self._sample = None
+            return
+        found = self._store.get_all([f"replica/{rank}" for rank in range(self._world_size)])
+        if found is None:
+            return
+        sums = {rank: json.loads(text) for rank, text in enumerate(found)}
+        if any(said[0] < cut for said in sums.values()):
+            return
+        self._sample = None
+        same = {rank: said[1] for rank, said in sums.items() if said[0] == cut}
+        if any(said != mine for said in same.values()):
+            self.sums = same
+            self._clock.alert()
+
+
+_live: weakref.WeakSet[Conductor] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    # A thread within the store's own code, while the interpreter ends, ends the process by SIGABRT.
+    for conductor in list(_live):
+        conductor.close()
+
+
+atexit.register(_end_all)
+
+
+def _said(number: int, ack: Ack) -> bytes:
+    return json.dumps([number, json.loads(ack.text())]).encode()
+
+
+class _Pace:
+    """Seconds a step, as the order thread sees the clock go on."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self._step, self._seen_s = 0, time.monotonic()
+
+    def look(self, step: int) -> None:
+        now_s = time.monotonic()
+        if step > self._step:
+            took_s = (now_s - self._seen_s) / (step - self._step)
+            self.step_s = took_s if not self.step_s else 0.5 * (self.step_s + took_s)
+            self._step, self._seen_s = step, now_s
+        elif step < self._step:  # an attempt began
+            self._step, self._seen_s = step, now_s

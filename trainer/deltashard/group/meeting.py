@@ -1,0 +1,158 @@
+"""All ranks of a group, gathered for one `restore()`: what each says goes to rank 0, what rank 0 tells goes to all.
+
+    hello      each rank: a token of its own, and what it says of itself
+    welcome    rank 0: the tokens of all, under a name for the meeting
+    here       each rank that found its token in there; rank 0 begins when all are
+
+The store outlives a restart by torchrun, and so do its keys. A hello of an earlier life is welcomed in vain: its rank
+says hello again, with another token, and rank 0 welcomes anew. What is told later lies under the meeting's name, which
+nobody knew before.
+
+No collective: one that misses its deadline would break the user's process group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from deltashard.errors import RanksDiffer
+from deltashard.group.group_store import GroupStore
+from deltashard.state.replica import some
+
+MEET_S = 600.0
+"""All ranks come to `restore()` within so long: one may be reading its data still."""
+FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.2
+_COMMON = "deltashard/"
+
+_numbers = itertools.count(1)
+"""Ranks make their Checkpointers in one order, so that the n-th meeting of each is the same."""
+
+T = TypeVar("T")
+
+
+def _wait(look: Callable[[], T | None], until_s: float) -> T | None:
+    """What `look` finds, by `until_s` (monotonic); None: nothing."""
+    pause_s, idle = FIRST_LOOK_S, threading.Event()
+    while (found := look()) is None and time.monotonic() < until_s:
+        idle.wait(pause_s)
+        pause_s = min(1.5 * pause_s, LAST_LOOK_S)
+    return found
+
+
+class Meeting:
+    """One rank's side of a meeting; on the training thread only."""
+
+    def __init__(self, rank: int, world_size: int, word: bytes) -> None:
+        """Come together; `word` is what this rank says of itself.
+
+        Raises:
+            RanksDiffer: somebody is missing after MEET_S.
+            GroupLost: the store does not answer.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self._store = GroupStore(_COMMON)
+        self._number = next(_numbers)
+        self._token = secrets.token_hex(8)
+        self._until_s = time.monotonic() + MEET_S
+        self.name = ""
+        """Of this meeting; nobody of another life knows it."""
+        self.words: list[bytes] = []
+        """What each rank said, for rank 0."""
+        self._store.put(f"hello/{self._number}/{rank}", self._token.encode() + b"\n" + word)
+        self._lead() if rank == 0 else self._follow()
+
+    @property
+    def prefix(self) -> str:
+        """For keys of whoever met here."""
+        return f"{_COMMON}{self.name}/"
+
+    def tell(self, what: str, word: bytes) -> None:
+        """Rank 0 tells all."""
+        self._store.put(f"{self.name}/told/{what}", word)
+
+    def hear(self, what: str, within_s: float) -> bytes:
+        """What rank 0 tells; raises `RanksDiffer` when it does not."""
+        found = _wait(lambda: self._store.get(f"{self.name}/told/{what}"), time.monotonic() + within_s)
+        if found is None:
+            raise RanksDiffer(
+                f"rank 0 said nothing for {within_s:.0f} s",
+                where="restore()",
+                remedy="look at its log, then start all ranks again",
+            )
+        return found
+
+    def answer(self, what: str, word: bytes) -> None:
+        """Each rank says it, rank 0 included."""
+        self._store.put(f"{self.name}/said/{what}/{self.rank}", word)
+
+    def answers(self, what: str, within_s: float) -> list[bytes]:
+        """What all ranks say, for rank 0; raises `RanksDiffer` naming those that do not."""
+        keys = [f"{self.name}/said/{what}/{rank}" for rank in range(self.world_size)]
+        found = _wait(lambda: self._store.get_all(keys), time.monotonic() + within_s)
+        if found is None:
+            raise self._missing(
+                [rank for rank, key in enumerate(keys) if self._store.get(key) is None], within_s
+            )
+        return found
+
+    def _lead(self) -> None:
+        hellos = [f"hello/{self._number}/{rank}" for rank in range(self.world_size)]
+        tokens: list[str] = []
+
+        def all_here() -> bool | None:
+            nonlocal tokens
+            said = self._store.get_all(hellos)
+            if said is None:
+                return None
+            now = [word.partition(b"\n")[0].decode() for word in said]
+            if now != tokens:
+                tokens = now
+                self.name = secrets.token_hex(8)
+                self.words = [word.partition(b"\n")[2] for word in said]
+                self._store.put(f"here/{self.name}/0", b"")
+                self._store.put(f"welcome/{self._number}", json.dumps([self.name, tokens]).encode())
+            return None if self._store.get_all(self._here()) is None else True
+
+        if _wait(all_here, self._until_s) is None:
+            awaited = self._here() if self.name else hellos
+            raise self._missing(
+                [rank for rank, key in enumerate(awaited) if self._store.get(key) is None], MEET_S
+            )
+        self.tell("begun", b"")
+
+    def _here(self) -> list[str]:
+        return [f"here/{self.name}/{rank}" for rank in range(self.world_size)]
+
+    def _follow(self) -> None:
+        def begun() -> bool | None:
+            welcome = self._store.get(f"welcome/{self._number}")
+            if welcome is None:
+                return None
+            name, tokens = json.loads(welcome)
+            if len(tokens) != self.world_size or tokens[self.rank] != self._token:
+                return None
+            if name != self.name:
+                self.name = name
+                self._store.put(f"here/{name}/{self.rank}", b"")
+            return None if self._store.get(f"{name}/told/begun") is None else True
+
+        if _wait(begun, self._until_s) is None:
+            raise RanksDiffer(
+                f"rank {self.rank} waited for the other ranks for {MEET_S:.0f} s",
+                where="restore()",
+                remedy="call it on every rank, as often and in the same order; see rank 0's log",
+            )
+
+    def _missing(self, ranks: list[int], waited_s: float) -> RanksDiffer:
+        return RanksDiffer(
+            f"no word of ranks {some(ranks, 8)} for {waited_s:.0f} s",
+            where="restore()",
+            remedy="call it on every rank, as often and in the same order; see their logs",
+        )

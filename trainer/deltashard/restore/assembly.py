@@ -1,0 +1,189 @@
+"""All ranks of a group in one `restore()`: rank 0 opens the attempt for all, and all agree on what was brought back.
+
+    open     rank 0's sidecar wins the slot, with the layout of all ranks; the others attach with what it won
+    agree    each rank says how far it came: whole, not whole (all fall back together), or failed (all raise)
+
+Whoever raises tells the others first, so that nobody waits for a rank that has given up. Nothing here is a collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from deltashard_checkpoint.errors import DeltashardError, InvalidCheckpoint
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.rank import Rank
+from deltashard.attach.session import OPEN_DEADLINE_S
+from deltashard.errors import (
+    CheckpointMismatch,
+    FencedError,
+    NotRestored,
+    RanksDiffer,
+    RestoreFailed,
+    RunWentOn,
+    SidecarUnavailable,
+    TakenOver,
+    UserError,
+)
+from deltashard.group.meeting import Meeting
+from deltashard.group.roll import Word, agreed_layout
+from deltashard.program import Program
+from deltashard.restore.frame_stream import RESTORE_DEADLINE_S
+from deltashard.state.replica import differing, sums
+
+_KNOWN: dict[str, type[DeltashardError]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointMismatch,
+        FencedError,
+        NotRestored,
+        RanksDiffer,
+        RestoreFailed,
+        RunWentOn,
+        SidecarUnavailable,
+        TakenOver,
+        UserError,
+    )
+}
+_WORST_LAST = ("whole", "went on", "not whole", "failed")
+
+
+class Assembly:
+    """One rank's side of one `restore()`; on the training thread only."""
+
+    def __init__(self, rank: Rank, program: Program, facts: Mapping[str, Any]) -> None:
+        """Come together; `facts` must be equal on all ranks. Raises `RanksDiffer`, `GroupLost`."""
+        self._rank = rank
+        self._program = program
+        dense = program.tracking.dense()
+        word = Word(
+            facts=facts,
+            tables=program.shapes,
+            dense={name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in dense.items()},
+            boxes=program.boxes,
+        )
+        self._meeting = Meeting(rank.number, rank.world_size, word.text())
+        self._turn = 0
+
+    @property
+    def prefix(self) -> str:
+        """Of the group's keys under the attempt that was opened last."""
+        return f"{self._meeting.prefix}{self._turn}/"
+
+    def open(self, ask: Callable[[bytes], pb.OpenReply]) -> pb.OpenReply:
+        """What rank 0's sidecar answers to `ask(layout)`, for all; raises what rank 0 met, on every rank."""
+        self._turn += 1
+        if self._rank.number != 0:
+            told = json.loads(self._meeting.hear(f"open/{self._turn}", 2 * OPEN_DEADLINE_S))
+            if "error" in told:
+                raise _error_of(told["error"], "rank 0: ")
+            return pb.OpenReply.FromString(bytes.fromhex(told["reply"]))
+        try:
+            layout = agreed_layout([Word.of(text) for text in self._meeting.words])
+            reply = ask(layout.data)
+        except BaseException as error:
+            self._tell_open({"error": _text_of(error)})
+            raise
+        self._tell_open({"reply": reply.SerializeToString().hex()})
+        return reply
+
+    def _tell_open(self, word: Mapping[str, Any]) -> None:
+        self._meeting.tell(f"open/{self._turn}", json.dumps(word).encode())
+
+    def agree(self, stage: str, error: BaseException | None = None) -> None:
+        """Say that this rank came through `stage`, or not, and hear of the others.
+
+        Raises:
+            InvalidCheckpoint: some rank found the checkpoint not whole: all fall back.
+            RunWentOn: some rank found it retired: all ask anew.
+            RanksDiffer: replicas are not the same on all ranks.
+            what the rank that failed raised: here `error` itself.
+        """
+        stage = f"{stage}/{self._turn}"
+        kind = (
+            "whole"
+            if error is None
+            else "not whole"
+            if isinstance(error, InvalidCheckpoint)
+            else "went on"
+            if isinstance(error, RunWentOn)
+            else "failed"
+        )
+        mine: dict[str, Any] = {"kind": kind, "error": None if error is None else _text_of(error)}
+        if stage.startswith("restored") and error is None:
+            mine["sums"] = self.sums(0)
+        self._meeting.answer(stage, json.dumps(mine).encode())
+        if self._rank.number == 0:
+            said = [json.loads(text) for text in self._meeting.answers(stage, RESTORE_DEADLINE_S)]
+            self._meeting.tell(stage, json.dumps(self._verdict(said)).encode())
+        verdict = json.loads(self._meeting.hear(stage, RESTORE_DEADLINE_S))
+        if verdict["kind"] == "whole":
+            return
+        if error is not None and verdict["kind"] == kind:
+            raise error
+        if verdict["kind"] == "not whole":
+            raise InvalidCheckpoint(verdict["error"]["what"], where=f"rank {verdict['rank']}")
+        raise _error_of(verdict["error"], f"rank {verdict['rank']}: ")
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What is done within, all ranks do, or none goes on; raises as `agree`."""
+        try:
+            yield
+        except BaseException as error:
+            self.agree(name, error)
+            raise
+        self.agree(name)
+
+    def sums(self, seed: int) -> str:
+        """Of this rank's replicas."""
+        return sums(self._program.tracking.replicas, seed)
+
+    def _verdict(self, said: list[dict[str, Any]]) -> dict[str, Any]:
+        worst = max(range(len(said)), key=lambda rank: (_WORST_LAST.index(said[rank]["kind"]), -rank))
+        if said[worst]["kind"] != "whole":
+            return {"kind": said[worst]["kind"], "rank": worst, "error": said[worst]["error"]}
+        if "sums" in said[0]:
+            try:
+                refuse_differing(self._program, {rank: each["sums"] for rank, each in enumerate(said)})
+            except RanksDiffer as error:
+                return {"kind": "failed", "rank": 0, "error": _text_of(error)}
+        return {"kind": "whole"}
+
+
+def refuse_differing(program: Program, said: Mapping[int, str]) -> None:
+    """Raises `RanksDiffer` when what every rank has, by the sums each said, is not the same on all."""
+    differ = differing(program.tracking.replicas, said)
+    if differ:
+        shown = "; ".join(differ[:4]) + (f" and {len(differ) - 4} more" if len(differ) > 4 else "")
+        raise RanksDiffer(
+            f"what every rank holds whole is saved once, and is not the same as on rank 0: {shown}",
+            where="replicas",
+            remedy="train the dense part under DistributedDataParallel, shard tables with TorchRec, and give different "
+            "tables different names",
+        )
+
+
+def _text_of(error: BaseException) -> dict[str, str]:
+    if isinstance(error, DeltashardError):
+        return {
+            "kind": type(error).__name__,
+            "what": error.what,
+            "where": error.where,
+            "remedy": error.remedy,
+        }
+    return {
+        "kind": "",
+        "what": f"{type(error).__name__}: {error}",
+        "where": "restore()",
+        "remedy": "see its log",
+    }
+
+
+def _error_of(said: Mapping[str, str], whose: str) -> DeltashardError:
+    kind: type[DeltashardError] = _KNOWN.get(said["kind"], RestoreFailed)
+    return kind(whose + said["what"], where=said["where"], remedy=said["remedy"])

@@ -1,0 +1,1 @@
+"""Modules that shard their tables themselves (TorchRec): what of them is here, and what updates it."""

@@ -1,0 +1,67 @@
+"""What lies on every rank whole, and is the same there: dense tensors, and tables that are not sharded.
+
+One owner saves a replica, whom every rank finds for itself by the same rule. That replicas *are* the same is what
+data-parallel training promises; whether it keeps it is looked at: a sum over a few of their values, drawn anew at each
+cut, is compared between the ranks. Two different tables under one name would differ at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+from deltashard.state.value import array_of
+
+MOST_OWNERS = 8
+"""So many ranks share what is the same on all of them."""
+SUM_WIDTH = 8
+"""Characters of a sum."""
+_SAMPLED = 512
+"""Values of a tensor that a sum is over."""
+_SHOWN = 4
+
+
+def owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """The rank that saves each replica, by name, of so many bytes: the largest first, to whom has least."""
+    load = [0] * min(world_size, MOST_OWNERS)
+    found: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        found[name] = rank = min(range(len(load)), key=lambda each: (load[each], each))
+        load[rank] += sizes[name]
+    return found
+
+
+def sums(replicas: Mapping[str, Tensor], seed: int) -> str:
+    """SUM_WIDTH hexadecimal digits for each replica, by sorted name; `seed` says which values, on every rank alike."""
+    found = []
+    for name in sorted(replicas):
+        flat = replicas[name].detach().reshape(-1)
+        if flat.numel() > _SAMPLED:
+            drawn = np.random.default_rng([seed, flat.numel()]).integers(0, flat.numel(), _SAMPLED)
+            flat = flat[torch.from_numpy(drawn).to(flat.device)]
+        values = array_of(flat.cpu().contiguous())
+        found.append(xxhash.xxh32_hexdigest(values.tobytes()))
+    return "".join(found)
+
+
+def differing(names: Collection[str], said: Mapping[int, str]) -> list[str]:
+    """Which replicas are not the same as rank 0's, and where, from the sums by rank."""
+    zero = said[0]
+    found: dict[str, list[int]] = {}
+    for rank in sorted(said):
+        for i, name in enumerate(sorted(names)):
+            if said[rank][i * SUM_WIDTH : (i + 1) * SUM_WIDTH] != zero[i * SUM_WIDTH : (i + 1) * SUM_WIDTH]:
+                found.setdefault(name, []).append(rank)
+    return [
+        f"{name} on rank{'s' if len(ranks) > 1 else ''} {some(ranks, _SHOWN)}"
+        for name, ranks in found.items()
+    ]
+
+
+def some(ranks: Sequence[int], most: int) -> str:
+    """The first `most` of `ranks`, for people."""
+    return ", ".join(map(str, ranks[:most])) + (" and more" if len(ranks) > most else "")

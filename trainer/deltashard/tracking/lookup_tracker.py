@@ -1,0 +1,37 @@
+"""How a table in a fused kernel learns which of its rows changed: the kernel says, right after each update.
+
+The update runs within the backward pass, and so does this: rows are marked when they change, neither when they are
+looked up (an evaluation, a batch whose update lies beyond the next cut) nor at a step that comes later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from deltashard.state.discovery import Kernel
+from deltashard.tracking.marks import Marks
+
+
+class LookupTracker:
+    """Marks the rows of one shard that its kernel updates."""
+
+    def __init__(self, kernel: Kernel, marks: Marks, lost: Callable[[Exception], None]) -> None:
+        """`lost` is called with what kept rows from being marked, instead of raising into the backward pass."""
+        self._marks = marks
+        self._lost = lost
+        self._end = kernel.listen(self._updated)
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._end()
+
+    def cut_taken(self) -> None:
+        """Nothing is remembered from before a cut: what is updated after it is marked after it."""
+
+    def _updated(self, ids: Tensor) -> None:
+        try:
+            self._marks.mark(ids)
+        except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the backward pass
+            self._lost(error)
