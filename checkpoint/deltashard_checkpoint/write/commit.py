@@ -258,8 +258,10 @@ def commit_parts(
     if world_size == 1 and not layout:
         crash_point("commit.after_list")
         return commit.create_alone(reports[0], patience)
+    crash_point("report.before_put")
     for report in reports:
         _put(log, *commit.document(report), patience)
+        crash_point("report.after_put")
     leads = any(report.part.rank == 0 for report in reports)
     looks = 0
     while True:

@@ -1,7 +1,7 @@
 """Ranks of one training, as torchrun starts them, forked from one process that has imported everything.
 
 A file of scenarios ends with `serve(globals())`. Run as a module it takes lines of JSON, `[WORKDIR, WORLD, SCENARIO,
-{OPTION: VALUE}]`, and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of
+{OPTION: VALUE}, AGENT]`, and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of
 (rank, workdir, **options), and writes what it returns, or the error it met, to `WORKDIR/out/{rank}.json`. Ranks that end
 by a signal write nothing. What they print is in `WORKDIR/log-{rank}`.
 
@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,15 @@ class RankZygote:
             cwd=ROOT,
         )
 
-    def run(self, workdir: Path, world: int, scenario: str, **options: object) -> list[Any]:
-        """What each rank returned; None: it was killed, or returned nothing. A rank that failed fails the test."""
+    def run(
+        self, workdir: Path, world: int, scenario: str, *, agent: bool = False, **options: object
+    ) -> list[Any]:
+        """What each rank returned; None: it was killed, or returned nothing. A rank that failed fails the test.
+
+        `agent`: as torchrun's, it ends the others when one of them was killed, whatever they then do.
+        """
         workdir.mkdir(exist_ok=True)
-        said = [str(workdir), world, scenario, {key: str(value) for key, value in options.items()}]
+        said = [str(workdir), world, scenario, {key: str(value) for key, value in options.items()}, agent]
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -73,12 +80,50 @@ class RankZygote:
 def serve(scenarios: Mapping[str, Any]) -> None:
     """See the module; returns when stdin ends."""
     warnings.simplefilter("ignore")
+    # What torch imports at the first use of DDP and of an optimizer: seconds, and each rank would do it.
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch.distributed.tensor")
     for line in sys.stdin:
-        workdir, world, scenario, options = json.loads(line)
-        print(json.dumps(_ranks(Path(workdir), world, scenarios[scenario], options)), flush=True)
+        workdir, world, scenario, options, agent = json.loads(line)
+        codes = _ranks(Path(workdir), world, scenarios[scenario], options, _attended if agent else _ended)
+        print(json.dumps(codes), flush=True)
 
 
-def _ranks(workdir: Path, world: int, scenario: Any, options: dict[str, str]) -> list[int]:
+def _ended(children: list[int]) -> list[int]:
+    """Exit codes of all, once they have ended."""
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def _attended(children: list[int]) -> list[int]:
+    """The same; when one was killed the others are, too, and what they met by then is no failure of theirs."""
+    codes: dict[int, int] = {}
+
+    def reap(how: int) -> bool:
+        ended, status = os.waitpid(-1, how)
+        if ended in children:
+            codes[ended] = os.waitstatus_to_exitcode(status)
+        return ended != 0
+
+    while len(codes) < len(children) and not any(codes.values()):
+        reap(0)
+    while len(codes) < len(children) and reap(os.WNOHANG):
+        pass  # who met the death of another, and was seen to end before it
+    killed = any(code < 0 for code in codes.values())
+    for child in children:
+        if child not in codes:
+            os.kill(child, signal.SIGKILL)
+    while len(codes) < len(children):
+        reap(0)
+    return [min(codes[child], 0) if killed else codes[child] for child in children]
+
+
+def _ranks(
+    workdir: Path,
+    world: int,
+    scenario: Any,
+    options: dict[str, str],
+    ended: Callable[[list[int]], list[int]],
+) -> list[int]:
     """Fork so many ranks; their exit codes."""
     (workdir / "out").mkdir(parents=True, exist_ok=True)
     for old in (workdir / "out").iterdir():
@@ -96,7 +141,7 @@ def _ranks(workdir: Path, world: int, scenario: Any, options: dict[str, str]) ->
             finally:
                 os._exit(code)
         children.append(child)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return ended(children)
 
 
 def _rank(rank: int, world: int, port: int, scenario: Any, workdir: Path, options: dict[str, str]) -> int:

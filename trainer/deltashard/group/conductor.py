@@ -20,6 +20,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
+from deltashard_checkpoint.crash_point import crash_point
+
 from deltashard.errors import GroupLost
 from deltashard.group.group_store import GroupStore
 from deltashard.group.order import Ack, Orders, Proposal, Verdict, limit_after, settled
@@ -177,6 +179,7 @@ class Conductor:
                     self._settle(number, Proposal.of(text))
                 elif (wanted := self._wanted()) is not None:
                     self._store.agree(f"order/{number}", wanted.text())
+                    crash_point("order.proposed")
                 else:
                     self._compare()
                     self._called.wait(max(LOOK_LONG_S, LOOK_A_RANK_S * self._world_size))
@@ -219,14 +222,17 @@ class Conductor:
             if not answered and (ack := self._answer(proposal)) is not None:
                 self._store.put(f"ack/{self._rank}", _said(number, ack))
                 answered = True
+                crash_point("order.answered")
             text = self._store.get(f"verdict/{number}")
             if (
                 text is None
                 and (verdict := self._verdict(number, proposal, time.monotonic() - began_s)) is not None
             ):
                 text = self._store.agree(f"verdict/{number}", verdict.text())
+                crash_point("order.settled")
             if text is not None:
                 self._read(number, Verdict.of(text))
+                crash_point("order.read")
                 return
             self._called.wait(look_s)
             self._called.clear()

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from deltashard_checkpoint.crash_point import crash_point
+
 from deltashard.errors import RanksDiffer
 from deltashard.group.group_store import GroupStore
 from deltashard.state.replica import some
@@ -66,6 +68,7 @@ class Meeting:
         self.words: list[bytes] = []
         """What each rank said, for rank 0."""
         self._store.put(f"hello/{self._number}/{rank}", self._token.encode() + b"\n" + word)
+        crash_point("meeting.hello")
         self._lead() if rank == 0 else self._follow()
 
     @property
@@ -118,6 +121,7 @@ class Meeting:
                 self.words = [word.partition(b"\n")[2] for word in said]
                 self._store.put(f"here/{self.name}/0", b"")
                 self._store.put(f"welcome/{self._number}", json.dumps([self.name, tokens]).encode())
+                crash_point("meeting.welcomed")
             return None if self._store.get_all(self._here()) is None else True
 
         if _wait(all_here, self._until_s) is None:
@@ -141,6 +145,7 @@ class Meeting:
             if name != self.name:
                 self.name = name
                 self._store.put(f"here/{name}/{self.rank}", b"")
+                crash_point("meeting.here")
             return None if self._store.get(f"{name}/told/begun") is None else True
 
         if _wait(begun, self._until_s) is None:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, InvalidCheckpoint
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -88,7 +89,9 @@ class Assembly:
         except BaseException as error:
             self._tell_open({"error": _text_of(error)})
             raise
+        crash_point("open.before_told")
         self._tell_open({"reply": reply.SerializeToString().hex()})
+        crash_point("open.after_told")
         return reply
 
     def _tell_open(self, word: Mapping[str, Any]) -> None:
@@ -117,9 +120,11 @@ class Assembly:
         if stage.startswith("restored") and error is None:
             mine["sums"] = self.sums(0)
         self._meeting.answer(stage, json.dumps(mine).encode())
+        crash_point("agree.said")
         if self._rank.number == 0:
             said = [json.loads(text) for text in self._meeting.answers(stage, RESTORE_DEADLINE_S)]
             self._meeting.tell(stage, json.dumps(self._verdict(said)).encode())
+            crash_point("agree.told")
         verdict = json.loads(self._meeting.hear(stage, RESTORE_DEADLINE_S))
         if verdict["kind"] == "whole":
             return

@@ -1,0 +1,781 @@
+"""A group of ranks in one thread: whatever their order threads, training threads and the store do, one step or none.
+
+The code under test is the real one, from `save()` and `step()` down: save loop, saver, requests, order book, conductor and
+meeting. What they hold on to is a stand-in: time passes when all wait; a thread is a greenlet, which stops at each look at
+what another thread writes and at each call of the group's store; a seeded scheduler says who goes on. The sidecars are
+one object that hears of parts and tells, late, of commits. So a schedule is one number, and repeats exactly.
+
+A schedule is a few lives of a group over one store, whose keys stay. All ranks run one program: steps with a collective
+each, saves that all ask for, saves of one rank, pins, waits; sidecars want saves now and then, are away, or fail one;
+validate= vetoes. One rank may be slow, its calls of the store may be; one may die, which ends a life, and leave a zombie.
+
+What must hold:
+- all parts of a cut are of one step, whatever becomes of it;
+- a cut that was granted is taken by every living rank at its step, or declined, so that no rank waits for a part in vain;
+- no boundary is held longer than the product says; a program in which nobody dies comes to its end, its last step
+  committed; a save that all ranks ask and wait for at one step is not lost because they did not find each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import greenlet
+from deltashard.attach.attachment import Attachment
+from deltashard.attach.lifecycle import Attempt, Event
+from deltashard.attach.listener import Listener
+from deltashard.attach.rank import Rank
+from deltashard.attach.session import Attached, Lost
+from deltashard.errors import SaveFailed, WaitError
+from deltashard.group import conductor as conductors
+from deltashard.group import meeting as meetings
+from deltashard.group.conductor import HOLD_S, Conductor
+from deltashard.group.meeting import Meeting
+from deltashard.group.order import Orders, Verdict
+from deltashard.loader.shelf import LoaderShelf
+from deltashard.program import Program
+from deltashard.save import order_book, save_loop, saver, setback
+from deltashard.save.capture import Capture
+from deltashard.save.handle import SaveHandle, Stats
+from deltashard.save.news import News
+from deltashard.save.order_book import EXACT_S, OrderBook
+from deltashard.save.request import Requests
+from deltashard.save.save_loop import SaveLoop
+from deltashard.save.save_stream import CutFailed
+from deltashard.save.saver import Saver
+from deltashard.save.setback import Setbacks
+from deltashard.save.wait import Wait
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.stance import Stance
+from deltashard.tracking.step_clock import StepClock
+from deltashard.tracking.tracking import Tracking
+from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
+from deltashard_proto.v1 import trainer_pb2 as pb
+from torch import nn
+
+RANKS = 4
+STEPS = 40
+CALM = 12
+"""In the last steps nothing is broken any more: what is asked for then must be had."""
+LIMIT_S = 250.0
+"""Virtual seconds: a life that lasts so long has somebody in it who waits for ever."""
+
+
+class Violation(AssertionError):
+    """Something that must hold does not."""
+
+
+class Over(BaseException):
+    """The process is gone: not an Exception, so nothing in it can go on."""
+
+
+@dataclass(eq=False)
+class Thread:
+    """A greenlet of one rank's."""
+
+    process: Process
+    run: Callable[[], None]
+    until_s: float = 0.0
+    awaits: Signal | None = None
+    let: greenlet.greenlet | None = None
+    failure: BaseException | None = None
+
+    def is_alive(self) -> bool:
+        return self.let is None or not self.let.dead
+
+
+class Signal:
+    """`threading.Event`."""
+
+    def __init__(self, sim: Sim) -> None:
+        self.sim = sim
+        self.on = False
+
+    def set(self) -> None:
+        self.sim.look()
+        self.on = True
+
+    def clear(self) -> None:
+        self.sim.look()
+        self.on = False
+
+    def is_set(self) -> bool:
+        return self.on
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.sim.wait(self, math.inf if timeout is None else timeout)
+        return self.on
+
+
+class Process:
+    """A rank's threads, which die together."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.dead = False
+        self.frozen = False
+        self.weight = 1.0
+
+
+class Sim:
+    """Time and turns."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.now_s = 1000.0
+        self.threads: list[Thread] = []
+        self.running: Thread | None = None
+        self.switches = 0
+        self.main = greenlet.getcurrent()
+
+    def start(self, process: Process, run: Callable[[], None]) -> Thread:
+        thread = Thread(process, run)
+
+        def body() -> None:
+            with contextlib.suppress(Over, greenlet.GreenletExit):
+                run()
+
+        thread.let = greenlet.greenlet(body, parent=self.main)
+        self.threads.append(thread)
+        return thread
+
+    def look(self) -> None:
+        """Another thread may have its turn here."""
+        if self.running is not None and self.chance.random() < 0.2:
+            self._yield()
+
+    def sleep(self, seconds: float) -> None:
+        self.wait(None, seconds)
+
+    def wait(self, signal: Signal | None, seconds: float) -> None:
+        thread = self.running
+        if thread is None:
+            return
+        thread.awaits, thread.until_s = signal, self.now_s + seconds
+        self._yield()
+        thread.awaits = None
+
+    def _yield(self) -> None:
+        thread = self.running
+        assert thread is not None
+        self.main.switch()
+        if thread.process.dead:
+            raise Over
+
+    def ready(self) -> list[Thread]:
+        return [
+            thread
+            for thread in self.threads
+            if not thread.process.frozen
+            and (thread.until_s <= self.now_s or (thread.awaits is not None and thread.awaits.on))
+        ]
+
+    def turn(self) -> bool:
+        """One thread goes on to its next stop; False: all wait for ever."""
+        self.threads = [thread for thread in self.threads if thread.is_alive()]
+        ready = self.ready()
+        if not ready:
+            ahead = [t.until_s for t in self.threads if not t.process.frozen and t.until_s < math.inf]
+            if not ahead:
+                return False
+            self.now_s = max(self.now_s, min(ahead))
+            return True
+        if self.chance.random() < 0.3:
+            self.now_s += self.chance.choice([1e-5, 1e-4, 1e-3])
+        thread = self.chance.choices(ready, [t.process.weight for t in ready])[0]
+        thread.until_s = 0.0
+        self.switches += 1
+        self.running = thread
+        assert thread.let is not None
+        try:
+            thread.let.switch()
+        finally:
+            self.running = None
+        return True
+
+    def end(self, process: Process) -> None:
+        """Kill it: each of its threads ends where it stands."""
+        process.dead, process.frozen = True, False
+        for thread in [t for t in self.threads if t.process is process and t is not self.running]:
+            self.running = thread
+            assert thread.let is not None
+            thread.let.throw(Over)
+            self.running = None
+
+    # What the modules under test find in place of `time` and `threading`.
+
+    @property
+    def time(self) -> Any:
+        return SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
+
+    @property
+    def threading(self) -> Any:
+        sim = self
+
+        class Started:
+            def __init__(self, *, target: Callable[[], None], name: str, daemon: bool) -> None:
+                assert sim.running is not None
+                self._process, self._target = sim.running.process, target
+
+            def start(self) -> None:
+                self._thread = sim.start(self._process, self._target)
+
+            def join(self, timeout: float | None = None) -> None:
+                until_s = sim.now_s + (math.inf if timeout is None else timeout)
+                while self._thread.is_alive() and sim.now_s < until_s and sim.running is not None:
+                    sim.sleep(0.001)
+
+        def current() -> Any:
+            return SimpleNamespace() if sim.running is None else sim.running
+
+        return SimpleNamespace(Event=lambda: Signal(sim), Thread=Started, current_thread=current)
+
+
+def watched(sim: Sim, name: str) -> Any:
+    """An attribute that more than one thread uses: each look at it is a chance for the others."""
+    held = f"_watched_{name.strip('_')}"
+
+    def get(self: Any) -> Any:
+        sim.look()
+        return getattr(self, held)
+
+    def put(self: Any, value: Any) -> None:
+        sim.look()
+        setattr(self, held, value)
+
+    return property(get, put)
+
+
+class GroupStore:
+    """`group_store.GroupStore` over a dict; each call takes a while before and after it happens."""
+
+    def __init__(self, sim: Sim, held: dict[str, bytes], prefix: str) -> None:
+        self.sim, self.held, self.prefix = sim, held, prefix
+
+    def _call(self) -> None:
+        assert self.sim.running is not None
+        slow = self.sim.running.process.weight < 1
+        most_s = 0.3 if slow and self.sim.chance.random() < 0.2 else 0.004
+        self.sim.sleep(self.sim.chance.random() * most_s)
+
+    def put(self, key: str, value: bytes) -> None:
+        self._call()
+        self.held[self.prefix + key] = value
+        self._call()
+
+    def get(self, key: str) -> bytes | None:
+        found = self.get_all([key])
+        return None if found is None else found[0]
+
+    def get_all(self, keys: list[str]) -> list[bytes] | None:
+        self._call()
+        found = [self.held.get(self.prefix + key) for key in keys]
+        self._call()
+        return None if None in found else found  # type: ignore[return-value]
+
+    def agree(self, key: str, value: bytes) -> bytes:
+        self._call()
+        found = self.held.setdefault(self.prefix + key, value)
+        self._call()
+        return found
+
+    def forget(self, key: str) -> None:
+        self._call()
+        self.held.pop(self.prefix + key, None)
+
+
+class Link:
+    """What a rank sees of its sidecar."""
+
+    def __init__(self, epoch: int, tables: Any) -> None:
+        self.reply = pb.AttachReply(epoch=epoch, session=f"s{epoch}", run="job", url="sim://", several_pins=True)
+        self.line = [0] * 8
+        self.line[SAVE_AT_STEP] = NEVER
+        self.tables = tables
+        self.session = "sim"
+        self.arena = None
+
+    def answers(self, _within_s: float) -> bool:
+        return True
+
+
+class Session:
+    """The stand-in for a session thread: news comes when the world says so."""
+
+    def __init__(self, link: Link) -> None:
+        self.link: Link | None = link
+        self.events: list[Any] = []
+        self.fenced = None
+        self.away_s = 0.0
+
+    def next_event(self) -> Any:
+        return self.events.pop(0) if self.events else None
+
+    def doubt(self, link: Link, why: str) -> None:
+        raise Violation(f"the sidecar is doubted: {why}")
+
+    @contextlib.contextmanager
+    def copying(self, link: Link) -> Iterator[None]:
+        yield
+
+
+class Parts(Saver):
+    """The real saver, but for the bytes: a cut's part goes to the world."""
+
+    member: Member
+
+    def _send(self, link: Any, flight: Any, counts: Any, began_s: float, **_: Any) -> Any:
+        self.member.part(flight.cut, flight.step)
+        flight.left()
+        return "all", True
+
+
+@dataclass
+class Counts:
+    """What happened, so that a schedule in which nothing does is seen."""
+
+    schedules: int = 0
+    lives: int = 0
+    steps: int = 0
+    switches: int = 0
+    cuts: int = 0
+    commits: int = 0
+    off: int = 0
+    declined: int = 0
+    failed_parts: int = 0
+    vetoes: int = 0
+    away: int = 0
+    deaths: int = 0
+    zombies: int = 0
+    slow: int = 0
+    pins: int = 0
+    pins_failed: int = 0
+    waits: int = 0
+    waits_failed: int = 0
+    held: int = 0
+
+    def add(self, other: Counts) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Cut:
+    """A cut, as the pods see it."""
+
+    parts: dict[int, int] = field(default_factory=dict)
+    """Step by rank."""
+    declined: dict[int, str] = field(default_factory=dict)
+    told: bool = False
+
+
+class World:
+    """One schedule."""
+
+    def __init__(self, seed: int, *, faults: bool = True) -> None:
+        self.sim = Sim(seed)
+        self.chance = self.sim.chance
+        self.faults = faults
+        self.held: dict[str, bytes] = {}
+        self.counts = Counts(schedules=1)
+        self.seqs = itertools.count(2)
+        self.attempt = 0
+        self.zombies: list[Member] = []
+
+    def run(self) -> Counts:
+        with self._patched():
+            for _ in range(self.chance.randrange(3) if self.faults else 0):
+                self._life(dies=True)
+            self._life(dies=False)
+            for zombie in self.zombies:
+                self.sim.end(zombie.process)
+        self.counts.switches = self.sim.switches
+        return self.counts
+
+    @contextlib.contextmanager
+    def _patched(self) -> Iterator[None]:
+        sim, orders = self.sim, type("WatchedOrders", (Orders,), {})
+        for name in ("limit", "due", "missed", "number"):
+            setattr(orders, name, watched(sim, name))
+
+        def store(prefix: str) -> GroupStore:
+            return GroupStore(sim, self.held, prefix)
+
+        tokens = (f"{n:016x}" for n in itertools.count(1))
+        with contextlib.ExitStack() as stack:
+            for module in (conductors, meetings, order_book, save_loop, saver, setback):
+                stack.enter_context(mock.patch.object(module, "time", sim.time))
+            for module in (conductors, meetings, save_loop):
+                stack.enter_context(mock.patch.object(module, "threading", sim.threading))
+            for module in (conductors, meetings):
+                stack.enter_context(mock.patch.object(module, "GroupStore", store))
+            stack.enter_context(mock.patch.object(conductors, "Orders", orders))
+            stack.enter_context(mock.patch.object(conductors, "_live", set()))
+            stack.enter_context(mock.patch.object(meetings, "_numbers", itertools.repeat(1)))
+            stack.enter_context(
+                mock.patch.object(meetings, "secrets", SimpleNamespace(token_hex=lambda _: next(tokens)))
+            )
+            yield
+
+    def _life(self, *, dies: bool) -> None:
+        self.attempt += 1
+        self.counts.lives += 1
+        life = Life(self, self.attempt)
+        began_s = self.sim.now_s
+        dies_at = self.chance.randrange(STEPS) if dies else None
+        how_long = self.chance.randrange(4000)
+        while any(not member.done for member in life.members):
+            if not self.sim.turn() or self.sim.now_s - began_s > LIMIT_S:
+                raise Violation(f"somebody waits for ever: {[m.stands for m in life.members]}")
+            for thread in self.sim.threads:
+                if thread.failure is not None:
+                    raise thread.failure
+            if dies_at is not None and max(m.clock.step for m in life.members) >= dies_at:
+                how_long -= 1
+                if how_long <= 0:
+                    self._end(life)
+                    return
+            for zombie in self.zombies:
+                zombie.process.frozen = self.chance.random() < 0.9
+        life.check(everyone=True)
+        for member in life.members:
+            self.sim.end(member.process)
+
+    def _end(self, life: Life) -> None:
+        """One rank has died; the others come to nothing more, and are killed, but for one that was stopped."""
+        self.counts.deaths += 1
+        victim = self.chance.choice(life.members)
+        self.sim.end(victim.process)
+        life.gone.add(victim.rank)
+        for _ in range(self.chance.randrange(3000)):
+            if not self.sim.turn():
+                break
+        zombie = self.chance.choice(life.members) if self.chance.random() < 0.5 else None
+        for member in life.members:
+            if member is zombie and member is not victim and not member.done:
+                self.counts.zombies += 1
+                self.zombies.append(member)
+            elif member is not victim:
+                self.sim.end(member.process)
+            life.gone.add(member.rank)
+        life.check(everyone=False)
+
+
+class Life:
+    """The ranks of one attempt, and the pods that they save to."""
+
+    def __init__(self, world: World, attempt: int) -> None:
+        self.world, self.sim, self.attempt = world, world.sim, attempt
+        self.counts = world.counts
+        self.gone: set[int] = set()
+        self.cuts: dict[int, Cut] = {}
+        self.arrived: dict[int, set[int]] = {}
+        self.prefix = ""
+        self.script = script(world.chance, faults=world.faults)
+        self.members = [Member(self, rank) for rank in range(RANKS)]
+        if world.faults and world.chance.random() < 0.4:
+            slow = world.chance.choice(self.members)
+            slow.process.weight, slow.slow = 0.1, 10.0
+            self.counts.slow += 1
+        self.pods = Process("pods")
+
+    def collective(self, rank: int, step: int) -> None:
+        """What every step of data-parallel training waits for."""
+        arrived = self.arrived.setdefault(step, set())
+        arrived.add(rank)
+        while len(arrived) < RANKS:
+            self.sim.sleep(0.002)
+
+    def cut(self, number: int) -> Cut:
+        return self.cuts.setdefault(number, Cut())
+
+    def part(self, rank: int, number: int, step: int) -> None:
+        cut = self.cut(number)
+        if rank in cut.parts:
+            raise Violation(f"rank {rank} took cut {number} twice")
+        cut.parts[rank] = step
+        if len(set(cut.parts.values())) > 1:
+            raise Violation(f"cut {number} is of steps {cut.parts}")
+        self.counts.cuts += rank == 0
+        self.settle(number)
+
+    def decline(self, rank: int, number: int, why: str) -> None:
+        self.counts.declined += 1
+        self.cut(number).declined[rank] = why
+        self.settle(number)
+
+    def settle(self, number: int) -> None:
+        """Tell of the commit, or of the failure, each rank at a time of its own."""
+        cut = self.cut(number)
+        if cut.told or self.gone:
+            return
+        if cut.declined:
+            cut.told = True
+            for rank in cut.parts:
+                failed = pb.SaveFailed(cut=number, cause="abandoned", message=f"declined: {cut.declined}")
+                self._later(rank, pb.Notice(save_failed=failed))
+        elif len(cut.parts) == RANKS:
+            cut.told = True
+            self.counts.commits += 1
+            seq = next(self.world.seqs)
+            for rank, step in cut.parts.items():
+                commit = pb.Commit(seq=seq, attempt=self.attempt, cut=number, step=step, baseline=True)
+                self._later(rank, pb.Notice(committed=commit))
+
+    def _later(self, rank: int, notice: Any) -> None:
+        member = self.members[rank]
+        wait_s = self.sim.chance.choice([0.001, 0.01, 0.1, 1.0]) * self.sim.chance.random()
+
+        def tell() -> None:
+            self.sim.sleep(wait_s)
+            member.post(notice)
+
+        self.sim.start(self.pods, tell)
+
+    def check(self, *, everyone: bool) -> None:
+        """Of all cuts, at the end."""
+        for key, text in self.world.held.items():
+            if not self.prefix or not key.startswith(f"{self.prefix}verdict/"):
+                continue
+            number, at = int(key.rpartition("/")[2]), Verdict.of(text).at
+            cut = self.cuts.get(number, Cut())
+            if at is None:
+                self.counts.off += 1
+                if cut.parts:
+                    raise Violation(f"cut {number} was off, and taken: {cut}")
+                continue
+            if any(step < at for step in cut.parts.values()):
+                raise Violation(f"cut {number} was granted at {at}, and is {cut}")
+            missing = set(range(RANKS)) - cut.parts.keys() - cut.declined.keys()
+            if everyone and missing and not cut.declined:
+                raise Violation(f"cut {number} was granted at {at}: ranks {missing} neither took nor declined it: {cut}")
+
+
+# What all ranks do after a step: ("save", "wait" | "later" | ""), ("pin", ...), or nothing.
+Script = dict[int, tuple[str, str]]
+
+
+def script(chance: random.Random, *, faults: bool) -> Script:
+    """The program, alike on all ranks."""
+    found: Script = {}
+    for step in range(1, STEPS + 1):
+        if chance.random() < 0.12:
+            found[step] = chance.choice(["save", "save", "pin"]), chance.choice(["wait", "wait", "later", ""])
+    return found
+
+
+class Member:
+    """A rank: its process, its parts, its program."""
+
+    def __init__(self, life: Life, rank: int) -> None:
+        self.life, self.rank, self.sim = life, rank, life.sim
+        self.chance = random.Random(life.sim.chance.random())
+        self.process = Process(f"attempt {life.attempt} rank {rank}")
+        self.slow = 1.0
+        self.done = False
+        self.stands = "begins"
+        self.vetoes = False
+        self.fails = False
+        self.pace_s = 0.01 * self.chance.choice([0.1, 1, 1, 10])
+        self._build()
+        self.thread = self.sim.start(self.process, self._main)
+
+    def _build(self) -> None:
+        sim, rank = self.sim, self.rank
+        tracking = Tracking(nn.Linear(1, 1), [])
+        program = Program(tracking, {})
+        clock_type = type("WatchedClock", (StepClock,), {"step": watched(sim, "step")})
+        self.clock = clock_type(tracking)
+        self.clock._wake = Signal(sim)
+        self.link = Link(1, program.schemas)
+        self.session: Any = Session(self.link)
+        self.session.post = self.post
+        attachment = Attachment(self.session, self.link, self.clock)  # type: ignore[arg-type]
+        attempt = Attempt()
+        attempt.happen(Event.ATTACH)
+        self.attempt, self.stats = attempt, Stats()
+        listener = Listener(None, lambda: 0)
+        self.setbacks = Setbacks(self.clock, self.stats, listener)
+        requests = Requests(self.setbacks)
+        shelf = LoaderShelf(lambda: self.clock.step)
+        self.saver = Parts(
+            Capture(program, shelf, rank=Rank(number=rank, local=rank, world_size=RANKS)),
+            clock=self.clock, attachment=attachment, attempt=attempt, base=CutBase(), requests=requests,
+            setbacks=self.setbacks, stats=self.stats, listener=listener, contents=None, validate=self._validate,
+        )  # fmt: skip
+        self.saver.member = self
+        self.saver._ahead = self  # type: ignore[assignment]  # `open`, `take`
+        news = News(
+            attachment, attempt, clock=self.clock, saver=self.saver, requests=requests, stats=self.stats, listener=listener
+        )  # fmt: skip
+        self.attachment = attachment
+
+        def why_not(urgent: bool) -> str:
+            if self.saver.in_flight:
+                return Wait.FLIGHT.said
+            if attachment.link is None:
+                return Wait.AWAY.said
+            return Wait.BACK_OFF.said if self.setbacks.backing_off and not urgent else ""
+
+        conductor_type = type("WatchedConductor", (Conductor,), {n: watched(sim, n) for n in ("_wish", "_stays")})
+        with mock.patch.object(sim, "running", None):
+            self.conductor = conductor_type(rank, RANKS, clock=self.clock, why_not=why_not)
+        book = OrderBook(
+            self.conductor, program, clock=self.clock, requests=requests, setbacks=self.setbacks, listener=listener
+        )  # fmt: skip
+        self.loop_of = lambda: SaveLoop(
+            program, shelf, clock=self.clock, stance=Stance(tracking, self.clock), attachment=attachment,
+            attempt=attempt, opener=SimpleNamespace(), news=news, saver=self.saver, requests=requests,
+            setbacks=self.setbacks, stats=self.stats, grace_s=None, orders=book,
+        )  # fmt: skip
+
+    # For the saver: what the sidecar is to it.
+
+    def open(self) -> None:
+        """See `StreamAhead`."""
+
+    def take(self, link: Any) -> Any:
+        """See `StreamAhead`; only a cut without a part comes here."""
+        said: list[int] = []
+
+        def abort(why: str) -> None:
+            self.life.decline(self.rank, said[0], why)
+
+        return SimpleNamespace(begin=lambda begin, _: said.append(begin.cut), abort=abort)
+
+    def part(self, cut: int, step: int) -> None:
+        self.sim.sleep(self.chance.random() * 0.02 * self.slow)
+        if self.fails:
+            self.fails = False
+            self.life.counts.failed_parts += 1
+            self.life.decline(self.rank, cut, "failed")
+            raise CutFailed("error", "made to fail")
+        if self.link.line[URGENT]:
+            self.link.line[URGENT] = 0
+        self.link.line[SAVE_AT_STEP] = NEVER
+        self.life.part(self.rank, cut, step)
+
+    def _validate(self) -> bool:
+        if self.vetoes:
+            self.vetoes = False
+            self.life.counts.vetoes += 1
+            return False
+        return True
+
+    def post(self, event: Any) -> None:
+        self.session.events.append(event)
+        self.clock.alert()
+
+    # The program.
+
+    def _main(self) -> None:
+        try:
+            self._train()
+            self.done = True
+        except Over:
+            raise
+        except BaseException as error:  # noqa: BLE001 - the world raises it
+            self.thread.failure = error
+
+    def _train(self) -> None:
+        life = self.life
+        self.sim.sleep(self.chance.random())
+        met = Meeting(self.rank, RANKS, b"")
+        life.prefix = f"{met.prefix}1/"
+        self.attempt.grant(life.attempt, "")
+        self.attempt.begin(life.attempt, resumed_step=None)
+        self.loop = self.loop_of()
+        self.conductor.begin(life.prefix)
+        later: SaveHandle | None = None
+        for step in range(1, STEPS + 1):
+            self.stands = f"collective of step {step}"
+            self.sim.sleep(self.pace_s * self.slow * self.chance.random())
+            life.collective(self.rank, step)
+            self._trouble(step)
+            self.stands = f"step {step}"
+            self._step()
+            life.counts.steps += self.rank == 0
+            if later is not None:
+                self._wait(later, step)
+                later = None
+            what, wait = life.script.get(step, ("", ""))
+            if what:
+                later = self._save(what, wait, step)
+            if self.chance.random() < 0.04:
+                self.loop.ask(SaveHandle(reason="own", pin=None, metadata={}, waiter=self.loop.wait))
+        self.stands = "close"
+        self.loop.finish(self.sim.now_s + 100.0)
+        if self.saver.committed_step != STEPS:
+            raise Violation(f"rank {self.rank} closed, and step {STEPS} is not committed")
+        self.loop.close()
+        self.conductor.close()
+        life.counts.held += self.conductor.held_s > 0
+
+    def _step(self) -> None:
+        began_s = self.sim.now_s
+        if self.clock.tick():
+            self.loop.boundary(at_step=True)
+        self.clock.tock()
+        took_s = self.sim.now_s - began_s
+        if took_s > HOLD_S + EXACT_S + HOLD_S + 5:
+            raise Violation(f"rank {self.rank}: step {self.clock.step} was held for {took_s:.0f} s")
+
+    def _trouble(self, step: int) -> None:
+        """What a pod does, or suffers, while training goes on."""
+        if self.rank == 0 and self.chance.random() < 0.06:
+            self.link.line[SAVE_AT_STEP] = step + self.chance.randrange(6)
+        if self.chance.random() < 0.01:
+            self.link.line[URGENT] = 1
+            self.clock.notice()
+        if not self.life.world.faults or step > STEPS - CALM:
+            return
+        self.vetoes = self.vetoes or self.chance.random() < 0.01
+        self.fails = self.fails or self.chance.random() < 0.01
+        if self.chance.random() < 0.005 and self.session.link is not None:
+            self.life.counts.away += 1
+            self.session.link = None
+            self.post(Lost(why="gone"))
+            wait_s = self.chance.random() * 3
+
+            def back() -> None:
+                self.sim.sleep(wait_s)
+                self.link = Link(self.link.reply.epoch + 1, self.link.tables)
+                self.session.link = self.link
+                self.post(Attached(link=self.link))
+
+            self.sim.start(self.process, back)
+
+    def _save(self, what: str, wait: str, step: int) -> SaveHandle | None:
+        pin = f"pin-{step}" if what == "pin" else None
+        self.life.counts.pins += pin is not None
+        handle = SaveHandle(reason="user", pin=pin, metadata={}, waiter=self.loop.wait)
+        self.stands = f"{what} {wait} at step {step}"
+        self.loop.ask(handle)
+        if wait == "wait":
+            self._wait(handle, step)
+        return handle if wait == "later" else None
+
+    def _wait(self, handle: SaveHandle, step: int) -> None:
+        self.stands = f"wait at step {step} for {handle}"
+        self.life.counts.waits += 1
+        began_s = self.sim.now_s
+        try:
+            handle.wait()
+        except WaitError as error:
+            raise Violation(f"rank {self.rank}, step {step}, after {self.sim.now_s - began_s:.0f} s: {error}") from error
+        except SaveFailed:
+            self.life.counts.waits_failed += 1
+            self.life.counts.pins_failed += handle.pin is not None
+
+
+def run_schedule(seed: int, *, faults: bool = True) -> Counts:
+    """One schedule; raises `Violation`."""
+    return World(seed, faults=faults).run()

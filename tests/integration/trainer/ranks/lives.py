@@ -1,0 +1,167 @@
+"""Lives of a group of ranks that may die anywhere, and what each rank says of itself, outside of any store.
+
+Each rank appends to `WORKDIR/said-{rank}` what it went through: lines of JSON that are written before, or as soon as, it
+happens, so that they outlive the rank. `test_lives` holds them against one another and against the store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import torch
+import torch.distributed as dist
+import xxhash
+from deltashard.attach.launcher import normal_url, runtime_dir
+from deltashard_checkpoint import crash_point
+from torch import nn
+
+from tests.support.trainer.rank_zygote import serve
+
+TABLES, ROWS, DIM = 4, 200, 4
+MOST_STEPS = 20_000
+
+
+class Net(nn.Module):
+    """A table for each of four ranks to save, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(ROWS, DIM) for _ in range(TABLES))
+        self.drop = nn.Dropout(0.2)
+        self.top = nn.Linear(TABLES * DIM, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = [table(x[:, i]) for i, table in enumerate(self.tables)]
+        return self.top(self.drop(torch.cat(found, 1)))
+
+
+class Life:
+    """One rank's life, data-parallel; its batches are drawn from its own random numbers.
+
+    Gradients are averaged here: DistributedDataParallel makes its buckets anew after the first step of a process, and so
+    adds up four ranks' in another order than a process that was not started anew.
+    """
+
+    def __init__(self, rank: int, workdir: Path, **options: Any) -> None:
+        self.rank = rank
+        self.file = os.open(workdir / f"said-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        torch.manual_seed(3)
+        self.model = Net()
+        self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
+        torch.manual_seed(100 + rank)
+        self.commits = 0
+        self.ckpt = deltashard.Checkpointer(
+            self.model, self.optimizer, on_event=self.hear, run="group",
+            **{"url": workdir / "store", "encoding": "fp32", "content_hash": True, "grace_s": None,
+               "arena_bytes": 160 << 20, "sidecar": {"linger_s": 20.0}} | options,
+        )  # fmt: skip
+
+    def say(self, what: str, **facts: Any) -> None:
+        os.write(self.file, json.dumps([what, facts]).encode() + b"\n")
+
+    def hear(self, name: str, facts: Mapping[str, Any]) -> None:
+        if name == "committed":
+            self.commits += 1
+            self.say("told", seq=facts["commit"].seq, step=facts["commit"].step)
+        elif name not in ("cut", "skipped", "restored"):
+            self.say(name, **{key: str(value) for key, value in facts.items()})
+
+    def content(self) -> str:
+        """A sum of everything that a later step depends on."""
+        found = xxhash.xxh3_64()
+        for tensor in self.model.state_dict().values():
+            found.update(tensor.numpy().tobytes())
+        for held in self.optimizer.state_dict()["state"].values():
+            for value in held.values():
+                found.update(torch.as_tensor(value).numpy().tobytes())
+        found.update(torch.get_rng_state().numpy().tobytes())
+        return found.hexdigest()
+
+    def restore(self) -> None:
+        restored = self.ckpt.restore()
+        if restored is None:
+            self.say("restored", seq=0, step=0, exact=True, notes=[])
+        else:
+            self.say(
+                "restored", seq=restored.seq, step=restored.step, exact=restored.exact,
+                notes=list(restored.notes), content=self.content(),
+            )  # fmt: skip
+
+    def steps(self) -> Iterator[int]:
+        """Train; yields the number of each step that ended, which was said before a cut could be taken of it."""
+        for step in range(self.ckpt.steps + 1, MOST_STEPS):
+            self.optimizer.zero_grad()
+            self.model(torch.randint(ROWS, (4, TABLES))).square().mean().backward()
+            parameters = list(self.model.parameters())
+            gradients = torch.cat([each.grad.reshape(-1) for each in parameters])
+            dist.all_reduce(gradients)
+            for each, sum_ in zip(parameters, gradients.split([p.numel() for p in parameters]), strict=True):
+                each.grad = sum_.reshape(each.shape)
+            self.optimizer.step()
+            self.say("step", step=step, content=self.content())
+            self.ckpt.step()
+            yield step
+        raise AssertionError(f"{MOST_STEPS} steps, and {self.commits} commits")
+
+
+def agreed(here: bool) -> bool:
+    """Whether it is so on all ranks, whose news comes at different steps."""
+    said = torch.tensor([int(here)])
+    dist.all_reduce(said, dist.ReduceOp.MIN)
+    return bool(said.item())
+
+
+def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
+    """Have this rank die at `point`, or the sidecar that it is about to start; one that lives makes room for that."""
+    if victim == f"rank {rank}":
+        crash_point._armed, crash_point._left = point, nth
+    node = int(os.environ["GROUP_RANK"])
+    if victim == f"sidecar {node}" and os.environ["LOCAL_RANK"] == "0":
+        ready = runtime_dir(normal_url(workdir / "store"), "group", node) / "ready.json"
+        if ready.exists():
+            try:
+                os.kill(json.loads(ready.read_text())["pid"], signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            ready.unlink()
+        os.environ["DELTASHARD_CRASH_AT"] = f"{point}:{nth}"
+
+
+# Scenarios: (rank, workdir, options) -> what is written.
+
+
+def live(
+    rank: int, workdir: Path, nodes: str, commits: str, end: str, victim: str = "", point: str = "", nth: str = "1"
+) -> Any:
+    """Restore, train until all ranks were told of so many commits, and close, or be killed.
+
+    Meanwhile `victim`, "rank 2" or "sidecar 1", dies when it comes to `point` the nth time.
+    """
+    share = dist.get_world_size() // int(nodes)
+    os.environ.update(GROUP_RANK=str(rank // share), LOCAL_RANK=str(rank % share))
+    _arm(rank, workdir, victim, point, int(nth))
+    life = Life(rank, workdir, every_steps=12)
+    life.say("begun", victim=victim, point=point)
+    sidecar = life.ckpt.sidecar_pid
+    life.restore()
+    for step in life.steps():
+        if step % 7 == 3 and rank == step % dist.get_world_size():
+            life.ckpt.save()
+        if agreed(life.commits >= int(commits)):
+            break
+    if end == "kill":
+        life.say("ended", lost=sidecar != life.ckpt.sidecar_pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+    life.ckpt.close()
+    life.say("closed", step=life.ckpt.steps)
+    return {"commits": life.commits}
+
+
+if __name__ == "__main__":
+    serve(globals())

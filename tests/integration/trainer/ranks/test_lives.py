@@ -1,0 +1,194 @@
+"""Four ranks, of which one, or a sidecar, dies at a named instant of a save or of a restore; then all start anew.
+
+After each death: what is restored is one committed step on all ranks, bit for bit what it was (each rank wrote sums of
+each step outside of the store), no older than the newest commit that any rank was told of; training comes through the
+same steps to the same bits, and to a next commit; whatever was told to be committed is in the log, of its step.
+
+`DELTASHARD_TEST_LIVES=full` has a death at every instant, of rank 0 and another, of each of two sidecars.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.trainer.rank_zygote import RankZygote
+
+Run = Callable[..., list[Any]]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+RANKS = 4
+FULL = os.environ.get("DELTASHARD_TEST_LIVES") == "full"
+
+# Instants that a rank comes to, once it trains and while it comes back; those of rank 0 alone.
+SAVE = (
+    "order.answered",
+    "order.read",
+    "cut.begun",
+    "cut.first_batch",
+    "cut.before_seal",
+    "cut.after_seal",
+)
+RESTORE = (
+    "meeting.hello",
+    "agree.said",
+    "restore.first_applied",
+    "restore.before_dense",
+)
+LEADERS_SAVE = ("order.proposed", "order.settled")
+LEADERS_RESTORE = ("meeting.welcomed", "open.before_told", "open.after_told", "agree.told")
+# Instants of a sidecar, of each pod's; then those of the one that is first at it.
+SIDECAR_SAVE = (
+    "stage.granted",
+    "stage.batch_received",
+    "encode.first",
+    "stage.sealed",
+    "pack.before_put",
+    "pack.after_put",
+    "index.before_put",
+    "index.after_put",
+    "report.before_put",
+    "report.after_put",
+    "ack.before_send",
+    "ack.after_send",
+)
+LEADERS_SIDECAR_SAVE = (
+    "commit.after_list",
+    "manifest.before_put",
+    "manifest.after_put",
+    "commit.before_log_put",
+    "commit.after_log_put",
+)
+SIDECAR_RESTORE = ("restore.planned", "restore.first_filled")
+LEADERS_SIDECAR_RESTORE = ("attempt.before_open", "attempt.after_open")
+FIRST = ("attempt.before_genesis", "attempt.after_genesis", "layout.before_put", "layout.after_put")
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """What each rank of a scenario of `lives` returned."""
+    zygote = RankZygote("tests.integration.trainer.ranks.lives")
+    yield zygote.run
+    zygote.close()
+
+
+def saying(workdir: Path, rank: int) -> list[list[Any]]:
+    """What a rank said in all its lives."""
+    path = workdir / f"said-{rank}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check(workdir: Path) -> list[list[dict[str, Any]]]:
+    """What must be true whatever happened; returns what each rank restored, life by life."""
+    told: dict[int, int] = {}
+    restored: list[list[dict[str, Any]]] = []
+    for rank in range(RANKS):
+        contents: dict[int, str] = {}
+        mine: list[dict[str, Any]] = []
+        for what, facts in saying(workdir, rank):
+            if what == "step":
+                # Also where a later life comes through it again.
+                assert contents.setdefault(facts["step"], facts["content"]) == facts["content"], (rank, facts)
+            elif what == "told":
+                assert told.setdefault(facts["seq"], facts["step"]) == facts["step"]
+            elif what == "restored":
+                mine.append(facts)
+                if facts["seq"]:
+                    assert facts["content"] == contents[facts["step"]], (rank, facts)
+                    assert (facts["exact"], facts["notes"]) == (True, [])
+        restored.append(mine)
+    for lives in zip(*restored, strict=True) if len({len(each) for each in restored}) == 1 else ():
+        assert len({(facts["seq"], facts["step"]) for facts in lives}) == 1
+    with open_store((workdir / "store").as_uri()) as store:
+        state = RunLog(store, "group").refresh()
+    assert state.stopped is None
+    assert told.items() <= {seq: entry.step for seq, entry in state.checkpoints.items()}.items()
+    return restored
+
+
+def newest_told(workdir: Path) -> int:
+    """Seq of the newest commit that any rank was told of; 0: none was."""
+    every = [facts for rank in range(RANKS) for what, facts in saying(workdir, rank) if what == "told"]
+    return max((facts["seq"] for facts in every), default=0)
+
+
+def codes(workdir: Path) -> list[int]:
+    return json.loads((workdir / "codes").read_text())
+
+
+def comes_back(run: Run, workdir: Path, nodes: int) -> None:
+    """The next life of the group: from the newest commit at least, through the same steps, to a next commit."""
+    before = newest_told(workdir)
+    run(workdir, RANKS, "live", agent=True, nodes=nodes, commits=1, end="close")
+    assert codes(workdir) == [0] * RANKS
+    assert newest_told(workdir) > before
+    for lives in check(workdir):
+        assert lives[-1]["seq"] >= before
+
+
+def dies(run: Run, workdir: Path, nodes: int, commits: int, victim: str, point: str, nth: int) -> None:
+    """A life in which `victim` dies at `point`; a sidecar's ranks train on, and are killed later, or said what was."""
+    said = run(
+        workdir, RANKS, "live", agent=True,
+        nodes=nodes, commits=commits, end="kill", victim=victim, point=point, nth=nth,
+    )  # fmt: skip
+    kind, _, number = victim.partition(" ")
+    if kind == "rank":
+        assert codes(workdir)[int(number)] == -9
+        assert saying(workdir, int(number))[-1][0] != "ended", f"{victim} did not come to {point}"
+        return
+    first = int(number) * (RANKS // nodes)
+    if said[first] is None:
+        assert saying(workdir, first)[-1] == ["ended", {"lost": True}] or not commits
+    else:  # in its restore(), which says so on every rank
+        assert all(each["error"] in ("RestoreFailed", "SidecarUnavailable", "FencedError") for each in said), said
+
+
+def stories() -> Iterator[Any]:
+    """(nodes, victim, point, where): where is "save", "restore" or "first"."""
+    for point in SAVE:
+        yield from ((1, "rank 0", point, "save"), (1, "rank 2", point, "save"))
+    for point in LEADERS_SAVE:
+        yield 1, "rank 0", point, "save"
+    for point in RESTORE:
+        yield from ((1, "rank 0", point, "restore"), (1, "rank 2", point, "restore"))
+    yield 1, "rank 2", "meeting.here", "restore"
+    for point in LEADERS_RESTORE:
+        yield 1, "rank 0", point, "restore"
+    for point in SIDECAR_SAVE:
+        yield from ((2, "sidecar 0", point, "save"), (2, "sidecar 1", point, "save"))
+    for point in LEADERS_SIDECAR_SAVE:
+        yield 2, "sidecar 0", point, "save"
+    for point in SIDECAR_RESTORE:
+        yield from ((2, "sidecar 0", point, "restore"), (2, "sidecar 1", point, "restore"))
+    for point in LEADERS_SIDECAR_RESTORE:
+        yield 2, "sidecar 0", point, "restore"
+    for point in FIRST:
+        yield 2, "sidecar 0", point, "first"
+
+
+SOME = {
+    ("rank 2", "cut.before_seal"),
+    ("rank 0", "order.settled"),
+    ("rank 2", "restore.before_dense"),
+    ("sidecar 1", "report.after_put"),
+    ("sidecar 0", "commit.after_log_put"),
+}
+STORIES = [each for each in stories() if FULL or each[1:3] in SOME]
+
+
+@pytest.mark.parametrize(("nodes", "victim", "point", "where"), STORIES)
+def test_whoever_dies_wherever_the_group_comes_back(
+    run: Run, tmp_path: Path, nodes: int, victim: str, point: str, where: str
+) -> None:
+    if where == "restore":
+        run(tmp_path, RANKS, "live", agent=True, nodes=nodes, commits=1, end="kill")
+    dies(run, tmp_path, nodes, 2, victim, point, 2 if where == "save" else 1)
+    comes_back(run, tmp_path, nodes)
