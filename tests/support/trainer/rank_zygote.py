@@ -61,12 +61,10 @@ class RankZygote:
         stdin.flush()
         codes = json.loads(stdout.readline())
         (workdir / "codes").write_text(json.dumps(codes))
-        found = []
-        for rank, code in enumerate(codes):
-            out = workdir / "out" / f"{rank}.json"
-            assert code <= 0, (workdir / f"log-{rank}").read_text()
-            found.append(json.loads(out.read_text()) if out.exists() else None)
-        return found
+        if any(code > 0 for code in codes):
+            raise AssertionError(f"exit codes {codes}\n\n{_logs(workdir, world)}")
+        outs = [workdir / "out" / f"{rank}.json" for rank in range(world)]
+        return [json.loads(out.read_text()) if out.exists() else None for out in outs]
 
     def close(self) -> None:
         """End it."""
@@ -75,6 +73,12 @@ class RankZygote:
         self._process.wait(30)
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+def _logs(workdir: Path, world: int) -> str:
+    """The end of what each rank printed: who waits for whom shows in no single one."""
+    logs = [(workdir / f"log-{rank}").read_text()[-8000:] for rank in range(world)]
+    return "\n".join(f"---- rank {rank} ----\n{log}" for rank, log in enumerate(logs))
 
 
 def serve(scenarios: Mapping[str, Any]) -> None:

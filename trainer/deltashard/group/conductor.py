@@ -100,6 +100,11 @@ class Conductor:
             self._wish = proposal
             self._called.set()
 
+    def give_up_exact(self) -> None:
+        """The save of one very step was not ordered in time, and training goes on: it is not proposed again."""
+        if self._wish is not None and self._wish.exact:
+            self._wish = None
+
     @property
     def pending(self) -> bool:
         """Whether boundaries have to look: something is promised, or due."""
@@ -263,9 +268,13 @@ class Conductor:
         step, stays = self._clock.step, self._stays
         if why_not := self._why_not(proposal.urgent) or self._coming(stays):
             return Ack(limit=step, why_not=why_not)
-        if proposal.exact and stays != proposal.at:
+        mine = self._wish
+        if proposal.exact and (stays != proposal.at or mine is None or not mine.exact):
             passed = step > proposal.at
             return Ack(limit=step, why_not=f"it is past step {proposal.at}") if passed else None
+        if not proposal.exact and mine is not None and mine.exact:
+            # With any other order, a rank that has not come to its save() yet would cut this step without its pin.
+            return Ack(limit=step, why_not=f"a save of step {mine.at} and no other is asked for")
         limit = stays if stays is not None else max(proposal.at, self._limit())
         self._orders.promise(limit)
         self._clock.alert()

@@ -136,6 +136,9 @@ class Flight:
     step: int
     reason: str
     handles: list[SaveHandle] = field(default_factory=list)
+    commit: Commit | None = None
+    error: SaveFailed | None = None
+    """How it ended; neither: that is not known yet."""
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -147,6 +150,13 @@ class Flight:
         """Names under which retention keeps it, oldest first."""
         return [handle.pin for handle in self.handles if handle.pin is not None]
 
+    def join(self, handle: SaveHandle) -> None:
+        """Have a handle that was asked for later share the fate of this save."""
+        self.handles.append(handle)
+        handle.left(step=self.step, cut=self.cut)
+        if self.commit is not None or self.error is not None:
+            handle.settle(commit=self.commit, error=self.error)
+
     def left(self) -> None:
         """Its bytes left the trainer."""
         for handle in self.handles:
@@ -154,13 +164,15 @@ class Flight:
 
     def committed(self, commit: Commit) -> None:
         """Tell who waits that it is durable."""
+        self.commit = commit
         for handle in self.handles:
             handle.settle(commit=commit)
 
     def failed(self, error: Exception) -> None:
         """Tell who waits that it will not be."""
+        self.error = SaveFailed(str(error), where=f"save of step {self.step}")
         for handle in self.handles:
-            handle.settle(error=SaveFailed(str(error), where=f"save of step {self.step}"))
+            handle.settle(error=self.error)
 
 
 def together(handles: list[SaveHandle], *, several_pins: bool) -> tuple[list[SaveHandle], list[SaveHandle]]:

@@ -89,6 +89,7 @@ class OrderBook:
                     return
                 self.conductor.wish(Proposal(reason=self._requests.reason, at=step, exact=True))
                 self._clock.pause(0.2)
+        self.conductor.give_up_exact()
         self._requests.put_off(
             f"the ranks did not all ask for it after the same step: {self.conductor.why_off or 'no answer in time'}"
         )

@@ -105,6 +105,10 @@ class SaveLoop:
         here = mine and self.standing().gone is None
         if here and handle.exact:
             handle.bind(self._clock.step)
+        if here and self._orders is not None and not handle.exact:
+            self._news.apply()
+            if self._saver.join(handle):
+                return
         self._requests.add(handle)
         self._clock.notice()
         if here:
@@ -178,6 +182,7 @@ class SaveLoop:
         step = self._clock.step
         if self._requests.exact_at(step) and self.standing(at_step=at_step).why(Asker.REQUEST) is None:
             orders.await_exact(lambda: self._take_ordered(orders, at_step=at_step))
+            self._take_ordered(orders, at_step=at_step)  # what was ordered while that was given up
         elif self._requests.anywhere or self._requests.urgent is not None:
             orders.wish(reason=self._requests.reason, urgent=self._requests.urgent is not None)
         if orders.conductor.pending:
@@ -196,8 +201,16 @@ class SaveLoop:
         orders.taken(cut)
         link = self._attachment.link
         if wait is not None or link is None:
+            wait = wait or Wait.AWAY
             self._saver.owe(cut)
-            self._put_off(wait or Wait.AWAY)
+            self._put_off(wait)
+            self._requests.fail(
+                SaveFailed(
+                    f"this rank has no part in the cut of step {self._clock.step}: {wait.said}",
+                    where="save",
+                    remedy="the next save covers its rows",
+                )
+            )
             return False
         if (veto := self._saver.veto()) is not None:
             self._saver.owe(cut)
@@ -251,8 +264,13 @@ class SaveLoop:
         if threading.current_thread() is not self._thread:
             self._wait_elsewhere(handle, until_s)
             return
-        with self._staying():
-            self._wait_here(handle, until_s)
+        try:
+            with self._staying():
+                self._wait_here(handle, until_s)
+        finally:
+            # What was ordered for this step while this rank stood here: by the next one it would be another step.
+            if self._orders is not None and self._orders.conductor.cut_at(self._clock.step) is not None:
+                self._take_ordered(self._orders, at_step=False)
 
     def _staying(self) -> contextlib.AbstractContextManager[None]:
         """Within, this rank ends no step, which the others are told when they want a cut."""

@@ -40,7 +40,7 @@ from deltashard.restore.content_hash import Contents
 from deltashard.save import save_stream
 from deltashard.save.capture import Capture
 from deltashard.save.cut import BlockWriter, TableCut
-from deltashard.save.handle import Commit, Flight, Stats
+from deltashard.save.handle import Commit, Flight, SaveHandle, Stats
 from deltashard.save.request import Requests
 from deltashard.save.save_stream import LONGEST_S, CutFailed, SaveStream, StreamAhead
 from deltashard.save.setback import Setbacks
@@ -88,6 +88,7 @@ class Saver:
         self._order = OrderWatch(self._tracking, self._program.state)
         self._ahead = StreamAhead(lambda: self._session.link)
         self._flight: Flight | None = None
+        self._newest: Flight | None = None
         self._committed_step: int | None = None
         self._owed: int | None = None
 
@@ -195,7 +196,7 @@ class Saver:
         Raises `FencedError`, and what the user's own signal handler raises.
         """
         try:
-            self._cut_now(link, reason, urgent=urgent, latest_s=latest_s, cut=cut or self._attempt.next_cut)
+            self._cut_now(link, reason, urgent=urgent, latest_s=latest_s, cut=cut)
         except CutFailed as failure:
             if failure.cause in (Cause.FENCED, Cause.TAKEN_OVER):
                 kind = TakenOver if failure.cause == Cause.TAKEN_OVER else FencedError
@@ -219,10 +220,12 @@ class Saver:
             log.debug("save failed", exc_info=error)
             self._setbacks.failed("error", error)
 
-    def _cut_now(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int) -> None:
+    def _cut_now(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
         began_s = time.perf_counter()
         handles = self._requests.take(several_pins=link.reply.several_pins)
-        flight = Flight(cut=cut, step=self._clock.step, reason=reason, handles=handles)
+        flight = self._newest = Flight(
+            cut=cut or self._attempt.next_cut, step=self._clock.step, reason=reason, handles=handles
+        )
         try:
             counts = self._look()
             holds = save_stream.URGENT_HOLDS if urgent or latest_s < math.inf else 1
@@ -237,7 +240,8 @@ class Saver:
         except BaseException as error:
             if self._contents is not None:
                 self._contents.dropped()
-            if isinstance(error, CutFailed) and error.cause == Cause.BUSY:
+            # A cut of all ranks has failed for all of them: asked for again here, it would wait for the others.
+            if isinstance(error, CutFailed) and error.cause == Cause.BUSY and cut is None:
                 self._requests.put_back(handles)
             else:
                 flight.failed(
@@ -269,9 +273,24 @@ class Saver:
 
     # What other ranks wait for.
 
+    def join(self, handle: SaveHandle) -> bool:
+        """Have `handle` be the cut that all ranks took at the step where this one stands; False: it is to be asked for.
+
+        A rank may take that cut within its `step()`, and call `save()` as the others did only then. A cut of its own
+        would wait for ranks that train on. What failed is asked for anew once a handle was told so.
+        """
+        newest = self._newest
+        if newest is None or newest.step != self._clock.step or (newest.error is not None and newest.handles):
+            return False
+        newest.join(handle)
+        return True
+
     def owe(self, cut: int) -> None:
         """This rank has no part in cut `cut`, which all were to take: the others are to hear of it."""
         self._owed = cut
+        if self._newest is None or self._newest.cut != cut:
+            self._newest = Flight(cut=cut, step=self._clock.step, reason="none")
+            self._newest.failed(SaveFailed("this rank could not take part in it", where="save"))
 
     def pay(self) -> None:
         """Tell the sidecar of a cut that this rank has no part in, so that no other rank waits for it."""

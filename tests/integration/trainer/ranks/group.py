@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 from deltashard.errors import DeltashardError
-from deltashard.group import meeting
+from deltashard.group import meeting, order
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.support.eventually import eventually
 from tests.support.trainer.rank_zygote import serve
 
 ROWS, DIM, BATCH = 900, 8, 4
@@ -169,12 +170,8 @@ def periodic(rank: int, workdir: Path, until: str, every: str) -> Any:
     for step in program.steps():
         if step % 3 == rank % 3:
             time.sleep(0.002 * rank)  # ranks are not equally fast
-        if step >= int(until):
-            # News comes to ranks at different steps: all end at one.
-            enough = torch.tensor([int(len(commits) >= 3)])
-            dist.all_reduce(enough, dist.ReduceOp.MIN)
-            if enough.item():
-                break
+        if step >= int(until) and agreed(len(commits) >= 3):
+            break
     program.ckpt.close()
     return {"commits": commits}
 
@@ -190,13 +187,50 @@ def pinned(rank: int, workdir: Path) -> Any:
             handles["all"].wait(60)
         if step == 9 and rank == 1:
             handles["one"] = program.ckpt.save(pin="one")
-        if step == 12:
+        if step == 12 and rank == 1:
+            handles["after"] = program.ckpt.save()
+        if step > 12 and agreed("after" not in handles or handles["after"].cut is not None):
             break
+        assert step < 2000
     program.ckpt.close()
     return {
         name: [handle.step, None if handle.error is None else str(handle.error)]
         for name, handle in handles.items()
     }
+
+
+def late(rank: int, workdir: Path) -> Any:
+    """Rank 0 takes the cut that rank 1 asked for within its own `step()`, and asks for it when rank 1 is gone on."""
+    order.AHEAD_S = 0.0  # a limit is the next step
+    program = Program(rank, workdir)
+    program.ckpt.restore()
+    end_step, there = program.ckpt.step, workdir / "gone-on"
+
+    def step() -> None:
+        if rank == 0 and program.ckpt.steps == 2:
+            eventually(lambda: program.ckpt._conductor._orders.due == (1, 3), "the order of rank 1")
+        end_step()
+
+    program.ckpt.step = step
+    for number in program.steps():
+        if number == 3:
+            if rank == 0:
+                eventually(there.exists, "rank 1 to go on")
+            before = program.ckpt.stats.cuts
+            handle = program.ckpt.save()
+            commit = handle.wait(100)
+            there.touch()
+        if number == 6:
+            break
+    program.ckpt.close()
+    return {"cut before": before, "saved": [handle.step, commit.seq, commit.step]}
+
+
+def agreed(here: bool) -> bool:
+    """Whether it is so on all ranks, whose news comes at different steps."""
+    said = torch.tensor([int(here)])
+    dist.all_reduce(said, dist.ReduceOp.MIN)
+    return bool(said.item())
 
 
 def sidecar_killed(rank: int, workdir: Path, until: str) -> Any:

@@ -56,10 +56,19 @@ def test_all_ranks_cut_at_the_step_that_was_asked_for(run: Run, tmp_path: Path) 
 def test_a_pinned_save_is_of_its_step_and_all_ranks_ask_for_it(run: Run, tmp_path: Path) -> None:
     zero, one = run(tmp_path, 2, "pinned")
     assert zero["all"] == one["all"] == [6, None]
+    assert one["after"][1] is None  # what could not be had does not stand in the way of others
     assert "step 9 was not cut, because the ranks did not all ask for it after the same step" in one["one"][1]
     with open_store((tmp_path / "store").as_uri()) as store:
         state = RunLog(store, "group").refresh()
     assert {pin for entry in state.checkpoints.values() for pin in entry.pins} == {"all"}
+
+
+def test_a_save_is_the_cut_that_all_ranks_took_at_its_step(run: Run, tmp_path: Path) -> None:
+    """Whoever comes to its `save()` after that cut asks for no other one, for which the rest would not come."""
+    zero, one = run(tmp_path, 2, "late")
+    assert [zero["cut before"], one["cut before"]] == [1, 0]
+    assert zero["saved"] == one["saved"] == [3, 2, 3]
+    assert commits(tmp_path) == {2: 3, 3: 6}
 
 
 def test_a_sidecar_that_dies_takes_no_rank_with_it(run: Run, tmp_path: Path) -> None:
