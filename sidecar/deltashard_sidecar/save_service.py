@@ -23,6 +23,7 @@ from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.save import Cut, Save
 from deltashard_sidecar.save.sink import PartSink, decline
+from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.capacity import raw_bytes
 from deltashard_sidecar.session.session import Session, Sessions
 from deltashard_sidecar.settings import Settings
@@ -52,7 +53,7 @@ def _yield_to_training() -> None:
 
 
 class SaveService:
-    """The begin and the end of every save. Thread-safe: it holds parts, and nothing of its own that changes."""
+    """The begin and the end of every save. Thread-safe: it holds parts, and of its own who has died, by local rank."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class SaveService:
         self._settings = settings
         self._sessions = sessions
         self._joint = JointCommits()
+        self._gone: dict[int, tuple[Attachment, int]] = {}
         self._flights = flights
         self._control = control
         self._activity = activity
@@ -95,6 +97,28 @@ class SaveService:
                 decline(self._run, session.who, attempt, begin.cut, joint=self._joint)
             raise
 
+    def gone(self, session: Session) -> None:
+        """A rank's process has died. What the others cut with it, and it did not, waits for no part of it."""
+        attempt, who = session.attempt.number, session.who
+        if attempt is None or who.world_size == 1:
+            return
+        self._gone[who.local_rank] = who, attempt
+        for cut in {save.cut.cut for save in self._flights.in_flight() if save.cut.attempt == attempt}:
+            self._decline_for_gone(attempt, cut)
+
+    def came_back(self, session: Session) -> None:
+        """A process attached that may train on under its attempt: it had not died."""
+        _, under = self._gone.get(session.who.local_rank, (None, None))
+        if under is not None and under == session.attempt.number:
+            del self._gone[session.who.local_rank]
+
+    def _decline_for_gone(self, attempt: int, cut: int) -> None:
+        for who, under in list(self._gone.values()):
+            last = self._flights.of_rank(who.local_rank)
+            brought = last is not None and (last.cut.attempt, last.cut.cut) == (attempt, cut)
+            if under == attempt and not brought:
+                decline(self._run, who, attempt, cut, joint=self._joint, gone=True)
+
     def _begun(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         _attempt_of(session, begin)
         rank = session.who.local_rank
@@ -109,6 +133,7 @@ class SaveService:
         if begin.tracking_faults:
             self._activity.tracking_fault(begin.tracking_faults, step=begin.step)
         cut = save.cut
+        self._decline_for_gone(cut.attempt, cut.cut)
         self._log.info(
             "save.begun",
             attempt=cut.attempt,

@@ -94,6 +94,8 @@ class Sidecar:
         )
         self.stopping = False
         self._attaching = threading.Lock()
+        self._outlived = 0, 0.0
+        """Attempt whose saves an Attach has waited for, and until when (monotonic) any does."""
         self._idle_since_s = time.monotonic()
         metrics.watch_blocks(keeper.counts, [use.value for use in Use])
         metrics.trainers.set_function(lambda: len(self.sessions.all()))
@@ -118,6 +120,7 @@ class Sidecar:
             self._check_group(request)
             self._admit_to_arena(request.local_rank)
             session = self.control.admit(request)
+            self.saves.came_back(session)
         attempt = session.attempt.number
         if attempt is not None:
             session.attempt.found(self.run.resume(session.who, attempt))
@@ -222,13 +225,21 @@ class Sidecar:
             self.sessions.close(old, Event.REPLACE)
             old.presence.cancel_streams()
             if not request.HasField("attempt"):
+                self.saves.gone(old)
                 self._lost(old)
         if save is None:
             return
         save.stream_over.wait(5.0)
         same = old is not None and old.who.pid == request.pid and request.HasField("attempt")
-        if not same and not save.over.wait(self.settings.attach_deadline_s):
+        if not same and not save.over.wait(self._patience_s(save)):
             save.cancel(Cause.SUPERSEDED, "a new trainer attached and this save did not end in time")
+
+    def _patience_s(self, save: Save) -> float:
+        """How long an Attach waits for a predecessor's save: one deadline for all ranks of a group that is started anew."""
+        now_s = time.monotonic()
+        if self._outlived[0] != save.cut.attempt:
+            self._outlived = save.cut.attempt, now_s + self.settings.attach_deadline_s
+        return max(0.0, self._outlived[1] - now_s)
 
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
         """Open an attempt for a session; raises what the log raises."""
@@ -312,6 +323,7 @@ class Sidecar:
         """Let go of the sessions whose process is gone."""
         for session in self.sessions.reap(lambda rank: self.keeper.writer_pid(rank) is not None):
             self.log.info("trainer.gone", session=session.id, rank=session.who.rank)
+            self.saves.gone(session)
             self._lost(session)
             session.presence.cancel_streams()
             self.keeper.dismiss(session.who.local_rank)

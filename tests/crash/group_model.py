@@ -65,7 +65,9 @@ RANKS = 4
 STEPS = 40
 CALM = 12
 """In the last steps nothing is broken any more: what is asked for then must be had."""
-LIMIT_S = 250.0
+PART_S = 60.0
+"""A pod waits so long for the parts of others."""
+LIMIT_S = 600.0
 """Virtual seconds: a life that lasts so long has somebody in it who waits for ever."""
 
 
@@ -204,11 +206,12 @@ class Sim:
     def end(self, process: Process) -> None:
         """Kill it: each of its threads ends where it stands."""
         process.dead, process.frozen = True, False
-        for thread in [t for t in self.threads if t.process is process and t is not self.running]:
+        for thread in [t for t in self.threads if t.process is process]:
             self.running = thread
-            assert thread.let is not None
-            thread.let.throw(Over)
+            if thread.let:  # it has begun
+                thread.let.throw(Over)
             self.running = None
+        self.threads = [t for t in self.threads if t.process is not process]
 
     # What the modules under test find in place of `time` and `threading`.
 
@@ -350,6 +353,7 @@ class Counts:
     commits: int = 0
     off: int = 0
     declined: int = 0
+    overdue: int = 0
     failed_parts: int = 0
     vetoes: int = 0
     away: int = 0
@@ -374,7 +378,8 @@ class Cut:
     parts: dict[int, int] = field(default_factory=dict)
     """Step by rank."""
     declined: dict[int, str] = field(default_factory=dict)
-    told: bool = False
+    told: set[int] = field(default_factory=set)
+    """Ranks that hear, or will hear, how their part ended."""
 
 
 class World:
@@ -389,6 +394,11 @@ class World:
         self.seqs = itertools.count(2)
         self.attempt = 0
         self.zombies: list[Member] = []
+        self.story: list[str] = []
+
+    def tell(self, who: object, what: str) -> None:
+        """For whoever looks for what went wrong in a schedule."""
+        self.story.append(f"{self.sim.now_s - 1000:9.3f} {self.attempt}/{who} {what}")
 
     def run(self) -> Counts:
         with self._patched():
@@ -502,28 +512,42 @@ class Life:
         if rank in cut.parts:
             raise Violation(f"rank {rank} took cut {number} twice")
         cut.parts[rank] = step
+        self.world.tell(rank, f"takes cut {number} at step {step}")
         if len(set(cut.parts.values())) > 1:
             raise Violation(f"cut {number} is of steps {cut.parts}")
         self.counts.cuts += rank == 0
         self.settle(number)
 
+        def overdue() -> None:
+            self.sim.sleep(PART_S)
+            if rank not in cut.told:
+                self.counts.overdue += 1
+                cut.declined.setdefault(rank, "the others' parts did not come")
+                self.settle(number)
+
+        self.sim.start(self.pods, overdue)
+
     def decline(self, rank: int, number: int, why: str) -> None:
         self.counts.declined += 1
+        self.world.tell(rank, f"declines cut {number}: {why}")
         self.cut(number).declined[rank] = why
         self.settle(number)
 
     def settle(self, number: int) -> None:
         """Tell of the commit, or of the failure, each rank at a time of its own."""
         cut = self.cut(number)
-        if cut.told or self.gone:
+        if self.gone:
             return
         if cut.declined:
-            cut.told = True
-            for rank in cut.parts:
-                failed = pb.SaveFailed(cut=number, cause="abandoned", message=f"declined: {cut.declined}")
-                self._later(rank, pb.Notice(save_failed=failed))
-        elif len(cut.parts) == RANKS:
-            cut.told = True
+            for rank in cut.parts.keys() - cut.told:
+                cut.told.add(rank)
+                notice = pb.Notice()
+                notice.save_failed.cut, notice.save_failed.cause = number, "abandoned"
+                notice.save_failed.message = f"declined: {cut.declined}"
+                self._later(rank, notice)
+        elif len(cut.parts) == RANKS and not cut.told:
+            cut.told |= cut.parts.keys()
+            self.world.tell("pods", f"cut {number} is committed")
             self.counts.commits += 1
             seq = next(self.world.seqs)
             for rank, step in cut.parts.items():
@@ -555,7 +579,7 @@ class Life:
             if any(step < at for step in cut.parts.values()):
                 raise Violation(f"cut {number} was granted at {at}, and is {cut}")
             missing = set(range(RANKS)) - cut.parts.keys() - cut.declined.keys()
-            if everyone and missing and not cut.declined:
+            if everyone and cut.parts and missing and not cut.declined:
                 raise Violation(f"cut {number} was granted at {at}: ranks {missing} neither took nor declined it: {cut}")
 
 
@@ -567,7 +591,9 @@ def script(chance: random.Random, *, faults: bool) -> Script:
     """The program, alike on all ranks."""
     found: Script = {}
     for step in range(1, STEPS + 1):
-        if chance.random() < 0.12:
+        # IMPORTANT: not where an older save is waited for. Asked for twice at one step, a save that only some ranks could
+        # not take part in is asked anew by the others alone, who hear of it after a minute, by a WaitError.
+        if chance.random() < 0.12 and found.get(step - 1, ("", ""))[1] != "later":
             found[step] = chance.choice(["save", "save", "pin"]), chance.choice(["wait", "wait", "later", ""])
     return found
 
@@ -736,11 +762,13 @@ class Member:
             self.link.line[URGENT] = 1
             self.clock.notice()
         if not self.life.world.faults or step > STEPS - CALM:
+            self.vetoes = self.fails = False
             return
         self.vetoes = self.vetoes or self.chance.random() < 0.01
         self.fails = self.fails or self.chance.random() < 0.01
         if self.chance.random() < 0.005 and self.session.link is not None:
             self.life.counts.away += 1
+            self.life.world.tell(self.rank, "its sidecar is gone")
             self.session.link = None
             self.post(Lost(why="gone"))
             wait_s = self.chance.random() * 3
@@ -759,6 +787,7 @@ class Member:
         handle = SaveHandle(reason="user", pin=pin, metadata={}, waiter=self.loop.wait)
         self.stands = f"{what} {wait} at step {step}"
         self.loop.ask(handle)
+        self.life.world.tell(self.rank, f"{self.stands}: {handle} {handle.error or ''}")
         if wait == "wait":
             self._wait(handle, step)
         return handle if wait == "later" else None
@@ -766,6 +795,7 @@ class Member:
     def _wait(self, handle: SaveHandle, step: int) -> None:
         self.stands = f"wait at step {step} for {handle}"
         self.life.counts.waits += 1
+        self.life.world.tell(self.rank, self.stands)
         began_s = self.sim.now_s
         try:
             handle.wait()
@@ -773,9 +803,14 @@ class Member:
             raise Violation(f"rank {self.rank}, step {step}, after {self.sim.now_s - began_s:.0f} s: {error}") from error
         except SaveFailed:
             self.life.counts.waits_failed += 1
+            self.life.world.tell(self.rank, f"step {step}: it failed: {handle.error}")
             self.life.counts.pins_failed += handle.pin is not None
 
 
 def run_schedule(seed: int, *, faults: bool = True) -> Counts:
-    """One schedule; raises `Violation`."""
-    return World(seed, faults=faults).run()
+    """One schedule; raises `Violation`, with the end of the story."""
+    world = World(seed, faults=faults)
+    try:
+        return world.run()
+    except Violation as error:
+        raise Violation(f"schedule {seed}: {error}\n" + "\n".join(world.story[-60:])) from error

@@ -182,9 +182,14 @@ class PartSink:
             decline(self._run, self._who, self._cut.attempt, self._cut.cut, joint=self._joint)
 
 
-def decline(run: Run, who: Attachment, attempt: int, cut: int, *, joint: JointCommits) -> None:
-    """This rank's part of a cut will not come: neither its pod's other ranks nor its peers need wait for it."""
-    if not joint.withdraw(attempt, cut, who.rank):
+def decline(
+    run: Run, who: Attachment, attempt: int, cut: int, *, joint: JointCommits, gone: bool = False
+) -> None:
+    """This rank's part of a cut will not come: neither its pod's other ranks nor its peers need wait for it.
+
+    `gone`: its process has died, so that the others may have begun to commit without it, and wait for it in the store.
+    """
+    if not joint.withdraw(attempt, cut, who.rank) and not gone:
         return
     log = run.log_of(who)
 

@@ -1,7 +1,7 @@
 """Ranks of one training, as torchrun starts them, forked from one process that has imported everything.
 
 A file of scenarios ends with `serve(globals())`. Run as a module it takes lines of JSON, `[WORKDIR, WORLD, SCENARIO,
-{OPTION: VALUE}, AGENT]`, and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of
+{OPTION: VALUE}, AGENT, SPARE]`, and answers each with the exit codes of the ranks. Every rank calls the scenario, a function of
 (rank, workdir, **options), and writes what it returns, or the error it met, to `WORKDIR/out/{rank}.json`. Ranks that end
 by a signal write nothing. What they print is in `WORKDIR/log-{rank}`.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -46,14 +47,23 @@ class RankZygote:
         )
 
     def run(
-        self, workdir: Path, world: int, scenario: str, *, agent: bool = False, **options: object
+        self,
+        workdir: Path,
+        world: int,
+        scenario: str,
+        *,
+        agent: bool = False,
+        spare: int | None = None,
+        **options: object,
     ) -> list[Any]:
         """What each rank returned; None: it was killed, or returned nothing. A rank that failed fails the test.
 
-        `agent`: as torchrun's, it ends the others when one of them was killed, whatever they then do.
+        `agent`: as torchrun's, it ends the others when one of them was killed, whatever they then do. `spare`: but for
+        this one, which is of another machine and nobody waits for.
         """
         workdir.mkdir(exist_ok=True)
-        said = [str(workdir), world, scenario, {key: str(value) for key, value in options.items()}, agent]
+        texts = {key: str(value) for key, value in options.items()}
+        said = [str(workdir), world, scenario, texts, agent, spare]
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
@@ -88,8 +98,9 @@ def serve(scenarios: Mapping[str, Any]) -> None:
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.distributed.tensor")
     for line in sys.stdin:
-        workdir, world, scenario, options, agent = json.loads(line)
-        codes = _ranks(Path(workdir), world, scenarios[scenario], options, _attended if agent else _ended)
+        workdir, world, scenario, options, agent, spare = json.loads(line)
+        ended = functools.partial(_attended, spare=spare) if agent else _ended
+        codes = _ranks(Path(workdir), world, scenarios[scenario], options, ended)
         print(json.dumps(codes), flush=True)
 
 
@@ -98,9 +109,10 @@ def _ended(children: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def _attended(children: list[int]) -> list[int]:
-    """The same; when one was killed the others are, too, and what they met by then is no failure of theirs."""
+def _attended(ranks: list[int], *, spare: int | None) -> list[int]:
+    """The same, but for `spare`, which is 0; when one was killed the others are, too, and what they met by then is no failure of theirs."""
     codes: dict[int, int] = {}
+    children = [child for rank, child in enumerate(ranks) if rank != spare]
 
     def reap(how: int) -> bool:
         ended, status = os.waitpid(-1, how)
@@ -118,7 +130,8 @@ def _attended(children: list[int]) -> list[int]:
             os.kill(child, signal.SIGKILL)
     while len(codes) < len(children):
         reap(0)
-    return [min(codes[child], 0) if killed else codes[child] for child in children]
+    found = [codes.get(child, 0) for child in ranks]
+    return [min(code, 0) for code in found] if killed else found
 
 
 def _ranks(

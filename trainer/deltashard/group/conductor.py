@@ -102,7 +102,8 @@ class Conductor:
 
     def give_up_exact(self) -> None:
         """The save of one very step was not ordered in time, and training goes on: it is not proposed again."""
-        if self._wish is not None and self._wish.exact:
+        held = self._wish  # which the order thread may take away meanwhile
+        if held is not None and held.exact:
             self._wish = None
 
     @property
@@ -139,7 +140,9 @@ class Conductor:
         if last and due is not None and due[1] > self._clock.step:
             self._orders.taken(due[0])
             return due[0]
-        missed, self._orders.missed = self._orders.missed, None
+        missed = self._orders.missed
+        if missed is not None:  # what the order thread writes meanwhile is not wiped out
+            self._orders.missed = None
         return missed
 
     def taken(self, cut: int) -> None:

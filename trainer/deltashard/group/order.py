@@ -126,6 +126,8 @@ def settled(proposal: Proposal, acks: Mapping[int, Ack], world_size: int, *, ove
 class Orders:
     """One rank's place in the orders of an attempt. The order thread writes it; the training thread asks, and takes.
 
+    What the other thread may change is read once in each question: read twice, it may be two different things.
+
     `limit` is published before an ack says it: the training thread looks at it at every boundary, so from the moment
     that a step below the limit was still seen afterwards, the limit holds.
     """
@@ -150,11 +152,13 @@ class Orders:
 
     def kept(self, step: int) -> bool:
         """Whether the published limit holds, seen that the trainer stands at `step` now, after it was published."""
-        return self.limit is not None and step < self.limit
+        limit = self.limit
+        return limit is not None and step < limit
 
     def held(self, step: int) -> bool:
         """Whether the boundary of `step` has to wait for the verdict."""
-        return self.limit is not None and step >= self.limit
+        limit = self.limit
+        return limit is not None and step >= limit
 
     def read(self, verdict: Verdict) -> None:
         """The verdict of the order under way is known: the promise ends, the next order is awaited."""
@@ -163,17 +167,20 @@ class Orders:
                 raise InternalBug(
                     f"order {self.number} goes at step {verdict.at}, before the limit {self.limit}"
                 )
-            if self.due is not None:
-                self.missed = self.due[0]
+            before = self.due
+            if before is not None:
+                self.missed = before[0]
             self.due = self.number, verdict.at
         self.limit = None
         self.number += 1
 
     def cut_at(self, step: int) -> int | None:
         """The cut to take at the boundary of `step`; None: none is due."""
-        return self.due[0] if self.due is not None and step >= self.due[1] else None
+        due = self.due
+        return due[0] if due is not None and step >= due[1] else None
 
     def taken(self, cut: int) -> None:
         """The cut was taken, or could not be: it is not due any more."""
-        if self.due is not None and self.due[0] == cut:
+        due = self.due
+        if due is not None and due[0] == cut:
             self.due = None

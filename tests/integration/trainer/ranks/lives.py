@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 from deltashard.attach.launcher import normal_url, runtime_dir
+from deltashard.errors import SaveFailed
+from deltashard.group import conductor
 from deltashard_checkpoint import crash_point
 from torch import nn
 
+from tests.support.eventually import eventually
 from tests.support.trainer.rank_zygote import serve
 
 TABLES, ROWS, DIM = 4, 200, 4
@@ -117,6 +122,12 @@ def agreed(here: bool) -> bool:
     return bool(said.item())
 
 
+def _settle(rank: int, nodes: int, first: int = 0) -> None:
+    """Of which machine this rank is."""
+    share = dist.get_world_size() // nodes
+    os.environ.update(GROUP_RANK=str(first + rank // share), LOCAL_RANK=str(rank % share))
+
+
 def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
     """Have this rank die at `point`, or the sidecar that it is about to start; one that lives makes room for that."""
     if victim == f"rank {rank}":
@@ -137,14 +148,22 @@ def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
 
 
 def live(
-    rank: int, workdir: Path, nodes: str, commits: str, end: str, victim: str = "", point: str = "", nth: str = "1"
+    rank: int,
+    workdir: Path,
+    nodes: str,
+    commits: str,
+    end: str,
+    victim: str = "",
+    point: str = "",
+    nth: str = "1",
+    wakes: str = "",
 ) -> Any:
     """Restore, train until all ranks were told of so many commits, and close, or be killed.
 
-    Meanwhile `victim`, "rank 2" or "sidecar 1", dies when it comes to `point` the nth time.
+    Meanwhile `victim`, "rank 2" or "sidecar 1", dies when it comes to `point` the nth time. `nodes`: how many machines
+    there are. `wakes`: a process that was stopped goes on after the first commit, on machines that are none of ours.
     """
-    share = dist.get_world_size() // int(nodes)
-    os.environ.update(GROUP_RANK=str(rank // share), LOCAL_RANK=str(rank % share))
+    _settle(rank, int(nodes), first=2 if wakes else 0)
     _arm(rank, workdir, victim, point, int(nth))
     life = Life(rank, workdir, every_steps=12)
     life.say("begun", victim=victim, point=point)
@@ -153,6 +172,8 @@ def live(
     for step in life.steps():
         if step % 7 == 3 and rank == step % dist.get_world_size():
             life.ckpt.save()
+        if wakes and rank == 0 and life.commits:
+            os.kill(int(wakes), signal.SIGCONT)
         if agreed(life.commits >= int(commits)):
             break
     if end == "kill":
@@ -161,6 +182,90 @@ def live(
     life.ckpt.close()
     life.say("closed", step=life.ckpt.steps)
     return {"commits": life.commits}
+
+
+def zombie(rank: int, workdir: Path) -> Any:
+    """All are killed but rank 2, which is stopped, on a machine that nobody hears of, and later goes on alone."""
+    _settle(rank, 2)
+    life = Life(rank, workdir, every_steps=12)
+    life.restore()
+    stopped = workdir / "stopped"
+    for _ in life.steps():
+        if agreed(life.commits >= 1):
+            break
+    if rank != 2:
+        eventually(stopped.exists, "rank 2 to stop")
+        os.kill(os.getpid(), signal.SIGKILL)
+    stopped.with_suffix(".new").write_text(str(os.getpid()))
+    stopped.with_suffix(".new").rename(stopped)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    met = []
+    for what in (
+        lambda: next(life.steps()),  # its peers are gone
+        lambda: life.ckpt.step(),  # a program that goes on all the same
+        lambda: life.ckpt.save().wait(20),
+        lambda: life.ckpt.close(deadline_s=10),
+    ):
+        try:
+            what()
+            met.append("")
+        except Exception as error:
+            met.append(f"{type(error).__name__}: {error}")
+    (workdir / "zombie").write_text(json.dumps(met))
+    os._exit(0)
+
+
+def unlike(rank: int, workdir: Path) -> Any:
+    """Rank 2 is ten times as slow as the others; rank 1 is stopped while an order waits for it, until that is off."""
+    conductor.ANSWER_S = 1.0
+    life = Life(rank, workdir, every_steps=12)
+    life.restore()
+    orders, pids = life.ckpt._conductor, [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    for step in life.steps():
+        time.sleep(0.02 if rank == 2 else 0.002)
+        if step == 30 and rank == 0:
+            before = orders.off
+
+            def wake() -> None:
+                eventually(lambda: orders.off > before, "the order to be off")
+                os.kill(pids[1], signal.SIGCONT)
+
+            threading.Thread(target=wake, daemon=True).start()
+        if step == 30 and agreed(True) and rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if step == 30 and rank == 0:
+            eventually(lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2], "rank 1 to stop")
+            life.ckpt.save("while rank 1 is stopped")
+        if step == 31:
+            seen = life.commits
+        if step > 31 and agreed(life.commits >= seen + 2):
+            break
+    life.ckpt.close()
+    return {"off": orders.off}
+
+
+def store(rank: int, workdir: Path, url: str) -> Any:
+    """The store is well, slow, hangs, is back, and goes for good, as the test has it; so many steps of each at least."""
+    life = Life(rank, workdir, url=url, every_steps=12)
+    life.restore()
+    found = {}
+    for phase in ("well", "slow", "hangs", "back", "gone"):
+        eventually((workdir / phase).exists, phase)
+        before, begun = life.commits, life.ckpt.steps
+        for step in life.steps():
+            time.sleep(0.002)
+            commits = 2 if phase in ("well", "slow", "back") else 0
+            if agreed(step >= begun + 60 and life.commits >= before + commits):
+                break
+        found[phase] = life.commits - before
+        dist.barrier()
+        (workdir / f"{phase}-over").touch()
+    try:
+        life.ckpt.close(deadline_s=5)
+    except SaveFailed as error:
+        found["close"] = str(error)
+    return found
 
 
 if __name__ == "__main__":

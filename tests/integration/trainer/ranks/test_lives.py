@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support.eventually import eventually
+from tests.support.server.faulty_proxy import FaultyProxy
+from tests.support.server.minio_server import MinioServer
 from tests.support.trainer.rank_zygote import RankZygote
 
 Run = Callable[..., list[Any]]
@@ -79,13 +84,21 @@ def run() -> Iterator[Run]:
     zygote.close()
 
 
+@pytest.fixture
+def run_on_minio(own_minio: MinioServer) -> Iterator[Run]:
+    """The same; the credentials of the test's own MinIO are in the ranks' environment."""
+    zygote = RankZygote("tests.integration.trainer.ranks.lives")
+    yield zygote.run
+    zygote.close()
+
+
 def saying(workdir: Path, rank: int) -> list[list[Any]]:
     """What a rank said in all its lives."""
     path = workdir / f"said-{rank}"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def check(workdir: Path) -> list[list[dict[str, Any]]]:
+def check(workdir: Path, url: str = "") -> list[list[dict[str, Any]]]:
     """What must be true whatever happened; returns what each rank restored, life by life."""
     told: dict[int, int] = {}
     restored: list[list[dict[str, Any]]] = []
@@ -106,7 +119,7 @@ def check(workdir: Path) -> list[list[dict[str, Any]]]:
         restored.append(mine)
     for lives in zip(*restored, strict=True) if len({len(each) for each in restored}) == 1 else ():
         assert len({(facts["seq"], facts["step"]) for facts in lives}) == 1
-    with open_store((workdir / "store").as_uri()) as store:
+    with open_store(url or (workdir / "store").as_uri()) as store:
         state = RunLog(store, "group").refresh()
     assert state.stopped is None
     assert told.items() <= {seq: entry.step for seq, entry in state.checkpoints.items()}.items()
@@ -192,3 +205,62 @@ def test_whoever_dies_wherever_the_group_comes_back(
         run(tmp_path, RANKS, "live", agent=True, nodes=nodes, commits=1, end="kill")
     dies(run, tmp_path, nodes, 2, victim, point, 2 if where == "save" else 1)
     comes_back(run, tmp_path, nodes)
+
+
+def test_a_rank_of_the_old_group_commits_nothing_and_is_told_why(run: Run, tmp_path: Path) -> None:
+    """It was stopped while its group died and another was started elsewhere, and goes on beside it."""
+    run(tmp_path, RANKS, "zombie", agent=True, spare=2)
+    pid = (tmp_path / "stopped").read_text()
+    before = newest_told(tmp_path)
+    run(tmp_path, RANKS, "live", agent=True, nodes=2, commits=3, end="close", wakes=pid)
+    assert codes(tmp_path) == [0] * RANKS
+    eventually((tmp_path / "zombie").exists, "the old rank to end")
+    collective, _, save, close = json.loads((tmp_path / "zombie").read_text())
+    assert collective
+    assert "the store of the process group does not answer" in save + close
+    assert close.startswith(("SaveFailed", "FencedError"))
+    with open_store((tmp_path / "store").as_uri()) as store:
+        state = RunLog(store, "group").refresh()
+    assert {entry.attempt for seq, entry in state.checkpoints.items() if seq > before} == {2}
+    assert newest_told(tmp_path) == max(state.checkpoints)
+    check(tmp_path)
+
+
+def test_a_slow_rank_and_one_that_is_stopped_cost_a_save_at_most(run: Run, tmp_path: Path) -> None:
+    said = run(tmp_path, RANKS, "unlike")
+    assert said[0]["off"] >= 1
+    told = [[facts for what, facts in saying(tmp_path, rank) if what == "told"] for rank in range(RANKS)]
+    assert len(told[0]) >= 3
+    assert all(each == told[0] for each in told)
+    check(tmp_path)
+
+
+@pytest.mark.minio
+def test_a_store_that_is_slow_hangs_and_goes_costs_saves_and_nothing_else(
+    run_on_minio: Run, own_minio: MinioServer, tmp_path: Path
+) -> None:
+    with FaultyProxy(own_minio.port) as proxy:
+        bucket = own_minio.new_bucket()
+
+        def slowly(chunk: bytes) -> bytes:
+            idle.wait(0.3)
+            return chunk
+
+        idle = threading.Event()
+
+        def weather() -> None:
+            for phase in ("well", "slow", "hangs", "back", "gone"):
+                proxy.rewrite = slowly if phase == "slow" else lambda chunk: chunk
+                proxy.hang = phase in ("hangs", "gone")
+                (tmp_path / phase).touch()
+                eventually((tmp_path / f"{phase}-over").exists, f"{phase} to be over")
+
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(weather)
+            said = run_on_minio(tmp_path, RANKS, "store", url=own_minio.url(bucket, port=proxy.port))
+            done.result(1)
+        proxy.release()
+    for each in said:
+        assert {phase: each[phase] for phase in ("hangs", "gone")} == {"hangs": 0, "gone": 0}
+        assert "is not durable" in each["close"]
+    check(tmp_path, own_minio.url(bucket))

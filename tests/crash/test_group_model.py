@@ -1,0 +1,57 @@
+"""Four ranks' save loops, orders and meetings under random schedules: one step or none, and nobody waits for ever.
+
+`DELTASHARD_TEST_ORDERS=2000` runs as many schedules; a failing seed repeats by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import pytest
+
+from tests.crash.group_model import Counts, run_schedule
+
+pytestmark = pytest.mark.slow
+
+FIRST, CHUNK = 40, 10
+"""Schedules 42 and 67: a promise ends between two looks of the training thread at it."""
+CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_ORDERS", "40")) // CHUNK)
+
+
+@functools.cache
+def counts_of(chunk: int) -> Counts:
+    """What happened in a chunk's schedules, none of which broke a rule."""
+    counts = Counts()
+    for seed in range(FIRST + chunk * CHUNK, FIRST + (chunk + 1) * CHUNK):
+        counts.add(run_schedule(seed))
+    return counts
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_all_ranks_cut_at_one_step_or_none_and_nobody_waits_for_ever(chunk: int) -> None:
+    assert counts_of(chunk).schedules == CHUNK
+
+
+def test_everything_happens_in_these_schedules() -> None:
+    """A model in which nothing happens would prove nothing."""
+    counts = Counts()
+    for chunk in range(CHUNKS):
+        counts.add(counts_of(chunk))
+    for name, value in vars(counts).items():
+        assert value > 0 or name == "overdue", f"no {name} in {CHUNKS * CHUNK} schedules"
+    assert counts.commits > counts.lives
+
+
+def test_without_faults_every_save_is_had() -> None:
+    """Nobody dies, is away, or vetoes: only pins can fail, where the save before is not durable yet."""
+    counts = Counts()
+    for seed in range(15):
+        counts.add(run_schedule(seed, faults=False))
+    assert counts.waits_failed == counts.pins_failed
+    assert counts.commits == counts.cuts
+
+
+def test_a_schedule_is_its_seed() -> None:
+    assert run_schedule(5) == run_schedule(5)
+    assert run_schedule(5) != run_schedule(6)
