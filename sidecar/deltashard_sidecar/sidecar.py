@@ -235,7 +235,7 @@ class Sidecar:
             save.cancel(Cause.SUPERSEDED, "a new trainer attached and this save did not end in time")
 
     def _patience_s(self, save: Save) -> float:
-        """How long an Attach waits for a predecessor's save: one deadline for all ranks of a group that is started anew."""
+        """How long an Attach waits for a predecessor's save: one deadline for all ranks of a group."""
         now_s = time.monotonic()
         if self._outlived[0] != save.cut.attempt:
             self._outlived = save.cut.attempt, now_s + self.settings.attach_deadline_s

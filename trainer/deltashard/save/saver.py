@@ -91,6 +91,8 @@ class Saver:
         self._newest: Flight | None = None
         self._committed_step: int | None = None
         self._owed: int | None = None
+        self._lost: int | None = None
+        """The cut that went with its sidecar, which cannot have told the other ranks; None: there is none."""
 
     @property
     def in_flight(self) -> bool:
@@ -117,7 +119,9 @@ class Saver:
         flight = self._flight
         if flight is not None and restarted:
             self.failed(flight.cut, CutFailed("gone", "the sidecar was restarted during the save"))
-            self.owe(flight.cut)
+        lost, self._lost = self._lost, None
+        if restarted and lost is not None and lost != link.reply.last_commit.cut:
+            self.owe(lost)
 
     def committed(self, commit: Commit) -> None:
         """A checkpoint is durable; repeated and late news is harmless."""
@@ -140,6 +144,8 @@ class Saver:
         if flight is None or flight.cut != cut:
             return
         self._flight = None
+        if failure.cause == "gone":
+            self._lost = cut
         flight.failed(failure)
         self._setbacks.failed(failure.cause, failure)
 

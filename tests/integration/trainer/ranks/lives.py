@@ -6,6 +6,7 @@ happens, so that they outlive the rank. `test_lives` holds them against one anot
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -136,10 +137,8 @@ def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
     if victim == f"sidecar {node}" and os.environ["LOCAL_RANK"] == "0":
         ready = runtime_dir(normal_url(workdir / "store"), "group", node) / "ready.json"
         if ready.exists():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(json.loads(ready.read_text())["pid"], signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             ready.unlink()
         os.environ["DELTASHARD_CRASH_AT"] = f"{point}:{nth}"
 
@@ -174,6 +173,7 @@ def live(
             life.ckpt.save()
         if wakes and rank == 0 and life.commits:
             os.kill(int(wakes), signal.SIGCONT)
+            wakes = ""
         if agreed(life.commits >= int(commits)):
             break
     if end == "kill":
@@ -202,7 +202,7 @@ def zombie(rank: int, workdir: Path) -> Any:
     met = []
     for what in (
         lambda: next(life.steps()),  # its peers are gone
-        lambda: life.ckpt.step(),  # a program that goes on all the same
+        life.ckpt.step,  # a program that goes on all the same
         lambda: life.ckpt.save().wait(20),
         lambda: life.ckpt.close(deadline_s=10),
     ):
@@ -222,20 +222,21 @@ def unlike(rank: int, workdir: Path) -> Any:
     life.restore()
     orders, pids = life.ckpt._conductor, [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
+
+    def wake(before: int) -> None:
+        eventually(lambda: orders.off > before, "the order to be off")
+        os.kill(pids[1], signal.SIGCONT)
+
     for step in life.steps():
         time.sleep(0.02 if rank == 2 else 0.002)
         if step == 30 and rank == 0:
-            before = orders.off
-
-            def wake() -> None:
-                eventually(lambda: orders.off > before, "the order to be off")
-                os.kill(pids[1], signal.SIGCONT)
-
-            threading.Thread(target=wake, daemon=True).start()
+            threading.Thread(target=wake, args=(orders.off,), daemon=True).start()
         if step == 30 and agreed(True) and rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         if step == 30 and rank == 0:
-            eventually(lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2], "rank 1 to stop")
+            eventually(
+                lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2], "rank 1 to stop"
+            )
             life.ckpt.save("while rank 1 is stopped")
         if step == 31:
             seen = life.commits

@@ -161,7 +161,9 @@ def dies(run: Run, workdir: Path, nodes: int, commits: int, victim: str, point: 
     if said[first] is None:
         assert saying(workdir, first)[-1] == ["ended", {"lost": True}] or not commits
     else:  # in its restore(), which says so on every rank
-        assert all(each["error"] in ("RestoreFailed", "SidecarUnavailable", "FencedError") for each in said), said
+        assert all(
+            each["error"] in ("RestoreFailed", "SidecarUnavailable", "FencedError") for each in said
+        ), said
 
 
 def stories() -> Iterator[Any]:
@@ -189,9 +191,9 @@ def stories() -> Iterator[Any]:
 
 SOME = {
     ("rank 2", "cut.before_seal"),
-    ("rank 0", "order.settled"),
     ("rank 2", "restore.before_dense"),
-    ("sidecar 1", "report.after_put"),
+    ("rank 0", "order.read"),
+    ("sidecar 0", "stage.batch_received"),
     ("sidecar 0", "commit.after_log_put"),
 }
 STORIES = [each for each in stories() if FULL or each[1:3] in SOME]
@@ -203,7 +205,7 @@ def test_whoever_dies_wherever_the_group_comes_back(
 ) -> None:
     if where == "restore":
         run(tmp_path, RANKS, "live", agent=True, nodes=nodes, commits=1, end="kill")
-    dies(run, tmp_path, nodes, 2, victim, point, 2 if where == "save" else 1)
+    dies(run, tmp_path, nodes, 2, victim, point, 2 if where == "save" and point != "order.proposed" else 1)
     comes_back(run, tmp_path, nodes)
 
 
