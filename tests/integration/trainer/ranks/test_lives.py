@@ -223,7 +223,9 @@ def test_a_rank_of_the_old_group_commits_nothing_and_is_told_why(run: Run, tmp_p
     assert close.startswith(("SaveFailed", "FencedError"))
     with open_store((tmp_path / "store").as_uri()) as store:
         state = RunLog(store, "group").refresh()
-    assert {entry.attempt for seq, entry in state.checkpoints.items() if seq > before} == {2}
+    assert {entry.attempt for seq, entry in state.checkpoints.items() if seq > before} == {
+        max(state.attempts)
+    }
     assert newest_told(tmp_path) == max(state.checkpoints)
     check(tmp_path)
 
