@@ -13,8 +13,7 @@ What must hold:
 - all parts of a cut are of one step, whatever becomes of it;
 - a cut that was granted is taken by every living rank at its step, or declined, so that no rank waits for a part in vain;
 - no boundary is held longer than the product says; a program in which nobody dies comes to its end, its last step
-  committed; a save that all ranks ask and wait for at one step is not lost because they did not find each other, but
-  where a cut of that step has failed before (counted as `apart`).
+  committed; a save that all ranks ask and wait for at one step is not lost because they did not find each other.
 """
 
 from __future__ import annotations
@@ -357,7 +356,6 @@ class Counts:
     off: int = 0
     declined: int = 0
     overdue: int = 0
-    apart: int = 0
     failed_parts: int = 0
     vetoes: int = 0
     away: int = 0
@@ -491,8 +489,6 @@ class Life:
         self.counts = world.counts
         self.gone: set[int] = set()
         self.cuts: dict[int, Cut] = {}
-        self.failed_at: set[int] = set()
-        """Steps at which a rank had no part in a cut."""
         self.arrived: dict[int, set[int]] = {}
         self.prefix = ""
         self.script = script(world.chance, faults=world.faults)
@@ -535,7 +531,6 @@ class Life:
 
     def decline(self, rank: int, number: int, why: str) -> None:
         self.counts.declined += 1
-        self.failed_at.add(self.members[rank].clock.step)
         self.world.tell(rank, f"declines cut {number}: {why}")
         self.cut(number).declined[rank] = why
         self.settle(number)
@@ -809,11 +804,6 @@ class Member:
         try:
             handle.wait()
         except WaitError as error:
-            # IMPORTANT: a known gap. Where a cut of this very step has failed already, whether save() is that cut or asks
-            # anew depends on what this rank alone had asked for, so that some ranks wait for others who have gone on.
-            if self.life.failed_at & {step, handle.step}:
-                self.life.counts.apart += 1
-                return
             raise Violation(
                 f"rank {self.rank}, step {step}, after {self.sim.now_s - began_s:.0f} s: {error}"
             ) from error

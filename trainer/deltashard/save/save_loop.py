@@ -203,6 +203,7 @@ class SaveLoop:
         if wait is not None or link is None:
             wait = wait or Wait.AWAY
             self._saver.owe(cut)
+            self._saver.pay()
             self._put_off(wait)
             self._requests.fail(
                 SaveFailed(
@@ -225,6 +226,7 @@ class SaveLoop:
         )
         if not self._saver.in_flight:
             self._saver.owe(cut)
+            self._saver.pay()
         orders.sampled(cut)
         return True
 

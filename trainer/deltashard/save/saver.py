@@ -88,7 +88,10 @@ class Saver:
         self._order = OrderWatch(self._tracking, self._program.state)
         self._ahead = StreamAhead(lambda: self._session.link)
         self._flight: Flight | None = None
-        self._newest: Flight | None = None
+        self._here: list[Flight] = []
+        """Cuts of the step that was cut last, whatever became of them; newest last."""
+        self._asked = 0, 0
+        """(step, how often `save()` was called there)."""
         self._committed_step: int | None = None
         self._owed: int | None = None
         self._lost: int | None = None
@@ -229,9 +232,8 @@ class Saver:
     def _cut_now(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
         began_s = time.perf_counter()
         handles = self._requests.take(several_pins=link.reply.several_pins)
-        flight = self._newest = Flight(
-            cut=cut or self._attempt.next_cut, step=self._clock.step, reason=reason, handles=handles
-        )
+        number = cut or self._attempt.next_cut
+        flight = self._taken(Flight(cut=number, step=self._clock.step, reason=reason, handles=handles))
         try:
             counts = self._look()
             holds = save_stream.URGENT_HOLDS if urgent or latest_s < math.inf else 1
@@ -283,20 +285,29 @@ class Saver:
         """Have `handle` be the cut that all ranks took at the step where this one stands; False: it is to be asked for.
 
         A rank may take that cut within its `step()`, and call `save()` as the others did only then. A cut of its own
-        would wait for ranks that train on. What failed is asked for anew once a handle was told so.
+        would wait for ranks that train on. Nor may it matter on which ranks a cut that failed came before the call:
+        each answers one call of every rank.
         """
-        newest = self._newest
-        if newest is None or newest.step != self._clock.step or (newest.error is not None and newest.handles):
+        step = self._clock.step
+        self._asked = step, 1 + (self._asked[1] if self._asked[0] == step else 0)
+        here = [flight for flight in self._here if flight.step == step]
+        failed = sum(flight.error is not None for flight in here)
+        if not here or (here[-1].error is not None and self._asked[1] > failed):
             return False
-        newest.join(handle)
+        here[-1].join(handle)
         return True
 
     def owe(self, cut: int) -> None:
         """This rank has no part in cut `cut`, which all were to take: the others are to hear of it."""
         self._owed = cut
-        if self._newest is None or self._newest.cut != cut:
-            self._newest = Flight(cut=cut, step=self._clock.step, reason="none")
-            self._newest.failed(SaveFailed("this rank could not take part in it", where="save"))
+        if all(flight.cut != cut for flight in self._here):
+            self._taken(Flight(cut=cut, step=self._clock.step, reason="none")).failed(
+                SaveFailed("this rank could not take part in it", where="save")
+            )
+
+    def _taken(self, flight: Flight) -> Flight:
+        self._here = [each for each in self._here if each.step == flight.step] + [flight]
+        return flight
 
     def pay(self) -> None:
         """Tell the sidecar of a cut that this rank has no part in, so that no other rank waits for it."""

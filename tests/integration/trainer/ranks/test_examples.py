@@ -33,6 +33,8 @@ def torchrun(tmp_path: Path) -> Iterator[Start]:
         log = tmp_path / f"log-{len(started)}"
         said = {
             "OMP_NUM_THREADS": "1",
+            # After a restart gloo finds no addresses of dead ranks in a store that they left.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "DELTASHARD_URL": f"file://{tmp_path / store}",
             "DELTASHARD_RUN": "run",
         }
@@ -118,7 +120,8 @@ def test_a_killed_rank_comes_back_with_all_others(torchrun: Start, tmp_path: Pat
     assert len(begun) >= 4
     assert begun[-1] == begun[-2] > 0
     losses = _losses(said)
-    assert all(len(each) == 1 for each in losses.values())
+    other = {at: each for at, each in losses.items() if len(each) > 1}
+    assert not other, f"{other}\n{said[-20000:]}"
     assert {step for _, step in losses} == {str(step) for step in range(1, STEPS + 1)}
     assert max(_steps(tmp_path / "store")) == STEPS
 
