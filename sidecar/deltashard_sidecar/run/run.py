@@ -299,6 +299,9 @@ class Run:
             log_damage=damage,
             layout=opened.state.attempts[opened.attempt].layout,
         )
+        earlier = [number for number in opened.state.attempts if number < opened.attempt]
+        if earlier:
+            reply.previous_attempt = max(earlier)
         if opened.voided is not None:
             reply.voided_first, reply.voided_stop = opened.voided
         if resume is not None:
@@ -309,6 +312,7 @@ class Run:
             reply.resume_attempt = resume.attempt
             reply.fingerprint.update(resume.fingerprint)
             reply.tables.extend(table_message(table) for table in resume.tables)
+            reply.metadata.update(resume.metadata)
             if step_seen > 0:
                 reply.last_step_seen = step_seen
         return reply

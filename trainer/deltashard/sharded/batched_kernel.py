@@ -48,6 +48,7 @@ class BatchedKernel:
         self.shards = [KernelShard(self, n, state) for n, state in enumerate(self._states())]
         self._features: list[int] = self._tbe.feature_table_map
         self.listeners: dict[int, Callable[[Tensor], None]] = {}
+        self._watching: Callable[[], None] | None = None
         self._handle: Any = None
 
     @property
@@ -91,17 +92,25 @@ class BatchedKernel:
     def listen(self, nth: int, updated: Callable[[Tensor], None]) -> Callable[[], None]:
         """See `discovery.Kernel.listen`, for its `nth` shard, which has one listener."""
         self.listeners[nth] = updated
-        if self._handle is None:
-            self._handle = self._tbe.register_forward_hook(_LookupHook(self), with_kwargs=True)
+        self._hook()
 
         def end() -> None:
             if self.listeners.get(nth) is updated:
                 del self.listeners[nth]
-            if not self.listeners and self._handle is not None:
+            if not self.listeners and self._watching is None and self._handle is not None:
                 self._handle.remove()
                 self._handle = None
 
         return end
+
+    def watch(self, updated: Callable[[], None]) -> None:
+        """Have `updated` called right after each update, of whichever rows."""
+        self._watching = updated
+        self._hook()
+
+    def _hook(self) -> None:
+        if self._handle is None:
+            self._handle = self._tbe.register_forward_hook(_LookupHook(self), with_kwargs=True)
 
     def updated(self, indices: Tensor, offsets: Tensor, batches: Sequence[Sequence[int]] | None) -> None:
         """The kernel updated the rows of a lookup.
@@ -110,6 +119,8 @@ class BatchedKernel:
         feature's number of bags by rank, where they differ.
         """
         features = self._features
+        if self._watching is not None:
+            self._watching()
         if not indices.numel():
             return
         try:
