@@ -44,6 +44,7 @@ from deltashard.partial.recovery import Recovery
 from deltashard.partial.sentinel import Sentinel
 from deltashard.partial.stager import Stager
 from deltashard.program import Program
+from deltashard.restore.assembly import Assembly
 from deltashard.restore.content_hash import Contents
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
 from deltashard.restore.restore import Restored, Restorer, Wish
@@ -297,7 +298,7 @@ class Checkpointer:
             program=self._program,
             conductor=self._conductor,
             terms=str(self._ground.terms or "full"),
-            begun=lambda reply: self._begun(recovery, reply),
+            begun=lambda reply, assembly: self._begun(recovery, reply, assembly),
         )
         self._restorer = Restorer(
             self._program,
@@ -352,9 +353,9 @@ class Checkpointer:
                     stage=self._stager.stage,
                 )
 
-    def _begun(self, recovery: Recovery, reply: pb.OpenReply) -> None:
+    def _begun(self, recovery: Recovery, reply: pb.OpenReply, assembly: Assembly | None) -> None:
         """Training begins under an attempt, on all ranks."""
-        recovery.begun(reply)
+        recovery.begun(reply, assembly)
         if self._peers is not None:
             self._peers.meet()
 

@@ -29,6 +29,7 @@ from deltashard_checkpoint.restore.fetcher import warm_cache
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.vocabulary import PLS_KEY
 from deltashard_checkpoint.write import differential
 from deltashard_checkpoint.write.attempt import (
     CLOSING_WAIT_S,
@@ -306,6 +307,7 @@ class Run:
             reply.voided_first, reply.voided_stop = opened.voided
         if resume is not None:
             self.metrics.resumed(step=resume.step, at_s=resume.at_s)
+            self.metrics.lost(resume.metadata.get(PLS_KEY, "0"))
             reply.resume_seq = resume.seq
             reply.step = resume.step
             reply.cut = resume.cut

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from deltashard_checkpoint.vocabulary import PLS_KEY
 
 from deltashard.attach.rank import Rank
 from deltashard.partial.rule import Terms
 
-PLS_KEY = "deltashard/pls"
-"""Name in a commit's metadata: the run's PLS, and how many recoveries were partial, as JSON `[0.01, 2]`."""
+RECOVERIES_KEY = "deltashard/partial-recoveries"
+"""Name in a commit's metadata: how many recoveries were."""
+LINEAGE_KEY = "deltashard/lineage"
+"""Name in a commit's metadata: what no other run has, were it of the same name in the same store."""
 
 
 class Ground:
@@ -29,6 +31,8 @@ class Ground:
         self.attempt: int | None = None
         """The attempt that trains; None: none does yet."""
         self.layout = ""
+        self.lineage = ""
+        """Of the run: what its commits say of themselves under partial recovery."""
         self.pls = 0.0
         """Of the run, up to here."""
         self.recoveries = 0
@@ -41,18 +45,23 @@ class Ground:
         """Whether something would be staged."""
         return self.terms is not None and not self.off and self.attempt is not None
 
-    def begin(self, attempt: int, layout: str) -> None:
-        """An attempt trains from here on."""
+    def begin(self, attempt: int, layout: str, meeting: str) -> None:
+        """An attempt trains from here on; `meeting` names the ranks' meeting, and nobody else's."""
         self.attempt, self.layout = attempt, layout
+        self.lineage = self.lineage or meeting
 
     @property
     def metadata(self) -> dict[str, str]:
         """What every commit says of the run."""
-        return {PLS_KEY: json.dumps([self.pls, self.recoveries])} if self.recoveries else {}
+        said = {LINEAGE_KEY: self.lineage} if self.terms is not None and not self.off and self.lineage else {}
+        if self.recoveries:
+            said |= {PLS_KEY: f"{self.pls:.9g}", RECOVERIES_KEY: str(self.recoveries)}
+        return said
 
     def resumed(self, metadata: Mapping[str, str]) -> None:
-        """The checkpoint that is resumed has `metadata`."""
+        """The checkpoint of this run that is resumed has `metadata`; of another run's, or none: nothing."""
         self.pls, self.recoveries = pls_said(metadata)
+        self.lineage = metadata.get(LINEAGE_KEY, "")
 
     def added(self, pls: float, recoveries: int) -> None:
         """A partial recovery: the run's PLS is `pls` now, after so many."""
@@ -62,9 +71,8 @@ class Ground:
 def pls_said(metadata: Mapping[str, str]) -> tuple[float, int]:
     """(PLS, partial recoveries) that a commit says; of one that says nothing, or nonsense, (0, 0)."""
     try:
-        pls, recoveries = json.loads(metadata.get(PLS_KEY, "[0, 0]"))
-        return max(0.0, float(pls)), max(0, int(recoveries))
-    except (ValueError, TypeError):
+        return max(0.0, float(metadata.get(PLS_KEY, 0))), max(0, int(metadata.get(RECOVERIES_KEY, 0)))
+    except ValueError:
         return 0.0, 0
 
 

@@ -28,7 +28,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.errors import RunWentOn
 from deltashard.partial import staged_part
-from deltashard.partial.ground import Ground, pls_said
+from deltashard.partial.ground import Ground
 from deltashard.partial.position import moved_on
 from deltashard.partial.rule import Situation, Staged, Verdict, Word, judge
 from deltashard.partial.staged_part import StagedPart
@@ -52,7 +52,6 @@ class Recovery:
         `unusual`: what makes it no plain restart; empty: nothing.
         """
         ground = self._ground
-        ground.resumed(reply.metadata)
         if ground.terms is None:
             return None
         mine, why = (None, "") if ground.off else staged_part.look(ground.home, ground.rank)
@@ -115,27 +114,27 @@ class Recovery:
             unusual = "the log is damaged"
         if not unusual and reply.fell_back:
             unusual = "a newer checkpoint is not whole"
-        pls, recoveries = pls_said(reply.metadata)
         return Situation(
             run=ground.run,
             world_size=ground.world_size,
             layout=reply.layout,
+            lineage=ground.lineage,
             previous_attempt=reply.previous_attempt if reply.HasField("previous_attempt") else None,
             seq=reply.resume_seq,
             step=reply.step,
             attempt=reply.resume_attempt,
-            pls=pls,
-            recoveries=recoveries,
+            pls=ground.pls,
+            recoveries=ground.recoveries,
             rows=float(sum(rows for rows, _ in self._program.shapes.values())),
             unusual=unusual,
         )
 
-    def begun(self, reply: pb.OpenReply) -> None:
+    def begun(self, reply: pb.OpenReply, assembly: Assembly | None) -> None:
         """An attempt is open, and all that was to be restored is: what was staged before is of no use any more."""
         ground = self._ground
         if ground.terms is not None and not ground.off:
             staged_part.discard(ground.home, ground.rank)
-        ground.begin(reply.attempt, reply.layout)
+        ground.begin(reply.attempt, reply.layout, "" if assembly is None else assembly.name)
 
 
 class Road:

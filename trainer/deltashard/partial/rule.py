@@ -34,6 +34,8 @@ class Staged:
     world_size: int
     layout: str
     """Digest of the attempt's layout."""
+    lineage: str
+    """Of the run, beside its name: what its commits say of themselves."""
     covers: int
     """Seq of the checkpoint since which it holds every changed row."""
     step: int
@@ -71,6 +73,8 @@ class Situation:
     run: str
     world_size: int
     layout: str
+    lineage: str
+    """As the checkpoint that was chosen says it."""
     previous_attempt: int | None
     """The attempt right before the one that was opened; None: not known."""
     seq: int
@@ -129,6 +133,8 @@ def why_unusable(staged: Staged, now: Situation, rank: int) -> str:
         return "it is another run's"
     if staged.rank != rank:
         return f"it is rank {staged.rank}'s"
+    if not now.lineage or staged.lineage != now.lineage:
+        return "the checkpoint was not made under partial recovery, or by another run of this name"
     if now.previous_attempt is None:
         return "the sidecar does not say which attempt came before: it is older than this library"
     if staged.attempt != now.previous_attempt:

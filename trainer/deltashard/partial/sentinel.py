@@ -20,6 +20,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from deltashard.attach.term_signal import TermHandler
@@ -85,7 +86,7 @@ class Sentinel:
                 "another part of this program has signal.set_wakeup_fd: a dead collective ends as it ends"
             )
             return
-        os.register_at_fork(after_in_child=self._in_child)
+        _live.add(self)
         threading.Thread(target=self._run, name="deltashard-sentinel", daemon=True).start()
 
     def close(self) -> None:
@@ -101,8 +102,8 @@ class Sentinel:
         with contextlib.suppress(OSError):
             os.write(self._write_fd, b"\0")
 
-    def _in_child(self) -> None:
-        # A child's signals are no news of ours.
+    def forget(self) -> None:
+        """In a forked child, whose signals are no news of its parent's."""
         if self.awake and not self._stop.is_set():
             self._stop.set()
             with contextlib.suppress(ValueError):
@@ -141,3 +142,14 @@ class Sentinel:
                     return
                 alive_s = time.monotonic()
             self._stop.wait(LOOK_S)
+
+
+_live: weakref.WeakSet[Sentinel] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for sentinel in list(_live):
+        sentinel.forget()
+
+
+os.register_at_fork(after_in_child=_in_child)

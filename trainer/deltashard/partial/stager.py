@@ -99,6 +99,7 @@ class Stager:
             rank=ground.rank,
             world_size=ground.world_size,
             layout=ground.layout,
+            lineage=ground.lineage,
             covers=covers,
             step=self._clock.step,
             clean=not steps.stepped and not steps.inside,

@@ -70,6 +70,11 @@ class Assembly:
         self._turn = 0
 
     @property
+    def name(self) -> str:
+        """Of the meeting: no other has it."""
+        return self._meeting.name
+
+    @property
     def prefix(self) -> str:
         """Of the group's keys under the attempt that was opened last."""
         return f"{self._meeting.prefix}{self._turn}/"

@@ -67,7 +67,7 @@ class AttemptOpener:
         program: Program,
         conductor: Conductor | None,
         terms: str,
-        begun: Callable[[pb.OpenReply], None],
+        begun: Callable[[pb.OpenReply, Assembly | None], None],
     ) -> None:
         """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
 
@@ -205,6 +205,6 @@ class AttemptOpener:
         self._attempt.begin(reply.attempt, resumed_step=step if resumed else None)
         self._clock.set(step)
         self._stance.settle()
-        self._begun(reply)
+        self._begun(reply, assembly)
         if self._conductor is not None and assembly is not None:
             self._conductor.begin(assembly.prefix)

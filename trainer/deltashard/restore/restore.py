@@ -186,6 +186,7 @@ class Restorer:
                         remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
                     )
                 return None
+            self._ground.resumed({} if wish.from_run else reply.metadata)
             road = (
                 None
                 if assembly is None

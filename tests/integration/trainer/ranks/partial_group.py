@@ -39,7 +39,9 @@ def checkpointer(workdir: Path, training: Training, **options: Any) -> Checkpoin
 
 def held(ckpt: Checkpointer, training: Training) -> dict[str, np.ndarray]:
     """All that this rank has: shards, their state, the dense part."""
-    found = {f"dense|{n}": p.detach().numpy().copy() for n, p in training.model.named_parameters() if "over" in n}
+    found = {
+        f"dense|{n}": p.detach().numpy().copy() for n, p in training.model.named_parameters() if "over" in n
+    }
     for table in ckpt._program.tracking.tables:
         for name, tensor in {"weights": table.param.detach(), **table.state_tensors()}.items():
             found[f"{table.key}|{name}"] = tensor.numpy().copy()
