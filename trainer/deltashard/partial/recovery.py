@@ -82,12 +82,11 @@ class Recovery:
             return None
         if ground.rank == 0:
             log.warning(
-                "recovery is PARTIAL, which is not exact: training goes on after step %d; rows of ranks %s are of "
-                "steps %s; lost for good: %s; PLS %.3g, of the run %.3g",
+                "recovery is PARTIAL, which is not exact: training goes on after step %d; rows are of steps %s, "
+                "ranks %s were lost; PLS %.3g, of the run %.3g",
                 verdict.step,
-                list(range(ground.world_size)),
                 list(verdict.steps),
-                f"what ranks {list(verdict.lost)} had trained since" if verdict.lost else "nothing",
+                list(verdict.lost),
                 verdict.added,
                 verdict.pls,
             )
@@ -155,7 +154,8 @@ class Road:
         self._rank = rank
         self._mine = mine
         self._donor = donor
-        self.notes: list[str] = []
+        said = f"PLS {verdict.added:.3g}, of the run {verdict.pls:.3g}; lost ranks: {list(verdict.lost)}"
+        self.notes = [f"recovery was partial, which is not exact: {said}"]
 
     def overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
         """The checkpoint's blobs `raw` with what survivors held; raises `RunWentOn` when that cannot be read."""

@@ -33,6 +33,8 @@ log = logging.getLogger("deltashard")
 DEATH_S = 2.0
 """A collective that raised did so because a rank died, if one is found dead within so long: its locks go last."""
 LOOK_S = 0.02
+UPDATE_S = 10.0
+"""A fused update that takes longer was left by an exception: nothing is staged."""
 
 
 class Stager:
@@ -49,9 +51,10 @@ class Stager:
         self._peers = peers
         self._lock = threading.Lock()
         self._done = False
+        self._updating_s = 0.0
         for table in self._tracking.tables if ground.terms is not None and not ground.off else ():
             if isinstance(table.found.kernel, KernelShard):
-                table.found.kernel.batch.watch(self._tracking.steps.update)
+                table.found.kernel.batch.watch(lambda begins: self._tracking.steps.update(begins=begins))
 
     def raised(self, error: BaseException) -> None:
         """`error` came out of the training loop: stage, if it says that a rank died. Raises nothing."""
@@ -65,6 +68,11 @@ class Stager:
             if time.monotonic() >= until_s:
                 return
             idle.wait(LOOK_S)
+        if self._tracking.steps.updating:
+            log.warning(
+                "a rank died, and a fused update of this one was left halfway: nothing of it is staged"
+            )
+            return
         self.stage(lambda: True)
 
     def stage(self, still: Callable[[], bool]) -> bool:
@@ -92,6 +100,10 @@ class Stager:
         if covers is None or ground.attempt is None or self._clock.step == 0:
             log.warning("a rank died before the first checkpoint of this run: there is nothing to stage upon")
             return True
+        if steps.updating:
+            # On the sentinel's thread: the training thread is in a kernel, and will come out of it.
+            self._updating_s = self._updating_s or time.monotonic()
+            return time.monotonic() - self._updating_s > UPDATE_S
         began_s, where = time.monotonic(), self._where()
         staged = Staged(
             run=ground.run,
@@ -129,9 +141,9 @@ class Stager:
         )
         return True
 
-    def _where(self) -> tuple[int, bool, bool]:
+    def _where(self) -> tuple[object, ...]:
         steps = self._tracking.steps
-        return self._clock.step, steps.updated, steps.stepped
+        return self._clock.step, steps.updating, steps.updated, steps.stepped, len(steps.inside)
 
     def _frames(self, step: int) -> Iterator[EncodedFrame]:
         for table in self._tracking.tables:

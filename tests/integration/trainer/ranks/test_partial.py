@@ -50,9 +50,9 @@ def check_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], pref
 
 
 def check_rows(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    for name in wanted:
+    for name, values in wanted.items():
         if not name.startswith("dense|"):
-            np.testing.assert_array_equal(found[name], wanted[name], name)
+            np.testing.assert_array_equal(found[name], values, name)
 
 
 def staged(workdir: Path) -> Path:

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from tests.integration.trainer.ranks.partial_group import checkpointer, held
 from tests.support.trainer.sharded_case import Training, batch
 
-SAVE_AT, KILL_AT, UNTIL, LOST = 3, 6, 9, 2
+WORLD, SAVE_AT, KILL_AT, UNTIL, LOST = 3, 3, 6, 9, 1
 
 
 def main() -> None:
     """Train to the end; the first life is cut short."""
     workdir, recovery = Path(sys.argv[1]), sys.argv[2]
-    rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank = int(os.environ["RANK"])
+    life = 1 if (workdir / f"held-{rank}.npz").exists() else 0
     logging.basicConfig(format=f"rank {rank} %(message)s", force=True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -45,7 +46,7 @@ def main() -> None:
             if rank == LOST:
                 os.kill(os.getpid(), signal.SIGKILL)
             # Not of the dead rank, whose end gloo would see at once: each waits for another that waits as well.
-            alive = [each for each in range(4) if each != LOST]
+            alive = [each for each in range(WORLD) if each != LOST]
             dist.recv(torch.zeros(1), src=alive[(alive.index(rank) + 1) % len(alive)])
     ckpt.close()
     dist.destroy_process_group()

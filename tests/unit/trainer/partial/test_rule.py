@@ -167,7 +167,9 @@ def test_pls_is_a_share(ranks: list[tuple[int, int]], planned: int) -> None:
     assert pls_of([planned] * len(rows), rows, all_rows=whole, planned_steps=planned) == pytest.approx(
         1.0 if whole else 0.0
     )
-    alone = [pls_of([s], [r], all_rows=whole, planned_steps=planned) for s, r in zip(steps, rows, strict=True)]
+    alone = [
+        pls_of([s], [r], all_rows=whole, planned_steps=planned) for s, r in zip(steps, rows, strict=True)
+    ]
     assert pls_of(steps, rows, all_rows=whole, planned_steps=planned) == pytest.approx(sum(alone))
     assert all(each >= 0 for each in alone)
 
