@@ -44,7 +44,6 @@ from deltashard.partial.recovery import Recovery
 from deltashard.partial.sentinel import Sentinel
 from deltashard.partial.stager import Stager
 from deltashard.program import Program
-from deltashard.restore.assembly import Assembly
 from deltashard.restore.content_hash import Contents
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
 from deltashard.restore.restore import Restored, Restorer, Wish
@@ -298,7 +297,7 @@ class Checkpointer:
             program=self._program,
             conductor=self._conductor,
             terms=str(self._ground.terms or "full"),
-            begun=lambda reply, assembly: self._begun(recovery, reply, assembly),
+            begun=lambda reply, meeting: self._begun(recovery, reply, meeting),
         )
         self._restorer = Restorer(
             self._program,
@@ -345,7 +344,14 @@ class Checkpointer:
         self._stager: Stager | None = None
         self._sentinel: Sentinel | None = None
         if self._peers is not None:
-            self._stager = Stager(self._ground, capture, base, clock=self._clock, peers=self._peers)
+            self._stager = Stager(
+                self._ground,
+                self._program,
+                base,
+                clock=self._clock,
+                peers=self._peers,
+                blobs=lambda step: capture.blobs(step, None, all_here=True),
+            )
             if self._loop.term is not None:
                 self._sentinel = Sentinel(
                     self._loop.term,
@@ -353,9 +359,9 @@ class Checkpointer:
                     stage=self._stager.stage,
                 )
 
-    def _begun(self, recovery: Recovery, reply: pb.OpenReply, assembly: Assembly | None) -> None:
+    def _begun(self, recovery: Recovery, reply: pb.OpenReply, meeting: str) -> None:
         """Training begins under an attempt, on all ranks."""
-        recovery.begun(reply, assembly)
+        recovery.begun(reply, meeting)
         if self._peers is not None:
             self._peers.meet()
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,13 @@ from deltashard.partial.position import moved_on
 from deltashard.partial.rule import Situation, Staged, Verdict, Word, judge
 from deltashard.partial.staged_part import StagedPart
 from deltashard.program import Program
-from deltashard.restore.assembly import Assembly
 from deltashard.state.value import decode_value, encode_value
 
 log = logging.getLogger("deltashard")
+
+
+Settle = Callable[[str, str, Callable[[list[str]], str]], str]
+"""(what, this rank's word, what rank 0 makes of all words) -> that, on every rank."""
 
 
 class Recovery:
@@ -46,7 +49,7 @@ class Recovery:
         self._ground = ground
         self._program = program
 
-    def agree(self, assembly: Assembly, reply: pb.OpenReply, *, unusual: str) -> Road | None:
+    def agree(self, settle: Settle, reply: pb.OpenReply, *, unusual: str) -> Road | None:
         """The road of all ranks from the checkpoint of `reply`; None: full.
 
         `unusual`: what makes it no plain restart; empty: nothing.
@@ -65,7 +68,7 @@ class Recovery:
             rows=self._rows(),
         )
         terms = ground.terms
-        verdict = assembly.settle(
+        verdict = settle(
             "recovery",
             _text(word),
             lambda words: _verdict_text(
@@ -128,12 +131,15 @@ class Recovery:
             unusual=unusual,
         )
 
-    def begun(self, reply: pb.OpenReply, assembly: Assembly | None) -> None:
-        """An attempt is open, and all that was to be restored is: what was staged before is of no use any more."""
+    def begun(self, reply: pb.OpenReply, meeting: str) -> None:
+        """An attempt is open, and all that was to be restored is: what was staged before is of no use any more.
+
+        `meeting` names that of the ranks.
+        """
         ground = self._ground
         if ground.terms is not None and not ground.off:
             staged_part.discard(ground.home, ground.rank)
-        ground.begin(reply.attempt, reply.layout, "" if assembly is None else assembly.name)
+        ground.begin(reply.attempt, reply.layout, meeting)
 
 
 class Road:

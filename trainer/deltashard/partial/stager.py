@@ -10,18 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 from deltashard_checkpoint.codecs.encoding import raw_encoding
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame, encode_blob_frames, encode_row_frames
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
+from deltashard_checkpoint.format.typed_tree import EncodedTree
 
 from deltashard.partial import staged_part
 from deltashard.partial.ground import Ground
 from deltashard.partial.peer import Peers
 from deltashard.partial.rule import Staged
-from deltashard.save.capture import Capture
+from deltashard.program import Program
 from deltashard.sharded.batched_kernel import KernelShard
 from deltashard.state.value import array_of
 from deltashard.tracking.cut_base import CutBase
@@ -41,11 +42,20 @@ class Stager:
     """One rank's; `stage` is done once."""
 
     def __init__(
-        self, ground: Ground, capture: Capture, base: CutBase, *, clock: StepClock, peers: Peers
+        self,
+        ground: Ground,
+        program: Program,
+        base: CutBase,
+        *,
+        clock: StepClock,
+        peers: Peers,
+        blobs: Callable[[int], Iterable[tuple[str, EncodedTree]]],
     ) -> None:
+        """`blobs` gives all that this rank has at a step beside rows, by plain names."""
         self._ground = ground
-        self._capture = capture
-        self._tracking = capture.program.tracking
+        self._program = program
+        self._tracking = program.tracking
+        self._blobs = blobs
         self._base = base
         self._clock = clock
         self._peers = peers
@@ -125,7 +135,7 @@ class Stager:
             ground.home,
             staged,
             self._frames(staged.step),
-            tables=self._capture.program.schemas,
+            tables=self._program.schemas,
             boxes=tuple(table.box for table in tracking.tables),
         )
         if not still() or self._where() != where:
@@ -150,7 +160,7 @@ class Stager:
             for block in _blocks(table):
                 options = EncodeOptions(encoding=raw_encoding(table.schema.dtype))
                 yield from encode_row_frames(block, options, step=step)
-        for name, tree in self._capture.blobs(step, None, all_here=True):
+        for name, tree in self._blobs(step):
             yield from encode_blob_frames(name=name, data=tree.to_bytes(), step=step)
 
 

@@ -67,12 +67,12 @@ class AttemptOpener:
         program: Program,
         conductor: Conductor | None,
         terms: str,
-        begun: Callable[[pb.OpenReply, Assembly | None], None],
+        begun: Callable[[pb.OpenReply, str], None],
     ) -> None:
         """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
 
         `conductor` has the orders of several ranks; None: this process is alone. `terms` of recovery, in words;
-        `begun` is called when training may begin under an attempt.
+        `begun` is called when training may begin under an attempt, with the name of the ranks' meeting.
         """
         self._attachment = attachment
         self._attempt = attempt
@@ -205,6 +205,6 @@ class AttemptOpener:
         self._attempt.begin(reply.attempt, resumed_step=step if resumed else None)
         self._clock.set(step)
         self._stance.settle()
-        self._begun(reply, assembly)
+        self._begun(reply, "" if assembly is None else assembly.name)
         if self._conductor is not None and assembly is not None:
             self._conductor.begin(assembly.prefix)
