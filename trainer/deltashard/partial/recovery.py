@@ -59,7 +59,7 @@ class Recovery:
             return None
         mine, why = (None, "") if ground.off else staged_part.look(ground.home, ground.rank)
         if mine is not None and mine.index.boxes != tuple(t.box for t in self._program.tracking.tables):
-            mine, why = None, "its boxes are not those of this rank"
+            why = "its boxes are not those of this rank"
         word = Word(
             staged=None if mine is None else mine.staged,
             unusable=why,

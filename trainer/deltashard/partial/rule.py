@@ -55,7 +55,7 @@ class Word:
     """What one rank says of the part that it found."""
 
     staged: Staged | None
-    """None: there is none, or none that can be used."""
+    """None: there is none, or none that can be read."""
     unusable: str = ""
     """Why what is there cannot be used; empty: nothing is there, or it can."""
     off: str = ""
@@ -160,7 +160,8 @@ def judge(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
     if why:
         return Verdict(why_full=why)
     for rank, word in enumerate(words):
-        unusable = word.unusable or ("" if word.staged is None else why_unusable(word.staged, now, rank))
+        unusable = "" if word.staged is None else why_unusable(word.staged, now, rank)
+        unusable = unusable or word.unusable
         if unusable:
             return Verdict(why_full=f"rank {rank}'s staged part: {unusable}")
     survivors = {rank: word.staged for rank, word in enumerate(words) if word.staged is not None}
