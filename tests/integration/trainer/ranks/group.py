@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -146,7 +147,11 @@ def killed(rank: int, workdir: Path, save_at: str, kill_at: str) -> Any:
 
 
 def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: str = "0") -> Any:
-    """Partial recovery: rank 0, which saves most of what all hold, is killed; what each has before and after."""
+    """Partial recovery: rank 0, which saves most of what all hold, is killed; what each has before and after.
+
+    The others wait for one another in a collective that cannot end, until SIGTERM comes, as from torchrun.
+    """
+    (workdir / f"pid-{rank}").write_text(str(os.getpid()))
     program = Program(
         rank, workdir, recovery="partial", pls_target=0.1, planned_steps=100, grace_s=20.0, content_hash=False
     )
@@ -160,6 +165,11 @@ def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: 
                 if step == int(kill_at):
                     (workdir / f"sums-{rank}.json").write_text(json.dumps(program.sums()))
                     if rank == 0:
+                        others = " ".join(
+                            (workdir / f"pid-{r}").read_text() for r in range(1, dist.get_world_size())
+                        )
+                        waits = f"tail --pid={os.getpid()} -f /dev/null; kill -TERM {others}"
+                        subprocess.Popen(["sh", "-c", waits], start_new_session=True)
                         os.kill(os.getpid(), signal.SIGKILL)
                 if step == int(until):
                     break
