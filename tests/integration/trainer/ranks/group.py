@@ -151,6 +151,7 @@ def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: 
 
     The others wait for one another in a collective that cannot end, until SIGTERM comes, as from torchrun.
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     (workdir / f"pid-{rank}").write_text(str(os.getpid()))
     program = Program(
         rank, workdir, recovery="partial", pls_target=0.1, planned_steps=100, grace_s=20.0, content_hash=False

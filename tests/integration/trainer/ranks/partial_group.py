@@ -67,6 +67,7 @@ def train(
 
     What each rank had after restore() is written to `begun-{rank}.npz`, after its last step to `held-{rank}.npz`.
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     print("begins anew", flush=True)
     logging.basicConfig(force=True)
     logging.getLogger("deltashard").setLevel(logging.INFO)

@@ -35,7 +35,7 @@ def _torchrun(workdir: Path, recovery: str) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         timeout=limit_s(200),
         check=False,
     )
