@@ -160,3 +160,9 @@ TRAINER_PROTOCOL = ProtocolVersions(1, 1)
 """Between trainer and sidecar."""
 FLEET_PROTOCOL = ProtocolVersions(1, 1)
 """Between sidecar and controller."""
+
+
+# Names in a commit's metadata that are ours
+
+PLS_KEY = "deltashard/pls"
+"""The run's portion of lost samples; there once a recovery was partial."""

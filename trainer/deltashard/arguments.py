@@ -20,6 +20,7 @@ from torch import nn
 
 from deltashard.errors import UserError
 from deltashard.optimizer.optimizer_state import views_of
+from deltashard.partial.rule import Terms
 from deltashard.sharded.handed_optimizer import parts_of
 from deltashard.state.discovery import canonical_prefixes
 from deltashard.state.value import why_unstorable
@@ -113,6 +114,48 @@ def check_count(name: str, value: object, *, least: int, remedy: str) -> None:
         count = least - 1
     if count < least or isinstance(value, bool):
         raise _refusal(name, value, f"a whole number, {least} or more", remedy)
+
+
+def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_s: object) -> Terms | None:
+    """What was agreed to; None: recovery is full. Raises `UserError` for what says neither one nor the other."""
+    if recovery not in ("full", "partial"):
+        raise _refusal(
+            "recovery",
+            recovery,
+            '"full" or "partial"',
+            'recovery="full" brings all ranks back to one checkpoint, bit for bit; leave it out if in doubt',
+        )
+    if recovery == "full":
+        for name, value in (("pls_target", pls_target), ("planned_steps", planned_steps)):
+            if value is not None:
+                raise UserError(
+                    f"{name}= means nothing without partial recovery",
+                    where="Checkpointer()",
+                    remedy=f'leave {name}= out, or say recovery="partial", which is not exact',
+                )
+        return None
+    if pls_target is None or planned_steps is None:
+        raise UserError(
+            'recovery="partial" needs to be told how much may be lost, and of how many steps',
+            where="Checkpointer()",
+            remedy="pls_target=0.02, planned_steps=100_000: at most 2 % of the samples of all rows",
+        )
+    if (
+        isinstance(pls_target, bool)
+        or not isinstance(pls_target, numbers.Real)
+        or not 0 < float(pls_target) <= 1
+    ):
+        raise _refusal(
+            "pls_target", pls_target, "a share above 0, at most 1", "0.02 is 2 % of the samples of all rows"
+        )
+    check_count("planned_steps", planned_steps, least=1, remedy="give the steps of the whole run")
+    if grace_s is None:
+        raise UserError(
+            'recovery="partial" needs to hear of SIGTERM, which grace_s=None leaves alone',
+            where="Checkpointer()",
+            remedy="leave grace_s= out",
+        )
+    return Terms(pls_target=float(pls_target), planned_steps=operator.index(planned_steps))  # type: ignore[arg-type]
 
 
 def check_pin(pin: object) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard import arguments
 from deltashard.attach import exit_code
@@ -36,6 +38,11 @@ from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import AnotherTrainer, UserError
 from deltashard.group.conductor import Conductor
 from deltashard.loader.shelf import LoaderShelf
+from deltashard.partial.ground import Ground
+from deltashard.partial.peer import Peers
+from deltashard.partial.recovery import Recovery
+from deltashard.partial.sentinel import Sentinel
+from deltashard.partial.stager import Stager
 from deltashard.program import Program
 from deltashard.restore.content_hash import Contents
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
@@ -87,6 +94,9 @@ class Checkpointer:
         validate: Callable[[], bool] | None = None,
         content_hash: bool | None = None,
         grace_s: float | None = 20.0,
+        recovery: str = "full",
+        pls_target: float | None = None,
+        planned_steps: int | None = None,
         tracking: TrackingSettings | None = None,
         on_event: Callable[[str, Mapping[str, Any]], None] | None = None,
     ) -> None:
@@ -114,6 +124,10 @@ class Checkpointer:
             content_hash: record what a restore must bring back, see `content_hash`; default: the variable
                 DELTASHARD_CONTENT_HASH.
             grace_s: after SIGTERM: an urgent save may take so long; None leaves SIGTERM alone.
+            recovery: "full" (all ranks go back to the newest checkpoint, bit for bit), or "partial": when some ranks
+                die, the others keep their rows, which is not exact (docs/distributed.md says what it costs, and where).
+            pls_target: with "partial": the portion of lost samples (PLS) that the run may come to; beyond it: full.
+            planned_steps: with "partial": steps of the whole run, which PLS is counted by.
             tracking: how tables are found and tracked.
             on_event: called on the training thread with (name, facts) for cut, committed, save_failed, skipped,
                 sidecar_lost, attached, restored, fell_back, log_damaged, state_thrown_away, nothing_saved.
@@ -139,6 +153,7 @@ class Checkpointer:
             remedy="leave every_steps= out to save by time or on demand only",
         )
         arguments.check_count("keep_last", keep_last, least=1, remedy="keep at least one checkpoint")
+        terms = arguments.terms_of(recovery, pls_target, planned_steps, grace_s)
         arguments.check_callable("validate", validate, takes="a function that returns a bool")
         arguments.check_callable("on_event", on_event, takes="a function of (name, facts)")
         self.stats = Stats()
@@ -184,8 +199,16 @@ class Checkpointer:
         """Where the run is stored (without credentials)."""
         self.run = self._attachment.run
         """The run's name."""
+        child = self._launcher if isinstance(self._launcher, ChildLauncher) else None
+        self._ground = Ground(
+            terms, self._rank, run=f"{self.url} {self.run}", home=None if child is None else child.staged
+        )
+        self._peers = None if child is None or self._rank.alone else Peers(child.runtime, self._rank.local)
         self._assemble(fresh=fresh, validate=validate, content_hash=content_hash, grace_s=grace_s)
         _live.add(self)
+        _watch_uncaught()
+        if self._ground.off:
+            log.warning('recovery="partial" is full here: %s', self._ground.off)
         try:
             log.info("run %r: %s", self.run, self.doctor().line)
         except Exception:
@@ -227,8 +250,10 @@ class Checkpointer:
         base = CutBase()
         setbacks = Setbacks(self._clock, self.stats, self._listener)
         requests = Requests(setbacks)
+        recovery = Recovery(self._ground, self._program)
+        capture = Capture(self._program, self._shelf, rank=self._rank)
         self._saver = Saver(
-            Capture(self._program, self._shelf, rank=self._rank),
+            capture,
             clock=self._clock,
             attachment=self._attachment,
             attempt=self._attempt,
@@ -239,6 +264,7 @@ class Checkpointer:
             listener=self._listener,
             contents=contents,
             validate=validate,
+            said=lambda: self._ground.metadata,
         )
         self._news = News(
             self._attachment,
@@ -270,6 +296,8 @@ class Checkpointer:
             rank=self._rank,
             program=self._program,
             conductor=self._conductor,
+            terms=str(self._ground.terms or "full"),
+            begun=lambda reply, meeting: self._begun(recovery, reply, meeting),
         )
         self._restorer = Restorer(
             self._program,
@@ -282,6 +310,8 @@ class Checkpointer:
             contents=contents,
             listener=self._listener,
             rank=self._rank,
+            recovery=recovery,
+            ground=self._ground,
         )
         orders = (
             None
@@ -311,6 +341,29 @@ class Checkpointer:
             grace_s=grace_s,
             orders=orders,
         )
+        self._stager: Stager | None = None
+        self._sentinel: Sentinel | None = None
+        if self._peers is not None:
+            self._stager = Stager(
+                self._ground,
+                self._program,
+                base,
+                clock=self._clock,
+                peers=self._peers,
+                blobs=lambda step: capture.blobs(step, None, all_here=True),
+            )
+            if self._loop.term is not None:
+                self._sentinel = Sentinel(
+                    self._loop.term,
+                    dead=lambda: self._peers is not None and self._peers.dead,
+                    stage=self._stager.stage,
+                )
+
+    def _begun(self, recovery: Recovery, reply: pb.OpenReply, meeting: str) -> None:
+        """Training begins under an attempt, on all ranks."""
+        recovery.begun(reply, meeting)
+        if self._peers is not None:
+            self._peers.meet()
 
     def _why_no_cut(self, setbacks: Setbacks) -> Callable[[bool], str]:
         """For the other ranks, and asked on another thread: why this one cannot cut now."""
@@ -465,6 +518,8 @@ class Checkpointer:
                 self._loop.finish(until_s)
             self._say_if_unsaved()
         finally:
+            if self._peers is not None:
+                self._peers.leave()
             self._release(until_s)
 
     def _say_if_unsaved(self) -> None:
@@ -487,9 +542,13 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif not self._attempt.closed:
-            # A step torn by an exception must not become the newest checkpoint: only let what is in flight end.
+            # A step torn by an exception must not become the newest checkpoint: only let what is in flight end. What
+            # waits for a dead rank's part will not, and what does not the sidecar ends alone.
+            if error is not None and self._stager is not None:
+                self._stager.raised(error)
+            dead = self._peers is not None and self._peers.dead
             try:
-                self._loop.drain(time.monotonic() + DRAIN_DEADLINE_S)
+                self._loop.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
             finally:
                 self._release(time.monotonic() + LEAVE_S)
 
@@ -507,6 +566,8 @@ class Checkpointer:
         self._attempt.happen(Event.CLOSE)
         # The line of the arena is given back; without it every step has a boundary, which refuses it.
         self._clock.detach()
+        if self._sentinel is not None:
+            self._sentinel.close()
         self._loop.close()
         if self._conductor is not None:
             self._conductor.close()
@@ -538,6 +599,26 @@ def _launcher(
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+_watched = False
+
+
+def _watch_uncaught() -> None:
+    """An error that ends the program may be of a collective; once a process, before whatever hook is there."""
+    global _watched  # noqa: PLW0603 - as global as the hook itself
+    if _watched:
+        return
+    _watched = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        for checkpointer in list(_live):
+            if checkpointer._stager is not None:  # noqa: SLF001 - same module
+                checkpointer._stager.raised(error)  # noqa: SLF001
+        before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _in_child() -> None:

@@ -193,8 +193,15 @@ class OpenRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "voided_first", "voided_stop", "layout")
+    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "voided_first", "voided_stop", "layout", "previous_attempt", "metadata")
     class FingerprintEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +222,8 @@ class OpenReply(_message.Message):
     VOIDED_FIRST_FIELD_NUMBER: _ClassVar[int]
     VOIDED_STOP_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     resume_seq: int
     step: int
@@ -229,7 +238,9 @@ class OpenReply(_message.Message):
     voided_first: int
     voided_stop: int
     layout: str
-    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., voided_first: _Optional[int] = ..., voided_stop: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
+    previous_attempt: int
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., voided_first: _Optional[int] = ..., voided_stop: _Optional[int] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class RowBatch(_message.Message):
     __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop")

@@ -29,6 +29,7 @@ from deltashard_checkpoint.restore.fetcher import warm_cache
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.vocabulary import PLS_KEY
 from deltashard_checkpoint.write import differential
 from deltashard_checkpoint.write.attempt import (
     CLOSING_WAIT_S,
@@ -299,16 +300,21 @@ class Run:
             log_damage=damage,
             layout=opened.state.attempts[opened.attempt].layout,
         )
+        earlier = [number for number in opened.state.attempts if number < opened.attempt]
+        if earlier:
+            reply.previous_attempt = max(earlier)
         if opened.voided is not None:
             reply.voided_first, reply.voided_stop = opened.voided
         if resume is not None:
             self.metrics.resumed(step=resume.step, at_s=resume.at_s)
+            self.metrics.lost(resume.metadata.get(PLS_KEY, "0"))
             reply.resume_seq = resume.seq
             reply.step = resume.step
             reply.cut = resume.cut
             reply.resume_attempt = resume.attempt
             reply.fingerprint.update(resume.fingerprint)
             reply.tables.extend(table_message(table) for table in resume.tables)
+            reply.metadata.update(resume.metadata)
             if step_seen > 0:
                 reply.last_step_seen = step_seen
         return reply

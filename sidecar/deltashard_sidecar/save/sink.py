@@ -15,7 +15,7 @@ from dataclasses import replace
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
-from deltashard_checkpoint.vocabulary import encoding_named
+from deltashard_checkpoint.vocabulary import PLS_KEY, encoding_named
 from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
@@ -150,6 +150,7 @@ class PartSink:
                 commit=lambda reports: self._commit(reports, deadline_s),
                 deadline_s=deadline_s,
             )
+        self._run.metrics.lost(committed.entry.metadata.get(PLS_KEY, "0"))
         # Ranks may have covered different checkpoints: a trainer hears what its own part is.
         return commit_message(committed.entry, baseline=part.covers is None)
 

@@ -7,6 +7,7 @@ still tells the truth about when it was.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
@@ -74,6 +75,11 @@ class Metrics:
         )
         self.last_step = Gauge(
             "deltashard_last_committed_step", "Training step of the newest commit", registry=r
+        )
+        self.lost_samples = Gauge(
+            "deltashard_lost_samples_share",
+            "Portion of lost samples (PLS) of the run, as its newest commit says; 0 unless a recovery was partial",
+            registry=r,
         )
         self.stall = Histogram(
             "deltashard_save_stall_seconds", "Time a cut held the trainer", buckets=STALL_BUCKETS, registry=r
@@ -185,6 +191,11 @@ class Metrics:
     def failed(self, cause: str) -> None:
         """Count one failed save."""
         self.failures.labels(cause if cause in CAUSES else "other").inc()
+
+    def lost(self, said: str) -> None:
+        """The PLS that a commit says of its run; what is no number was not ours."""
+        with contextlib.suppress(ValueError):
+            self.lost_samples.set(float(said))
 
     def resumed(self, *, step: int, at_s: float) -> None:
         """A trainer goes on from a checkpoint committed at `at_s` (Unix seconds, by its writer's clock)."""

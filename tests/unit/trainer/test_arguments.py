@@ -42,6 +42,8 @@ def model() -> nn.Module:
         ("grace_s", math.nan),
         ("validate", "yes"),
         ("on_event", 1),
+        ("recovery", "some"),
+        ("recovery", None),
         ("sidecar", ["linger_s"]),
         ("optimizer", "adam"),
         ("optimizer", 3),
@@ -54,6 +56,29 @@ def test_rubbish_is_refused_by_name(tmp_path: Path, name: str, value: Any) -> No
     given: dict[str, Any] = {"model": model(), "url": tmp_path / "store", "run": "run", name: value}
     with pytest.raises(UserError, match=f"{name}= takes ") as caught:
         deltashard.Checkpointer(given.pop("model"), given.pop("optimizer", ()), **given)
+    assert caught.value.remedy
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"recovery": "partial"}, "how much may be lost"),
+        ({"recovery": "partial", "pls_target": 0.1}, "how much may be lost"),
+        ({"recovery": "partial", "pls_target": 0.0, "planned_steps": 10}, "a share above 0"),
+        ({"recovery": "partial", "pls_target": 2, "planned_steps": 10}, "a share above 0"),
+        ({"recovery": "partial", "pls_target": math.nan, "planned_steps": 10}, "a share above 0"),
+        ({"recovery": "partial", "pls_target": 0.1, "planned_steps": 0}, "a whole number, 1 or more"),
+        ({"recovery": "partial", "pls_target": 0.1, "planned_steps": 9, "grace_s": None}, "hear of SIGTERM"),
+        ({"pls_target": 0.1}, "means nothing without partial recovery"),
+        ({"planned_steps": 10}, "means nothing without partial recovery"),
+    ],
+)
+def test_terms_of_partial_recovery_are_whole_or_refused(
+    tmp_path: Path, given: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UserError, match=what) as caught:
+        deltashard.Checkpointer(model(), url=tmp_path / "store", run="run", **given)
     assert caught.value.remedy
     assert not (tmp_path / "store").exists()
 

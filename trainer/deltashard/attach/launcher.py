@@ -158,6 +158,11 @@ def cache_dir(url: str, run: str, node: int = 0) -> Path:
     return base / "deltashard" / "packs" / _home(url, run, node)
 
 
+def staged_dir(url: str, run: str, node: int = 0) -> Path:
+    """The directory of what survivors of a lost rank stage on this machine, beside the pack cache of the run."""
+    return cache_dir(url, run, node).parent.parent / "staged" / _home(url, run, node)
+
+
 def environment_hash(environment: Mapping[str, str], salt: str) -> str:
     """A hash of what a sidecar reads of its environment, to tell whether it changed; the values cannot be told."""
     read = {
@@ -215,6 +220,8 @@ class ChildLauncher:
         self._rank = rank or Rank()
         self.runtime = runtime_dir(options.url, options.run, self._rank.node)
         self.cache = cache_dir(options.url, options.run, self._rank.node)
+        self.staged = staged_dir(options.url, options.run, self._rank.node)
+        """Where survivors of a lost rank stage what they held."""
         self._arguments = options.arguments(self.runtime, self.cache)
         self._spawned = 0
         self._given_up = threading.Event()

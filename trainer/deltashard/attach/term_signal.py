@@ -16,6 +16,7 @@ gets back what was there before all of them.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -77,6 +78,23 @@ class TermHandler:
             and threading.current_thread() is threading.main_thread()
         ):
             signal.signal(signal.SIGTERM, _or_default(self._previous))
+
+    @property
+    def stands(self) -> bool:
+        """Whether SIGTERM is ours to answer, and would end the process after that; from any thread."""
+        if not self._installed or not _chain:
+            return False
+        first, newest = _chain[0], _chain[-1]
+        mine = signal.getsignal(signal.SIGTERM) == newest._on_term  # noqa: SLF001 - one of us
+        return mine and not callable(first._previous)  # noqa: SLF001 - as above
+
+    def end(self) -> None:
+        """Do what SIGTERM does by default, from another thread: the main one will execute no handler any more."""
+        if os.getpid() == 1:
+            os._exit(EXIT_SIGTERM)
+        # Python sets signals on the main thread only.
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     @property
     def left_s(self) -> float:

@@ -178,6 +178,15 @@ class OptimizerView:
             "orphans": dict(self.orphans),
         }
 
+    def capture_here(self) -> dict[str, Any]:
+        """As `capture`, with what other ranks would say of parts that are here, too."""
+        return self.capture()
+
+    def carried(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+        """`now`, of another rank, as this one's, where the checkpoint before says `then` (of all ranks)."""
+        del then
+        return dict(now)
+
     def restore(self, tree: Mapping[str, Any], *, skip: Collection[str] = ()) -> list[str]:
         """Write a captured tree back; returns notes on what did not match. Row fields were written before.
 

@@ -71,6 +71,11 @@ class Assembly:
         self._turn = 0
 
     @property
+    def name(self) -> str:
+        """Of the meeting: no other has it."""
+        return self._meeting.name
+
+    @property
     def prefix(self) -> str:
         """Of the group's keys under the attempt that was opened last."""
         return f"{self._meeting.prefix}{self._turn}/"
@@ -133,6 +138,22 @@ class Assembly:
         if verdict["kind"] == "not whole":
             raise InvalidCheckpoint(verdict["error"]["what"], where=f"rank {verdict['rank']}")
         raise _error_of(verdict["error"], f"rank {verdict['rank']}: ")
+
+    def settle(self, what: str, word: str, judge: Callable[[list[str]], str]) -> str:
+        """What rank 0 makes of all ranks' words, for all; raises what it met doing so, on every rank."""
+        what = f"{what}/{self._turn}"
+        self._meeting.answer(what, word.encode())
+        if self._rank.number == 0:
+            try:
+                said = [text.decode() for text in self._meeting.answers(what, OPEN_DEADLINE_S)]
+                self._meeting.tell(what, b"+" + judge(said).encode())
+            except BaseException as error:
+                self._meeting.tell(what, b"-" + json.dumps(_text_of(error)).encode())
+                raise
+        told = self._meeting.hear(what, 2 * OPEN_DEADLINE_S).decode()
+        if told[0] == "-":
+            raise _error_of(json.loads(told[1:]), "rank 0: ")
+        return told[1:]
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +107,13 @@ def read_checkpoint(
     judge: Callable[[Mapping[str, memoryview]], Blobs],
     *,
     rank: int = 0,
+    newer: Callable[[], Iterable[memoryview]] = tuple,
 ) -> Received:
     """Read a checkpoint in one stream: blobs, then rows, which are scattered into the targets.
 
     `judge` gets the blobs, whole, while rows are on their way already, and before a byte of the model changes: it
-    places the targets, or raises. Raises as `read_frames` does, or for rows and blobs that never came.
+    places the targets, or raises. `newer` gives frames of rows that are newer than all of the checkpoint.
+    Raises as `read_frames` does, or for rows and blobs that never came.
     """
     want = pb.RestoreRequest.Want(
         session=link.session,
@@ -125,7 +127,7 @@ def read_checkpoint(
         weights_only=targets.weights_only,
         rank=rank,
     )
-    arrivals = Arrivals(targets, judge)
+    arrivals = Arrivals(targets, judge, newer)
     plan, done = read_frames(link, want, arrivals.take)
     blobs = arrivals.finish(plan)
     rows = bool(targets.placed)
@@ -141,8 +143,14 @@ def read_checkpoint(
 class Arrivals:
     """The frames of one restore: blobs until they are judged, then rows."""
 
-    def __init__(self, targets: ModelTargets, judge: Callable[[Mapping[str, memoryview]], Blobs]) -> None:
+    def __init__(
+        self,
+        targets: ModelTargets,
+        judge: Callable[[Mapping[str, memoryview]], Blobs],
+        newer: Callable[[], Iterable[memoryview]] = tuple,
+    ) -> None:
         self._targets = targets
+        self._newer = newer
         self._judge = judge
         self._dense = FrameApplier([])
         self._blobs: Blobs | None = None
@@ -179,4 +187,6 @@ class Arrivals:
             [placed.target for placed in targets.placed], mapping=targets.renames, strict=targets.strict
         )
         self._rows = targets.taker(self._applier)
+        for frame in self._newer():
+            targets.take_newer(self._applier, frame)
         return self._blobs

@@ -40,6 +40,8 @@ class _Placed:
     """(staging, live): what to copy when all rows are there."""
     from_deltas: np.ndarray[Any, np.dtype[np.bool_]]
     """Rows of the shard, counted from 0, that came from delta frames."""
+    newer: np.ndarray[Any, np.dtype[np.bool_]]
+    """Rows of the shard, counted from 0, that are newer than the checkpoint."""
 
 
 def _differences(live: TableSchema, held: TableSchema, *, strict: bool) -> list[str]:
@@ -161,6 +163,13 @@ class ModelTargets:
 
         return take
 
+    def take_newer(self, applier: FrameApplier, frame: memoryview) -> None:
+        """Apply a frame of rows that are newer than all of the checkpoint."""
+        by_target = {id(p.target): p for p in self.placed}
+        for applied in applier.apply(frame, verify=True):
+            placed = by_target[id(applied.target)]
+            placed.newer[applied.rows - placed.target.box.row_start] = True
+
     def finish(self) -> None:
         """All rows arrived: copy what was staged for other devices."""
         with torch.no_grad():
@@ -210,6 +219,7 @@ class ModelTargets:
             target=TableTarget(schema=schema, box=box, weights=weights, fields=fields),
             copies=copies,
             from_deltas=np.zeros(rows, np.bool_),
+            newer=np.zeros(rows, np.bool_),
         )
 
     @staticmethod
@@ -226,3 +236,11 @@ def delta_rows(placed: Sequence[_Placed]) -> Iterator[tuple[TrackedTable, Tensor
     """(shard, int64 ids within it that came from delta frames), for re-seeding marks."""
     for each in placed:
         yield each.table, torch.from_numpy(np.flatnonzero(each.from_deltas))
+
+
+def newer_rows(placed: Sequence[_Placed]) -> Iterator[tuple[TrackedTable, Tensor]]:
+    """(shard, int64 ids within it that are newer than the checkpoint), which no commit holds."""
+    for each in placed:
+        ids = np.flatnonzero(each.newer)
+        if len(ids):
+            yield each.table, torch.from_numpy(ids)

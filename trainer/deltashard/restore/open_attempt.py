@@ -66,10 +66,13 @@ class AttemptOpener:
         rank: Rank,
         program: Program,
         conductor: Conductor | None,
+        terms: str,
+        begun: Callable[[pb.OpenReply, str], None],
     ) -> None:
         """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
 
-        `conductor` has the orders of several ranks; None: this process is alone.
+        `conductor` has the orders of several ranks; None: this process is alone. `terms` of recovery, in words;
+        `begun` is called when training may begin under an attempt, with the name of the ranks' meeting.
         """
         self._attachment = attachment
         self._attempt = attempt
@@ -81,6 +84,8 @@ class AttemptOpener:
         self._rank = rank
         self._program = program
         self._conductor = conductor
+        self._terms = terms
+        self._begun = begun
 
     def link(self) -> Link:
         """The link whose news is applied; waits for the sidecar, and raises `SidecarUnavailable` when it stays away."""
@@ -114,6 +119,7 @@ class AttemptOpener:
             "encoding": f"{policy.encoding}, {policy.state_encoding}, {policy.differential}",
             "optimizers": [view.class_name for view in self._program.tracking.optimizers],
             "fresh": self._fresh,
+            "recovery": self._terms,
         } | {f"restore({name}=)": repr(value) for name, value in call.items()}
         return Assembly(self._rank, self._program, facts)
 
@@ -199,5 +205,6 @@ class AttemptOpener:
         self._attempt.begin(reply.attempt, resumed_step=step if resumed else None)
         self._clock.set(step)
         self._stance.settle()
+        self._begun(reply, "" if assembly is None else assembly.name)
         if self._conductor is not None and assembly is not None:
             self._conductor.begin(assembly.prefix)

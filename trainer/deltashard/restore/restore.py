@@ -30,12 +30,14 @@ from deltashard.attach.rank import Rank
 from deltashard.attach.session import Link
 from deltashard.errors import RestoreFailed, RunWentOn, UserError
 from deltashard.loader.shelf import LoaderShelf
+from deltashard.partial.ground import Ground
+from deltashard.partial.recovery import Recovery, Road
 from deltashard.program import Program
 from deltashard.restore.assembly import Assembly
 from deltashard.restore.blob import Blobs
 from deltashard.restore.content_hash import Contents, differing, resharded
 from deltashard.restore.frame_stream import Received, read_checkpoint
-from deltashard.restore.model_target import ModelTargets, delta_rows
+from deltashard.restore.model_target import ModelTargets, delta_rows, newer_rows
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.state.fingerprint import differences
 from deltashard.state.rng import apply_globals, draw_apart
@@ -74,6 +76,12 @@ class Restored:
     """Entries lost with the log, what did not match and was let pass (`strict=False`), what differs of this process."""
     exact: bool | None = None
     """Whether content hashes taken at the cut equal those of the restored state; None: none were recorded."""
+    mode: str = "full"
+    """"partial": survivors of a lost rank kept their rows (`recovery="partial"`), and nothing is exact."""
+    pls: float = 0.0
+    """Portion of lost samples of the run so far; 0 unless a recovery was partial."""
+    rank_steps: tuple[int, ...] = ()
+    """By rank, after a partial recovery: the step that its rows are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +132,12 @@ class Restorer:
         contents: Contents | None,
         listener: Listener,
         rank: Rank,
+        recovery: Recovery,
+        ground: Ground,
     ) -> None:
         self._rank = rank
+        self._recovery = recovery
+        self._ground = ground
         self._program = program
         self._tracking = program.tracking
         self._shelf = shelf
@@ -174,15 +186,24 @@ class Restorer:
                         remedy="`deltashard verify` tells what is wrong with them; fresh=True begins anew",
                     )
                 return None
+            self._ground.resumed({} if wish.from_run else reply.metadata)
+            road = (
+                None
+                if assembly is None
+                else self._recovery.agree(assembly.settle, reply, unusual=_unusual(wish, tries))
+            )
             try:
                 with self._attachment.session.busy:
-                    restored = self._read(link, reply, wish, tries)
+                    restored = self._read(link, reply, wish, tries, road)
             except RunWentOn as error:
                 if tries.turn == READ_TURNS:
                     raise
                 tries.turn += 1
                 log.info(
-                    "checkpoint %d of %s went while it was read: %s", reply.resume_seq, wish.from_run, error
+                    "checkpoint %d%s is asked for anew: %s",
+                    reply.resume_seq,
+                    f" of {wish.from_run}" if wish.from_run else "",
+                    error,
                 )
                 continue
             except InvalidCheckpoint as error:
@@ -206,12 +227,14 @@ class Restorer:
                 remedy="call it once, before the loop; for another checkpoint close() and make a new Checkpointer",
             )
 
-    def _read(self, link: Link, reply: pb.OpenReply, wish: Wish, tries: _Tries) -> Restored:
+    def _read(
+        self, link: Link, reply: pb.OpenReply, wish: Wish, tries: _Tries, road: Road | None
+    ) -> Restored:
         """Bring one checkpoint back; the generators last of all, since everything else may draw."""
         seq, weights_only = reply.resume_seq, wish.weights_only
         notes: list[str] = []
         with tries.stage("received"):
-            received, targets = self._receive(link, reply, wish, tries, notes)
+            received, targets = self._receive(link, reply, wish, tries, notes, road)
         blobs = received.blobs
         crash_point("restore.before_dense")
         notes += targets.notes
@@ -219,6 +242,8 @@ class Restorer:
             notes += blobs.apply_dense(self._program, strict=wish.strict, weights_only=weights_only)
             for table, ids in delta_rows(targets.placed):
                 self._tracking.reseed(table, ids)
+            for table, ids in newer_rows(targets.placed):
+                table.marks.mark(ids.to(table.marks.flags.device))
             if not weights_only:
                 notes += blobs.apply_state(self._program, strict=wish.strict)
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
@@ -231,8 +256,12 @@ class Restorer:
         else:
             self._base.lean_on_nothing()
         step = 0 if wish.from_run and weights_only else reply.step
-        self._opener.begin(reply, step=step, assembly=tries.assembly)
-        exact = self._compare_content(blobs, weights_only=weights_only)
+        if road is not None:
+            step = road.verdict.step
+            self._ground.added(road.verdict.pls, road.verdict.recoveries)
+        # After a partial recovery no checkpoint is what the model is now: close() saves it, without a step, too.
+        self._opener.begin(reply, step=step, resumed=road is None, assembly=tries.assembly)
+        exact = self._compare_content(blobs, weights_only=weights_only, partial=road is not None)
         changed = differences(blobs.meta.get("fingerprint", {}), self._program.fingerprint)
         if changed and not weights_only:
             log.warning("bits may differ from the lost process from here on: %s", "; ".join(changed))
@@ -240,10 +269,11 @@ class Restorer:
             notes += self._apply_rng(blobs, reply.attempt, strict=wish.strict)
         for note in notes:
             log.warning("restore: %s", note)
-        lost = reply.last_step_seen - reply.step if reply.HasField("last_step_seen") else None
+        at = reply.step if road is None else step
+        lost = reply.last_step_seen - at if reply.HasField("last_step_seen") else None
         damaged = bool(tries.damage) and wish.which == "latest"
         return Restored(
-            step=reply.step,
+            step=at,
             seq=seq,
             attempt=reply.attempt,
             source="cache" if received.store_bytes == 0 else "store",
@@ -254,10 +284,19 @@ class Restorer:
             fell_back=bool(tries.excluded) or reply.fell_back or damaged,
             notes=tuple(([tries.damage] if tries.damage else []) + notes + changed),
             exact=exact,
+            mode="full" if road is None else "partial",
+            pls=self._ground.pls,
+            rank_steps=() if road is None else road.verdict.steps,
         )
 
     def _receive(
-        self, link: Link, reply: pb.OpenReply, wish: Wish, tries: _Tries, notes: list[str]
+        self,
+        link: Link,
+        reply: pb.OpenReply,
+        wish: Wish,
+        tries: _Tries,
+        notes: list[str],
+        road: Road | None,
     ) -> tuple[Received, ModelTargets]:
         """Rows into the tables, blobs decoded; everything is compared before a byte of the model changes."""
         seq = reply.resume_seq
@@ -270,6 +309,9 @@ class Restorer:
         )
 
         def judge(raw: Mapping[str, memoryview]) -> Blobs:
+            if road is not None:
+                raw = road.overlay(raw)
+                notes.extend(road.notes)
             blobs = Blobs.decode(raw, rank=self._rank.number)
             notes.extend(blobs.check(self._program, strict=wish.strict, weights_only=wish.weights_only))
             for failed in tries.earlier:
@@ -285,15 +327,23 @@ class Restorer:
             return blobs
 
         return read_checkpoint(
-            link, seq, wish.from_run or "", targets, judge, rank=self._rank.number
+            link,
+            seq,
+            wish.from_run or "",
+            targets,
+            judge,
+            rank=self._rank.number,
+            newer=tuple if road is None else road.frames,
         ), targets
 
-    def _compare_content(self, blobs: Blobs, *, weights_only: bool) -> bool | None:
+    def _compare_content(self, blobs: Blobs, *, weights_only: bool, partial: bool) -> bool | None:
         recorded = blobs.own_content
-        if self._contents is None and recorded is None:
-            return None
+        if self._contents is None and (recorded is None or partial):
+            return False if partial else None
         contents = self._contents or Contents()
         restored = contents.restored(self._tracking)
+        if partial:
+            return False
         if recorded is None or weights_only:
             return None
         tables = self._tracking.inventory.elsewhere.keys() | {table.fqn for table in self._tracking.tables}
@@ -323,3 +373,12 @@ class Restorer:
             "drawn anew, from rank 0's state, its own number and the attempt"
         )
         return [note]
+
+
+def _unusual(wish: Wish, tries: _Tries) -> str:
+    """What makes this restore more than going on after a crash; empty: nothing."""
+    if wish.which != "latest" or wish.from_run:
+        return f"restore(which={wish.which!r}) was called" if not wish.from_run else "another run is read"
+    if wish.weights_only or not wish.strict or wish.renames or wish.takeover:
+        return "restore() was called with more than its defaults"
+    return "a checkpoint was not whole" if tries.excluded else ""

@@ -44,11 +44,13 @@ class Capture:
         self._shelf = shelf
         self._looked_for_forgotten = False
 
-    def blobs(self, step: int, content: Mapping[str, str] | None) -> Iterator[tuple[str, EncodedTree]]:
+    def blobs(
+        self, step: int, content: Mapping[str, str] | None, *, all_here: bool = False
+    ) -> Iterator[tuple[str, EncodedTree]]:
         """(name, tree) of every blob of a cut at `step`; each must be written before the next is asked for.
 
-        `content` has content hashes by table, if they are recorded. Raises `StateError` or `SaveFailed` for an entry
-        of `state=`.
+        `content` has content hashes by table, if they are recorded. `all_here`: all that this rank has, whoever would
+        save it, under plain names. Raises `StateError` or `SaveFailed` for an entry of `state=`.
         """
         program, loaders = self.program, self._shelf.loaders
         dense = program.tracking.dense(look=False)
@@ -61,17 +63,20 @@ class Capture:
         if any(isinstance(loader, Stateful) for loader in wrapped):
             apply_globals(rng)
         for name, tensor in dense.items():
-            if program.tracking.saves(name):
+            if all_here or program.tracking.saves(name):
                 yield f"dense/{name}", encode_value(tensor)
+        own = (lambda name: name) if all_here else self._own
         for view in program.tracking.optimizers:
-            if self._rank.number == 0 or (view.spread and program.tracking.saved):
+            if all_here:
+                yield optimizer_name(view.index, 0), encode_value(view.capture_here())
+            elif self._rank.number == 0 or (view.spread and program.tracking.saved):
                 yield optimizer_name(view.index, self._rank.number), encode_value(view.capture())
         for source in program.sources:
             if not any(source.subject is loader for loader in wrapped):
-                yield self._own(f"state/{source.name}"), _encoded(source)
-        yield self._own("loader"), encode_value(positions | dict(self._shelf.waiting))
-        yield self._own("rng"), encode_value(moved[0] if moved else rng)
-        yield self._own("meta"), encode_value(meta)
+                yield own(f"state/{source.name}"), _encoded(source)
+        yield own("loader"), encode_value(positions | dict(self._shelf.waiting))
+        yield own("rng"), encode_value(moved[0] if moved else rng)
+        yield own("meta"), encode_value(meta)
 
     def _own(self, name: str) -> str:
         return blob_name(self._rank.number, name)

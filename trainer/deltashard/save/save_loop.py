@@ -86,6 +86,11 @@ class SaveLoop:
         term = TermHandler(grace_s=grace_s, notice=self._on_sigterm) if grace_s is not None else None
         self._term = term if term is not None and term.install() else None
 
+    @property
+    def term(self) -> TermHandler | None:
+        """Of SIGTERM; None: it is left alone."""
+        return self._term
+
     def standing(self, *, at_step: bool = False) -> Standing:
         """What holds now; `at_step`: within `step()`, where what was done since the last one is what this step is."""
         return Standing.of(

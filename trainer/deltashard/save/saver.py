@@ -70,7 +70,10 @@ class Saver:
         listener: Listener,
         contents: Contents | None,
         validate: Callable[[], bool] | None,
+        said: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
+        """`said` is metadata that every commit carries."""
+        self._said = said
         self._capture = capture
         self._program = capture.program
         self._tracking = capture.program.tracking
@@ -420,8 +423,8 @@ class Saver:
             )
         return full
 
-    @staticmethod
     def _seal(
+        self,
         stream: SaveStream,
         flight: Flight,
         writer: BlockWriter,
@@ -430,7 +433,7 @@ class Saver:
         full: bool,
         stall_s: float,
     ) -> None:
-        metadata = flight.metadata
+        metadata = flight.metadata | dict(self._said())
         if content is not None:
             metadata |= {f"content/{fqn}": value for fqn, value in content.items()}
         seal = pb.SaveRequest.Seal(

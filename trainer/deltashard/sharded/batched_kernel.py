@@ -48,6 +48,8 @@ class BatchedKernel:
         self.shards = [KernelShard(self, n, state) for n, state in enumerate(self._states())]
         self._features: list[int] = self._tbe.feature_table_map
         self.listeners: dict[int, Callable[[Tensor], None]] = {}
+        self.watching: Callable[[bool], None] | None = None
+        """Called with True right before each update, with False right after it; see `watch`."""
         self._handle: Any = None
 
     @property
@@ -91,17 +93,25 @@ class BatchedKernel:
     def listen(self, nth: int, updated: Callable[[Tensor], None]) -> Callable[[], None]:
         """See `discovery.Kernel.listen`, for its `nth` shard, which has one listener."""
         self.listeners[nth] = updated
-        if self._handle is None:
-            self._handle = self._tbe.register_forward_hook(_LookupHook(self), with_kwargs=True)
+        self._hook()
 
         def end() -> None:
             if self.listeners.get(nth) is updated:
                 del self.listeners[nth]
-            if not self.listeners and self._handle is not None:
+            if not self.listeners and self.watching is None and self._handle is not None:
                 self._handle.remove()
                 self._handle = None
 
         return end
+
+    def watch(self, updates: Callable[[bool], None]) -> None:
+        """Have `updates` called with True right before each update, of whichever rows, and with False right after."""
+        self.watching = updates
+        self._hook()
+
+    def _hook(self) -> None:
+        if self._handle is None:
+            self._handle = self._tbe.register_forward_hook(_LookupHook(self), with_kwargs=True)
 
     def updated(self, indices: Tensor, offsets: Tensor, batches: Sequence[Sequence[int]] | None) -> None:
         """The kernel updated the rows of a lookup.
@@ -110,6 +120,8 @@ class BatchedKernel:
         feature's number of bags by rank, where they differ.
         """
         features = self._features
+        if self.watching is not None:
+            self.watching(False)
         if not indices.numel():
             return
         try:
@@ -194,6 +206,8 @@ class _LookupHook(ForgetfulHook):
         indices = args[0] if args else kwargs["indices"]
         offsets = args[1] if len(args) > 1 else kwargs["offsets"]
         batches = kwargs.get("batch_size_per_feature_per_rank")
+        if (watching := batch.watching) is not None:
+            node.register_prehook(lambda _given: watching(True))
         node.register_hook(lambda _made, _given: batch.updated(indices, offsets, batches))
 
 

@@ -102,10 +102,32 @@ class FusedView(OptimizerView):
 
     def capture(self) -> dict[str, Any]:
         """As of `OptimizerView`, but `state` says per table what its kernel keeps, see `BatchedKernel.capture`."""
+        return self._captured(self.target.first)
+
+    def capture_here(self) -> dict[str, Any]:
+        """See `OptimizerView`: of every table of which a shard is here."""
+        return self._captured({fqn: kernels[0] for fqn, kernels in self.target.tables.items()})
+
+    def carried(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+        """See `OptimizerView`: all ranks step alike, so that kernels which were alike then are alike now.
+
+        Of a table that the other rank has no shard of, it is what became of one that was equal to it.
+        """
+        said, found = now["state"], {}
+        for fqn, was in then["state"].items():
+            like = (other for other in said if then["state"].get(other) == was)
+            found[fqn] = said[fqn] if fqn in said else next((said[other] for other in like), was)
+        spoken: dict[BatchedKernel, Any] = {}
+        for fqn, kernels in self.target.tables.items():  # tables of one kernel have one rate and one count
+            for kernel in kernels if fqn in found else ():
+                found[fqn] = spoken.setdefault(kernel, found[fqn])
+        return {**then, "state": found}
+
+    def _captured(self, kernels: Mapping[str, BatchedKernel]) -> dict[str, Any]:
         return {
             "class": self.class_name,
-            "groups": [{"params": sorted(self.target.first)}],
-            "state": {fqn: kernel.capture() for fqn, kernel in self.target.first.items()},
+            "groups": [{"params": sorted(kernels)}],
+            "state": {fqn: kernel.capture() for fqn, kernel in kernels.items()},
             "fields": {},
             "extra": {},
             "orphans": {},

@@ -21,6 +21,11 @@ class CutBase:
         self._faults = 0
 
     @property
+    def commit(self) -> int | None:
+        """The commit that marks count from; None: there is none to lean on."""
+        return self._commit
+
+    @property
     def full(self) -> bool:
         """Whether the next cut has to take every row."""
         return self._full

@@ -27,11 +27,15 @@ _GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as
 class Steps:
     """What all optimizers of one `Tracking` share."""
 
-    __slots__ = ("before_next", "first", "gradients", "inside", "stepped")
+    __slots__ = ("before_next", "first", "gradients", "inside", "stepped", "updated", "updating")
 
     def __init__(self) -> None:
         self.stepped = False
         """Whether one of them stepped since the last step boundary."""
+        self.updated = False
+        """Whether a fused kernel that is watched changed rows since the last step boundary."""
+        self.updating = False
+        """Whether one is about it now, or was left by an exception."""
         self.inside: set[Any] = set()
         """Optimizers whose step began and did not end: while one is left by an exception, it stays here."""
         self.before_next: list[Callable[[], None]] = []
@@ -43,7 +47,11 @@ class Steps:
 
     def done(self) -> None:
         """A step boundary is over."""
-        self.stepped = False
+        self.stepped = self.updated = False
+
+    def update(self, *, begins: bool) -> None:
+        """A fused kernel begins to change rows, or has changed them."""
+        self.updating, self.updated = begins, True
 
     def look_before_next(self, look: Callable[[], None] | None) -> None:
         """Have `look` called once, before the next step of any of them; None: have nothing called."""

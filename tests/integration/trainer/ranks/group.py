@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -110,15 +112,18 @@ class Program:
 
     def state(self) -> dict[str, Any]:
         """Of everything that a later step depends on, as text."""
-        tensors = dict(self.model.module.state_dict())
-        for i, held in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"{i}/{key}": torch.as_tensor(value) for key, value in held.items()}
-        sums = {k: xxhash.xxh3_64_hexdigest(v.contiguous().numpy().tobytes()) for k, v in tensors.items()}
-        return sums | {
+        return self.sums() | {
             "torch": torch.rand(1).item(),
             "python": random.random(),
             "lr": self.scheduler.get_last_lr(),
         }
+
+    def sums(self) -> dict[str, str]:
+        """Of the model and its optimizer, as text."""
+        tensors = dict(self.model.module.state_dict())
+        for i, held in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"{i}/{key}": torch.as_tensor(value) for key, value in held.items()}
+        return {k: xxhash.xxh3_64_hexdigest(v.contiguous().numpy().tobytes()) for k, v in tensors.items()}
 
 
 # Scenarios: (rank, workdir, options) -> what is written.
@@ -140,6 +145,42 @@ def killed(rank: int, workdir: Path, save_at: str, kill_at: str) -> Any:
             program.ckpt.save().wait(60)
         if step == int(kill_at):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: str = "0") -> Any:
+    """Partial recovery: rank 0, which saves most of what all hold, is killed; what each has before and after.
+
+    The others wait for one another in a collective that cannot end, until SIGTERM comes, as from torchrun.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
+    (workdir / f"pid-{rank}").write_text(str(os.getpid()))
+    program = Program(
+        rank, workdir, recovery="partial", pls_target=0.1, planned_steps=100, grace_s=20.0, content_hash=False
+    )
+    try:
+        with program.ckpt:
+            restored = program.ckpt.restore()
+            begun = program.sums()
+            for step in program.steps():
+                if step == int(save_at):
+                    program.ckpt.save().wait(60)
+                if step == int(kill_at):
+                    (workdir / f"sums-{rank}.json").write_text(json.dumps(program.sums()))
+                    if rank == 0:
+                        others = " ".join(
+                            (workdir / f"pid-{r}").read_text() for r in range(1, dist.get_world_size())
+                        )
+                        waits = f"tail --pid={os.getpid()} -f /dev/null; kill -TERM {others}"
+                        subprocess.Popen(["sh", "-c", waits], start_new_session=True)
+                        os.kill(os.getpid(), signal.SIGKILL)
+                if step == int(until):
+                    break
+    except RuntimeError:
+        os._exit(0)  # the group is broken: nothing of the harness may wait for it
+    return {
+        "begun": begun, "seen": program.seen, "mode": restored.mode, "step": restored.step, "pls": restored.pls,
+        "scheduler": program.scheduler.last_epoch, "committed": program.ckpt.stats.last_commit.step,
+    }  # fmt: skip
 
 
 def resumed(rank: int, workdir: Path, until: str, weights_only: str = "", strict: str = "yes") -> Any:

@@ -95,6 +95,19 @@ def test_a_rank_that_does_not_answer_holds_nobody(run: Run, tmp_path: Path) -> N
     assert zero["off"]
 
 
+def test_what_all_ranks_hold_survives_the_rank_that_saves_it(run: Run, tmp_path: Path) -> None:
+    """Partial recovery under DDP loses nothing but random numbers: tables, dense part, optimizer, place in the data."""
+    plain = run(tmp_path / "plain", 3, "plain", until=12)
+    run(tmp_path, 3, "survived", until=20, save_at=4, kill_at=9)
+    back = run(tmp_path, 3, "survived", until=12)
+    held = json.loads((tmp_path / "sums-1.json").read_text())
+    for rank in range(3):
+        assert (back[rank]["mode"], back[rank]["step"], back[rank]["pls"]) == ("partial", 9, 0.0)
+        assert back[rank]["begun"] == held
+        assert back[rank]["seen"] == plain[rank]["seen"][9 * 4 :]  # no sample twice, none skipped
+        assert (back[rank]["scheduler"], back[rank]["committed"]) == (12, 12)
+
+
 def test_another_world_goes_on_from_the_same_step(run: Run, tmp_path: Path) -> None:
     """4 -> 2 -> 3 -> 1 ranks: weights and optimizer state are there, whoever saved them; what is not is said."""
     run(tmp_path, 4, "resumed", until=8)

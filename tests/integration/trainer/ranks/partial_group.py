@@ -1,0 +1,129 @@
+"""TorchRec's tables over several ranks of which one dies, under `recovery="partial"`; scenarios for `rank_zygote`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deltashard.checkpointer import Checkpointer
+from deltashard.errors import DeltashardError
+from deltashard.tracking.tracking import TrackingSettings
+from torch.utils.data import DataLoader
+
+from tests.support.trainer.rank_zygote import serve
+from tests.support.trainer.sharded_case import Training, batch
+
+PLANNED = 1000
+EPOCH = 7
+"""Batches."""
+
+
+def checkpointer(workdir: Path, training: Training, **options: Any) -> Checkpointer:
+    """With partial recovery, unless `options` say otherwise."""
+    return Checkpointer(
+        training.model,
+        [training.dense],
+        state={"own": own} if (own := options.pop("own", None)) is not None else None,
+        url=workdir / "store",
+        run="partial",
+        encoding="fp32",
+        tracking=TrackingSettings(hash_below_bytes=0),
+        **{"recovery": "partial", "pls_target": 0.5, "planned_steps": PLANNED} | options,
+    )
+
+
+def held(ckpt: Checkpointer, training: Training) -> dict[str, np.ndarray]:
+    """All that this rank has: shards, their state, the dense part."""
+    found = {
+        f"dense|{n}": p.detach().numpy().copy() for n, p in training.model.named_parameters() if "over" in n
+    }
+    for table in ckpt._program.tracking.tables:
+        for name, tensor in {"weights": table.param.detach(), **table.state_tensors()}.items():
+            found[f"{table.key}|{name}"] = tensor.numpy().copy()
+    for index, state in enumerate(training.dense.state.values()):
+        found |= {f"dense|{index}|{name}": value.numpy().copy() for name, value in state.items()}
+    return found
+
+
+def train(
+    rank: int,
+    workdir: Path,
+    until: str,
+    save_at: str = "0",
+    kill_at: str = "0",
+    kill: str = "",
+    sharding: str = "row_wise",
+    which: str = "'latest'",
+    weights_only: str = "False",
+    leave: str = "",
+    **options: str,
+) -> Any:
+    """Train from what there is to the end; perhaps save once, and perhaps ranks `kill` die at a step.
+
+    What each rank had after restore() is written to `begun-{rank}.npz`, after its last step to `held-{rank}.npz`.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
+    print("begins anew", flush=True)
+    logging.basicConfig(force=True)
+    logging.getLogger("deltashard").setLevel(logging.INFO)
+    training = Training(sharding, "rowwise")
+    torch.manual_seed(77 + rank)
+    own = {"drawn": 0.0}
+    terms: dict[str, Any] = {name: eval(value) for name, value in options.items()}
+    ckpt = checkpointer(workdir, training, own=own, **terms)
+    loader = ckpt.wrap(DataLoader(list(range(EPOCH)), batch_size=1, shuffle=True))
+    said: dict[str, Any] = {}
+    try:
+        with ckpt:
+            restored = ckpt.restore(which=eval(which), weights_only=eval(weights_only))
+            if leave:
+                os._exit(0)
+            np.savez(workdir / f"begun-{rank}.npz", **held(ckpt, training))
+            said |= {
+                "step": ckpt.steps,
+                "loader": [loader.epoch, loader.delivered],
+                "state": dict(own),
+                "pls": None if restored is None else restored.pls,
+                "mode": None if restored is None else restored.mode,
+                "exact": None if restored is None else restored.exact,
+                "rank_steps": None if restored is None else list(restored.rank_steps),
+                "notes": None if restored is None else list(restored.notes),
+                "seq": None if restored is None else restored.seq,
+            }
+            while ckpt.steps < int(until):
+                for _ in loader:
+                    training.train(batch(ckpt.steps, rank))
+                    own["drawn"] = torch.rand(1).item()
+                    ckpt.step()
+                    if ckpt.steps == int(save_at):
+                        ckpt.save().wait(100)
+                        np.savez(workdir / f"saved-{rank}.npz", **held(ckpt, training))
+                    if ckpt.steps == int(kill_at):
+                        np.savez(workdir / f"held-{rank}.npz", **held(ckpt, training))
+                        said["held"] = dict(own)
+                        if str(rank) in kill.split(","):
+                            os.kill(os.getpid(), signal.SIGKILL)
+                    if ckpt.steps >= int(until):
+                        break
+    except (RuntimeError, DeltashardError) as error:
+        # The group is broken: nothing of the harness may wait for it.
+        said["error"] = type(error).__name__
+        _leave(rank, workdir, said)
+    np.savez(workdir / f"ended-{rank}.npz", **held(ckpt, training))
+    return said
+
+
+def _leave(rank: int, workdir: Path, said: Any) -> None:
+    import json
+
+    (workdir / "out" / f"{rank}.json").write_text(json.dumps(said))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(globals())

@@ -1,0 +1,192 @@
+"""Some ranks die: under `recovery="partial"` the others keep their rows, bit for bit, or all go back, and it is said."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from deltashard.attach.launcher import normal_url, staged_dir
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.trainer.rank_zygote import RankZygote
+
+Run = Callable[..., list[Any]]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+ROWS_OF_RANK = {0: 25 + 15 + 1 + 11, 1: 25 + 15 + 1 + 11, 2: 25 + 15 + 1 + 11}
+"""Of the tables of 97, 60, 3 and 41 rows, dealt out by rows."""
+ALL_ROWS = 97 + 60 + 3 + 41
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """What each rank of a scenario of `partial_group` returned."""
+    zygote = RankZygote("tests.integration.trainer.ranks.partial_group")
+    yield zygote.run
+    zygote.close()
+
+
+def newest(workdir: Path) -> Checkpoint:
+    with open_store((workdir / "store").as_uri()) as store:
+        entry = RunLog(store, "partial").refresh().newest()
+    assert entry is not None
+    return entry
+
+
+def arrays(workdir: Path, what: str, rank: int) -> dict[str, np.ndarray]:
+    return dict(np.load(workdir / f"{what}-{rank}.npz"))
+
+
+def check_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], prefix: str = "") -> None:
+    names = [name for name in wanted if name.startswith(prefix)] if prefix else list(wanted)
+    assert names
+    for name in names:
+        np.testing.assert_array_equal(found[name], wanted[name], name)
+
+
+def check_rows(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    for name, values in wanted.items():
+        if not name.startswith("dense|"):
+            np.testing.assert_array_equal(found[name], values, name)
+
+
+def staged(workdir: Path) -> Path:
+    return staged_dir(normal_url(workdir / "store"), "partial")
+
+
+def test_survivors_keep_their_rows_and_the_lost_go_back(run: Run, tmp_path: Path) -> None:
+    """Two crashes before the next commit: each rank's rows are those of its own last step, or of the checkpoint."""
+    first = run(tmp_path, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
+    assert first[2] is None
+    assert sorted(path.name for path in staged(tmp_path).iterdir()) == [f"rank-{r}.part" for r in (0, 1, 3)]
+    kept = {rank: arrays(tmp_path, "held", rank) for rank in range(4)}
+    saved = arrays(tmp_path, "saved", 2)
+
+    second = run(tmp_path, 4, "train", until=20, kill_at=9, kill="1")
+    check_begun(tmp_path, kept, lost={2: saved})
+    later = {rank: arrays(tmp_path, "held", rank) for rank in range(4)}
+
+    third = run(tmp_path, 4, "train", until=11)
+    check_begun(tmp_path, later, lost={1: arrays(tmp_path, "saved", 1)})
+    assert len(list(staged(tmp_path).iterdir())) == 0
+    pls = 3 / 1000 * ROWS_OF_RANK[2] / ALL_ROWS
+    sums = pls + 6 / 1000 * ROWS_OF_RANK[1] / ALL_ROWS
+    for rank in range(4):
+        said = third[rank]
+        assert (said["mode"], said["exact"], said["step"], said["seq"]) == ("partial", False, 9, 2)
+        assert said["rank_steps"] == [9, 3, 9, 9]
+        assert said["pls"] == pytest.approx(sums)
+        assert said["loader"] == [1, 2]  # epochs of 7
+        if rank != 1:
+            assert said["state"] == second[rank]["held"]
+    assert third[1]["state"] == second[0]["held"]
+    notes = "; ".join(third[1]["notes"])
+    assert "rank 1 was lost: its rows and its random numbers are those of step 3" in notes
+    assert "rank 1 has rank 0's state=" in notes
+    entry = newest(tmp_path)
+    assert entry.step == 11
+    assert float(entry.metadata["deltashard/pls"]) == pytest.approx(sums)
+    assert entry.metadata["deltashard/partial-recoveries"] == "2"
+    # From that commit on everything is exact again, and the sum stays.
+    ended = {rank: arrays(tmp_path, "ended", rank) for rank in range(4)}
+    fourth = run(tmp_path, 4, "train", until=12)
+    for rank in range(4):
+        assert (fourth[rank]["mode"], fourth[rank]["step"]) == ("full", 11)
+        assert fourth[rank]["pls"] == pytest.approx(sums)
+        check_same(arrays(tmp_path, "begun", rank), ended[rank])
+
+
+def check_begun(workdir: Path, kept: dict[int, dict[str, np.ndarray]], lost: dict[int, Any]) -> None:
+    """After a restore: survivors' rows are as kept, those of the lost as they were saved, the dense part rank 0's."""
+    for rank, held in kept.items():
+        begun = arrays(workdir, "begun", rank)
+        check_rows(begun, lost.get(rank, held))
+        check_same(begun, kept[0], "dense|")
+
+
+@pytest.fixture(scope="module")
+def crashed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose rank 2 died at step 6, with a checkpoint of step 3, and copies of store and staged parts."""
+    workdir = tmp_path_factory.mktemp("crashed")
+    run(workdir, 4, "train", until=20, save_at=3, kill_at=6, kill="2")
+    shutil.copytree(workdir / "store", workdir / "store-then")
+    shutil.copytree(staged(workdir), workdir / "staged-then")
+    return workdir
+
+
+def _torn(home: Path) -> None:
+    path = home / "rank-1.part"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _corrupt(home: Path) -> None:
+    path = home / "rank-1.part"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+
+
+def _foreign(home: Path) -> None:
+    shutil.copy(home / "rank-0.part", home / "rank-2.part")
+
+
+@pytest.mark.parametrize(
+    ("tamper", "options", "why"),
+    [
+        (_torn, {}, "rank 1's staged part: it does not end as a staged part does"),
+        (_corrupt, {}, "rank 1's staged part: its bytes do not have its hash"),
+        (_foreign, {}, "rank 2's staged part: it is rank 0's"),
+        (None, {"pls_target": 1e-4}, "beyond its target of 0.0001"),
+        (None, {"planned_steps": 1}, "beyond its target"),
+        (None, {"which": "'step:3'"}, "restore(which='step:3') was called"),
+        (None, {"recovery": "'full'", "pls_target": None, "planned_steps": None}, ""),
+        (shutil.rmtree, {}, "no rank has staged anything"),
+    ],
+    ids=["torn", "corrupt", "foreign", "target", "planned", "which", "full", "nothing"],
+)
+def test_whatever_is_unclear_brings_all_back(
+    run: Run, crashed: Path, tamper: Callable[[Path], None] | None, options: dict[str, Any], why: str
+) -> None:
+    back_then(crashed)
+    if tamper is not None:
+        tamper(staged(crashed))
+    check_full(run(crashed, 4, "train", until=4, **options), crashed, why)
+
+
+def back_then(workdir: Path) -> None:
+    """Store and staged parts as they were right after the crash."""
+    for now, then in ((workdir / "store", "store-then"), (staged(workdir), "staged-then")):
+        shutil.rmtree(now, ignore_errors=True)
+        shutil.copytree(workdir / then, now)
+
+
+def check_full(said: list[Any], workdir: Path, why: str) -> None:
+    """All ranks went back to the checkpoint, bit for bit, and rank 0 said why."""
+    for rank, each in enumerate(said):
+        assert (each["mode"], each["step"], each["pls"], each["rank_steps"]) == ("full", 3, 0.0, [])
+        check_same(arrays(workdir, "begun", rank), arrays(workdir, "saved", rank))
+    log = (workdir / "log-0").read_text().rpartition("begins anew")[2]
+    assert why in log.replace("recovery is full, all ranks go back to the checkpoint: ", "")
+    assert "PARTIAL" not in log
+
+
+def test_another_world_goes_back(run: Run, crashed: Path) -> None:
+    back_then(crashed)
+    for each in run(crashed, 2, "train", until=4):
+        assert each["error"] == "CheckpointMismatch"  # its loader was within an epoch, as ever
+    log = (crashed / "log-0").read_text().rpartition("begins anew")[2]
+    assert "it is of 4 ranks, and there are 2" in log
+
+
+def test_what_is_stale_goes_back(run: Run, crashed: Path) -> None:
+    """An attempt that nobody staged anything of lies between."""
+    back_then(crashed)
+    run(crashed, 4, "train", until=4, leave="yes")
+    shutil.rmtree(staged(crashed))
+    shutil.copytree(crashed / "staged-then", staged(crashed))
+    check_full(run(crashed, 4, "train", until=4), crashed, "staged part: it is of attempt 1, and ")

@@ -1,0 +1,66 @@
+"""Under torchrun: survivors of a lost rank stand in a collective that cannot end, and SIGTERM ends them all the same.
+
+gloo waits for half an hour, and torchrun for 30 s before it sends SIGKILL, which it says.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration.trainer.ranks.torchrun_partial import KILL_AT, LOST, SAVE_AT, WORLD
+from tests.support.machine import limit_s
+from tests.support.tool import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def _torchrun(workdir: Path, recovery: str) -> tuple[int, str]:
+    """Run to the end; the exit code, and what all printed.
+
+    Without torchrun's own restarts, in which gloo was seen not to connect, before a line of ours ran: as a Job would.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
+    command += ["--max-restarts", "0", "--monitor-interval", "0.2"]
+    command += ["-m", "tests.integration.trainer.ranks.torchrun_partial", str(workdir), recovery]
+    ended = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=limit_s(200),
+        check=False,
+    )
+    return ended.returncode, ended.stdout
+
+
+@pytest.mark.parametrize("recovery", ["partial", "full"])
+def test_a_dead_collective_ends(tmp_path: Path, recovery: str) -> None:
+    """At once, by the signal's own action; what the survivors held is there, or all go back to the checkpoint."""
+    code, said = _torchrun(tmp_path, recovery)
+    assert code != 0
+    assert said.count("(SIGTERM)") >= WORLD - 1, said
+    assert "forcefully exiting" not in said  # nobody had to be killed
+    assert said.count("rows of step 6 are staged on top of checkpoint 2") == (
+        WORLD - 1 if recovery == "partial" else 0
+    )
+    code, said = _torchrun(tmp_path, recovery)
+    assert code == 0, said
+    at = KILL_AT if recovery == "partial" else SAVE_AT
+    begun = set(re.findall(r"rank (\d) life 1 begins at step (\d+): (\w+)", said))
+    assert begun == {(str(rank), str(at), recovery) for rank in range(WORLD)}
+    for rank in range(WORLD):
+        kept = "saved" if recovery == "full" or rank == LOST else "held"
+        found, wanted = np.load(tmp_path / f"begun-{rank}.npz"), np.load(tmp_path / f"{kept}-{rank}.npz")
+        rows = [name for name in wanted if not name.startswith("dense|")]
+        assert rows
+        for name in rows:
+            np.testing.assert_array_equal(found[name], wanted[name], f"rank {rank}: {name}")

@@ -1,0 +1,56 @@
+"""What torchrun runs in `test_torchrun_partial`: a rank dies once, and the others are in a collective that cannot end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.integration.trainer.ranks.partial_group import checkpointer, held
+from tests.support.trainer.sharded_case import Training, batch
+
+WORLD, SAVE_AT, KILL_AT, UNTIL, LOST = 3, 3, 6, 9, 1
+
+
+def main() -> None:
+    """Train to the end; the first life is cut short."""
+    workdir, recovery = Path(sys.argv[1]), sys.argv[2]
+    rank = int(os.environ["RANK"])
+    life = 1 if (workdir / f"held-{rank}.npz").exists() else 0
+    logging.basicConfig(format=f"rank {rank} %(message)s", force=True)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(rank)
+    training = Training("row_wise", "rowwise")
+    terms = {} if recovery == "partial" else {"pls_target": None, "planned_steps": None}
+    ckpt = checkpointer(workdir, training, recovery=recovery, **terms)
+    restored = ckpt.restore()
+    mode = "nothing" if restored is None else restored.mode
+    print(f"rank {rank} life {life} begins at step {ckpt.steps}: {mode}", flush=True)
+    np.savez(workdir / f"begun-{rank}.npz", **held(ckpt, training))
+    while ckpt.steps < UNTIL:
+        training.train(batch(ckpt.steps, rank))
+        ckpt.step()
+        if ckpt.steps == SAVE_AT:
+            ckpt.save().wait(100)
+            np.savez(workdir / f"saved-{rank}.npz", **held(ckpt, training))
+        if ckpt.steps == KILL_AT and life == 0:
+            np.savez(workdir / f"held-{rank}.npz", **held(ckpt, training))
+            dist.barrier()
+            if rank == LOST:
+                os.kill(os.getpid(), signal.SIGKILL)
+            # Not of the dead rank, whose end gloo would see at once: each waits for another that waits as well.
+            alive = [each for each in range(WORLD) if each != LOST]
+            dist.recv(torch.zeros(1), src=alive[(alive.index(rank) + 1) % len(alive)])
+    ckpt.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

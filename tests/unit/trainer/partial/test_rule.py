@@ -1,0 +1,194 @@
+"""Partial or full: nothing unclear is partial, no rank takes another road, and PLS is what was really lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from deltashard.partial.position import moved_on
+from deltashard.partial.rule import Situation, Staged, Terms, Verdict, Word, judge, pls_of, why_unusable
+from hypothesis import given
+from hypothesis import strategies as st
+
+WORLD = 4
+NOW = Situation(
+    run="store run", world_size=WORLD, layout="laid", lineage="born", previous_attempt=5, seq=9, step=30, attempt=5,
+    pls=0.0, recoveries=0, rows=400.0,
+)  # fmt: skip
+TERMS = Terms(pls_target=0.5, planned_steps=1000)
+
+
+def part(rank: int, **said: Any) -> Staged:
+    """A part that can be used, but for what is `said`."""
+    fits: dict[str, Any] = {
+        "run": "store run", "attempt": 5, "rank": rank, "world_size": WORLD, "layout": "laid", "lineage": "born",
+        "covers": 9, "step": 40, "clean": True, "ahead": False, "pls": 0.0, "recoveries": 0,
+    }  # fmt: skip
+    return Staged(**fits | said)
+
+
+def word(rank: int, *, lost: bool = False, rows: float = 100.0, **said: Any) -> Word:
+    return Word(staged=None if lost else part(rank, **said), place="here", rows=rows)
+
+
+def test_a_lost_rank_costs_its_share_of_the_steps_since_the_checkpoint() -> None:
+    verdict = judge([word(0), word(1), word(2, lost=True), word(3)], NOW, TERMS)
+    assert verdict == Verdict(
+        step=40, donor=0, steps=(40, 40, 30, 40), own=(True, True, False, True), lost=(2,),
+        added=10 / 1000 * 100 / 400, pls=10 / 1000 * 100 / 400, recoveries=1,
+    )  # fmt: skip
+
+
+def test_a_lagging_and_a_torn_survivor_cost_a_step_each() -> None:
+    words = [word(0, step=39), word(1, ahead=True), word(2, clean=False), word(3)]
+    verdict = judge(words, NOW, TERMS)
+    assert (verdict.step, verdict.donor, verdict.steps) == (40, 1, (39, 40, 40, 40))
+    assert verdict.own == (False, True, False, True)
+    assert verdict.added == pytest.approx(2 / 1000 * 100 / 400)
+
+
+def test_what_was_lost_before_counts_though_no_commit_says_it() -> None:
+    words = [word(0, pls=0.2, recoveries=3), *(word(r) for r in (1, 2)), word(3, lost=True)]
+    verdict = judge(words, dataclasses.replace(NOW, pls=0.1, recoveries=1), TERMS)
+    assert verdict.pls == pytest.approx(0.2 + 0.0025)
+    assert verdict.recoveries == 4
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"run": "another"}, "another run's"),
+        ({"rank": 1}, "it is rank 1's"),
+        ({"attempt": 4}, "of attempt 4"),
+        ({"attempt": 6}, "of attempt 6"),
+        ({"world_size": 3}, "of 3 ranks"),
+        ({"layout": "other"}, "sharded otherwise"),
+        ({"lineage": "wiped"}, "another run of this name"),
+        ({"covers": 10}, "builds on checkpoint 10"),
+        ({"step": 29}, "of step 29"),
+    ],
+)
+def test_a_part_of_anything_else_makes_all_go_back(said: dict[str, Any], why: str) -> None:
+    first = Word(staged=part(**{"rank": 0} | said), place="here", rows=100.0)
+    verdict = judge([first, *(word(r) for r in (1, 2, 3))], NOW, TERMS)
+    assert not verdict.partial
+    assert why in verdict.why_full
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        ({"unusual": "restore(which='seq:3') was called"}, "seq:3"),
+        ({"previous_attempt": None}, "does not say which attempt"),
+        ({"previous_attempt": 7}, "and 7 was the one before"),
+        ({"world_size": 5}, "there are 5"),
+        ({"lineage": ""}, "not made under partial recovery"),
+        ({"seq": 8}, "builds on checkpoint 9, and 8 is resumed"),
+        ({"attempt": 3, "seq": 10}, "not of its attempt"),
+        ({"step": 41}, "the checkpoint of 41"),
+    ],
+)
+def test_another_resume_point_makes_all_go_back(now: dict[str, Any], why: str) -> None:
+    verdict = judge([word(r) for r in range(WORLD)], dataclasses.replace(NOW, **now), TERMS)
+    assert why in verdict.why_full
+
+
+def test_a_part_that_cannot_be_read_is_no_lost_rank() -> None:
+    broken = Word(staged=None, unusable="its bytes do not have its hash", place="here", rows=100.0)
+    assert "rank 1's staged part: its bytes" in judge([word(0), broken], NOW, TERMS).why_full
+
+
+def test_nobody_and_nobody_clean_and_nobody_ahead() -> None:
+    assert "no rank has staged" in judge([word(r, lost=True) for r in range(4)], NOW, TERMS).why_full
+    assert "every survivor" in judge([word(r, clean=False) for r in range(4)], NOW, TERMS).why_full
+    ahead = [word(0, step=41, clean=False), word(1), word(2), word(3)]
+    assert "was ahead" in judge(ahead, NOW, TERMS).why_full
+    elsewhere = [word(0), dataclasses.replace(word(1), place="there")]
+    assert "several machines" in judge(elsewhere, NOW, TERMS).why_full
+    off = [word(0), dataclasses.replace(word(1), off="there are CUDA devices")]
+    assert "rank 1: there are CUDA devices" in judge(off, NOW, TERMS).why_full
+
+
+STEPS = st.integers(28, 43)
+WORDS = st.lists(
+    st.builds(
+        lambda **said: (said.pop("lost"), said),
+        lost=st.booleans(),
+        step=STEPS,
+        clean=st.booleans(),
+        ahead=st.booleans(),
+        attempt=st.sampled_from([5, 5, 5, 5, 4]),
+        covers=st.sampled_from([9, 9, 7, 10]),
+        pls=st.floats(0, 0.01),
+        rows=st.integers(0, 100),
+    ),
+    min_size=WORLD,
+    max_size=WORLD,
+)
+
+
+@given(WORDS, st.floats(0.001, 0.05))
+def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: float) -> None:
+    """Partial only with usable parts, one clean donor that nobody is beyond, and within the target."""
+    words = [
+        word(rank, lost=lost, rows=float(each["rows"]), **{k: v for k, v in each.items() if k != "rows"})
+        for rank, (lost, each) in enumerate(said)
+    ]
+    verdict = judge(words, NOW, Terms(pls_target=target, planned_steps=1000))
+    survivors = {rank: w.staged for rank, w in enumerate(words) if w.staged is not None}
+    if not verdict.partial:
+        return
+    assert not any(why_unusable(staged, NOW, rank) for rank, staged in survivors.items())
+    donor = survivors[verdict.donor]
+    assert donor.clean
+    assert verdict.step == donor.step == max(staged.step for staged in survivors.values())
+    assert set(verdict.lost) == set(range(WORLD)) - survivors.keys()
+    lost_steps = 0.0
+    for rank, w in enumerate(words):
+        at = verdict.steps[rank]
+        assert at == (NOW.step if w.staged is None else w.staged.step)
+        assert NOW.step <= at <= verdict.step
+        torn = w.staged is not None and w.staged.ahead
+        lost_steps += (verdict.step - at + torn) * w.rows
+        assert not verdict.own[rank] or (w.staged is not None and w.staged.clean and at == verdict.step)
+    assert verdict.added == pytest.approx(lost_steps / 400 / 1000)
+    assert verdict.pls == pytest.approx(
+        verdict.added + max(staged.pls for staged in survivors.values()), abs=1e-12
+    )
+    assert verdict.pls <= target
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 100)), max_size=6), st.integers(1, 1000))
+def test_pls_is_a_share(ranks: list[tuple[int, int]], planned: int) -> None:
+    """All rows, all planned steps: 1. Additive over ranks, never negative."""
+    steps, rows = [s for s, _ in ranks], [float(r) for _, r in ranks]
+    whole = sum(rows)
+    assert pls_of([planned] * len(rows), rows, all_rows=whole, planned_steps=planned) == pytest.approx(
+        1.0 if whole else 0.0
+    )
+    alone = [
+        pls_of([s], [r], all_rows=whole, planned_steps=planned) for s, r in zip(steps, rows, strict=True)
+    ]
+    assert pls_of(steps, rows, all_rows=whole, planned_steps=planned) == pytest.approx(sum(alone))
+    assert all(each >= 0 for each in alone)
+
+
+def test_loaders_go_where_the_others_are() -> None:
+    begun = {"globals": {"torch": b"mine"}, "own": [], "things": {"mine": 1}}
+    other = {"globals": {"torch": b"theirs"}, "own": [], "things": {"theirs": 1}}
+    mine = {"epoch": 1, "delivered": 3, "start": begun, "first": begun, "inner": None, "again": None, "prints": {1: "a"},
+            "things": {"counter": 3}}  # fmt: skip
+    theirs = mine | {"delivered": 8, "start": other, "first": other, "things": {"counter": 8}}
+    found, notes = moved_on({"a": mine}, {"a": theirs})
+    assert found["a"] == mine | {"delivered": 8}
+    assert notes == []
+    found, notes = moved_on({"a": mine}, {"a": theirs | {"epoch": 2}})
+    assert (found["a"]["epoch"], found["a"]["delivered"]) == (2, 8)
+    assert found["a"]["start"] == other | {"things": {}}
+    assert found["a"]["things"] == {"counter": 3}
+    assert "another rank's random order" in notes[0]
+    found, notes = moved_on({"a": mine | {"inner": {"at": 3}}}, {"a": theirs | {"inner": {"at": 8}}})
+    assert found["a"]["inner"] == {"at": 3}
+    assert "once more" in notes[0]
+    assert moved_on({"a": theirs, "b": mine}, {"a": mine}) == ({"a": theirs, "b": mine}, [])

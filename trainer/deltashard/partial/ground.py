@@ -1,0 +1,89 @@
+"""What partial recovery stands on in one process: terms, whose run it is, where parts are staged, the PLS so far."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from deltashard_checkpoint.vocabulary import PLS_KEY
+
+from deltashard.attach.rank import Rank
+from deltashard.partial.rule import Terms
+
+RECOVERIES_KEY = "deltashard/partial-recoveries"
+"""Name in a commit's metadata: how many recoveries were."""
+LINEAGE_KEY = "deltashard/lineage"
+"""Name in a commit's metadata: what no other run has, were it of the same name in the same store."""
+
+
+class Ground:
+    """Of one Checkpointer; the training thread writes, the sentinel's reads."""
+
+    def __init__(self, terms: Terms | None, rank: Rank, *, run: str, home: Path | None) -> None:
+        """`terms` None: recovery is full. `home`: where this machine's staged parts lie; None: nowhere."""
+        self.terms = terms
+        self.run = run
+        self.rank = rank.number
+        self.world_size = rank.world_size
+        self.home = home or Path()
+        self.attempt: int | None = None
+        """The attempt that trains; None: none does yet."""
+        self.layout = ""
+        self.lineage = ""
+        """Of the run: what its commits say of themselves under partial recovery."""
+        self.pls = 0.0
+        """Of the run, up to here."""
+        self.recoveries = 0
+        """How many were partial."""
+        self.off = "" if terms is None else _why_off(rank, home)
+        """Why recovery is full all the same."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether something would be staged."""
+        return self.terms is not None and not self.off and self.attempt is not None
+
+    def begin(self, attempt: int, layout: str, meeting: str) -> None:
+        """An attempt trains from here on; `meeting` names the ranks' meeting, and nobody else's."""
+        self.attempt, self.layout = attempt, layout
+        self.lineage = self.lineage or meeting
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What every commit says of the run."""
+        said = {LINEAGE_KEY: self.lineage} if self.terms is not None and not self.off and self.lineage else {}
+        if self.recoveries:
+            said |= {PLS_KEY: f"{self.pls:.9g}", RECOVERIES_KEY: str(self.recoveries)}
+        return said
+
+    def resumed(self, metadata: Mapping[str, str]) -> None:
+        """The checkpoint of this run that is resumed has `metadata`; of another run's, or none: nothing."""
+        self.pls, self.recoveries = pls_said(metadata)
+        self.lineage = metadata.get(LINEAGE_KEY, "")
+
+    def added(self, pls: float, recoveries: int) -> None:
+        """A partial recovery: the run's PLS is `pls` now, after so many."""
+        self.pls, self.recoveries = pls, recoveries
+
+
+def pls_said(metadata: Mapping[str, str]) -> tuple[float, int]:
+    """(PLS, partial recoveries) that a commit says; of one that says nothing, or nonsense, (0, 0)."""
+    try:
+        return max(0.0, float(metadata.get(PLS_KEY, 0))), max(0, int(metadata.get(RECOVERIES_KEY, 0)))
+    except ValueError:
+        return 0.0, 0
+
+
+def _why_off(rank: Rank, home: Path | None) -> str:
+    if rank.alone:
+        return "there is one process only: nobody survives it"
+    if torch.cuda.is_available():
+        return "there are CUDA devices: waiting behind a dead collective of theirs is not proven safe"
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdecimal() and int(local) != rank.world_size:
+        return "the ranks run on several machines"
+    if home is None:
+        return "the sidecar is a pod's: survivors' rows would not outlive its containers"
+    return ""

@@ -1,0 +1,259 @@
+"""Which road a restore takes, agreed by all ranks, and the survivors' parts on top of the checkpoint.
+
+    agree     each rank says what it found, rank 0 judges (`rule`), all take that road
+    overlay   blobs: dense part and optimizers of the donor, each rank's own state where it was at the donor's step
+    frames    rows: the rank's own part, and the donor's of tables that every rank has, newer than all of the checkpoint
+
+A part that was agreed upon and cannot be read after all makes all ranks ask anew: in the next attempt it is stale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.format.blob_name import (
+    blob_name,
+    common_blobs,
+    optimizer_name,
+    optimizer_parts,
+    own_blobs,
+)
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.errors import RunWentOn
+from deltashard.partial import staged_part
+from deltashard.partial.ground import Ground
+from deltashard.partial.position import moved_on
+from deltashard.partial.rule import Situation, Staged, Verdict, Word, judge
+from deltashard.partial.staged_part import StagedPart
+from deltashard.program import Program
+from deltashard.state.value import decode_value, encode_value
+
+log = logging.getLogger("deltashard")
+
+
+Settle = Callable[[str, str, Callable[[list[str]], str]], str]
+"""(what, this rank's word, what rank 0 makes of all words) -> that, on every rank."""
+
+
+class Recovery:
+    """One rank's side of one `restore()` that may be partial."""
+
+    def __init__(self, ground: Ground, program: Program) -> None:
+        self._ground = ground
+        self._program = program
+
+    def agree(self, settle: Settle, reply: pb.OpenReply, *, unusual: str) -> Road | None:
+        """The road of all ranks from the checkpoint of `reply`; None: full.
+
+        `unusual`: what makes it no plain restart; empty: nothing.
+        """
+        ground = self._ground
+        if ground.terms is None:
+            return None
+        mine, why = (None, "") if ground.off else staged_part.look(ground.home, ground.rank)
+        if mine is not None and mine.index.boxes != tuple(t.box for t in self._program.tracking.tables):
+            why = "its boxes are not those of this rank"
+        word = Word(
+            staged=None if mine is None else mine.staged,
+            unusable=why,
+            off=ground.off,
+            place=f"{_machine()} {ground.home}",
+            rows=self._rows(),
+        )
+        terms = ground.terms
+        verdict = settle(
+            "recovery",
+            _text(word),
+            lambda words: _verdict_text(
+                judge([_word(w) for w in words], self._situation(reply, unusual), terms)
+            ),
+        )
+        return self._taken(_verdict(verdict), mine)
+
+    def _taken(self, verdict: Verdict, mine: StagedPart | None) -> Road | None:
+        ground = self._ground
+        if not verdict.partial:
+            if ground.rank == 0:
+                log.warning("recovery is full, all ranks go back to the checkpoint: %s", verdict.why_full)
+            return None
+        if ground.rank == 0:
+            log.warning(
+                "recovery is PARTIAL, which is not exact: training goes on after step %d; rows are of steps %s, "
+                "ranks %s were lost; PLS %.3g, of the run %.3g",
+                verdict.step,
+                list(verdict.steps),
+                list(verdict.lost),
+                verdict.added,
+                verdict.pls,
+            )
+        try:
+            donor = mine if verdict.donor == ground.rank else None
+            donor = donor or StagedPart(staged_part.path_of(ground.home, verdict.donor))
+            return Road(verdict, self._program, ground.rank, mine=mine, donor=donor)
+        except (DeltashardError, OSError, ValueError) as error:
+            log.warning("rank %d's staged part cannot be read any more: %s", verdict.donor, error)
+            return Road(verdict, self._program, ground.rank, mine=mine, donor=None)
+
+    def _rows(self) -> float:
+        found = 0.0
+        for table in self._program.tracking.saved:
+            box = table.box
+            if not table.found.replicated:
+                width = (box.col_stop - box.col_start) / table.schema.columns
+                found += (box.row_stop - box.row_start) * width
+        return found
+
+    def _situation(self, reply: pb.OpenReply, unusual: str) -> Situation:
+        ground = self._ground
+        if not unusual and reply.log_damage:
+            unusual = "the log is damaged"
+        if not unusual and reply.fell_back:
+            unusual = "a newer checkpoint is not whole"
+        return Situation(
+            run=ground.run,
+            world_size=ground.world_size,
+            layout=reply.layout,
+            lineage=ground.lineage,
+            previous_attempt=reply.previous_attempt if reply.HasField("previous_attempt") else None,
+            seq=reply.resume_seq,
+            step=reply.step,
+            attempt=reply.resume_attempt,
+            pls=ground.pls,
+            recoveries=ground.recoveries,
+            rows=float(sum(rows for rows, _ in self._program.shapes.values())),
+            unusual=unusual,
+        )
+
+    def begun(self, reply: pb.OpenReply, meeting: str) -> None:
+        """An attempt is open, and all that was to be restored is: what was staged before is of no use any more.
+
+        `meeting` names that of the ranks.
+        """
+        ground = self._ground
+        if ground.terms is not None and not ground.off:
+            staged_part.discard(ground.home, ground.rank)
+        ground.begin(reply.attempt, reply.layout, meeting)
+
+
+class Road:
+    """What one rank takes from where, on a partial recovery."""
+
+    def __init__(
+        self,
+        verdict: Verdict,
+        program: Program,
+        rank: int,
+        *,
+        mine: StagedPart | None,
+        donor: StagedPart | None,
+    ) -> None:
+        """`donor` None: it cannot be read after all, which `overlay` says to all."""
+        self.verdict = verdict
+        self._program = program
+        self._rank = rank
+        self._mine = mine
+        self._donor = donor
+        said = f"PLS {verdict.added:.3g}, of the run {verdict.pls:.3g}; lost ranks: {list(verdict.lost)}"
+        self.notes = [f"recovery was partial, which is not exact: {said}"]
+
+    def overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
+        """The checkpoint's blobs `raw` with what survivors held; raises `RunWentOn` when that cannot be read."""
+        try:
+            return self._overlay(raw)
+        except (DeltashardError, OSError, ValueError, KeyError) as error:
+            raise self._unread(error) from error
+
+    def frames(self) -> Iterator[memoryview]:
+        """Rows that are newer than the checkpoint's."""
+        replicated = frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
+        if self._mine is not None:
+            sharded = frozenset(t.fqn for t in self._program.tracking.tables) - replicated
+            yield from self._mine.frames(sharded)
+        if self._donor is not None:
+            yield from self._donor.frames(replicated)
+
+    def _unread(self, error: Exception) -> RunWentOn:
+        return RunWentOn(
+            f"a staged part cannot be used after all: {error}",
+            where=f"rank {self._rank}",
+            remedy="all ranks recover in full",
+        )
+
+    def _overlay(self, raw: Mapping[str, memoryview]) -> dict[str, memoryview]:
+        if self._donor is None:
+            raise OSError("it is gone")
+        donor = self._donor.blobs()
+        mine = donor if self._mine is self._donor else None if self._mine is None else self._mine.blobs()
+        found = {name: data for name, data in raw.items() if not name.startswith("optim/")}
+        found |= {name: data for name, data in donor.items() if name.startswith("dense/")}
+        then = optimizer_parts(common_blobs(raw))
+        for view in self._program.tracking.optimizers:
+            name = optimizer_name(view.index, 0)
+            if not view.spread:
+                found[name] = donor[name]
+                continue
+            spoke = decode_value((mine or donor)[name])
+            tree = view.carried(view.merged(decode_value(data) for data in then[view.index]), spoke)
+            found[name] = memoryview(encode_value(tree).to_bytes())
+        own = self.verdict.own[self._rank]
+        held = own_blobs(self._rank, raw)
+        said = mine if own and mine is not None else donor
+        for name, data in said.items():
+            if name.startswith("state/"):
+                found[blob_name(self._rank, name)] = data
+        if not own:
+            self._note_lost(any(name.startswith("state/") for name in said))
+        # Whoever has no generators of its own goes on with those that the checkpoint has of it.
+        if mine is not None:
+            found[blob_name(self._rank, "rng")] = mine["rng"]
+        here = mine if mine is not None else held
+        positions = decode_value(here["loader"]) if "loader" in here else {}
+        if not own:
+            positions, notes = moved_on(positions, decode_value(donor["loader"]))
+            self.notes += [f"rank {self._rank}: {note}" for note in notes]
+        found[blob_name(self._rank, "loader")] = memoryview(encode_value(positions).to_bytes())
+        return found
+
+    def _note_lost(self, states: bool) -> None:
+        rank, verdict = self._rank, self.verdict
+        if states:
+            self.notes.append(f"rank {rank} has rank {verdict.donor}'s state=, since it was not at its step")
+        if self._mine is None:
+            self.notes.append(
+                f"rank {rank} was lost: its rows and its random numbers are those of step {verdict.steps[rank]}"
+            )
+
+
+def _machine() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _text(word: Word) -> str:
+    return json.dumps(dataclasses.asdict(word))
+
+
+def _word(text: str) -> Word:
+    said = json.loads(text)
+    staged = said.pop("staged")
+    return Word(staged=None if staged is None else Staged(**staged), **said)
+
+
+def _verdict_text(verdict: Verdict) -> str:
+    return json.dumps(dataclasses.asdict(verdict))
+
+
+def _verdict(text: str) -> Verdict:
+    said: dict[str, Any] = json.loads(text)
+    for key in ("steps", "own", "lost"):
+        said[key] = tuple(said[key])
+    return Verdict(**said)

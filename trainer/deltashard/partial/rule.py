@@ -1,0 +1,203 @@
+"""Which road a restore takes, and what it costs in samples. Pure: every answer follows from what the ranks said.
+
+Partial only where nothing is unclear; the reason for anything else is a sentence. A rank whose part is not there is
+*lost*: its rows go back to the checkpoint. A part that is there and cannot be used is no lost rank: something happened
+that nobody understands, so all go back.
+
+PLS, the portion of lost samples (CPR, MLSys 2021): sum over ranks of (steps lost / steps planned) x share of all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What the user agreed to."""
+
+    pls_target: float
+    """The run's PLS may come to so much, never beyond."""
+    planned_steps: int
+    """Of the whole run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What a staged part says of itself."""
+
+    run: str
+    """URL and name of the run."""
+    attempt: int
+    rank: int
+    world_size: int
+    layout: str
+    """Digest of the attempt's layout."""
+    lineage: str
+    """Of the run, beside its name: what its commits say of themselves."""
+    covers: int
+    """Seq of the checkpoint since which it holds every changed row."""
+    step: int
+    """Last step that ended on this rank."""
+    clean: bool
+    """Whether no optimizer of the dense part has stepped, or begun to, since that step."""
+    ahead: bool
+    """Whether rows were updated since that step: some hold one step more."""
+    pls: float
+    """Of the run, before this part is used."""
+    recoveries: int
+    """Of the run that were partial, before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What one rank says of the part that it found."""
+
+    staged: Staged | None
+    """None: there is none, or none that can be read."""
+    unusable: str = ""
+    """Why what is there cannot be used; empty: nothing is there, or it can."""
+    off: str = ""
+    """Why this rank takes no part in partial recovery at all."""
+    place: str = ""
+    """Names the machine, and where its staged parts lie."""
+    rows: float = 0.0
+    """Rows of sharded tables that this rank holds; of a column shard its share of the columns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """What is to be resumed, as the log said at the slot of the new attempt."""
+
+    run: str
+    world_size: int
+    layout: str
+    lineage: str
+    """As the checkpoint that was chosen says it."""
+    previous_attempt: int | None
+    """The attempt right before the one that was opened; None: not known."""
+    seq: int
+    step: int
+    """Of the checkpoint that was chosen."""
+    attempt: int
+    """That committed it."""
+    pls: float
+    """Of the run, as this checkpoint says."""
+    recoveries: int
+    rows: float
+    """Of all tables."""
+    unusual: str = ""
+    """What makes this more than a restart (`which=`, a takeover, a fallback); empty: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The road that all ranks take."""
+
+    why_full: str = ""
+    """Empty: partial."""
+    step: int = 0
+    """Training goes on after this one."""
+    donor: int = 0
+    """The rank whose dense part all take."""
+    steps: tuple[int, ...] = ()
+    """By rank: the step that its rows are of."""
+    own: tuple[bool, ...] = ()
+    """By rank: whether it goes on with its own state, generators and loaders."""
+    lost: tuple[int, ...] = ()
+    """Ranks whose rows come from the checkpoint."""
+    added: float = 0.0
+    """PLS of this recovery."""
+    pls: float = 0.0
+    """Of the run with it."""
+    recoveries: int = 0
+    """Of the run that were partial, with this one."""
+
+    @property
+    def partial(self) -> bool:
+        """Whether survivors keep their rows."""
+        return not self.why_full
+
+
+def pls_of(steps_lost: Sequence[int], rows: Sequence[float], *, all_rows: float, planned_steps: int) -> float:
+    """Portion of lost samples: rank r's `rows[r]` of `all_rows` lost `steps_lost[r]` of `planned_steps`."""
+    if not all_rows:
+        return 0.0
+    return sum(n * share for n, share in zip(steps_lost, rows, strict=True)) / all_rows / planned_steps
+
+
+def why_unusable(staged: Staged, now: Situation, rank: int) -> str:
+    """Why a part cannot be applied on top of what is resumed; empty: it can."""
+    if staged.run != now.run:
+        return "it is another run's"
+    if staged.rank != rank:
+        return f"it is rank {staged.rank}'s"
+    if not now.lineage or staged.lineage != now.lineage:
+        return "the checkpoint was not made under partial recovery, or by another run of this name"
+    if now.previous_attempt is None:
+        return "the sidecar does not say which attempt came before: it is older than this library"
+    if staged.attempt != now.previous_attempt:
+        return f"it is of attempt {staged.attempt}, and {now.previous_attempt} was the one before this"
+    if staged.world_size != now.world_size:
+        return f"it is of {staged.world_size} ranks, and there are {now.world_size}"
+    if staged.layout != now.layout:
+        return "tables were sharded otherwise"
+    if now.seq < staged.covers:
+        return f"it builds on checkpoint {staged.covers}, and {now.seq} is resumed"
+    if now.attempt != staged.attempt and now.seq != staged.covers:
+        return f"checkpoint {now.seq} is not of its attempt"
+    if staged.step < now.step:
+        return f"it is of step {staged.step}, and the checkpoint of {now.step}"
+    return ""
+
+
+def judge(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
+    """The one road of all ranks."""
+    why = now.unusual or next((f"rank {r}: {w.off}" for r, w in enumerate(words) if w.off), "")
+    if not why and len({word.place for word in words}) > 1:
+        why = "the ranks run on several machines"
+    if why:
+        return Verdict(why_full=why)
+    for rank, word in enumerate(words):
+        unusable = "" if word.staged is None else why_unusable(word.staged, now, rank)
+        unusable = unusable or word.unusable
+        if unusable:
+            return Verdict(why_full=f"rank {rank}'s staged part: {unusable}")
+    survivors = {rank: word.staged for rank, word in enumerate(words) if word.staged is not None}
+    if not survivors:
+        return Verdict(why_full="no rank has staged anything")
+    able = {rank: staged.step for rank, staged in survivors.items() if staged.clean}
+    if not able:
+        return Verdict(why_full="the optimizers of every survivor had stepped since its last step()")
+    donor = max(able, key=lambda rank: (able[rank], -rank))
+    step = able[donor]
+    if any(staged.step > step for staged in survivors.values()):
+        return Verdict(why_full="the survivor that was ahead had begun its next optimizer step")
+    lost = tuple(rank for rank in range(len(words)) if rank not in survivors)
+    steps = tuple(survivors[rank].step if rank in survivors else now.step for rank in range(len(words)))
+    behind = [
+        step - reached + (1 if rank in survivors and survivors[rank].ahead else 0)
+        for rank, reached in enumerate(steps)
+    ]
+    added = pls_of(
+        behind, [word.rows for word in words], all_rows=now.rows, planned_steps=terms.planned_steps
+    )
+    pls = max(now.pls, *(staged.pls for staged in survivors.values())) + added
+    if pls > terms.pls_target:
+        return Verdict(
+            why_full=f"the run's PLS would come to {pls:.3g}, beyond its target of {terms.pls_target:.3g}"
+        )
+    return Verdict(
+        step=step,
+        donor=donor,
+        steps=steps,
+        own=tuple(
+            rank in survivors and survivors[rank].step == step and survivors[rank].clean
+            for rank in range(len(words))
+        ),
+        lost=lost,
+        added=added,
+        pls=pls,
+        recoveries=1 + max(now.recoveries, *(staged.recoveries for staged in survivors.values())),
+    )

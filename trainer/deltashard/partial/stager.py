@@ -1,0 +1,187 @@
+"""What a survivor stages: rows changed since the last commit, as they are, and all else that it holds.
+
+On the training thread when a collective has raised, or on the sentinel's while the training thread is inside of one
+that will not end. Tables that are on every rank are staged whole, but by the rank that saves them, which knows what
+changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from deltashard_checkpoint.codecs.encoding import raw_encoding
+from deltashard_checkpoint.format.frame_encoder import EncodedFrame, encode_blob_frames, encode_row_frames
+from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
+from deltashard_checkpoint.format.typed_tree import EncodedTree
+
+from deltashard.partial import staged_part
+from deltashard.partial.ground import Ground
+from deltashard.partial.peer import Peers
+from deltashard.partial.rule import Staged
+from deltashard.program import Program
+from deltashard.sharded.batched_kernel import KernelShard
+from deltashard.state.value import array_of
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.step_clock import StepClock
+from deltashard.tracking.tracking import TrackedTable
+
+log = logging.getLogger("deltashard")
+
+DEATH_S = 2.0
+"""A collective that raised did so because a rank died, if one is found dead within so long: its locks go last."""
+LOOK_S = 0.02
+UPDATE_S = 10.0
+"""A fused update that takes longer was left by an exception: nothing is staged."""
+
+
+class Stager:
+    """One rank's; `stage` is done once."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        program: Program,
+        base: CutBase,
+        *,
+        clock: StepClock,
+        peers: Peers,
+        blobs: Callable[[int], Iterable[tuple[str, EncodedTree]]],
+    ) -> None:
+        """`blobs` gives all that this rank has at a step beside rows, by plain names."""
+        self._ground = ground
+        self._program = program
+        self._tracking = program.tracking
+        self._blobs = blobs
+        self._base = base
+        self._clock = clock
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._done = False
+        self._updating_s = 0.0
+        for table in self._tracking.tables if ground.terms is not None and not ground.off else ():
+            if isinstance(table.found.kernel, KernelShard):
+                table.found.kernel.batch.watch(lambda begins: self._tracking.steps.update(begins=begins))
+
+    def raised(self, error: BaseException) -> None:
+        """`error` came out of the training loop: stage, if it says that a rank died. Raises nothing."""
+        # torch raises what a collective met as RuntimeError, of which its own errors are a kind. Any other error is
+        # this rank's own: whatever led to it is better not kept.
+        if not self._ground.ready or not isinstance(error, RuntimeError):
+            return
+        until_s = time.monotonic() + DEATH_S
+        idle = threading.Event()
+        while not self._peers.dead:
+            if time.monotonic() >= until_s:
+                return
+            idle.wait(LOOK_S)
+        if self._tracking.steps.updating:
+            log.warning(
+                "a rank died, and a fused update of this one was left halfway: nothing of it is staged"
+            )
+            return
+        self.stage(lambda: True)
+
+    def stage(self, still: Callable[[], bool]) -> bool:
+        """Stage what this rank holds, while `still()`; returns whether there is nothing more to be done."""
+        with self._lock:
+            if self._done or not self._ground.ready:
+                return True
+            try:
+                done = self._stage(still)
+            except Exception as error:  # noqa: BLE001 - a user's getter, a full disk: this rank counts as lost
+                log.warning(
+                    "a rank died, and nothing of this one could be staged (%s: %s): its rows go back to the last "
+                    "checkpoint",
+                    type(error).__name__,
+                    error,
+                )
+                staged_part.discard(self._ground.home, self._ground.rank)
+                done = True
+            self._done = done
+            return done
+
+    def _stage(self, still: Callable[[], bool]) -> bool:
+        ground, tracking, steps = self._ground, self._tracking, self._tracking.steps
+        covers = self._base.commit
+        if covers is None or ground.attempt is None or self._clock.step == 0:
+            log.warning("a rank died before the first checkpoint of this run: there is nothing to stage upon")
+            return True
+        if steps.updating:
+            # On the sentinel's thread: the training thread is in a kernel, and will come out of it.
+            self._updating_s = self._updating_s or time.monotonic()
+            return time.monotonic() - self._updating_s > UPDATE_S
+        began_s, where = time.monotonic(), self._where()
+        staged = Staged(
+            run=ground.run,
+            attempt=ground.attempt,
+            rank=ground.rank,
+            world_size=ground.world_size,
+            layout=ground.layout,
+            lineage=ground.lineage,
+            covers=covers,
+            step=self._clock.step,
+            clean=not steps.stepped and not steps.inside,
+            ahead=steps.updated,
+            pls=ground.pls,
+            recoveries=ground.recoveries,
+        )
+        tracking.audit_before_commit()
+        counts = tracking.refresh()
+        path = staged_part.write(
+            ground.home,
+            staged,
+            self._frames(staged.step),
+            tables=self._program.schemas,
+            boxes=tuple(table.box for table in tracking.tables),
+        )
+        if not still() or self._where() != where:
+            path.unlink()  # the training thread went on meanwhile: this is of no one instant
+            return False
+        staged_part.publish(ground.home, ground.rank)
+        log.warning(
+            "a rank died: %d rows of step %d are staged on top of checkpoint %d, in %.1f s",
+            counts.commit,
+            staged.step,
+            covers,
+            time.monotonic() - began_s,
+        )
+        return True
+
+    def _where(self) -> tuple[object, ...]:
+        steps = self._tracking.steps
+        return self._clock.step, steps.updating, steps.updated, steps.stepped, len(steps.inside)
+
+    def _frames(self, step: int) -> Iterator[EncodedFrame]:
+        for table in self._tracking.tables:
+            for block in _blocks(table):
+                options = EncodeOptions(encoding=raw_encoding(table.schema.dtype))
+                yield from encode_row_frames(block, options, step=step)
+        for name, tree in self._blobs(step):
+            yield from encode_blob_frames(name=name, data=tree.to_bytes(), step=step)
+
+
+ROWS_AT_ONCE = 1 << 16
+
+
+def _blocks(table: TrackedTable) -> Iterator[RowBlock]:
+    """The rows of one shard that are staged, some at a time."""
+    ids = table.prepare_cut("since_commit").ids if table.saver is None else None
+    weights, fields = array_of(table.param), {k: array_of(v) for k, v in table.state_tensors().items()}
+    chosen = np.arange(weights.shape[0], dtype=np.int64) if ids is None else ids.numpy()
+    width = table.box.col_stop - table.box.col_start
+    for at in range(0, len(chosen), ROWS_AT_ONCE):
+        some = chosen[at : at + ROWS_AT_ONCE]
+        yield RowBlock(
+            schema=table.schema,
+            ids=some + table.box.row_start,
+            weights=np.ascontiguousarray(weights[some]),
+            fields={
+                spec.name: np.ascontiguousarray(fields[spec.name][some]).reshape(spec.shape(len(some), width))
+                for spec in table.schema.fields
+            },
+            columns=range(table.box.col_start, table.box.col_stop),
+        )
