@@ -99,7 +99,8 @@ def _to_the_end(
 
 def _losses(said: str) -> dict[tuple[str, str], set[str]]:
     found: dict[tuple[str, str], set[str]] = {}
-    for rank, step, loss in re.findall(r"rank (\d) step (\d+) loss (\S+)", said):
+    # torchrun's Python writes a line's end by itself: the other rank's line may stand before it.
+    for rank, step, loss in re.findall(r"rank (\d) step (\d+) loss ([-+.e\d]+)", said):
         found.setdefault((rank, step), set()).add(loss)
     return found
 
