@@ -1,0 +1,73 @@
+"""What the harnesses of both demos do alike: a store to save into, waiting, and a process that stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
+
+from minio_server import minio_server
+
+T = TypeVar("T")
+STORES = ("file", "minio")
+DEADLINE_S = 180.0
+"""Without a step or a checkpoint: a machine that is busy with something else is slow, but it gets on."""
+
+
+class DemoFailed(Exception):
+    """Something the demo waits for did not happen."""
+
+
+def empty_store(kind: str, folder: Path, stack: contextlib.ExitStack) -> tuple[str, str]:
+    """(URL, name for people) of an empty store, one of `STORES`; `stack` ends what was started for it."""
+    if kind == "file":
+        return f"file://{folder / 'store'}", "a directory (file://)"
+    server = stack.enter_context(minio_server())
+    os.environ.update(server.environment())
+    return f"s3://{server.bucket}/demo", f"a real MinIO server at {server.endpoint}"
+
+
+def until(
+    what: str,
+    found: Callable[[], T | None],
+    *,
+    reached: Callable[[], Hashable],
+    over: Callable[[], bool],
+    logs: Callable[[], str],
+    poll_s: float = 0.02,
+) -> T:
+    """Wait for `found()` to be true, as long as `reached()` changes now and then and the run is not `over()`.
+
+    Raises:
+        DemoFailed: with `logs()`.
+    """
+    at, deadline = None, 0.0
+    while True:
+        ended = over()
+        value = found()
+        if value:
+            return value
+        now_at = reached()
+        if now_at != at:
+            at, deadline = now_at, time.monotonic() + DEADLINE_S
+        if ended or time.monotonic() > deadline:
+            raise DemoFailed(f"waited in vain for {what}\n{logs()}")
+        time.sleep(poll_s)
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[int]:
+    """The process stands still (SIGSTOP) inside the block; it goes on afterwards if it is still there."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
