@@ -65,7 +65,7 @@ class Event:
     @property
     def lost_steps(self) -> int:
         """Steps that are trained once more."""
-        return 0 if self.mode == NONE else self.last_step - self.restored_step
+        return 0 if self.mode == NONE else max(0, self.last_step - self.restored_step)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,6 +79,7 @@ class Scene:
     evidence: Path
     url: str
     run: str
+    steps_to_lose: int
     attempt: int | None = None
     """What the ranks that train now said they had opened; None: they began anew."""
 
@@ -93,14 +94,17 @@ class Scene:
             poll_s=poll_s,
         )
 
-    def ready(self, step: int, *, past_commit: int) -> None:
-        """Wait for a step, for a checkpoint of the ranks that train now, and for so many steps after one."""
+    def ready(self, step: int) -> None:
+        """Wait for a step, and for a checkpoint of the ranks that train now."""
         self.until(f"step {step}", lambda: self.lines.last >= step)
         opened = self.watch.attempts[-1]
         self.until("a checkpoint of these ranks", lambda: (c := self.watch.newest()) and c.seq > opened)
+
+    def something_to_lose(self) -> None:
+        """Wait for some steps after a checkpoint."""
         self.until(
-            f"{past_commit} steps after a checkpoint",
-            lambda: (c := self.watch.newest()) and self.lines.last >= c.step + past_commit,
+            f"{self.steps_to_lose} steps after a checkpoint",
+            lambda: (c := self.watch.newest()) and self.lines.last >= c.step + self.steps_to_lose,
         )
 
     def said(self, name: str) -> dict[int, dict[str, Any]] | None:
@@ -121,18 +125,26 @@ class Scene:
 def kill_rank(scene: Scene) -> Event:
     """SIGKILL the last rank."""
     rank = scene.job.world - 1
+    scene.something_to_lose()
     return _come_back(scene, f"rank {rank} killed", f"kill rank {rank}", lambda: scene.job.kill_rank(rank))
 
 
 def resize(scene: Scene, world: int, *, gently: bool) -> Event:
     """End all ranks, and start `world`."""
     how = "told to end" if gently else "killed"
+    if not gently:
+        scene.something_to_lose()
     return _come_back(
         scene,
-        f"{scene.job.world} ranks {how}, {world} started",
-        f"{scene.job.world} to {world} ranks",
+        f"{ranks(scene.job.world)} {how}, {world} started",
+        f"{scene.job.world} to {ranks(world)}",
         lambda: scene.job.resize(world, gently=gently),
     )
+
+
+def ranks(count: int) -> str:
+    """So many, in words."""
+    return f"{count} rank{'' if count == 1 else 's'}"
 
 
 def _come_back(scene: Scene, what: str, mark: str, strike: Callable[[], float]) -> Event:
@@ -186,7 +198,7 @@ def _come_back(scene: Scene, what: str, mark: str, strike: Callable[[], float]) 
 
 def kill_sidecar(scene: Scene) -> Event:
     """SIGKILL the ranks' sidecar while it uploads; no rank may stop or restart."""
-    ranks = scene.job.ranks()
+    alive = scene.job.ranks()
     sidecar = scene.until("the sidecar", scene.job.sidecar)
     while True:
         scene.until("an upload to interrupt", scene.watch.uploading, poll_s=0.001)
@@ -209,7 +221,7 @@ def kill_sidecar(scene: Scene) -> Event:
     comparison = scene.compare(following.seq, said)
     read_s = time.perf_counter() - begun
     broken = []
-    if scene.lines.read()[-1].process != last.process or (ranks != scene.job.ranks() and scene.job.ranks()):
+    if scene.lines.read()[-1].process != last.process or (scene.job.ranks() and alive != scene.job.ranks()):
         broken.append("a rank did not survive its sidecar")
     next_step = next(s for s in scene.lines.read() if s.at_s > at_s)
     return Event(

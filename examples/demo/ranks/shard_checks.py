@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import deltashard
+from content import Content, dense_of, sha256
 from deltashard import CheckpointReader, StoredRows
-from shard_evidence import Content, dense_of, sha256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,43 +1,26 @@
 """What each rank leaves for the report of the demo of several ranks: a line a step, and what it held when it mattered.
 
 `rank-<r>/steps-*.jsonl`: as in the demo of one process; the loss is the mean over all ranks, the checksum that of the
-whole batch. `rank-<r>/cut-*.json` and `restored-*.json`: of every shard of a table, of its optimizer state, and of every
-dense parameter and its state the SHA-256, taken from TorchRec's own view of the living tensors, past deltashard.
+whole batch. `rank-<r>/cut-*.json` and `restored-*.json`: of every shard of a table, of its optimizer state, and of each
+dense parameter and its state the SHA-256, taken from TorchRec's own view of the living tensors, not by deltashard.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from baskets import Batch
+from content import Content, dense_of, sha256
 from evidence import StepLog, write_whole
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
-
-Content = dict[str, Any]
-"""What one rank holds: {"shards": [{"table", "rows", "weights", "state"}, ...], "dense": {name: hash}}."""
-
-
-def sha256(values: Tensor) -> str:
-    """Of a tensor's bytes, in order."""
-    return hashlib.sha256(values.detach().contiguous().numpy().tobytes()).hexdigest()
-
-
-def dense_of(parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Hashes of dense parameters, and of their optimizer's state as `name:key`."""
-    found = {name: sha256(value) for name, value in parameters.items()}
-    for name in parameters:
-        found |= {f"{name}:{key}": sha256(torch.as_tensor(value)) for key, value in state[name].items()}
-    return found
 
 
 def held(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> Content:

@@ -1,8 +1,8 @@
 """Each rank's share of the batch of a training step, whichever the number of ranks.
 
 A wrapped loader comes back exactly on as many ranks as saved it; in the middle of an epoch on another number of them
-it is refused, since its samples were dealt out to the ranks that were. A job whose world changes at any step can do what
-is done here: make the batch a function of the step, which is the same for all ranks, and let each take its part.
+it is refused, since its samples were dealt out to the ranks that were. A job whose world changes at any step can do
+what is done here: make the batch a function of the step, which is the same for all ranks, and let each take its part.
 """
 
 from __future__ import annotations
