@@ -7,15 +7,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
 
 from minio_server import minio_server
+from rich.table import Table
 
 T = TypeVar("T")
+VERDICT = {True: "yes", False: "[bold red]NO[/]"}
 STORES = ("file", "minio")
 DEADLINE_S = 180.0
 """Without a step or a checkpoint: a machine that is busy with something else is slow, but it gets on."""
@@ -71,3 +73,13 @@ def frozen(pid: int) -> Iterator[int]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def table_of(title: str, columns: dict[str, bool], rows: Iterable[tuple[str, ...]]) -> Table:
+    """A table for a terminal; `columns` by name, whether its entries are numbers."""
+    table = Table(title=title)
+    for name, number in columns.items():
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

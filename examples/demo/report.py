@@ -6,6 +6,7 @@ from __future__ import annotations
 import html
 import io
 from dataclasses import dataclass
+from typing import Protocol
 
 import matplotlib as mpl
 import numpy as np
@@ -441,6 +442,35 @@ def card(title: str, came_back: str, facts: list[tuple[str, str]], *, exact: boo
     return f'<div class="kill"><h3>{html.escape(title)}</h3><p class="from">{came_back}</p><dl>{items}</dl>{said}</div>'
 
 
+class Happened(Protocol):
+    """A kill, or another event."""
+
+    @property
+    def last_step(self) -> int: ...
+    @property
+    def restored_step(self) -> int: ...
+    @property
+    def lost_steps(self) -> int: ...
+    @property
+    def restore_s(self) -> float: ...
+    @property
+    def back_s(self) -> float: ...
+
+
+def facts_of(
+    event: Happened, *, committed: int, restored: str, seconds: str, back: str
+) -> list[tuple[str, str]]:
+    """The numbers of a card; `restored`, `seconds` and `back` are what three of them are called."""
+    return [
+        ("last step trained", f"{event.last_step:,}"),
+        ("last committed step", f"{committed:,}"),
+        (restored, f"{event.restored_step:,}"),
+        ("steps lost", f"{event.lost_steps:,}"),
+        (seconds, f"{event.restore_s:.2f} s"),
+        (back, span(event.back_s)),
+    ]
+
+
 def _kill_card(kill: Kill) -> str:
     survived = kill.what.startswith("sidecar")
     came_back = (
@@ -448,14 +478,13 @@ def _kill_card(kill: Kill) -> str:
         if survived
         else f"Training came back from {html.escape(_source_name(kill.source))}"
     )
-    facts = [
-        ("last step trained", f"{kill.last_step:,}"),
-        ("last committed step", f"{kill.last_committed_step:,}"),
-        ("next committed step" if survived else "restored step", f"{kill.restored_step:,}"),
-        ("steps lost", f"{kill.lost_steps:,}"),
-        ("read back in" if survived else "state restored in", f"{kill.restore_s:.2f} s"),
-        ("next step after" if survived else "training again after", span(kill.back_s)),
-    ]
+    facts = facts_of(
+        kill,
+        committed=kill.last_committed_step,
+        restored="next committed step" if survived else "restored step",
+        seconds="read back in" if survived else "state restored in",
+        back="next step after" if survived else "training again after",
+    )
     compared = f"{kill.comparison.rows:,} rows and all other state compared"
     if kill.exact:
         verdict = f"Exact: {compared}"

@@ -25,12 +25,11 @@ import baskets
 import kills
 import numpy as np
 import report
-from harness import STORES, DemoFailed, empty_store
+from harness import STORES, VERDICT, DemoFailed, empty_store, table_of
 from pods import Pod
 from progress import Progress
 from records import StepLines, Watch
 from rich.console import Console
-from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -219,27 +218,30 @@ def _story(
 
 
 def _print(console: Console, summary: dict[str, object], out: Path, took_s: float) -> None:
-    table = Table(title="What was killed, and what came back")
-    for name, right in (
-        ("killed", False),
-        ("came back from", False),
-        ("committed step", True),
-        ("restored step", True),
-        ("lost steps", True),
-        ("restore s", True),
-        ("exact", False),
-    ):
-        table.add_column(name, justify="right" if right else "left")
-    for kill in summary["kills"]:  # type: ignore[attr-defined]
-        table.add_row(
-            kill["what"],
-            kill["source"],
-            f"{kill['last_committed_step']:,}",
-            f"{kill['restored_step']:,}",
-            f"{kill['lost_steps']:,}",
-            f"{kill['restore_s']:.2f}",
-            "yes" if kill["exact"] else "[bold red]NO[/]",
-        )
+    table = table_of(
+        "What was killed, and what came back",
+        {
+            "killed": False,
+            "came back from": False,
+            "committed step": True,
+            "restored step": True,
+            "lost steps": True,
+            "restore s": True,
+            "exact": False,
+        },
+        [
+            (
+                kill["what"],
+                kill["source"],
+                f"{kill['last_committed_step']:,}",
+                f"{kill['restored_step']:,}",
+                f"{kill['lost_steps']:,}",
+                f"{kill['restore_s']:.2f}",
+                VERDICT[kill["exact"]],
+            )
+            for kill in summary["kills"]  # type: ignore[attr-defined]
+        ],
+    )
     console.print(table)
     quality, stall = summary["quality"], summary["stall_ms"]
     console.print(

@@ -15,12 +15,14 @@ Content = dict[str, Any]
 
 def sha256(values: Tensor) -> str:
     """Of a tensor's bytes, in order."""
-    return hashlib.sha256(values.detach().contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(values.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def dense_of(parameters: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """Hashes of dense parameters, and of their optimizer's state as `name:key`."""
     found = {name: sha256(value) for name, value in parameters.items()}
     for name in parameters:
-        found |= {f"{name}:{key}": sha256(torch.as_tensor(value)) for key, value in state[name].items()}
+        found |= {
+            f"{name}:{key}": sha256(torch.as_tensor(value)) for key, value in state.get(name, {}).items()
+        }
     return found

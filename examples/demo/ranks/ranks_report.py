@@ -11,7 +11,7 @@ import matplotlib as mpl
 import numpy as np
 from events import NONE, Event
 from matplotlib.figure import Figure
-from report import DATA, LIVES, STYLE, Course, canvas, card, cards, document, figures, span, svg, tiled
+from report import DATA, LIVES, STYLE, Course, canvas, card, cards, document, facts_of, figures, svg, tiled
 
 _SHARD = re.compile(r"rank (\d+): (\w+)\[(\d+):(\d+)\]")
 
@@ -141,14 +141,13 @@ def _event_card(event: Event) -> str:
         if survived
         else f"All {event.world_after} ranks came back, from {'the local cache' if event.source == 'cache' else 'the store'}."
     )
-    facts = [
-        ("last step trained", f"{event.last_step:,}"),
-        ("last committed step", f"{event.committed_step:,}"),
-        ("next committed step" if survived else "restored step", f"{event.restored_step:,}"),
-        ("steps lost", f"{event.lost_steps:,}"),
-        ("read back in" if survived else "slowest rank restored in", f"{event.restore_s:.2f} s"),
-        ("next step after" if survived else "training again after", span(event.back_s)),
-    ]
+    facts = facts_of(
+        event,
+        committed=event.committed_step,
+        restored="next committed step" if survived else "restored step",
+        seconds="read back in" if survived else "slowest rank restored in",
+        back="next step after" if survived else "training again after",
+    )
     compared = f"{event.comparison.rows:,} rows on {event.world_after} ranks and all other state compared"
     wrong = "; ".join((*event.broken, *event.comparison.wrong))
     verdict = f"Exact: {compared}" if event.exact else f"Not exact: {wrong}; {compared}"

@@ -28,13 +28,12 @@ import events
 import numpy as np
 import ranks_report
 from events import Event, Scene
-from harness import STORES, DemoFailed, empty_store
+from harness import STORES, VERDICT, DemoFailed, empty_store, table_of
 from job import RankJob, start_torchrun
 from progress import Progress
 from records import Step, StepLines, Watch
 from report import Course, Mark
 from rich.console import Console
-from rich.table import Table
 from shares import BATCH_SIZE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -293,29 +292,32 @@ def _summary(played: Played, uninterrupted: float, args: argparse.Namespace) -> 
 
 
 def _print(console: Console, played: Played, summary: dict[str, object], out: Path, took_s: float) -> None:
-    table = Table(title="What happened, and what came back")
-    for name, right in (
-        ("event", False),
-        ("ranks", True),
-        ("recovery", False),
-        ("committed step", True),
-        ("restored step", True),
-        ("lost steps", True),
-        ("restore s", True),
-        ("exact", False),
-    ):
-        table.add_column(name, justify="right" if right else "left")
-    for event in played.events:
-        table.add_row(
-            event.what,
-            f"{event.world_before} -> {event.world_after}",
-            event.mode,
-            f"{event.committed_step:,}",
-            f"{event.restored_step:,}",
-            f"{event.lost_steps:,}",
-            f"{event.restore_s:.2f}",
-            "yes" if event.exact else "[bold red]NO[/]",
-        )
+    table = table_of(
+        "What happened, and what came back",
+        {
+            "event": False,
+            "ranks": True,
+            "recovery": False,
+            "committed step": True,
+            "restored step": True,
+            "lost steps": True,
+            "restore s": True,
+            "exact": False,
+        },
+        [
+            (
+                event.what,
+                f"{event.world_before} -> {event.world_after}",
+                event.mode,
+                f"{event.committed_step:,}",
+                f"{event.restored_step:,}",
+                f"{event.lost_steps:,}",
+                f"{event.restore_s:.2f}",
+                VERDICT[event.exact],
+            )
+            for event in played.events
+        ],
+    )
     console.print(table)
     quality = summary["quality"]
     console.print(
