@@ -44,8 +44,9 @@ def until(
     over: Callable[[], bool],
     logs: Callable[[], str],
     poll_s: float = 0.02,
+    deadline_s: float = DEADLINE_S,
 ) -> T:
-    """Wait for `found()` to be true, as long as `reached()` changes now and then and the run is not `over()`.
+    """Wait for `found()`, as long as `reached()` changes every `deadline_s` at least and the run is not `over()`.
 
     Raises:
         DemoFailed: with `logs()`.
@@ -58,7 +59,7 @@ def until(
             return value
         now_at = reached()
         if now_at != at:
-            at, deadline = now_at, time.monotonic() + DEADLINE_S
+            at, deadline = now_at, time.monotonic() + deadline_s
         if ended or time.monotonic() > deadline:
             raise DemoFailed(f"waited in vain for {what}\n{logs()}")
         time.sleep(poll_s)

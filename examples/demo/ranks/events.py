@@ -24,6 +24,8 @@ from records import StepLines, Watch
 from shard_checks import Comparison
 
 T = TypeVar("T")
+DEADLINE_S = 420.0
+"""Without a step or a checkpoint: ranks may wait for one another in vain (`train.PEER_S`) and be started once more."""
 FULL, NONE = "full", "none"
 """Modes of recovery: all ranks go back to a checkpoint; nobody had to."""
 
@@ -92,6 +94,7 @@ class Scene:
             over=lambda: self.job.finished.is_set() or self.job.failed.is_set(),
             logs=self.job.log_tail,
             poll_s=poll_s,
+            deadline_s=DEADLINE_S,
         )
 
     def ready(self, step: int) -> None:

@@ -18,6 +18,14 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 RESTARTS = 3
 """Of the ranks by one torchrun, and of torchrun by the Job."""
+SURROUNDINGS = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONWARNINGS": "ignore",
+    # A store of the process group's own for each start of the ranks. torchrun's, which outlives them, still holds the
+    # addresses of the dead: gloo was seen to read those, and to wait for them until its timeout.
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
 END_S = 90.0
 """torchrun kills ranks that do not end 30 s after they were told to."""
 
@@ -31,9 +39,7 @@ def start_torchrun(
     with log.open("ab") as out:
         return subprocess.Popen(
             [*command, str(HERE / "train.py"), *arguments],
-            env=os.environ
-            | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-            | environment,
+            env=os.environ | SURROUNDINGS | environment,
             stdout=out,
             stderr=out,
             start_new_session=True,

@@ -29,7 +29,7 @@ from shard_evidence import ShardEvidence
 from shares import StepBatches, share
 
 SEED = 20260101
-PEER_S = 120
+PEER_S = 60
 """A rank that others wait for longer is lost; torchrun starts all of them again."""
 
 
