@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import matplotlib as mpl
 import numpy as np
-from events import NONE, Event
+from events import NONE, Event, ranks
 from matplotlib.figure import Figure
 from report import DATA, LIVES, STYLE, Course, canvas, card, cards, document, facts_of, figures, svg, tiled
 
@@ -139,7 +139,7 @@ def _event_card(event: Event) -> str:
     came_back = (
         "Training did not notice. The next checkpoint, read back from the store, holds what every rank cut."
         if survived
-        else f"All {event.world_after} ranks came back, from {'the local cache' if event.source == 'cache' else 'the store'}."
+        else f"{ranks(event.world_after)} came back, from {'the local cache' if event.source == 'cache' else 'the store'}."
     )
     facts = facts_of(
         event,
@@ -148,7 +148,7 @@ def _event_card(event: Event) -> str:
         seconds="read back in" if survived else "slowest rank restored in",
         back="next step after" if survived else "training again after",
     )
-    compared = f"{event.comparison.rows:,} rows on {event.world_after} ranks and all other state compared"
+    compared = f"{event.comparison.rows:,} rows on {ranks(event.world_after)} and all other state compared"
     wrong = "; ".join((*event.broken, *event.comparison.wrong))
     verdict = f"Exact: {compared}" if event.exact else f"Not exact: {wrong}; {compared}"
     return card(event.what[0].upper() + event.what[1:], came_back, facts, exact=event.exact, verdict=verdict)
