@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,9 @@ DEADLINE_S = 420.0
 """Without a step or a checkpoint: ranks may wait for one another in vain (`train.PEER_S`) and be started once more."""
 FULL, NONE = "full", "none"
 """Modes of recovery: all ranks go back to a checkpoint; nobody had to."""
+
+
+NOT_YET = Comparison(step_per_shard={}, wrong=("not compared yet",), rows=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +58,13 @@ class Event:
     """From then to the next finished step."""
     source: str
     """Where the rows came from: cache or store."""
-    comparison: Comparison
-    broken: tuple[str, ...]
+    seq: int
+    """The checkpoint that all ranks must hold."""
+    said: Mapping[int, Mapping[str, Any]]
+    """What each rank held, by rank."""
+    comparison: Comparison = NOT_YET
+    """Made at the end by `Scene.judged`, so that training does not run ahead of the next event meanwhile."""
+    broken: tuple[str, ...] = ()
     """Promises that were not kept, beside the comparison's."""
 
     @property
@@ -117,12 +125,15 @@ class Scene:
             return None
         return {rank: json.loads(path.read_text()) for rank, path in paths.items()}
 
-    def compare(self, seq: int, said: Mapping[int, Mapping[str, Any]]) -> Comparison:
-        """What the ranks hold against a checkpoint of the store."""
+    def judged(self, event: Event) -> Event:
+        """With what its ranks held compared with the checkpoint of the store."""
         steps = {seen.checkpoint.seq: seen.checkpoint.step for seen in self.watch.seen}
-        return shard_checks.compare(
-            self.url, self.run, seq, {rank: each["content"] for rank, each in said.items()}, steps
-        )
+        held = {rank: each["content"] for rank, each in event.said.items()}
+        begun = time.perf_counter()
+        comparison = shard_checks.compare(self.url, self.run, event.seq, held, steps)
+        read_s = time.perf_counter() - begun
+        restore_s = read_s if event.mode == NONE else event.restore_s
+        return replace(event, comparison=comparison, restore_s=restore_s)
 
 
 def kill_rank(scene: Scene) -> Event:
@@ -194,7 +205,8 @@ def _come_back(scene: Scene, what: str, mark: str, strike: Callable[[], float]) 
         restore_s=max(each["seconds"] for each in said.values()),
         back_s=first.at_s - at_s,
         source="store" if any(each["source"] == "store" for each in said.values()) else "cache",
-        comparison=scene.compare(committed.seq, said),
+        seq=committed.seq,
+        said=said,
         broken=tuple(broken),
     )
 
@@ -220,9 +232,6 @@ def kill_sidecar(scene: Scene) -> Event:
         lambda: next((s.checkpoint for s in scene.watch.seen if s.checkpoint.seq > before.seq), None),
     )
     said = scene.until("what was cut for it", lambda: scene.said(f"cut-{scene.attempt}-{following.step}"))
-    begun = time.perf_counter()
-    comparison = scene.compare(following.seq, said)
-    read_s = time.perf_counter() - begun
     broken = []
     if scene.lines.read()[-1].process != last.process or (scene.job.ranks() and alive != scene.job.ranks()):
         broken.append("a rank did not survive its sidecar")
@@ -238,9 +247,10 @@ def kill_sidecar(scene: Scene) -> Event:
         committed_step=before.step,
         restored_step=following.step,
         pls=0.0,
-        restore_s=read_s,
+        restore_s=0.0,
         back_s=next_step.at_s - at_s,
         source="none: training went on",
-        comparison=comparison,
+        seq=following.seq,
+        said=said,
         broken=tuple(broken),
     )

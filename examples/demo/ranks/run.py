@@ -45,6 +45,8 @@ LEAST_STEPS = 20
 """... but not closer together than these steps."""
 STEPS_TO_LOSE = 10
 REFERENCE_S = 600.0
+LOSS = 1e-4
+"""By so much the loss of a step on more than two ranks may differ; other dropout makes a hundredth."""
 QUALITY = 0.01
 """By so much the AUC may differ. Other numbers of ranks draw other dropout; the rest is the same, see the losses."""
 
@@ -191,13 +193,11 @@ def _play(
     for act in acts(args.ranks):
         scene.ready(round(args.steps * act.share))
         event = act.play(scene)
-        console.print(
-            f"    {event.what}: committed {event.committed_step}, back at {event.restored_step}"
-            f"{'' if event.exact else ' [bold red]NOT EXACT[/]'}"
-        )
+        console.print(f"    {event.what}: committed {event.committed_step}, back at {event.restored_step}")
         happened.append(event)
     scene.until("the end of training", job.finished.is_set)
     watch.poll()
+    happened = [scene.judged(event) for event in happened]
     newest = watch.seen[-1].checkpoint
     steps = lines.read()
     broken = _broken(happened, steps, reference)
@@ -243,10 +243,13 @@ def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> l
     other = sorted({s.step for s in steps if expected[s.step].crc != s.crc})
     if other:
         broken.append(f"steps {other[:10]} saw other batches than the uninterrupted run")
-    # As many ranks sum and draw in the same order: not a bit of any loss may differ, before and after a restart.
+    # Two ranks have one order to sum in. More were seen to differ in the last bits after a restart: DDP lays its buckets
+    # out anew after its first step, and where a gradient lies says in which order its ring sums.
     world = happened[0].world_before
     resized_s = min(event.at_s for event in happened if event.world_after != world)
-    differ = sorted({s.step for s in steps if s.at_s < resized_s and expected[s.step].loss != s.loss})
+    differ = sorted(
+        {s.step for s in steps if s.at_s < resized_s and not _same(expected[s.step].loss, s.loss, world)}
+    )
     if differ:
         broken.append(
             f"the losses of steps {differ[:10]} on {events.ranks(world)} are not those of the uninterrupted run"
@@ -256,6 +259,10 @@ def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> l
     if missing:
         broken.append(f"steps {sorted(missing)[:10]} were never trained")
     return broken
+
+
+def _same(expected: float, loss: float, world: int) -> bool:
+    return loss == expected if world <= 2 else abs(loss - expected) <= LOSS * expected
 
 
 def _summary(played: Played, uninterrupted: float, args: argparse.Namespace) -> dict[str, object]:

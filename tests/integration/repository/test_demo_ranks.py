@@ -12,7 +12,7 @@ import pytest
 from tests.support.machine import limit_s
 from tests.support.tool import ROOT
 
-STEPS = 120
+STEPS = 240
 
 
 @pytest.mark.slow
