@@ -244,7 +244,7 @@ def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> l
     if other:
         broken.append(f"steps {other[:10]} saw other batches than the uninterrupted run")
     # Two ranks have one order to sum in. More were seen to differ in the last bits after a restart, and we think by
-    # DDP: it lays its buckets out anew after its first step, and where a gradient lies says in which order it is summed.
+    # DDP: it lays its buckets out anew after its first step, where a gradient lies says in which order it is summed.
     world = happened[0].world_before
     resized_s = min(event.at_s for event in happened if event.world_after != world)
     differ = sorted(
