@@ -19,8 +19,9 @@ $(UV):
 	$(UV) sync --frozen --all-extras --python $(PYTHON)
 	touch $@
 
+# RANKS=4: the same data on so many ranks of TorchRec under torchrun, out/demo-ranks.html.
 demo: venv
-	$(RUN) examples/demo/run.py --store $(STORE)
+	$(RUN) $(if $(RANKS),examples/demo/ranks/run.py --ranks $(RANKS),examples/demo/run.py) --store $(STORE)
 
 # The servers that tests run, built once per machine and before pytest begins. Without Go their tests are skipped, loudly.
 servers:

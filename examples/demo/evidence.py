@@ -29,6 +29,19 @@ from torch import nn
 KEPT_DUMPS = 4
 
 
+class StepLog:
+    """One process's lines, which `records.StepLines` reads; whole up to the last step, whenever it is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lines = (folder / f"steps-{time.time_ns()}-{os.getpid()}.jsonl").open("w", buffering=1)
+
+    def write(self, step: int, loss: float, *, held_s: float, candidates: torch.Tensor, cut: bool) -> None:
+        """Add a step; `candidates` are those of its batch, int64 [B, K]."""
+        crc = zlib.crc32(candidates.numpy().tobytes())
+        self._lines.write(json.dumps([time.time(), step, loss, held_s, crc, cut]) + "\n")
+
+
 class Evidence:
     """Writes into `folder`, or does nothing when it is None."""
 
@@ -38,8 +51,7 @@ class Evidence:
         self.optimizers = optimizers
         self._cuts = 0
         if self.folder:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._lines = (self.folder / f"steps-{time.time_ns()}-{os.getpid()}.jsonl").open("w", buffering=1)
+            self._log = StepLog(self.folder)
 
     def restored(self, resumed: Any) -> None:
         """Keep what the model holds right after `restore()`, and what it reported."""
@@ -55,7 +67,7 @@ class Evidence:
             "seconds": resumed.seconds,
             "dump": name,
         }
-        _write(self.folder / f"{name}.json", report)
+        write_whole(self.folder / f"{name}.json", report)
 
     @contextlib.contextmanager
     def watching(self, step: int, loss: float, batch: Batch, ckpt: Any) -> Iterator[None]:
@@ -67,8 +79,7 @@ class Evidence:
         yield
         held_s = time.perf_counter() - before
         cut = ckpt is not None and ckpt.stats.cuts != self._cuts
-        crc = zlib.crc32(batch.candidates.numpy().tobytes())
-        self._lines.write(json.dumps([time.time(), step, loss, held_s, crc, cut]) + "\n")
+        self._log.write(step, loss, held_s=held_s, candidates=batch.candidates, cut=cut)
         if cut:
             self._cuts = ckpt.stats.cuts
             self._dump(f"cut-{step}")
@@ -78,7 +89,9 @@ class Evidence:
     def finished(self, step: int, auc: float) -> None:
         """The result, and how large this state is in the ordinary format."""
         if self.folder:
-            _write(self.folder / "result.json", {"step": step, "auc": auc, "full_bytes": self._full_bytes()})
+            write_whole(
+                self.folder / "result.json", {"step": step, "auc": auc, "full_bytes": self._full_bytes()}
+            )
         print(f"step {step}: AUC on held-out baskets {auc:.4f}")
 
     def _dumps(self, pattern: str) -> list[Path]:
@@ -122,7 +135,8 @@ class _Counter:
         """Nothing is held back."""
 
 
-def _write(path: Path, value: object) -> None:
+def write_whole(path: Path, value: object) -> None:
+    """A JSON file that is there whole or not at all."""
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(value))
     unfinished.rename(path)

@@ -24,16 +24,11 @@ import checks
 import numpy as np
 from deltashard_checkpoint.format import typed_tree
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from harness import DemoFailed, until
 from pods import Pod
 from records import StepLines, Watch
 
 T = TypeVar("T")
-DEADLINE_S = 180.0
-"""Without a step or a checkpoint: a machine that is busy with something else is slow, but it gets on."""
-
-
-class DemoFailed(Exception):
-    """Something the demo waits for did not happen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,18 +74,16 @@ class Scene:
 
     def until(self, what: str, found: Callable[[], T | None], *, poll_s: float = 0.02) -> T:
         """Wait for `found()` to be true; raises `DemoFailed` with the containers' last lines."""
-        reached, deadline = None, 0.0
-        while True:
-            value = found()
-            if value:
-                return value
-            now_at = (self.lines.last, len(self.watch.seen))
-            if now_at != reached:
-                reached, deadline = now_at, time.monotonic() + DEADLINE_S
-            if time.monotonic() > deadline or self.pod.finished.is_set():
-                logs = "\n".join(f"--- {name}\n{self.pod.log_tail(name)}" for name in ("trainer", "sidecar"))
-                raise DemoFailed(f"waited in vain for {what}\n{logs}")
-            time.sleep(poll_s)
+        return until(
+            what,
+            found,
+            reached=lambda: (self.lines.last, len(self.watch.seen)),
+            over=self.pod.finished.is_set,
+            logs=lambda: "\n".join(
+                f"--- {name}\n{self.pod.log_tail(name)}" for name in ("trainer", "sidecar")
+            ),
+            poll_s=poll_s,
+        )
 
     def ready(self, *, step: int, commits: int) -> None:
         """Wait for a step, and for so many checkpoints since the newest process took over."""

@@ -9,31 +9,44 @@ from __future__ import annotations
 import numpy as np
 import torch
 from baskets import CONTEXT, Batch
-from torch import nn
+from torch import Tensor, nn
 
 COLUMNS = 32
 PAIR_ROWS = 1 << 20
+INITIAL_STD = 0.05
 _MIX = 0x9E3779B97F4A7C15 - (1 << 64)
 """2^64 / golden ratio as a signed 64-bit integer: multiplicative (Fibonacci) hashing, high bits are the row."""
 
 
-def pair_rows(candidates: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+def pair_rows(candidates: Tensor, context: Tensor) -> Tensor:
     """The row of each unordered (candidate [B, K], item [B, L]) pair: int64 [B, K, L] in [0, PAIR_ROWS)."""
     a, b = candidates[:, :, None], context[:, None, :]
     low, high = torch.minimum(a, b), torch.maximum(a, b)
     return ((low * 65_537 + high + 1) * _MIX >> 40) & (PAIR_ROWS - 1)
 
 
-class BasketModel(nn.Module):
-    """Scores how well each candidate fits the rest of the basket."""
+def present(batch: Batch) -> Tensor:
+    """Which of `batch.context` are items: bool [B, CONTEXT]."""
+    return torch.arange(CONTEXT)[None, :] < batch.sizes[:, None]
 
-    def __init__(self, item_count: int) -> None:
+
+def repeated(batch: Batch) -> Tensor:
+    """The sample of each (sample, candidate): int64 [B * K]."""
+    samples, choices = batch.candidates.shape
+    return torch.arange(samples).repeat_interleave(choices)
+
+
+def pairs(batch: Batch) -> Tensor:
+    """The rows of all pairs, those of one (sample, candidate) after the other: int64 [sum of sizes * K]."""
+    rows = pair_rows(batch.candidates, batch.context)
+    return rows[present(batch)[:, None, :].expand_as(rows)]
+
+
+class Scorer(nn.Module):
+    """The dense half: from the pooled rows of a basket, a candidate and their pairs to a score."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.items = nn.EmbeddingBag(item_count, COLUMNS, mode="mean", sparse=True, include_last_offset=True)
-        self.candidates = nn.EmbeddingBag(item_count, COLUMNS, mode="sum", sparse=True)
-        self.pairs = nn.EmbeddingBag(PAIR_ROWS, COLUMNS, mode="mean", sparse=True, include_last_offset=True)
-        for table in (self.items, self.candidates, self.pairs):
-            nn.init.normal_(table.weight, std=0.05)
         self.bottom = nn.Sequential(nn.Linear(1, 32), nn.ReLU(), nn.Linear(32, COLUMNS))
         self.top = nn.Sequential(
             nn.Linear(4 * COLUMNS + 6, 512),
@@ -47,33 +60,45 @@ class BasketModel(nn.Module):
         self.register_buffer("one", torch.from_numpy(one), persistent=False)
         self.register_buffer("two", torch.from_numpy(two), persistent=False)
 
+    def forward(self, batch: Batch, basket: Tensor, candidate: Tensor, pair: Tensor) -> Tensor:
+        """Logits, float32 [B, K]; `basket`, `candidate`, `pair` are [B * K, COLUMNS], a sample's choices in a row."""
+        samples, choices = batch.candidates.shape
+        size = self.bottom(batch.basket_sizes.log()[:, None])
+        vectors = torch.stack([size[repeated(batch)], basket, candidate, pair], dim=1)
+        dots = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.one, self.two]
+        return self.top(torch.cat([vectors.flatten(1), dots], dim=1)).view(samples, choices)
+
+
+class BasketModel(nn.Module):
+    """Scores how well each candidate fits the rest of the basket."""
+
+    def __init__(self, item_count: int) -> None:
+        super().__init__()
+        self.items = nn.EmbeddingBag(item_count, COLUMNS, mode="mean", sparse=True, include_last_offset=True)
+        self.candidates = nn.EmbeddingBag(item_count, COLUMNS, mode="sum", sparse=True)
+        self.pairs = nn.EmbeddingBag(PAIR_ROWS, COLUMNS, mode="mean", sparse=True, include_last_offset=True)
+        for table in (self.items, self.candidates, self.pairs):
+            nn.init.normal_(table.weight, std=INITIAL_STD)
+        self.scorer = Scorer()
+
     def tables(self) -> list[nn.Parameter]:
         """The parameters whose gradients are sparse."""
         return [self.items.weight, self.candidates.weight, self.pairs.weight]
 
     def dense(self) -> list[nn.Parameter]:
         """All the others."""
-        return [*self.bottom.parameters(), *self.top.parameters()]
+        return list(self.scorer.parameters())
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch) -> Tensor:
         """Logits, float32 [B, 1 + N]."""
-        samples, choices = batch.candidates.shape
-        present = torch.arange(CONTEXT)[None, :] < batch.sizes[:, None]
         offsets = nn.functional.pad(batch.sizes.cumsum(0), (1, 0))
-        basket = self.items(batch.context[present], offsets)
+        basket = self.items(batch.context[present(batch)], offsets)[repeated(batch)]
         candidate = self.candidates(batch.candidates.reshape(-1, 1))
-        rows = pair_rows(batch.candidates, batch.context)
-        bag_sizes = batch.sizes[:, None].expand(samples, choices).reshape(-1)
-        bag_offsets = nn.functional.pad(bag_sizes.cumsum(0), (1, 0))
-        pair = self.pairs(rows[present[:, None, :].expand_as(rows)], bag_offsets)
-        size = self.bottom(batch.basket_sizes.log()[:, None])
-        repeat = torch.arange(samples).repeat_interleave(choices)
-        vectors = torch.stack([size[repeat], basket[repeat], candidate, pair], dim=1)
-        dots = torch.bmm(vectors, vectors.transpose(1, 2))[:, self.one, self.two]
-        return self.top(torch.cat([vectors.flatten(1), dots], dim=1)).view(samples, choices)
+        pair = self.pairs(pairs(batch), nn.functional.pad(batch.sizes[repeated(batch)].cumsum(0), (1, 0)))
+        return self.scorer(batch, basket, candidate, pair)
 
 
-def loss_of(logits: torch.Tensor) -> torch.Tensor:
+def loss_of(logits: Tensor) -> Tensor:
     """Binary cross-entropy: candidate 0 was in the basket, the others were drawn."""
     labels = torch.zeros_like(logits)
     labels[:, 0] = 1
@@ -81,7 +106,7 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def auc(model: BasketModel, batches: list[Batch]) -> float:
+def auc(model: nn.Module, batches: list[Batch]) -> float:
     """Area under the ROC curve over all (sample, candidate) scores; ties count half."""
     was_training = model.training
     model.eval()

@@ -7,7 +7,6 @@ is `held` for a kill with clean-up; when the trainer has finished with 0 the sid
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -15,9 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from harness import frozen
 
 RESTART_S = 0.3
 """The kubelet restarts a container at once the first time, and backs off only when it keeps dying."""
@@ -185,16 +186,9 @@ class Pod:
             shutil.rmtree(self.cache, ignore_errors=True)
             return time.time()
 
-    @contextlib.contextmanager
-    def frozen(self, name: str) -> Iterator[int]:
+    def frozen(self, name: str) -> AbstractContextManager[int]:
         """The process stands still (SIGSTOP) inside the block; it goes on afterwards if it is still there."""
-        pid = self.pid(name)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            yield pid
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        return frozen(self.pid(name))
 
     def log_tail(self, name: str, lines: int = 30) -> str:
         """The last lines a container printed."""

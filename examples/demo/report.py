@@ -6,18 +6,20 @@ from __future__ import annotations
 import html
 import io
 from dataclasses import dataclass
+from typing import Protocol
 
 import matplotlib as mpl
 import numpy as np
 from kills import Kill
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from pods import Life
 from records import Seen, Step
 
 INK, FAINT, GRID = "#1d2733", "#7a8794", "#e6eaee"
 LIVES = ("#2563a8", "#c2571a", "#2c7a4b", "#7a4fa3", "#a83a5b")
 KILL = "#c22f2f"
+DATA = """<p>Data: <a href="https://doi.org/10.24432/C5BW33">Online Retail</a> by Daqing Chen, UCI Machine Learning Repository,
+<a href="https://creativecommons.org/licenses/by/4.0/">CC BY 4.0</a>, reduced to stock codes per invoice.</p>"""
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "deltashard",
@@ -38,6 +40,32 @@ STYLE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """Something that happened to the run."""
+
+    text: str
+    at_s: float
+    last_step: int
+    """The last step that was finished then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How a run went, as the figures draw it."""
+
+    started_s: float
+    steps: list[Step]
+    reference: list[Step]
+    """Of the run that nothing happened to."""
+    seen: list[Seen]
+    marks: list[Mark]
+    lives: list[str]
+    """What each training process, or group of them, is called that has steps."""
+    full_bytes: int
+    """One ordinary checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
     """Everything the page shows."""
 
@@ -48,39 +76,39 @@ class Story:
     policy: str
     item_count: int
     tables: dict[str, tuple[int, int]]
-    full_bytes: int
-    """One ordinary checkpoint."""
-    started_s: float
-    steps: list[Step]
-    reference: list[Step]
-    seen: list[Seen]
+    course: Course
     kills: list[Kill]
-    lives: list[Life]
     took_s: float
+
+
+def marks_of(happened: list[Kill]) -> list[Mark]:
+    """The kills, as the figures name them."""
+    return [Mark(text=f"kill {_short(kill)}", at_s=kill.at_s, last_step=kill.last_step) for kill in happened]
 
 
 def render(story: Story) -> str:
     """The page."""
-    with mpl.rc_context(STYLE):
-        figures = {
-            "progress": _svg(_progress(story)),
-            "loss": _svg(_loss(story)),
-            "bytes": _svg(_bytes(story)),
-            "stall": _svg(_stall(story)),
-            "age": _svg(_age(story)),
-        }
-    return _page(story, figures)
+    return _page(story, figures(story.course))
 
 
 # Figures
 
 
-def _figure(height: float = 3.1, width: float = 9.2) -> tuple[Figure, Axes]:
+def figures(course: Course) -> dict[str, str]:
+    """Drawings by name, as SVG: progress, loss, bytes, stall, age."""
+    drawn = {"progress": _progress, "loss": _loss, "bytes": _bytes, "stall": _stall, "age": _age}
+    with mpl.rc_context(STYLE):
+        return {name: svg(draw(course)) for name, draw in drawn.items()}
+
+
+def canvas(height: float = 3.1, width: float = 9.2) -> tuple[Figure, Axes]:
+    """An empty drawing."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """A drawing as an element of the page."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     text = out.getvalue()
@@ -88,21 +116,20 @@ def _svg(figure: Figure) -> str:
 
 
 def _processes(steps: list[Step]) -> list[list[Step]]:
-    return [
-        [s for s in steps if s.process == process] for process in range(1 + max(s.process for s in steps))
-    ]
+    """The steps of each process that came so far as to have any."""
+    return [[s for s in steps if s.process == process] for process in sorted({s.process for s in steps})]
 
 
 def _short(kill: Kill) -> str:
     return {"trainer": "trainer", "sidecar mid-upload": "sidecar"}.get(kill.what, "both + wipe")
 
 
-def _mark_kills(axes: Axes, story: Story, *, top: float) -> None:
-    for kill in story.kills:
-        at = kill.at_s - story.started_s
+def _mark(axes: Axes, course: Course, *, top: float) -> None:
+    for mark in course.marks:
+        at = mark.at_s - course.started_s
         axes.axvline(at, color=KILL, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         axes.annotate(
-            f"kill {_short(kill)}",
+            mark.text,
             (at, top),
             xytext=(4, -2),
             textcoords="offset points",
@@ -113,28 +140,26 @@ def _mark_kills(axes: Axes, story: Story, *, top: float) -> None:
         )
 
 
-def _progress(story: Story) -> Figure:
-    figure, axes = _figure(3.6)
-    lives = _processes(story.steps)
+def _progress(course: Course) -> Figure:
+    figure, axes = canvas(3.6)
+    lives = _processes(course.steps)
     for number, life in enumerate(lives):
         color = LIVES[number % len(LIVES)]
-        t = [s.at_s - story.started_s for s in life]
-        axes.plot(
-            t, [s.step for s in life], color=color, linewidth=2.2, label=f"training process {number + 1}"
-        )
+        t = [s.at_s - course.started_s for s in life]
+        axes.plot(t, [s.step for s in life], color=color, linewidth=2.2, label=course.lives[number])
         if number:
             last = lives[number - 1][-1]
             axes.plot(
-                [last.at_s - story.started_s, t[0]],
+                [last.at_s - course.started_s, t[0]],
                 [last.step, life[0].step - 1],
                 color=FAINT,
                 linewidth=1.2,
                 linestyle=(0, (1, 1.5)),
             )
-    cut_at = _cut_times(story)
-    committed = [s for s in story.seen if s.checkpoint.step in cut_at]
+    cut_at = _cut_times(course)
+    committed = [s for s in course.seen if s.checkpoint.step in cut_at]
     axes.plot(
-        [s.at_s - story.started_s for s in committed],
+        [s.at_s - course.started_s for s in committed],
         [s.checkpoint.step for s in committed],
         "o",
         markersize=5.5,
@@ -142,9 +167,9 @@ def _progress(story: Story) -> Figure:
         markeredgecolor=INK,
         label="checkpoint committed",
     )
-    top = max(s.step for s in story.steps)
+    top = max(s.step for s in course.steps)
     axes.set(xlabel="seconds since the start", ylabel="training step", ylim=(0, top * 1.12), xlim=(0, None))
-    _mark_kills(axes, story, top=top * 1.1)
+    _mark(axes, course, top=top * 1.1)
     axes.legend(loc="lower right")
     return figure
 
@@ -157,19 +182,19 @@ def _smooth(values: list[float], width: int = 100) -> np.ndarray:
     return (total[at] - total[start]) / (at - start)
 
 
-def _loss(story: Story) -> Figure:
-    figure, axes = _figure(3.4)
-    steps = [s.step for s in story.reference]
+def _loss(course: Course) -> Figure:
+    figure, axes = canvas(3.4)
+    steps = [s.step for s in course.reference]
     axes.plot(
         steps,
-        _smooth([s.loss for s in story.reference]),
+        _smooth([s.loss for s in course.reference]),
         color="#b7c0c9",
         linewidth=5,
         label="never interrupted",
         zorder=2,
     )
     # Each process draws only what the final model went through: up to where the next one took over.
-    lives = _processes(story.steps)
+    lives = _processes(course.steps)
     final: dict[int, float] = {}
     for life in lives:
         final.update({s.step: s.loss for s in life})
@@ -182,7 +207,7 @@ def _loss(story: Story) -> Figure:
             [smooth[s] for s in kept],
             color=LIVES[number % len(LIVES)],
             linewidth=1.6,
-            label=f"training process {number + 1}",
+            label=course.lives[number],
             zorder=3,
         )
     values = np.array(list(smooth.values()))[20:]
@@ -193,11 +218,11 @@ def _loss(story: Story) -> Figure:
         ylim=(low - 0.02, high + 0.03),
         xlim=(0, max(steps)),
     )
-    for kill in story.kills:
-        axes.axvline(kill.last_step, color=KILL, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+    for mark in course.marks:
+        axes.axvline(mark.last_step, color=KILL, linewidth=1, linestyle=(0, (2, 2)), zorder=1)
         axes.annotate(
-            f"kill {_short(kill)}",
-            (kill.last_step, high + 0.03),
+            mark.text,
+            (mark.last_step, high + 0.03),
             xytext=(4, -2),
             textcoords="offset points",
             va="top",
@@ -208,11 +233,11 @@ def _loss(story: Story) -> Figure:
     return figure
 
 
-def _bytes(story: Story) -> Figure:
-    figure, axes = _figure(3.0)
-    checkpoints = [s.checkpoint for s in story.seen]
+def _bytes(course: Course) -> Figure:
+    figure, axes = canvas(3.0)
+    checkpoints = [s.checkpoint for s in course.seen]
     x = np.arange(len(checkpoints))
-    full = story.full_bytes / 1e6
+    full = course.full_bytes / 1e6
     axes.bar(
         x,
         [full] * len(x),
@@ -238,9 +263,9 @@ def _bytes(story: Story) -> Figure:
     return figure
 
 
-def _stall(story: Story) -> Figure:
-    figure, axes = _figure(2.8, 4.5)
-    cuts = [s for s in story.steps if s.cut]
+def _stall(course: Course) -> Figure:
+    figure, axes = canvas(2.8, 4.5)
+    cuts = [s for s in course.steps if s.cut]
     times = np.array([s.held_s for s in cuts]) * 1e3
     axes.bar(np.arange(len(cuts)), times, color=LIVES[0], width=0.72)
     p50 = float(np.median(times))
@@ -260,20 +285,20 @@ def _stall(story: Story) -> Figure:
     return figure
 
 
-def _cut_times(story: Story) -> dict[int, float]:
-    return {s.step: s.at_s for s in story.steps if s.cut}
+def _cut_times(course: Course) -> dict[int, float]:
+    return {s.step: s.at_s for s in course.steps if s.cut}
 
 
-def _age(story: Story) -> Figure:
-    figure, axes = _figure(2.8, 4.5)
-    cut_at = _cut_times(story)
+def _age(course: Course) -> Figure:
+    figure, axes = canvas(2.8, 4.5)
+    cut_at = _cut_times(course)
     t, age = [], []
     newest: float | None = None
-    for seen in story.seen:
+    for seen in course.seen:
         cut = cut_at.get(seen.checkpoint.step)
         if cut is None:  # cut by close(), after the last step line
             continue
-        at = seen.at_s - story.started_s
+        at = seen.at_s - course.started_s
         if newest is not None:
             t.append(at)
             age.append(seen.at_s - newest)
@@ -282,8 +307,8 @@ def _age(story: Story) -> Figure:
         newest = cut
     axes.plot(t, age, color=LIVES[0], linewidth=1.6)
     axes.fill_between(t, age, color=LIVES[0], alpha=0.1)
-    for kill in story.kills:
-        axes.axvline(kill.at_s - story.started_s, color=KILL, linewidth=1, linestyle=(0, (2, 2)))
+    for mark in course.marks:
+        axes.axvline(mark.at_s - course.started_s, color=KILL, linewidth=1, linestyle=(0, (2, 2)))
     axes.set(
         xlabel="seconds since the start",
         ylabel="seconds",
@@ -334,12 +359,15 @@ def _page(story: Story, figures: dict[str, str]) -> str:
     lost = sum(kill.lost_steps for kill in story.kills)
     exact = all(kill.exact for kill in story.kills)
     headline = (
-        f"Killed {_count(len(story.kills))} times, {lost} of {summary['steps']:,} steps done twice, nothing lost"
+        f"Killed {count(len(story.kills))} times, {lost} of {summary['steps']:,} steps done twice, nothing lost"
         if exact
         else "Something did not come back as it was saved"
     )
     tiles = [
-        (f"{len(story.seen)}", f"checkpoints in {summary['steps']:,} steps, every one committed whole"),
+        (
+            f"{len(story.course.seen)}",
+            f"checkpoints in {summary['steps']:,} steps, every one committed whole",
+        ),
         (f"{summary['reduction']:.1f} &times;", "fewer bytes than the same checkpoints written in full"),
         (
             f"{stall['p50']:.0f} ms",
@@ -357,8 +385,8 @@ def _page(story: Story, figures: dict[str, str]) -> str:
 <p class="lead">A recommendation model learns from {story.item_count:,} articles in real shopping baskets which one belongs
 into a basket: {rows:,} embedding rows of {columns} numbers, {summary["steps"]:,} steps. While it trains, its processes are
 killed with <code>SIGKILL</code>, and a small supervisor restarts them, as Kubernetes would. Nobody tells the training script.</p>
-<div class="tiles">{"".join(f'<div class="tile"><b>{b}</b><span>{s}</span></div>' for b, s in tiles)}</div>
-<div class="kills">{"".join(_kill_card(kill) for kill in story.kills)}</div>
+{tiled(tiles)}
+{cards([_kill_card(kill) for kill in story.kills])}
 <section><h2>The run, second by second</h2>
 <p>A line falls back where a process died and its successor took over from the newest committed checkpoint; the steps in
 between are trained once more. The sidecar's death leaves no trace in the line: the trainer goes on, and the next checkpoint
@@ -368,7 +396,7 @@ covers the one that was lost.</p>{figures["progress"]}</section>
 in the same order, with the same random draws; what remains between the curves is the rounding of rows that came back
 from {html.escape(_encoding_name(story.encoding))}.</p>{figures["loss"]}</section>
 <section><h2>Bytes per checkpoint</h2>
-<p>A full checkpoint of this state is {story.full_bytes / 1e6:.0f} MB. Here rows are stored in
+<p>A full checkpoint of this state is {story.course.full_bytes / 1e6:.0f} MB. Here rows are stored in
 {html.escape(_encoding_name(story.encoding))}, their optimizer state and everything else exactly, and most checkpoints hold only the
 rows that changed since the last baseline (policy: {html.escape(story.policy)}).</p>{figures["bytes"]}</section>
 <div class="pair">
@@ -384,13 +412,63 @@ uninterrupted run saw. &ldquo;Last committed&rdquo; is read from the log in the 
 death the next checkpoint is read back from the store alone, by a third process.</p>
 <p>Store: {html.escape(story.store)}. The whole demo took {story.took_s:.0f} s. Numbers: <code>out/demo.json</code>. Again:
 <code>make demo</code>, or <code>make demo STORE=minio</code> with a real MinIO server.</p>
-<p>Data: <a href="https://doi.org/10.24432/C5BW33">Online Retail</a> by Daqing Chen, UCI Machine Learning Repository,
-<a href="https://creativecommons.org/licenses/by/4.0/">CC BY 4.0</a>, reduced to stock codes per invoice.</p>
+{DATA}
 </footer>"""
+    return document("deltashard demo", body)
+
+
+def document(title: str, body: str) -> str:
+    """A whole HTML file."""
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>deltashard demo</title><style>{_CSS}</style></head><body><main>{body}</main></body></html>
+<title>{title}</title><style>{_CSS}</style></head><body><main>{body}</main></body></html>
 """
+
+
+def tiled(tiles: list[tuple[str, str]]) -> str:
+    """Numbers, each with what it says."""
+    return f"""<div class="tiles">{"".join(f'<div class="tile"><b>{b}</b><span>{s}</span></div>' for b, s in tiles)}</div>"""
+
+
+def cards(found: list[str]) -> str:
+    """What `card` made, side by side."""
+    return f'<div class="kills">{"".join(found)}</div>'
+
+
+def card(title: str, came_back: str, facts: list[tuple[str, str]], *, exact: bool, verdict: str) -> str:
+    """One thing that happened, and whether what came back was exact."""
+    items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
+    said = f'<div class="verdict {"good" if exact else "bad"}">{html.escape(verdict)}</div>'
+    return f'<div class="kill"><h3>{html.escape(title)}</h3><p class="from">{came_back}</p><dl>{items}</dl>{said}</div>'
+
+
+class Happened(Protocol):
+    """A kill, or another event."""
+
+    @property
+    def last_step(self) -> int: ...
+    @property
+    def restored_step(self) -> int: ...
+    @property
+    def lost_steps(self) -> int: ...
+    @property
+    def restore_s(self) -> float: ...
+    @property
+    def back_s(self) -> float: ...
+
+
+def facts_of(
+    event: Happened, *, committed: int, restored: str, seconds: str, back: str
+) -> list[tuple[str, str]]:
+    """The numbers of a card; `restored`, `seconds` and `back` are what three of them are called."""
+    return [
+        ("last step trained", f"{event.last_step:,}"),
+        ("last committed step", f"{committed:,}"),
+        (restored, f"{event.restored_step:,}"),
+        ("steps lost", f"{event.lost_steps:,}"),
+        (seconds, f"{event.restore_s:.2f} s"),
+        (back, span(event.back_s)),
+    ]
 
 
 def _kill_card(kill: Kill) -> str:
@@ -400,24 +478,22 @@ def _kill_card(kill: Kill) -> str:
         if survived
         else f"Training came back from {html.escape(_source_name(kill.source))}"
     )
-    facts = [
-        ("last step trained", f"{kill.last_step:,}"),
-        ("last committed step", f"{kill.last_committed_step:,}"),
-        ("next committed step" if survived else "restored step", f"{kill.restored_step:,}"),
-        ("steps lost", f"{kill.lost_steps:,}"),
-        ("read back in" if survived else "state restored in", f"{kill.restore_s:.2f} s"),
-        ("next step after" if survived else "training again after", _span(kill.back_s)),
-    ]
+    facts = facts_of(
+        kill,
+        committed=kill.last_committed_step,
+        restored="next committed step" if survived else "restored step",
+        seconds="read back in" if survived else "state restored in",
+        back="next step after" if survived else "training again after",
+    )
     compared = f"{kill.comparison.rows:,} rows and all other state compared"
     if kill.exact:
-        verdict = f'<div class="verdict good">Exact: {compared}</div>'
+        verdict = f"Exact: {compared}"
     else:
         why = f"{kill.comparison.wrong_rows} rows differ; " if kill.comparison.wrong_rows else ""
         why += f"differs: {', '.join(kill.comparison.wrong_names)}; " if kill.comparison.wrong_names else ""
         why += "" if kill.same_batches else "other batches than the uninterrupted run; "
-        verdict = f'<div class="verdict bad">Not exact: {html.escape(why)}{compared}</div>'
-    items = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in facts)
-    return f'<div class="kill"><h3>{html.escape(_title(kill))}</h3><p class="from">{came_back}</p><dl>{items}</dl>{verdict}</div>'
+        verdict = f"Not exact: {why}{compared}"
+    return card(_title(kill), came_back, facts, exact=kill.exact, verdict=verdict)
 
 
 def _title(kill: Kill) -> str:
@@ -439,9 +515,11 @@ def _encoding_name(encoding: str) -> str:
     return f"{encoding[1:]}-bit codes" if encoding.startswith("q") else encoding
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A time, for people."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def _count(n: int) -> str:
+def count(n: int) -> str:
+    """How often, for people."""
     return {1: "once", 2: "two", 3: "three", 4: "four"}.get(n, str(n))

@@ -21,20 +21,18 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import baskets
+import kills
+import numpy as np
+import report
+from harness import STORES, VERDICT, DemoFailed, empty_store, table_of
+from pods import Pod
+from progress import Progress
+from records import StepLines, Watch
+from rich.console import Console
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-import baskets  # noqa: E402 - after the path
-import kills  # noqa: E402
-import numpy as np  # noqa: E402
-import report  # noqa: E402
-from minio_server import minio_server  # noqa: E402
-from pods import Pod  # noqa: E402
-from progress import Progress  # noqa: E402
-from records import StepLines, Watch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 STEPS = 2500
 """Less than one epoch."""
@@ -64,7 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--store", choices=("file", "minio"), default="file")
+    parser.add_argument("--store", choices=STORES, default="file")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=ROOT / "out")
     parser.add_argument("--keep", action="store_true", help="keep the working folder (store, logs, copies)")
@@ -75,7 +73,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="deltashard-demo-"))
     try:
         with contextlib.ExitStack() as stack:
-            url, store = _store(args.store, folder, stack)
+            url, store = empty_store(args.store, folder, stack)
             console.print(f"[bold]deltashard demo[/] on {store}; working in {folder}")
             console.print(f"1/2 training {args.steps:,} steps, nothing saved, nothing killed ...")
             with Progress(console, folder / "uninterrupted", args.steps):
@@ -95,15 +93,6 @@ def main() -> int:
     (args.out / "demo.html").write_text(report.render(story))
     _print(console, summary, args.out, time.monotonic() - began)
     return 0 if all(kill.exact for kill in played.kills) else 1
-
-
-def _store(kind: str, folder: Path, stack: contextlib.ExitStack) -> tuple[str, str]:
-    """(URL, name for people) of an empty store."""
-    if kind == "file":
-        return f"file://{folder / 'store'}", "a directory (file://)"
-    server = stack.enter_context(minio_server())
-    os.environ.update(server.environment())
-    return f"s3://{server.bucket}/demo", f"a real MinIO server at {server.endpoint}"
 
 
 def _reference(folder: Path, steps: int) -> tuple[StepLines, dict[str, float]]:
@@ -214,39 +203,45 @@ def _story(
         policy=DIFFERENTIAL,
         item_count=next(table.rows for table in newest.tables if table.fqn.startswith("items")),
         tables={table.fqn: (table.rows, table.columns) for table in newest.tables},
-        full_bytes=int(uninterrupted["full_bytes"]),
-        started_s=played.started_s,
-        steps=played.lines.read(),
-        reference=reference.read(),
-        seen=played.watch.seen,
+        course=report.Course(
+            started_s=played.started_s,
+            steps=(steps := played.lines.read()),
+            reference=reference.read(),
+            seen=played.watch.seen,
+            marks=report.marks_of(played.kills),
+            lives=[f"training process {number + 1}" for number in sorted({s.process for s in steps})],
+            full_bytes=int(uninterrupted["full_bytes"]),
+        ),
         kills=played.kills,
-        lives=played.pod.lives,
         took_s=took_s,
     )
 
 
 def _print(console: Console, summary: dict[str, object], out: Path, took_s: float) -> None:
-    table = Table(title="What was killed, and what came back")
-    for name, right in (
-        ("killed", False),
-        ("came back from", False),
-        ("committed step", True),
-        ("restored step", True),
-        ("lost steps", True),
-        ("restore s", True),
-        ("exact", False),
-    ):
-        table.add_column(name, justify="right" if right else "left")
-    for kill in summary["kills"]:  # type: ignore[attr-defined]
-        table.add_row(
-            kill["what"],
-            kill["source"],
-            f"{kill['last_committed_step']:,}",
-            f"{kill['restored_step']:,}",
-            f"{kill['lost_steps']:,}",
-            f"{kill['restore_s']:.2f}",
-            "yes" if kill["exact"] else "[bold red]NO[/]",
-        )
+    table = table_of(
+        "What was killed, and what came back",
+        {
+            "killed": False,
+            "came back from": False,
+            "committed step": True,
+            "restored step": True,
+            "lost steps": True,
+            "restore s": True,
+            "exact": False,
+        },
+        [
+            (
+                kill["what"],
+                kill["source"],
+                f"{kill['last_committed_step']:,}",
+                f"{kill['restored_step']:,}",
+                f"{kill['lost_steps']:,}",
+                f"{kill['restore_s']:.2f}",
+                VERDICT[kill["exact"]],
+            )
+            for kill in summary["kills"]  # type: ignore[attr-defined]
+        ],
+    )
     console.print(table)
     quality, stall = summary["quality"], summary["stall_ms"]
     console.print(
@@ -263,5 +258,5 @@ def _print(console: Console, summary: dict[str, object], out: Path, took_s: floa
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except kills.DemoFailed as failure:
+    except DemoFailed as failure:
         sys.exit(f"the demo failed: {failure}")

@@ -1,0 +1,86 @@
+"""What the harnesses of both demos do alike: a store to save into, waiting, and a process that stands still."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tools"))
+
+from minio_server import minio_server
+from rich.table import Table
+
+T = TypeVar("T")
+VERDICT = {True: "yes", False: "[bold red]NO[/]"}
+STORES = ("file", "minio")
+DEADLINE_S = 180.0
+"""Without a step or a checkpoint: a machine that is busy with something else is slow, but it gets on."""
+
+
+class DemoFailed(Exception):
+    """Something the demo waits for did not happen."""
+
+
+def empty_store(kind: str, folder: Path, stack: contextlib.ExitStack) -> tuple[str, str]:
+    """(URL, name for people) of an empty store, one of `STORES`; `stack` ends what was started for it."""
+    if kind == "file":
+        return f"file://{folder / 'store'}", "a directory (file://)"
+    server = stack.enter_context(minio_server())
+    os.environ.update(server.environment())
+    return f"s3://{server.bucket}/demo", f"a real MinIO server at {server.endpoint}"
+
+
+def until(
+    what: str,
+    found: Callable[[], T | None],
+    *,
+    reached: Callable[[], Hashable],
+    over: Callable[[], bool],
+    logs: Callable[[], str],
+    poll_s: float = 0.02,
+    deadline_s: float = DEADLINE_S,
+) -> T:
+    """Wait for `found()`, as long as `reached()` changes every `deadline_s` at least and the run is not `over()`.
+
+    Raises:
+        DemoFailed: with `logs()`.
+    """
+    at, deadline = None, 0.0
+    while True:
+        ended = over()
+        value = found()
+        if value:
+            return value
+        now_at = reached()
+        if now_at != at:
+            at, deadline = now_at, time.monotonic() + deadline_s
+        if ended or time.monotonic() > deadline:
+            raise DemoFailed(f"waited in vain for {what}\n{logs()}")
+        time.sleep(poll_s)
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[int]:
+    """The process stands still (SIGSTOP) inside the block; it goes on afterwards if it is still there."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+def table_of(title: str, columns: dict[str, bool], rows: Iterable[tuple[str, ...]]) -> Table:
+    """A table for a terminal; `columns` by name, whether its entries are numbers."""
+    table = Table(title=title)
+    for name, number in columns.items():
+        table.add_column(name, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,345 @@
+"""`make demo RANKS=4`: train real baskets on several ranks, let ranks and sidecar die, resize the world, and show it.
+
+Two trainings of the same script (`train.py`) under torchrun: one that nothing happens to, without deltashard, for
+comparison; and one as a Job (`job.py`) to which the events of `EVENTS` happen, one after the other. Writes
+out/demo-ranks.json and out/demo-ranks.html and prints a table. The exit status is 0 only if after every event all ranks
+held, bit for bit, one checkpoint of the store, the newest, and went on from there as was promised (`Played.broken`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import baskets
+import deltashard
+import events
+import numpy as np
+import ranks_report
+from events import Event, Scene
+from harness import STORES, VERDICT, DemoFailed, empty_store, table_of
+from job import RankJob, start_torchrun
+from progress import Progress
+from records import Step, StepLines, Watch
+from report import Course, Mark
+from rich.console import Console
+from shares import BATCH_SIZE
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 600
+RUN = "baskets"
+SAVES = 20
+"""As many checkpoints at even distances ..."""
+LEAST_STEPS = 20
+"""... but not closer together than these steps."""
+STEPS_TO_LOSE = 10
+REFERENCE_S = 600.0
+LOSS = 1e-4
+"""By so much the loss of a step on more than two ranks may differ; other dropout makes a hundredth."""
+QUALITY = 0.01
+"""By so much the AUC may differ. Other numbers of ranks draw other dropout; the rest is the same, see the losses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """An event of the list."""
+
+    share: float
+    """Of the steps, from which on it is due."""
+    play: Callable[[Scene], Event]
+
+
+def acts(ranks: int) -> tuple[Act, ...]:
+    """What happens, in this order."""
+    fewer = ranks // 2
+    return (
+        Act(share=0.1, play=events.kill_rank),
+        Act(share=0.3, play=lambda scene: events.resize(scene, fewer, gently=True)),
+        Act(share=0.45, play=lambda scene: events.resize(scene, fewer + 1, gently=False)),
+        Act(share=0.6, play=events.kill_sidecar),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Played:
+    """The run with events, and what of the promises was broken."""
+
+    events: list[Event]
+    course: Course
+    rows: int
+    auc: float
+    broken: list[str]
+
+
+def main() -> int:
+    """Run it all; 0 when every promise was kept."""
+    args = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything that was started is ended
+    began = time.monotonic()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    folder = Path(tempfile.mkdtemp(prefix="deltashard-demo-ranks-"))
+    try:
+        with contextlib.ExitStack() as stack:
+            url, store = empty_store(args.store, folder, stack)
+            console.print(f"[bold]deltashard demo, {args.ranks} ranks[/] on {store}; working in {folder}")
+            console.print(f"1/2 training {args.steps:,} steps, nothing saved, nothing happens ...")
+            with Progress(console, folder / "uninterrupted" / "rank-0", args.steps):
+                reference, uninterrupted = _reference(folder, args.ranks, args.steps)
+            console.print(f"    AUC {uninterrupted:.4f}")
+            console.print("2/2 the same with checkpoints and events ...")
+            with Progress(console, folder / "evidence" / "rank-0", args.steps):
+                played = _play(folder, url, args, reference, stack, console)
+    finally:
+        if not args.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    if abs(played.auc - uninterrupted) > QUALITY:
+        played.broken.append(f"the AUC is {played.auc:.4f}, uninterrupted {uninterrupted:.4f}")
+    summary = _summary(played, uninterrupted, args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "demo-ranks.json").write_text(json.dumps(summary, indent=2) + "\n")
+    took_s = time.monotonic() - began
+    page = ranks_report.render(
+        ranks_report.Story(
+            summary=summary,
+            store=store,
+            course=played.course,
+            events=played.events,
+            broken=played.broken,
+            took_s=took_s,
+        )
+    )
+    (args.out / "demo-ranks.html").write_text(page)
+    _print(console, played, summary, args.out, took_s)
+    return 1 if played.broken else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--store", choices=STORES, default="file")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", type=Path, default=ROOT / "out")
+    parser.add_argument("--keep", action="store_true", help="keep the working folder (store, logs, records)")
+    args = parser.parse_args()
+    worlds = (args.ranks, args.ranks // 2, args.ranks // 2 + 1)
+    if args.ranks < 2 or any(BATCH_SIZE % world for world in worlds):
+        parser.error(
+            f"--ranks {args.ranks}: the worlds {', '.join(map(str, worlds))} do not share a batch of {BATCH_SIZE} "
+            "evenly; 2, 3, 4, 5, 6, 8 and 10 do"
+        )
+    return args
+
+
+def _reference(folder: Path, ranks: int, steps: int) -> tuple[StepLines, float]:
+    evidence = folder / "uninterrupted"
+    evidence.mkdir()
+    log = evidence / "torchrun.log"
+    process = start_torchrun(ranks, ["--plain", "--steps", str(steps), "--evidence", str(evidence)], log, {})
+    try:
+        code = process.wait(REFERENCE_S)
+    finally:
+        process.terminate()  # it ends its ranks
+        process.wait()
+    if code:
+        raise DemoFailed(f"the uninterrupted training ended with {code}\n{log.read_text()[-4000:]}")
+    return StepLines(evidence / "rank-0"), _result(evidence)
+
+
+def _result(evidence: Path) -> float:
+    return float(json.loads((evidence / "rank-0" / "result.json").read_text())["auc"])
+
+
+def _play(
+    folder: Path,
+    url: str,
+    args: argparse.Namespace,
+    reference: StepLines,
+    stack: contextlib.ExitStack,
+    console: Console,
+) -> Played:
+    evidence = folder / "evidence"
+    every = max(LEAST_STEPS, args.steps // SAVES)
+    told = ["--steps", str(args.steps), "--every-steps", str(every), "--evidence", str(evidence)]
+    job = RankJob(folder, url=url, run=RUN, arguments=told)
+    stack.callback(job.close)
+    started_s = time.time()
+    job.start(args.ranks)
+    watch = Watch(url, RUN)
+    stack.callback(watch.close)
+    lines = StepLines(evidence / "rank-0")
+    scene = Scene(
+        job=job,
+        watch=watch,
+        lines=lines,
+        evidence=evidence,
+        url=url,
+        run=RUN,
+        steps_to_lose=min(STEPS_TO_LOSE, every // 2),
+    )
+    happened: list[Event] = []
+    for act in acts(args.ranks):
+        scene.ready(round(args.steps * act.share))
+        event = act.play(scene)
+        console.print(f"    {event.what}: committed {event.committed_step}, back at {event.restored_step}")
+        happened.append(event)
+    scene.until("the end of training", job.finished.is_set)
+    watch.poll()
+    happened = [scene.judged(event) for event in happened]
+    newest = watch.seen[-1].checkpoint
+    steps = lines.read()
+    broken = _broken(happened, steps, reference)
+    if newest.step != args.steps:
+        broken.append(
+            f"training ended at step {args.steps}, and the newest checkpoint is of step {newest.step}"
+        )
+    with deltashard.open_checkpoint(url, RUN) as checkpoint:
+        dense = sum(each.nbytes for each in checkpoint.dense.values())
+        rows = sum(table.rows for table in checkpoint.tables.values())
+        full = sum(4 * table.rows * (table.columns + 1) for table in checkpoint.tables.values()) + 3 * dense
+    course = Course(
+        started_s=started_s,
+        steps=steps,
+        reference=reference.read(),
+        seen=watch.seen,
+        marks=[Mark(text=e.mark, at_s=e.at_s, last_step=e.last_step) for e in happened],
+        lives=_lives(happened, steps, args.ranks),
+        full_bytes=full,
+    )
+    return Played(events=happened, course=course, rows=rows, auc=_result(evidence), broken=broken)
+
+
+def _world_at(happened: list[Event], at_s: float, first: int) -> int:
+    return next((event.world_after for event in reversed(happened) if event.at_s < at_s), first)
+
+
+def _lives(happened: list[Event], steps: list[Step], ranks: int) -> list[str]:
+    begun = {step.process: step.at_s for step in reversed(steps)}
+    worlds = [_world_at(happened, begun[process], ranks) for process in sorted(begun)]
+    return [
+        f"{events.ranks(world)}{' again' if world in worlds[:number] else ''}"
+        for number, world in enumerate(worlds)
+    ]
+
+
+def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> list[str]:
+    """Which promises were not kept."""
+    broken = [
+        f"{event.what}: {said}" for event in happened for said in (*event.broken, *event.comparison.wrong)
+    ]
+    expected = {s.step: s for s in reference.read()}
+    other = sorted({s.step for s in steps if expected[s.step].crc != s.crc})
+    if other:
+        broken.append(f"steps {other[:10]} saw other batches than the uninterrupted run")
+    # Two ranks have one order to sum in. More were seen to differ in the last bits after a restart, and we think by
+    # DDP: it lays its buckets out anew after its first step, where a gradient lies says in which order it is summed.
+    world = happened[0].world_before
+    resized_s = min(event.at_s for event in happened if event.world_after != world)
+    differ = sorted(
+        {s.step for s in steps if s.at_s < resized_s and not _same(expected[s.step].loss, s.loss, world)}
+    )
+    if differ:
+        broken.append(
+            f"the losses of steps {differ[:10]} on {events.ranks(world)} are not those of the uninterrupted run"
+        )
+    # Ranks that are told to end leave within the call that saves their last step, and write no line of it.
+    missing = expected.keys() - {s.step for s in steps} - {event.committed_step for event in happened}
+    if missing:
+        broken.append(f"steps {sorted(missing)[:10]} were never trained")
+    return broken
+
+
+def _same(expected: float, loss: float, world: int) -> bool:
+    return loss == expected if world <= 2 else abs(loss - expected) <= LOSS * expected
+
+
+def _summary(played: Played, uninterrupted: float, args: argparse.Namespace) -> dict[str, object]:
+    seen = played.course.seen
+    held_ms = [s.held_s * 1e3 for s in played.course.steps if s.cut]
+    return {
+        "dataset": baskets.NAME,
+        "ranks": args.ranks,
+        "rows": played.rows,
+        "steps": args.steps,
+        "checkpoints": len(seen),
+        "full_bytes": played.course.full_bytes * len(seen),
+        "stored_bytes": sum(s.checkpoint.stored_bytes for s in seen),
+        "stall_ms": {"p50": float(np.median(held_ms)), "max": max(held_ms)},
+        "events": [
+            {
+                "what": event.what,
+                "world_before": event.world_before,
+                "world_after": event.world_after,
+                "mode": event.mode,
+                "committed_step": event.committed_step,
+                "restored_step_per_shard": event.comparison.step_per_shard,
+                "pls": event.pls,
+                "lost_steps": event.lost_steps,
+                "restore_s": event.restore_s,
+                "back_s": event.back_s,
+                "exact": event.exact,
+            }
+            for event in played.events
+        ],
+        "quality": {"uninterrupted": uninterrupted, "with_events": played.auc},
+        "broken": played.broken,
+    }
+
+
+def _print(console: Console, played: Played, summary: dict[str, object], out: Path, took_s: float) -> None:
+    table = table_of(
+        "What happened, and what came back",
+        {
+            "event": False,
+            "ranks": True,
+            "recovery": False,
+            "committed step": True,
+            "restored step": True,
+            "lost steps": True,
+            "restore s": True,
+            "exact": False,
+        },
+        [
+            (
+                event.what,
+                f"{event.world_before} -> {event.world_after}",
+                event.mode,
+                f"{event.committed_step:,}",
+                f"{event.restored_step:,}",
+                f"{event.lost_steps:,}",
+                f"{event.restore_s:.2f}",
+                VERDICT[event.exact],
+            )
+            for event in played.events
+        ],
+    )
+    console.print(table)
+    quality = summary["quality"]
+    console.print(
+        f"{summary['checkpoints']} checkpoints of {played.rows:,} rows in {summary['steps']:,} steps: "
+        f"{summary['stored_bytes'] / 1e6:.0f} MB stored, {summary['full_bytes'] / 1e6:.0f} MB in full\n"  # type: ignore[operator]
+        f"AUC on held-out baskets: {quality['uninterrupted']:.4f} uninterrupted, "  # type: ignore[index]
+        f"{quality['with_events']:.4f} with events\n"  # type: ignore[index]
+        f"{out / 'demo-ranks.html'}   {out / 'demo-ranks.json'}   ({took_s:.0f} s)"
+    )
+    for said in played.broken:
+        console.print(f"[bold red]not as promised:[/] {said}")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except DemoFailed as failure:
+        sys.exit(f"the demo failed: {failure}")

@@ -1,0 +1,114 @@
+"""Whether what the ranks hold is one checkpoint of the store: every shard, every bit, all of one step.
+
+The checkpoint is read by this process, from the store alone, as any reader would (`deltashard.open_checkpoint`); what
+a rank holds are the hashes that it took of its living tensors (`shard_evidence.py`). A shard that is not what the
+checkpoint has at its place is looked for in all the others, so that a rank at another step is told from damage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deltashard
+from content import Content, dense_of, sha256
+from deltashard import CheckpointReader, StoredRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The ranks against one checkpoint."""
+
+    step_per_shard: dict[str, int | None]
+    """`rank 1: pair[262144:524288]` -> the step whose rows and optimizer state it holds; None: no checkpoint's."""
+    wrong: tuple[str, ...]
+    """Shards, dense parameters and state that differ in any bit from the checkpoint, or are missing; gaps."""
+    rows: int
+    """Table rows compared."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing differs."""
+        return not self.wrong
+
+
+class StoredCheckpoint:
+    """One checkpoint in the store, its tables kept once they were read."""
+
+    def __init__(self, url: str, run: str, seq: int) -> None:
+        self._reader: CheckpointReader = deltashard.open_checkpoint(url, run, seq)
+        self._tables: dict[str, StoredRows] = {}
+        self.step = self._reader.step
+        self.rows = {name: schema.rows for name, schema in self._reader.tables.items()}
+
+    def holds(self, shard: Mapping[str, Any]) -> bool:
+        """Whether a rank's shard is what this checkpoint has in its place."""
+        name = shard["table"]
+        if name not in self._tables:
+            self._tables[name] = self._reader.table(name)
+        table, rows = self._tables[name], slice(*shard["rows"])
+        state = sorted(sha256(values[rows]) for values in table.state.values())
+        return sha256(table.weights[rows]) == shard["weights"] and state == shard["state"]
+
+    @property
+    def dense(self) -> dict[str, str]:
+        """Hashes of the dense half and its optimizer's state."""
+        state = {name: said for each in self._reader.optimizers for name, said in each["state"].items()}
+        return dense_of(self._reader.dense, state)
+
+    def close(self) -> None:
+        """Let go of the store and of the tables."""
+        self._tables.clear()
+        self._reader.close()
+
+
+def compare(
+    url: str, run: str, seq: int, ranks: Mapping[int, Content], others: Mapping[int, int]
+) -> Comparison:
+    """What `ranks` hold against checkpoint `seq`; `others` are the seqs of all the run has, with their steps."""
+    wrong, steps = [], {}
+    stored = StoredCheckpoint(url, run, seq)
+    try:
+        dense = stored.dense
+        covered = dict.fromkeys(stored.rows, 0)
+        for rank, content in sorted(ranks.items()):
+            differing = {
+                n for n in dense.keys() | content["dense"].keys() if dense.get(n) != content["dense"].get(n)
+            }
+            wrong += [f"rank {rank}: {name}" for name in sorted(differing)]
+            for shard in content["shards"]:
+                name = f"rank {rank}: {short(shard['table'])}[{shard['rows'][0]}:{shard['rows'][1]}]"
+                covered[shard["table"]] += shard["rows"][1] - shard["rows"][0]
+                steps[name] = stored.step if stored.holds(shard) else None
+                if steps[name] is None:
+                    steps[name] = _step_of(url, run, shard, {s: k for s, k in others.items() if s != seq})
+                    wrong.append(f"{name} holds {_said(steps[name])}")
+    finally:
+        stored.close()
+    wrong += [
+        f"the ranks hold {covered[name]} of {rows} rows of {short(name)}"
+        for name, rows in stored.rows.items()
+        if covered[name] != rows
+    ]
+    return Comparison(step_per_shard=steps, wrong=tuple(wrong), rows=sum(covered.values()))
+
+
+def short(table: str) -> str:
+    """A table's own name."""
+    return table.removesuffix(".weight").rsplit(".", maxsplit=1)[-1]
+
+
+def _said(step: int | None) -> str:
+    return "what no checkpoint holds" if step is None else f"step {step}"
+
+
+def _step_of(url: str, run: str, shard: Mapping[str, Any], others: Mapping[int, int]) -> int | None:
+    for seq, step in others.items():
+        stored = StoredCheckpoint(url, run, seq)
+        try:
+            if stored.holds(shard):
+                return step
+        finally:
+            stored.close()
+    return None

@@ -1,0 +1,48 @@
+"""Each rank's share of the batch of a training step, whichever the number of ranks.
+
+A wrapped loader comes back exactly on as many ranks as saved it; in the middle of an epoch on another number of them
+it is refused, since its samples were dealt out to the ranks that were. A job whose world changes at any step can do
+what is done here: make the batch a function of the step, which is the same for all ranks, and let each take its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import torch
+from baskets import Batch, HeldOutItems, Retail
+
+BATCH_SIZE = 120
+"""Samples of all ranks together: as many on each of 1, 2, 3, 4, 5, 6 or 8 ranks."""
+
+
+class StepBatches:
+    """Shuffled training baskets in batches of `BATCH_SIZE`; the batch of a step is the same in every process."""
+
+    def __init__(self, retail: Retail, *, seed: int) -> None:
+        self._samples = HeldOutItems(retail.train, retail.train.items)
+        self._seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])
+        """Epoch, and the order of its samples."""
+
+    def after(self, step: int) -> Iterator[Batch]:
+        """The batches of the steps after `step`, without end."""
+        while True:
+            step += 1
+            yield self.of(step)
+
+    def of(self, step: int) -> Batch:
+        """The batch of the `step`-th step, from 1; leaves torch's default generator as it was."""
+        epoch, at = divmod(step - 1, len(self._samples) // BATCH_SIZE)
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            self._order = (epoch, torch.randperm(len(self._samples), generator=generator).tolist())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed + step)
+            return self._samples.__getitems__(self._order[1][at * BATCH_SIZE : (at + 1) * BATCH_SIZE])
+
+
+def share(batch: Batch, rank: int, world: int) -> Batch:
+    """Every `world`-th sample of a batch, from the `rank`-th on."""
+    return Batch(**{field.name: getattr(batch, field.name)[rank::world] for field in fields(batch)})

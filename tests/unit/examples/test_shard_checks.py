@@ -1,0 +1,139 @@
+"""The "exact" of the demo of several ranks can say no: damage, a rank at another step, and gaps are told apart."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deltashard_checkpoint.format import typed_tree
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.checkpoint import sample
+from tests.support.tool import ROOT
+
+TABLE = sample.schema(rows=200, pointwise=False)
+BOXES = ([sample.box(TABLE, 0, 120, 0, 8)], [sample.box(TABLE, 120, 200, 0, 8)])
+Held = dict[int, dict[str, Any]]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The demo's module, which is a script's neighbour and no package."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "demo" / "ranks"))
+    for name in ("shard_checks", "content"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import shard_checks
+
+    return shard_checks
+
+
+class Ranks:
+    """Two ranks that saved steps 10 and 20; what they held then, as they would say it."""
+
+    def __init__(self, checks: ModuleType, folder: Path) -> None:
+        self.url = f"file://{folder / 'store'}"
+        self._checks = checks
+        self.held: dict[int, Held] = {}
+        run = sample.Run(folder, store=open_store(self.url), world_size=2, layout=BOXES)
+        model = sample.Model(TABLE)
+        self.steps: dict[int, int] = {}
+        for step in (10, 20):
+            model.train()
+            head = torch.full((3,), float(step))
+            tensor = typed_tree.Tensor(dtype="float32", shape=(3,), data=head.view(torch.uint8).numpy().data)
+            blobs = {
+                "dense/head": typed_tree.encode(tensor).to_bytes(),
+                "optim/0": typed_tree.encode({"state": {"head": {"exp_avg": tensor}}}).to_bytes(),
+            }
+            cut = [(boxes, model.frames(range(200), boxes[0], step=step)) for boxes in BOXES]
+            self.steps[run.save([TABLE], cut, step=step, blobs=blobs)] = step
+            self.held[step] = {
+                rank: self._content(model, boxes[0].row_start, boxes[0].row_stop, head)
+                for rank, boxes in enumerate(BOXES)
+            }
+        run.cache.close()
+
+    def _content(self, model: sample.Model, first: int, stop: int, head: torch.Tensor) -> dict[str, Any]:
+        sums = [
+            self._checks.sha256(torch.from_numpy(values[first:stop]))
+            for values in (model.weights, model.fields["sum"])
+        ]
+        shard = {"table": TABLE.fqn, "rows": [first, stop], "weights": sums[0], "state": sums[1:]}
+        return {
+            "shards": [shard],
+            "dense": self._checks.dense_of({"head": head}, {"head": {"exp_avg": head}}),
+        }
+
+    def compare(self, held: Held) -> Any:
+        newest = max(self.steps)
+        return self._checks.compare(self.url, sample.RUN, newest, held, self.steps)
+
+
+@pytest.fixture
+def ranks(checks: ModuleType, tmp_path: Path) -> Ranks:
+    return Ranks(checks, tmp_path)
+
+
+def test_what_was_saved_is_exact(ranks: Ranks) -> None:
+    found = ranks.compare(ranks.held[20])
+    assert found.exact
+    assert found.rows == 200
+    assert found.step_per_shard == {"rank 0: items[0:120]": 20, "rank 1: items[120:200]": 20}
+
+
+def test_a_rank_at_another_step_is_named_with_its_step(ranks: Ranks) -> None:
+    found = ranks.compare(
+        {0: ranks.held[20][0], 1: ranks.held[20][1] | {"shards": ranks.held[10][1]["shards"]}}
+    )
+    assert found.step_per_shard == {"rank 0: items[0:120]": 20, "rank 1: items[120:200]": 10}
+    assert found.wrong == ("rank 1: items[120:200] holds step 10",)
+
+
+def _other(values: list[str] | str) -> Any:
+    return ["0" * 64] if isinstance(values, list) else "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        pytest.param(
+            lambda rank: rank["shards"][0].update(weights=_other("")),
+            "rank 1: items[120:200] holds what no checkpoint holds",
+            id="weights",
+        ),
+        pytest.param(
+            lambda rank: rank["shards"][0].update(state=_other([])),
+            "rank 1: items[120:200] holds what no checkpoint holds",
+            id="state of the rows",
+        ),
+        pytest.param(lambda rank: rank["dense"].update(head=_other("")), "rank 1: head", id="dense"),
+        pytest.param(
+            lambda rank: rank["dense"].pop("head:exp_avg"),
+            "rank 1: head:exp_avg",
+            id="dense state is missing",
+        ),
+        pytest.param(lambda rank: rank["dense"].update(ghost="1"), "rank 1: ghost", id="surplus"),
+        pytest.param(
+            lambda rank: rank["shards"].clear(), "the ranks hold 120 of 200 rows of items", id="a gap"
+        ),
+    ],
+)
+def test_whatever_differs_is_named(ranks: Ranks, harm: Callable[[dict[str, Any]], Any], said: str) -> None:
+    held = copy.deepcopy(ranks.held[20])
+    harm(held[1])
+    assert ranks.compare(held).wrong == (said,)
+
+
+def test_one_bit_changes_a_sum(checks: ModuleType) -> None:
+    values = np.zeros(64, np.float32)
+    before = checks.sha256(torch.from_numpy(values))
+    values.view(np.uint32)[63] = 1
+    assert checks.sha256(torch.from_numpy(values)) != before
+    assert checks.sha256(torch.tensor(1.0, dtype=torch.bfloat16)) != checks.sha256(torch.tensor(1.0))
