@@ -235,7 +235,10 @@ def kill_sidecar(scene: Scene) -> Event:
     broken = []
     if scene.lines.read()[-1].process != last.process or (scene.job.ranks() and alive != scene.job.ranks()):
         broken.append("a rank did not survive its sidecar")
-    next_step = next(s for s in scene.lines.read() if s.at_s > at_s)
+    next_step = scene.until(
+        "a step after the sidecar's death",
+        lambda: next((s for s in scene.lines.read() if s.at_s > at_s), None),
+    )
     return Event(
         what="the sidecar of all ranks killed mid-upload",
         mark="kill sidecar",

@@ -114,7 +114,7 @@ whatever the rank says of itself. After the sidecar's death: what the next check
 that are told to end save their last step first, so nothing is trained twice. The sidecar's death leaves no trace.</p>{drawn["progress"]}</section>
 <section><h2>Loss across the events</h2>
 <p>In grey the same training on {summary["ranks"]} ranks without checkpoints and without events. Until the first resize every step's
-loss is the same: to the last bit on two ranks, to its ten-thousandth part on more, which DDP sums in another order after a restart. Other numbers of ranks see the same batches and draw other dropout.</p>{drawn["loss"]}</section>
+loss is the same: to the last bit. Other numbers of ranks see the same batches and draw other dropout.</p>{drawn["loss"]}</section>
 <section><h2>Bytes per checkpoint, of all ranks</h2>
 <p>A full checkpoint is {story.course.full_bytes / 1e6:.0f} MB. Rows are stored as fp32, so that steps that are trained twice can be compared bit for
 bit; most checkpoints hold only the rows that changed. The first after a resize holds all.</p>{drawn["bytes"]}</section>

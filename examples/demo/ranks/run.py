@@ -45,8 +45,6 @@ LEAST_STEPS = 20
 """... but not closer together than these steps."""
 STEPS_TO_LOSE = 10
 REFERENCE_S = 600.0
-LOSS = 1e-4
-"""By so much the loss of a step on more than two ranks may differ; other dropout makes a hundredth."""
 QUALITY = 0.01
 """By so much the AUC may differ. Other numbers of ranks draw other dropout; the rest is the same, see the losses."""
 
@@ -65,9 +63,10 @@ def acts(ranks: int) -> tuple[Act, ...]:
     fewer = ranks // 2
     return (
         Act(share=0.1, play=events.kill_rank),
-        Act(share=0.3, play=lambda scene: events.resize(scene, fewer, gently=True)),
-        Act(share=0.45, play=lambda scene: events.resize(scene, fewer + 1, gently=False)),
-        Act(share=0.6, play=events.kill_sidecar),
+        # An upload is short, so that several may pass before one is interrupted: early, and where steps take longest.
+        Act(share=0.2, play=events.kill_sidecar),
+        Act(share=0.45, play=lambda scene: events.resize(scene, fewer, gently=True)),
+        Act(share=0.6, play=lambda scene: events.resize(scene, fewer + 1, gently=False)),
     )
 
 
@@ -243,13 +242,9 @@ def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> l
     other = sorted({s.step for s in steps if expected[s.step].crc != s.crc})
     if other:
         broken.append(f"steps {other[:10]} saw other batches than the uninterrupted run")
-    # Two ranks have one order to sum in. More were seen to differ in the last bits after a restart, and we think by
-    # DDP: it lays its buckets out anew after its first step, where a gradient lies says in which order it is summed.
     world = happened[0].world_before
     resized_s = min(event.at_s for event in happened if event.world_after != world)
-    differ = sorted(
-        {s.step for s in steps if s.at_s < resized_s and not _same(expected[s.step].loss, s.loss, world)}
-    )
+    differ = sorted({s.step for s in steps if s.at_s < resized_s and expected[s.step].loss != s.loss})
     if differ:
         broken.append(
             f"the losses of steps {differ[:10]} on {events.ranks(world)} are not those of the uninterrupted run"
@@ -259,10 +254,6 @@ def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> l
     if missing:
         broken.append(f"steps {sorted(missing)[:10]} were never trained")
     return broken
-
-
-def _same(expected: float, loss: float, world: int) -> bool:
-    return loss == expected if world <= 2 else abs(loss - expected) <= LOSS * expected
 
 
 def _summary(played: Played, uninterrupted: float, args: argparse.Namespace) -> dict[str, object]:

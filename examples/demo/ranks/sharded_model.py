@@ -21,6 +21,7 @@ with warnings.catch_warnings():
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
     from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
     from torchrec.distributed.types import ShardingPlan
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -80,7 +81,13 @@ def build(item_count: int) -> DistributedModelParallel:
         model.tables, SHARDING, sharder, local_size=world, world_size=world, device_type="cpu"
     )
     return DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan({"tables": tables}), sharders=[sharder]
+        model,
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"tables": tables}),
+        sharders=[sharder],
+        # DDP lays its buckets out anew after its first step, so that more than two ranks sum gradients in another order
+        # from the second step on, and in the first one's after a restart. With this it keeps them, bit for bit.
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True),
     )
 
 
