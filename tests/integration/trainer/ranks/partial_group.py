@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,7 @@ def train(
                         break
     except (RuntimeError, DeltashardError) as error:
         # The group is broken: nothing of the harness may wait for it.
+        traceback.print_exc()
         said["error"] = type(error).__name__
         _leave(rank, workdir, said)
     np.savez(workdir / f"ended-{rank}.npz", **held(ckpt, training))
