@@ -34,6 +34,7 @@ with warnings.catch_warnings():
     from torchrec.distributed import DistributedModelParallel
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
     from torchrec.distributed.train_pipeline.train_pipelines import (
         TorchCompileConfig,
@@ -210,7 +211,14 @@ class Training:
             constraints=constraints,
         )
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-        self.model = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+        self.model = DistributedModelParallel(
+            model,
+            device=torch.device("cpu"),
+            plan=plan,
+            sharders=sharders,
+            # DDP keeps its buckets so: laid out anew after a first step, more than two ranks sum in another order.
+            data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True),
+        )
         named = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self.dense = dense(named.values(), lr=0.01)
 
