@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from deltashard.attach.lock import hold_file, is_free, release_file
+from deltashard.attach.lock import hold_file, is_free, release_file, trainer_lock, trainer_locks
 from deltashard.attach.rank import Rank
 from deltashard.errors import SidecarUnavailable, UserError
 
@@ -228,7 +228,7 @@ class ChildLauncher:
         self.pid: int | None = None
         """The sidecar this trainer uses, once known."""
         self._make_private()
-        self._lock_path = self.runtime / f"trainer-{self._rank.local}.lock"
+        self._lock_path = trainer_lock(self.runtime, self._rank.local)
         hold_file(self._lock_path)
 
     @property
@@ -451,7 +451,7 @@ class ChildLauncher:
     def _shared(self) -> bool:
         """Whether another rank of this machine has its sidecar here. Two that close at once leave it to linger."""
         with contextlib.suppress(OSError):
-            others = [path for path in self.runtime.glob("trainer-*.lock") if path != self._lock_path]
+            others = [path for path in trainer_locks(self.runtime) if path != self._lock_path]
             return not all(is_free(lock) for lock in others)
         return False
 
@@ -471,9 +471,7 @@ def free_arenas(base: Path, *, keep: Path, idle_s: float = IDLE_S) -> int:
             OSError
         ):  # somebody else clears up, or a file of another kind: not ours to judge
             newest_s = max(path.lstat().st_mtime for path in (home, *home.iterdir()))
-            if time.time() - newest_s < idle_s or not all(
-                is_free(lock) for lock in home.glob("trainer-*.lock")
-            ):
+            if time.time() - newest_s < idle_s or not all(is_free(lock) for lock in trainer_locks(home)):
                 continue
             freed_bytes += _free(arena, home / "LOCK")
     return freed_bytes

@@ -183,6 +183,16 @@ def hold_file(path: Path, *, deadline_s: float = 10.0, living_s: float = 2.0) ->
         _files[_key(path)] = (fd, 1)
 
 
+def trainer_lock(runtime: Path, local: int) -> Path:
+    """The file that the trainer of local rank `local` holds in the run's runtime directory."""
+    return runtime / f"trainer-{local}.lock"
+
+
+def trainer_locks(runtime: Path) -> list[Path]:
+    """Those of all local ranks that ever were there."""
+    return list(runtime.glob("trainer-*.lock"))
+
+
 def is_free(path: Path) -> bool:
     """Whether no process, this one included, holds `path` by `hold_file`; raises `OSError` when it cannot be opened."""
     with _lock:

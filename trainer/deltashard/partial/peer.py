@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from deltashard.attach.lock import is_free
+from deltashard.attach.lock import is_free, trainer_lock, trainer_locks
 
 
 class Peers:
@@ -19,10 +19,8 @@ class Peers:
 
     def meet(self) -> None:
         """All ranks are here: who holds a lock now is one of them."""
-        self._seen = {
-            path for path in self._runtime.glob("trainer-*.lock") if path != self._lock(self._local)
-        }
-        self._seen = {path for path in self._seen if not _free(path)}
+        mine = trainer_lock(self._runtime, self._local)
+        self._seen = {path for path in trainer_locks(self._runtime) if path != mine and not _free(path)}
 
     @property
     def met(self) -> bool:
@@ -41,10 +39,7 @@ class Peers:
 
     @property
     def _left(self) -> Path:
-        return self._left_of(self._lock(self._local))
-
-    def _lock(self, local: int) -> Path:
-        return self._runtime / f"trainer-{local}.lock"
+        return self._left_of(trainer_lock(self._runtime, self._local))
 
     @staticmethod
     def _left_of(lock: Path) -> Path:
