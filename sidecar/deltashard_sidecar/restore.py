@@ -139,6 +139,7 @@ class Restore:
             [Want(schema=_schema(schemas, fqn), boxes=tuple(boxes)) for fqn, boxes in wanted.items()],
             blobs=want.blobs,
             rank=want.rank if want.HasField("rank") else None,
+            world_size=self._who.world_size,
             strict=not want.lenient,
             mapping=dict(want.mapping),
             weights_only=want.weights_only,

@@ -415,7 +415,13 @@ class Checkpointer:
         self._clock.tock()
 
     def wrap(
-        self, loader: Any, *, name: str = "loader", skip: Skip = "sampler", pipelined: bool = False
+        self,
+        loader: Any,
+        *,
+        name: str = "loader",
+        skip: Skip = "sampler",
+        pipelined: bool = False,
+        shared: bool = False,
     ) -> Any:
         """`loader` with its position and randomness saved and resumed; see `wrapped_loader`.
 
@@ -427,8 +433,10 @@ class Checkpointer:
             skip: how a resumed DataLoader passes over what was delivered: "sampler" (nothing is fetched) or "replay"
                 (fetched and dropped: exact even if the dataset draws random numbers in workers).
             pipelined: the loop's batches come from a pipeline that fetches ahead; every `step()` consumes one.
+            shared: all ranks of a group iterate the same batches, and each takes its share of every one: then another
+                number of ranks goes on in the middle of an epoch, as it does with torch's DistributedSampler.
         """
-        return self._shelf.wrap(loader, name=name, skip=skip, pipelined=pipelined)
+        return self._shelf.wrap(loader, name=name, skip=skip, pipelined=pipelined, shared=shared)
 
     def save(
         self, reason: str = "user", *, pin: str | None = None, metadata: Mapping[str, Any] | None = None

@@ -1,8 +1,9 @@
 """Names of the blobs of several ranks: `rank/{r}/{name}` is rank r's alone, every other name is for all.
 
 Rank 0 writes plain names, as a single process does, so a checkpoint of one rank and the common half of one of many
-look the same to whoever reads them. A restore by rank r reads the plain names and those under `rank/{r}/`; who reads a
-run as a whole reads the plain ones. In a world of another size a rank may find none of its own.
+look the same to whoever reads them. A restore by rank r reads the plain names, those under `rank/{r}/`, and of some
+ranks that are gone where their loaders stood; who reads a run as a whole reads the plain ones. In a world of another
+size a rank may find none of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _OPTIMIZER = re.compile(r"optim/(0|[1-9][0-9]*)(?:/(0|[1-9][0-9]*))?", re.ASCII)
+_POSITIONS = "loader"
 _OWN = re.compile(r"rank/(0|[1-9][0-9]{0,4})/(.+)", re.ASCII | re.DOTALL)
 
 
@@ -45,10 +47,20 @@ def optimizer_parts(blobs: Mapping[str, T]) -> dict[int, list[T]]:
     return parts
 
 
-def is_read_by(rank: int | None, stored: str) -> bool:
-    """Whether a restore by this rank, of a world of any size, reads the blob; None: who reads for no rank."""
-    owner, _ = parse_blob_name(stored)
-    return owner is None or owner == rank
+def read_by(rank: int, world_size: int, saved: int) -> range:
+    """The ranks of `saved` of whom this one, of `world_size`, reads something: itself, and some that are gone."""
+    return range(rank, saved, world_size)
+
+
+def is_read_by(rank: int | None, world_size: int, stored: str) -> bool:
+    """Whether a restore by this rank of `world_size` reads the blob; None: who reads for no rank.
+
+    Of a rank that is gone it reads the positions of loaders, so that all ranks together see those of all.
+    """
+    owner, name = parse_blob_name(stored)
+    if owner is None or rank is None or owner == rank:
+        return owner is None or owner == rank
+    return name == _POSITIONS and owner in read_by(rank, world_size, owner + 1)
 
 
 def common_blobs(blobs: Mapping[str, T]) -> dict[str, T]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import FormatError, InvalidCheckpoint, UnsupportedVersion
 from deltashard_checkpoint.format import element_type, typed_tree
-from deltashard_checkpoint.format.blob_name import parse_blob_name
+from deltashard_checkpoint.format.blob_name import parse_blob_name, read_by
 from deltashard_checkpoint.format.index import Index, decode_index
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
@@ -102,6 +102,7 @@ def plan_restore(
     *,
     blobs: bool | Collection[str] = True,
     rank: int | None = None,
+    world_size: int = 1,
     strict: bool = True,
     mapping: Mapping[str, str] | None = None,
     weights_only: bool = False,
@@ -109,7 +110,7 @@ def plan_restore(
     manifests: Manifests | None = None,
     deadline_s: float = 600.0,
 ) -> Plan:
-    """The plan that fills `wants` (and blobs: all that `rank` reads, none, or these) from checkpoint `seq`.
+    """The plan that fills `wants` (and blobs: all that `rank` of `world_size` reads, none, or these) from `seq`.
 
     Indexes not given are fetched, and so are manifests (`manifests` remembers those of its run). Raises what
     `Manifests`, `chain`, `load_indexes` and `restore_plan` raise.
@@ -120,7 +121,9 @@ def plan_restore(
     boxes = [replace(box, table=names.get(box.table, box.table)) for want in wants for box in want.boxes]
     links = chain(state, seq, boxes, strict=False)
     named = () if isinstance(blobs, bool) else blobs
-    owners = {owner for owner in (rank, *(parse_blob_name(name)[0] for name in named)) if owner is not None}
+    owners = {owner for owner in (parse_blob_name(name)[0] for name in named) if owner is not None}
+    if rank is not None:
+        owners.update(read_by(rank, world_size, state.checkpoints[seq].world_size))
     blob_parts = blob_parts_of(state, seq, owners) if blobs is not False else ()
     held = dict(indexes or {})
     parts = [part for part in (*(link.part for link in links), *blob_parts) if part.index_key not in held]
@@ -133,6 +136,7 @@ def plan_restore(
         blob_parts=blob_parts,
         blobs=None if isinstance(blobs, bool) else blobs,
         rank=rank,
+        world_size=world_size,
         strict=strict,
         mapping=mapping,
         weights_only=weights_only,

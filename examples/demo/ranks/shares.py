@@ -1,8 +1,8 @@
 """Each rank's share of the batch of a training step, whichever the number of ranks.
 
-A wrapped loader comes back exactly on as many ranks as saved it; in the middle of an epoch on another number of them
-it is refused, since its samples were dealt out to the ranks that were. A job whose world changes at any step can do
-what is done here: make the batch a function of the step, which is the same for all ranks, and let each take its part.
+The batch is a function of the step, which is the same for all ranks, and each takes its part of it: so a step trains on
+the same samples in every world, and needs no position of a loader. What `wrap` does in another world, see
+docs/distributed.md.
 """
 
 from __future__ import annotations

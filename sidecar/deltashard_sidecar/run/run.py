@@ -17,6 +17,7 @@ from pathlib import Path
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.format.blob_name import read_by
 from deltashard_checkpoint.format.index import Index, table_message
 from deltashard_checkpoint.format.object_key import new_token
 from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
@@ -332,7 +333,9 @@ class Run:
             state = self.manifests_of(state.run).listing(state, closure(state, (seq,)))
             parts = (
                 *(link.part for link in chain(state, seq, who.boxes, strict=False)),
-                *blob_parts_of(state, seq, (who.rank,)),
+                *blob_parts_of(
+                    state, seq, read_by(who.rank, who.world_size, state.checkpoints[seq].world_size)
+                ),
             )
         except DeltashardError:
             return  # the restore will say what is wrong

@@ -36,7 +36,7 @@ class LoaderShelf:
         """Whether a batch was taken since the last `step()`."""
         return any(loader.moved for loader in self._loaders.values())
 
-    def wrap(self, loader: Any, *, name: str, skip: Skip, pipelined: bool) -> WrappedLoader:
+    def wrap(self, loader: Any, *, name: str, skip: Skip, pipelined: bool, shared: bool) -> WrappedLoader:
         """See `Checkpointer.wrap`."""
         old = self._loaders.get(name)
         if old is not None and not old.iterated:
@@ -54,6 +54,7 @@ class LoaderShelf:
             clock=self._company.clock,
             skip=skip,
             pipelined=pipelined,
+            shared=shared,
             name=name,
             company=self._company,
         )

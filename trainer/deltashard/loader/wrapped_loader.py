@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader
 from deltashard.errors import CheckpointMismatch, StateError, UserError
 from deltashard.loader.belonging import Belongings, Walk, draws, fingerprint
 from deltashard.loader.company import Company
+from deltashard.loader.deal import Remainder, misfit, order_of
 from deltashard.loader.pace import Pace
 from deltashard.state.position import (
     PassedSampler,
@@ -90,12 +91,15 @@ class _Pass:
         self.delivered = delivered
         self.clock = clock
         self.resumed = resumed
+        self.dealt = None if resumed is None else resumed.dealt
         self.iterator: Iterator[Any] = iter(())
         self.start: Mapping[str, Any] | None = None
         self.first: Mapping[str, Any] | None = None
         self.after_iter: Mapping[str, Any] | None = None
         self.sampler: PassedSampler | None = None
         self.prints: dict[int, str] = {}
+        self.order: Mapping[str, Any] | None = None
+        """How its samples are dealt out to ranks (`deal.order_of`)."""
         self.warm = False
         self.handed = 0
         self.asked = False
@@ -111,10 +115,14 @@ class WrappedLoader:
         clock: Callable[[], int],
         skip: Skip = "sampler",
         pipelined: bool = False,
+        shared: bool = False,
         name: str = "loader",
         company: Company | None = None,
     ) -> None:
-        """`clock` returns the number of `step()` calls so far; `company`: the other loaders of the Checkpointer."""
+        """`clock` returns the number of `step()` calls so far; `company`: the other loaders of the Checkpointer.
+
+        `shared`: all ranks iterate the same batches (see `deal`).
+        """
         if isinstance(loader, Iterator):
             raise StateError(
                 f"{type(loader).__name__} is an iterator, which can only be consumed once",
@@ -132,6 +140,7 @@ class WrappedLoader:
         self._clock = clock
         self._skip = skip
         self._pipelined = pipelined
+        self._shared = shared
         self._stateful = isinstance(loader, Stateful)
         self._factory = callable(loader) and not isinstance(loader, Iterable)
         self._torch = isinstance(loader, DataLoader)
@@ -140,7 +149,7 @@ class WrappedLoader:
         # A loader with an __iter__ of its own may count in it: it is replayed.
         plain = self._torch and type(loader).__iter__ is DataLoader.__iter__ and not self._stateful
         self._by_sampler = plain and samples_by_index(loader) and skip == "sampler"
-        self._watched = self._by_sampler and own_sampler(loader) and not self._persistent
+        self._watched = self._by_sampler and (shared or own_sampler(loader)) and not self._persistent
         self._company = company or Company(clock)
         self._member = self._company.join(name)
         self._pace = Pace(self._company, self._member)
@@ -270,6 +279,7 @@ class WrappedLoader:
         tree["last"] = self._company.last == self.name
         tree["per_step"] = max(self._pace.most, self._resume_tree.get("per_step", 1))
         tree["prints"] = {} if self._pass is None else dict(self._pass.prints)
+        tree["deal"] = self._deal(position)
         # Behind workers the sampler is ahead of what was delivered: replaying brings it there.
         inside = position.start is not None and self._workers > 0
         tree["things"] = None if inside else self._things()
@@ -295,6 +305,13 @@ class WrappedLoader:
     def resume(self, tree: Mapping[str, Any], rng: Mapping[str, Any] | None) -> None:
         """Make the next iteration go on from `tree`, under the random state `rng` of the cut."""
         position = Position.of(tree)
+        if position.dealt is not None and (why := self._misfit(tree["deal"])):
+            raise CheckpointMismatch(
+                f"what is left of epoch {position.epoch} of loader {self.name!r} cannot be dealt out: {why}",
+                where="wrap()",
+                remedy="wrap the same loader as the run that saved, for the ranks that there are, or "
+                "restore(strict=False), which begins that epoch's data anew",
+            )
         if position.inner is not None and not self._stateful:
             raise CheckpointMismatch(
                 f"the checkpoint holds the state of a stateful loader, {type(self.loader).__name__} has none",
@@ -323,6 +340,28 @@ class WrappedLoader:
             company.used = set()
         company.things[self.name] = self._put_things
         self._put_things()
+
+    def _deal(self, position: Position) -> Any:
+        """What another number of ranks must know to go on at `position`: see `deal`. None: they cannot."""
+        if self._shared:
+            return "shared"
+        order = position.order
+        if order is None or not position.delivered or position.again is not None:
+            return None
+        base = position.dealt or {"at": 0, "used": 0}
+        used = base["used"] + (position.delivered - base["at"]) * order["a_batch"]
+        return {k: v for k, v in order.items() if k != "a_batch"} | {"used": min(used, order["samples"])}
+
+    def _order(self, *, epoch: int | None = None) -> Mapping[str, Any] | None:
+        """See `deal.order_of`; of that epoch, where the sampler may not have been told of it."""
+        order = order_of(self.loader) if self._by_sampler else None
+        return order if order is None or epoch is None else {**order, "epoch": epoch}
+
+    def _misfit(self, saved: Mapping[str, Any]) -> str:
+        """Why this loader cannot deal out what is left of a saved epoch; empty: it can."""
+        if not self._by_sampler:
+            return "it has no index sampler, or skip='replay'"
+        return misfit(saved, order_of(self.loader))
 
     def take_over(self, old: WrappedLoader) -> None:
         """Go on where `old`, wrapped under this name before, has ended: the same data, made anew for the next epoch."""
@@ -422,9 +461,11 @@ class WrappedLoader:
             start=current.start,
             first=current.first,
             warm=current.warm,
+            dealt=current.dealt,
+            order=current.order,
         )
         if resume is not None:
-            self._ahead = deque([resume])
+            self._ahead = deque([replace(resume, order=current.order)])
             self._consumed_at = now
         return self._run(current)
 
@@ -462,6 +503,7 @@ class WrappedLoader:
         made = _Pass(epoch=position.epoch + (1 if over else 0), delivered=0, clock=now, resumed=None)
         made.start = self._moment()
         made.warm = self._is_warm()
+        made.order = self._order()
         if self._watched:
             made.iterator, made.sampler = through_sampler(
                 self.loader, 0, warm=False, prints=made.prints, to_print=fingerprint
@@ -490,12 +532,22 @@ class WrappedLoader:
             self._look_at_head(resume.start)
         self._apply_moment(resume.start)
         made.start, made.first, made.warm = resume.start, resume.first, resume.warm
+        saved = self._resume_tree.get("deal")
+        made.order = self._order(epoch=saved["epoch"] if isinstance(saved, Mapping) else None)
         if self._stateful:
             if resume.inner is not None:
                 self.loader.load_state_dict(resume.inner)
             made.iterator = iter(self.loader)
         elif self._factory:
             made.iterator = iter(self.loader(resume.epoch, resume.delivered))
+        elif resume.dealt is not None:
+            assert made.order is not None
+            made.iterator, made.sampler = through_sampler(
+                self.loader,
+                resume.delivered - resume.dealt["at"],
+                warm=made.warm,
+                instead=Remainder(self.loader.batch_sampler, made.order, resume.dealt["used"]),
+            )
         elif self._by_sampler:
             made.iterator, made.sampler = through_sampler(
                 self.loader,
@@ -630,6 +682,8 @@ class WrappedLoader:
                     first=current.first,
                     inner=inner,
                     warm=current.warm,
+                    dealt=current.dealt,
+                    order=current.order,
                 )
                 if self._pipelined:
                     self._ahead.append(self._position)

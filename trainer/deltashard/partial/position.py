@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deltashard.state.position import has_own_state
+
 
 def moved_on(positions: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """`positions` of loaders by name, moved on to where `others` are, of a rank further on; and notes.
@@ -17,7 +19,7 @@ def moved_on(positions: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[d
         other = others.get(name)
         if other is None or (mine["epoch"], mine["delivered"]) >= (other["epoch"], other["delivered"]):
             found[name] = mine
-        elif mine["inner"] is not None or other["inner"] is not None:
+        elif has_own_state(mine) or has_own_state(other):
             found[name] = mine
             notes.append(
                 f"loader {name!r} has a state of its own, and gives what came after the checkpoint once more"

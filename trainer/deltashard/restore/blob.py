@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deltashard_checkpoint.format.blob_name import common_blobs, optimizer_parts, own_blobs
+from deltashard_checkpoint.format.blob_name import common_blobs, optimizer_parts, own_blobs, parse_blob_name
 from torch import Tensor
 
 from deltashard.errors import CheckpointMismatch
+from deltashard.loader import deal
 from deltashard.optimizer.optimizer_state import OptimizerView
 from deltashard.program import Program
 from deltashard.state import contract
@@ -31,6 +32,8 @@ class Blobs:
     state: dict[str, Any]
     rng: Any
     loaders: dict[str, Any]
+    peers: dict[int, dict[str, Any]]
+    """Positions of loaders by the rank that saved them: rank 0's, this rank's, and of ranks that are gone some."""
     meta: dict[str, Any]
     own_rng: bool
     """Whether `rng` is this rank's own; else rank 0's."""
@@ -62,6 +65,11 @@ class Blobs:
             state=found["state"],
             rng=single["rng"],
             loaders=single["loader"],
+            peers={
+                owner or 0: decode_value(data)
+                for (owner, name), data in ((parse_blob_name(stored), data) for stored, data in raw.items())
+                if name == "loader"
+            },
             meta=single["meta"],
             own_rng="rng" in own,
             own_content=content,
@@ -72,31 +80,35 @@ class Blobs:
         """Of the group that saved."""
         return int(self.meta.get("world_size", 1))
 
-    def loaders_at(self, world_size: int, *, strict: bool) -> tuple[dict[str, Any], list[str]]:
-        """Positions of wrapped loaders in a group of `world_size`, and notes.
+    def loaders_at(self, rank: int, world_size: int, *, strict: bool) -> tuple[dict[str, Any], list[str]]:
+        """Positions of wrapped loaders on a rank of a group of `world_size`, and notes.
 
         Raises:
-            CheckpointMismatch: with `strict`, a pass was under way, and its batches are dealt out to another number of
-                ranks now.
+            CheckpointMismatch: with `strict`, a pass was under way, and cannot go on on another number of ranks.
         """
         held = dict(self.loaders or {})
-        if world_size == self.world_size:
+        saved = self.world_size
+        if world_size == saved:
             return held, []
-        inside = sorted(name for name, tree in held.items() if tree["delivered"] or tree["inner"])
-        if inside and strict:
-            raise CheckpointMismatch(
-                f"loader {inside[0]!r} was within an epoch when {self.world_size} ranks saved, and there are "
-                f"{world_size} now: which samples were used up cannot be told",
-                where="loaders",
-                remedy=f"resume with {self.world_size} ranks until the epoch ends and save there, or "
-                "restore(strict=False), which begins that epoch's data anew",
-            )
-        for name in inside:
-            held[name] = {"epoch": held[name]["epoch"], "delivered": 0, "start": None, "inner": None}
-        return held, [
-            f"loader {name!r} was within an epoch when {self.world_size} ranks saved, and begins it anew"
-            for name in inside
-        ]
+        notes = []
+        for name in sorted(held.keys() | {name for trees in self.peers.values() for name in trees}):
+            trees = {peer: each.get(name) for peer, each in self.peers.items()}
+            if not any(deal.is_inside(tree) for tree in trees.values() if tree is not None):
+                continue
+            try:
+                held[name], note = deal.in_another_world(
+                    name, trees, rank=rank, saved=saved, world=world_size
+                )
+                notes.append(note)
+            except CheckpointMismatch:
+                if strict:
+                    raise
+                epoch = max(tree["epoch"] for tree in trees.values() if tree is not None)
+                held[name] = {"epoch": epoch, "delivered": 0, "start": None, "inner": None}
+                notes.append(
+                    f"loader {name!r} was within an epoch when {saved} ranks saved, and begins it anew"
+                )
+        return held, notes
 
     def borrowed(self, rank: int, world_size: int, names: Collection[str]) -> list[str]:
         """Notes on what ranks said for themselves in `state=`, under `names`, where their number is another now."""

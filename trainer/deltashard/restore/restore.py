@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from deltashard_checkpoint.crash_point import crash_point
@@ -234,7 +235,7 @@ class Restorer:
         seq, weights_only = reply.resume_seq, wish.weights_only
         notes: list[str] = []
         with tries.stage("received"):
-            received, targets = self._receive(link, reply, wish, tries, notes, road)
+            received, targets, positions = self._receive(link, reply, wish, tries, notes, road)
         blobs = received.blobs
         crash_point("restore.before_dense")
         notes += targets.notes
@@ -247,8 +248,6 @@ class Restorer:
             if not weights_only:
                 notes += blobs.apply_state(self._program, strict=wish.strict)
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
-                positions, told = blobs.loaders_at(self._rank.world_size, strict=wish.strict)
-                notes += told
                 self._shelf.resume(positions, blobs.rng)
                 self._tracking.watch_first_step()
         if not wish.from_run and not weights_only and targets.complete:
@@ -297,9 +296,13 @@ class Restorer:
         tries: _Tries,
         notes: list[str],
         road: Road | None,
-    ) -> tuple[Received, ModelTargets]:
-        """Rows into the tables, blobs decoded; everything is compared before a byte of the model changes."""
+    ) -> tuple[Received, ModelTargets, dict[str, Any]]:
+        """Rows into the tables, blobs decoded, positions of loaders as they are on this rank.
+
+        Everything is compared before a byte of the model changes.
+        """
         seq = reply.resume_seq
+        positions: dict[str, Any] = {}
         targets = ModelTargets(
             self._tracking,
             [table_of(table) for table in reply.tables],
@@ -314,6 +317,10 @@ class Restorer:
                 notes.extend(road.notes)
             blobs = Blobs.decode(raw, rank=self._rank.number)
             notes.extend(blobs.check(self._program, strict=wish.strict, weights_only=wish.weights_only))
+            if not wish.weights_only:
+                held, told = blobs.loaders_at(self._rank.number, self._rank.world_size, strict=wish.strict)
+                positions.update(held)
+                notes.extend(told)
             for failed in tries.earlier:
                 if torn := targets.covers(failed):
                     raise RestoreFailed(
@@ -326,7 +333,7 @@ class Restorer:
             targets.place(blobs.strangers(self._tracking))
             return blobs
 
-        return read_checkpoint(
+        received = read_checkpoint(
             link,
             seq,
             wish.from_run or "",
@@ -334,7 +341,8 @@ class Restorer:
             judge,
             rank=self._rank.number,
             newer=tuple if road is None else road.frames,
-        ), targets
+        )
+        return received, targets, positions
 
     def _compare_content(self, blobs: Blobs, *, weights_only: bool, partial: bool) -> bool | None:
         recorded = blobs.own_content

@@ -132,8 +132,7 @@ class BatchedKernel:
         for table, (start, stop) in zip(features, spans, strict=True):
             told = self.listeners.get(table)
             if told is not None and stop > start:
-                ids, rows = indices[start:stop], self.weights[table].shape[0]
-                told(torch.where((ids >= 0) & (ids < rows), ids, 0))
+                told(_accepted(indices[start:stop], self.weights[table].shape[0]))
 
     def _states(self) -> list[dict[str, Tensor]]:
         tbe = self._tbe
@@ -233,6 +232,15 @@ def _spans(
         edges = offsets[list(ends)].tolist()
     whole = len(edges) == features + 1 and edges[0] == 0 and edges[-1] == count and edges == sorted(edges)
     return list(itertools.pairwise(edges)) if whole else [(0, count)] * features
+
+
+def _accepted(ids: Tensor, rows: int) -> Tensor:
+    """Ids with 0 in the place of those that are no row. On a CPU one pass tells that there are none, as a rule."""
+    if ids.device.type == "cpu":
+        low, high = torch.aminmax(ids)
+        if low >= 0 and high < rows:
+            return ids
+    return torch.where((ids >= 0) & (ids < rows), ids, 0)
 
 
 def _values(states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:

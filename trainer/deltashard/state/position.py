@@ -8,7 +8,7 @@ itself, or begin another pass. Both states are part of the position.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -49,6 +49,10 @@ class Position:
     again: Mapping[str, Any] | None = None
     """The loop still uses the batch after `delivered` (passes over another loader within it): random state and
     belongings when that batch was asked for. It is delivered once more."""
+    dealt: Mapping[str, int] | None = None
+    """Another number of ranks began this epoch: from batch `at` on, what its order had left after `used` samples."""
+    order: Mapping[str, Any] | None = None
+    """Of the epoch, where samples are dealt out to ranks (`loader.deal.order_of`). Not part of the tree."""
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Position:
@@ -57,10 +61,11 @@ class Position:
             epoch=tree["epoch"],
             delivered=tree["delivered"],
             start=tree["start"],
-            inner=tree["inner"],
+            inner=tree["inner"] if has_own_state(tree) else None,
             first=tree.get("first"),
             warm=bool(tree.get("warm")),
             again=tree.get("again"),
+            dealt=tree.get("dealt"),
         )
 
     def tree(self) -> dict[str, Any]:
@@ -69,11 +74,18 @@ class Position:
             "epoch": self.epoch,
             "delivered": self.delivered,
             "start": self.start,
-            "inner": self.inner,
+            # A build that does not know `dealt` takes this for a loader's own state, and refuses: it would count wrong.
+            "inner": self.inner if self.dealt is None else "dealt out anew",
             "first": self.first,
             "warm": self.warm,
             "again": self.again,
+            "dealt": self.dealt,
         }
+
+
+def has_own_state(tree: Mapping[str, Any]) -> bool:
+    """Whether a saved position is that of a stateful loader."""
+    return tree["inner"] is not None and not tree.get("dealt")
 
 
 Print = Callable[[Any], str]
@@ -185,13 +197,16 @@ def through_sampler(
     warm: bool,
     prints: dict[int, str] | None = None,
     to_print: Print = repr,
+    instead: Iterable[Any] | None = None,
 ) -> tuple[Iterator[Any], PassedSampler]:
     """A pass from batch `skip` on: its iterator, and the sampler to `advance`.
 
+    `instead`: entries of this pass, in the place of those of the loader's own sampler.
     `warm`: the workers are persistent and lived before, so that the pass draws no seed. Workers that are new here are
     started with a seed that is not the lost ones', and the random state is put back.
     """
     name = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+    entries = loader.__dict__[name] if instead is None else instead
     live: Any = getattr(loader, "_iterator", None)
     if warm and live is None:
         draws = capture_draws(loader)
@@ -199,7 +214,7 @@ def through_sampler(
         apply_draws(loader, draws)
         live = getattr(loader, "_iterator", None)
     if warm and live is not None:
-        sampler = PassedSampler(loader.__dict__[name], skip, prints, to_print)
+        sampler = PassedSampler(entries, skip, prints, to_print)
         live._index_sampler = sampler  # noqa: SLF001 - persistent workers take their indices from here
         try:
             return iter(loader), sampler
@@ -207,7 +222,7 @@ def through_sampler(
             _at_next_pass(live, loader.__dict__[name])
     # A shallow clone for this one pass: DataLoader guards its samplers against assignment.
     clone = copy.copy(loader)
-    clone.__dict__[name] = sampler = PassedSampler(loader.__dict__[name], skip, prints, to_print)
+    clone.__dict__[name] = sampler = PassedSampler(entries, skip, prints, to_print)
     clone.__dict__["_iterator"] = None
     iterator = iter(clone)
     if loader.persistent_workers and loader.num_workers:

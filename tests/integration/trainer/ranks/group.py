@@ -62,15 +62,23 @@ class Net(nn.Module):
 class Program:
     """A training loop of one rank under DistributedDataParallel, with or without deltashard."""
 
-    def __init__(self, rank: int, workdir: Path, *, ckpt: bool = True, **options: Any) -> None:
+    def __init__(
+        self, rank: int, workdir: Path, *, ckpt: bool = True, data: str = "dealt", **options: Any
+    ) -> None:
+        """`data`: "dealt" out by a sampler, "shared" by all ranks, or an order of each rank's "own"."""
         self.rank = rank
         torch.manual_seed(3)
         self.model = DistributedDataParallel(Net())
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
         torch.manual_seed(100 + rank)
         random.seed(rank)
+        baskets, self.shared = Baskets(), data == "shared"
         self.loader: Any = DataLoader(
-            data := Baskets(), batch_size=BATCH, sampler=DistributedSampler(data, shuffle=True, seed=5)
+            baskets,
+            batch_size=12 if self.shared else BATCH,
+            shuffle=None if data == "dealt" else True,
+            sampler=DistributedSampler(baskets, shuffle=True, seed=5) if data == "dealt" else None,
+            generator=torch.Generator().manual_seed(5) if self.shared else None,
         )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 7, gamma=0.9)
         self.seen: list[int] = []
@@ -84,15 +92,18 @@ class Program:
                 run="group",
                 **{"encoding": "fp32", "content_hash": True, "grace_s": None} | options,
             )
-            self.loader = self.ckpt.wrap(self.loader)
+            self.loader = self.ckpt.wrap(self.loader, shared=self.shared)
 
     def steps(self) -> Iterator[int]:
         """Train for ever; yields the number of each step that ended."""
         epoch = self.loader.epoch if self.ckpt is not None else 0
         step = 0 if self.ckpt is None else self.ckpt.steps
         while True:
-            self.loader.sampler.set_epoch(epoch)
-            for numbers, items, labels in self.loader:
+            if isinstance(self.loader.sampler, DistributedSampler):
+                self.loader.sampler.set_epoch(epoch)
+            for batch in self.loader:
+                share = slice(self.rank, None, dist.get_world_size()) if self.shared else slice(None)
+                numbers, items, labels = (each[share] for each in batch)
                 self.seen += numbers.tolist()
                 self.optimizer.zero_grad()
                 nn.functional.mse_loss(self.model(items) * random.uniform(0.9, 1.1), labels).backward()
@@ -129,16 +140,16 @@ class Program:
 # Scenarios: (rank, workdir, options) -> what is written.
 
 
-def plain(rank: int, workdir: Path, until: str) -> Any:
+def plain(rank: int, workdir: Path, until: str, data: str = "dealt") -> Any:
     """Train without deltashard."""
-    program = Program(rank, workdir, ckpt=False)
+    program = Program(rank, workdir, ckpt=False, data=data)
     program.train(int(until))
     return {"state": program.state(), "seen": program.seen}
 
 
-def killed(rank: int, workdir: Path, save_at: str, kill_at: str) -> Any:
+def killed(rank: int, workdir: Path, save_at: str, kill_at: str, data: str = "dealt") -> Any:
     """Save once, and be killed some steps later."""
-    program = Program(rank, workdir)
+    program = Program(rank, workdir, data=data)
     program.ckpt.restore()
     for step in program.steps():
         if step == int(save_at):
@@ -183,9 +194,11 @@ def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: 
     }  # fmt: skip
 
 
-def resumed(rank: int, workdir: Path, until: str, weights_only: str = "", strict: str = "yes") -> Any:
+def resumed(
+    rank: int, workdir: Path, until: str, weights_only: str = "", strict: str = "yes", data: str = "dealt"
+) -> Any:
     """Restore, train to the end, close."""
-    program = Program(rank, workdir)
+    program = Program(rank, workdir, data=data)
     restored = program.ckpt.restore(weights_only=bool(weights_only), strict=bool(strict))
     at = program.ckpt.steps
     program.train(int(until))

@@ -218,7 +218,8 @@ def zombie(rank: int, workdir: Path) -> Any:
 def unlike(rank: int, workdir: Path) -> Any:
     """Rank 2 is ten times as slow as the others; rank 1 is stopped while an order waits for it, until that is off."""
     conductor.ANSWER_S = 1.0
-    life = Life(rank, workdir, every_steps=12)
+    # No order but those asked for here: one that rank 1 has answered needs it no more until its step.
+    life = Life(rank, workdir, every_s=3600)
     life.restore()
     orders, pids = life.ckpt._conductor, [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
@@ -227,20 +228,22 @@ def unlike(rank: int, workdir: Path) -> Any:
         eventually(lambda: orders.off > before, "the order to be off")
         os.kill(pids[1], signal.SIGCONT)
 
+    stopped_at = 0
     for step in life.steps():
         time.sleep(0.02 if rank == 2 else 0.002)
-        if step == 30 and rank == 0:
-            threading.Thread(target=wake, args=(orders.off,), daemon=True).start()
-        if step == 30 and agreed(True) and rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if step == 30 and rank == 0:
-            eventually(
-                lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2], "rank 1 to stop"
-            )
-            life.ckpt.save("while rank 1 is stopped")
-        if step == 31:
-            seen = life.commits
-        if step > 31 and agreed(life.commits >= seen + 2):
+        if rank == 0 and (step == 12 or (stopped_at and (step - stopped_at) % 12 == 0)):
+            life.ckpt.save()
+        if not stopped_at and agreed(life.commits >= 1):
+            stopped_at, seen = step, life.commits
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if rank == 0:
+                eventually(
+                    lambda: b"T" in Path(f"/proc/{pids[1]}/stat").read_bytes().split()[2], "rank 1 to stop"
+                )
+                threading.Thread(target=wake, args=(orders.off,), daemon=True).start()
+                life.ckpt.save("while rank 1 is stopped")
+        elif stopped_at and agreed(life.commits >= seen + 2):
             break
     life.ckpt.close()
     return {"off": orders.off}

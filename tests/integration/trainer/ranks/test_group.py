@@ -117,13 +117,36 @@ def test_another_world_goes_on_from_the_same_step(run: Run, tmp_path: Path) -> N
     assert max(commits(tmp_path).values()) == 18
 
 
+@pytest.mark.parametrize("data", ["dealt", "shared"])
+def test_an_epoch_goes_on_in_another_world(run: Run, tmp_path: Path, data: str) -> None:
+    """4 ranks, killed, then 2, then 3: each of the epoch's 240 samples is seen once, and the next epoch is whole."""
+    begun = run(tmp_path / "plain", 4, "plain", until=5, data=data)
+    assert run(tmp_path, 4, "killed", save_at=5, kill_at=8, data=data) == [None] * 4
+    by_two = run(tmp_path, 2, "resumed", until=10, data=data)
+    by_three = run(tmp_path, 3, "resumed", until=22, data=data)
+    left = {"dealt": [160, 120], "shared": [180, 120]}[data]
+    for ranks, before, number, rest in ((by_two, 4, 2, left[0]), (by_three, 2, 3, left[1])):
+        goes_on = {
+            "dealt": f"loader 'loader' was within epoch 0 when {before} ranks saved: what is left of it, {rest} samples, is "
+            f"dealt out to {number}",
+            "shared": f"loader 'loader' goes on at batch {20 - rest // 12}, as on {before} ranks",
+        }[data]
+        assert all(goes_on in rank["restored"]["notes"] for rank in ranks)
+    steps = 10  # of the three that end the epoch
+    epoch = [rank["seen"] for rank in (*begun, *by_two)] + [rank["seen"][: 4 * steps] for rank in by_three]
+    assert sorted(number for seen in epoch for number in seen) == list(range(240))
+    after = [number for rank in by_three for number in rank["seen"][4 * steps :]]
+    assert len(after) == len(set(after)) == 2 * 3 * 4
+
+
 def test_an_epoch_under_way_is_not_dealt_out_anew_silently(run: Run, tmp_path: Path) -> None:
-    run(tmp_path, 2, "resumed", until=8)
-    for said in run(tmp_path, 3, "resumed", until=10):
+    """Each rank draws an order of its own: nobody can tell which samples were used up."""
+    run(tmp_path, 2, "resumed", until=8, data="own")
+    for said in run(tmp_path, 3, "resumed", until=10, data="own"):
         assert said["error"] in ("CheckpointMismatch", "RestoreFailed")
         assert "within an epoch when 2 ranks saved, and there are 3 now" in said["what"]
         assert "restore(strict=False)" in said["remedy"]
-    zero, _, two = run(tmp_path, 3, "resumed", until=10, strict="")
+    zero, _, two = run(tmp_path, 3, "resumed", until=10, strict="", data="own")
     assert zero["restored"]["step"] == two["restored"]["step"] == 8
     anew = "loader 'loader' was within an epoch when 2 ranks saved, and begins it anew"
     assert zero["restored"]["notes"] == [anew]

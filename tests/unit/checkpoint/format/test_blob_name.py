@@ -9,6 +9,7 @@ from deltashard_checkpoint.format.blob_name import (
     is_read_by,
     own_blobs,
     parse_blob_name,
+    read_by,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,9 +22,23 @@ NAMES = st.text(min_size=1).filter(lambda name: parse_blob_name(name)[0] is None
 def test_what_a_rank_names_it_reads_and_of_the_others_only_rank_0s(rank: int, other: int, name: str) -> None:
     stored = blob_name(rank, name)
     assert parse_blob_name(stored) == ((None if rank == 0 else rank), name)
-    assert is_read_by(rank, stored)
-    assert is_read_by(other, stored) is (rank in (0, other))
-    assert is_read_by(None, stored) is (rank == 0)
+    world = max(rank, other) + 1
+    assert is_read_by(rank, world, stored)
+    assert is_read_by(other, world, stored) is (rank in (0, other))
+    assert is_read_by(None, world, stored) is (rank == 0)
+
+
+@given(saved=st.integers(1, 40), world=st.integers(1, 40))
+def test_the_loaders_of_ranks_that_are_gone_are_read_by_one_rank_each(saved: int, world: int) -> None:
+    """Nothing else of theirs is."""
+    for owner in range(1, saved):
+        readers = [rank for rank in range(world) if is_read_by(rank, world, blob_name(owner, "loader"))]
+        assert readers == [owner % world]
+        assert readers == [rank for rank in range(world) if owner in read_by(rank, world, saved)]
+        for name in ("rng", "state/loader", "meta"):
+            assert [r for r in range(world) if is_read_by(r, world, blob_name(owner, name))] == (
+                [owner] if owner < world else []
+            )
 
 
 @pytest.mark.parametrize(

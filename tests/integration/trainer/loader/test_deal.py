@@ -1,0 +1,232 @@
+"""An epoch that some ranks began and another number of them ends, as positions of loaders alone; no process group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from deltashard.errors import CheckpointMismatch
+from deltashard.loader import deal
+from deltashard.loader.wrapped_loader import WrappedLoader
+from deltashard.state.rng import capture_globals
+from deltashard.state.value import decode_value, encode_value
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+class Rank:
+    """One rank's loader; every batch is a step."""
+
+    def __init__(
+        self, rank: int, world: int, *, samples: int = 48, batch_size: int = 2, **options: Any
+    ) -> None:
+        self.steps = 0
+        self.seen: list[int] = []
+        loader_options = {k: options.pop(k) for k in ("num_workers", "drop_last") if k in options}
+        data = list(range(samples))
+        sampler: DistributedSampler[int] = DistributedSampler(
+            data, world, rank, shuffle=options.pop("shuffle", True), seed=options.pop("seed", 3)
+        )
+        self.loader = WrappedLoader(
+            DataLoader(data, batch_size=batch_size, sampler=sampler, **loader_options),
+            clock=lambda: self.steps,
+            **options,
+        )
+
+    def take(self, steps: int) -> None:
+        """So many steps, over epochs."""
+        until = self.steps + steps
+        while self.steps < until:
+            epoch = self.loader.epoch
+            self.loader.sampler.set_epoch(epoch)
+            for batch in self.loader:
+                self.seen += batch.tolist()
+                self.steps += 1
+                if self.steps == until:
+                    return
+
+    def rest_of_epoch(self) -> None:
+        self.loader.sampler.set_epoch(self.loader.epoch)
+        for batch in self.loader:
+            self.seen += batch.tolist()
+            self.steps += 1
+
+    def tree(self) -> dict[str, Any]:
+        """As a checkpoint would hold it."""
+        return decode_value(encode_value(self.loader.capture()).to_bytes())
+
+
+def resumed(trees: list[dict[str, Any]], world: int, **options: Any) -> list[Rank]:
+    """`world` ranks that go on where `trees` stood, each with what it would have read."""
+    saved = len(trees)
+    ranks = [Rank(rank, world, **options) for rank in range(world)]
+    for rank, each in enumerate(ranks):
+        mine: dict[int, Any] = {0: trees[0]} | {peer: trees[peer] for peer in range(rank, saved, world)}
+        tree = (
+            trees[rank]
+            if world == saved
+            else deal.in_another_world("x", mine, rank=rank, saved=saved, world=world)[0]
+        )
+        each.loader.resume(tree, capture_globals())
+    return ranks
+
+
+@given(
+    data=st.data(),
+    worlds=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    batch_size=st.integers(1, 3),
+    shuffle=st.booleans(),
+)
+def test_each_sample_is_seen_once_whoever_takes_over(
+    data: st.DataObject, worlds: list[int], batch_size: int, shuffle: bool
+) -> None:
+    """In an epoch that several worlds share; but for what torch's sampler repeats, so that all ranks get as many."""
+    samples = data.draw(st.integers(20, 60))
+    options = {"samples": samples, "batch_size": batch_size, "shuffle": shuffle}
+    ranks = [Rank(rank, worlds[0], **options) for rank in range(worlds[0])]
+    seen: Counter[int] = Counter()
+    used = 0
+    *before, last = worlds
+    for n, world in enumerate(before):
+        left = (samples - used) // (world * batch_size)
+        steps = data.draw(st.integers(0 if n else 1, max(0, left - 1))) if left > 1 else 0
+        if not used + steps:  # nothing of the epoch is used up: it begins anew
+            return
+        for rank in ranks:
+            rank.take(steps)
+            seen.update(rank.seen)
+        used += steps * world * batch_size
+        ranks = resumed([rank.tree() for rank in ranks], worlds[n + 1], **options)
+    for rank in ranks:
+        rank.rest_of_epoch()
+        seen.update(rank.seen)
+    assert set(seen) == set(range(samples))
+    padding = -(samples - used) % last
+    assert sum(seen.values()) == samples + padding
+    for rank in ranks:
+        rank.seen.clear()
+        rank.rest_of_epoch()
+    whole = Counter(number for rank in ranks for number in rank.seen)
+    assert set(whole) == set(range(samples))
+    assert sum(whole.values()) == samples + -samples % last
+
+
+def test_workers_prefetch_and_the_rest_is_dealt_out_all_the_same() -> None:
+    ranks = [Rank(rank, 2, num_workers=2) for rank in range(2)]
+    for rank in ranks:
+        rank.take(5)
+    used = [number for rank in ranks for number in rank.seen]
+    (alone,) = resumed([rank.tree() for rank in ranks], 1, num_workers=2)
+    assert alone.loader.delivered == 5
+    alone.take(4)
+    # The same world once more, from within what was dealt out.
+    (again,) = resumed([alone.tree()], 1, num_workers=2)
+    again.rest_of_epoch()
+    assert sorted(used + alone.seen + again.seen) == list(range(48))
+
+
+def test_another_batch_size_takes_the_same_samples() -> None:
+    """As who keeps the batch of all ranks together constant does."""
+    ranks = [Rank(rank, 4, batch_size=3) for rank in range(4)]
+    for rank in ranks:
+        rank.take(2)
+    used = [number for rank in ranks for number in rank.seen]
+    ranks = resumed([rank.tree() for rank in ranks], 2, batch_size=6)
+    for rank in ranks:
+        rank.rest_of_epoch()
+    assert sorted(used + [number for rank in ranks for number in rank.seen]) == list(range(48))
+
+
+def test_a_pipeline_is_behind_what_it_was_handed() -> None:
+    """Of the batches that were fetched ahead none is used up, not even where the next epoch has begun with them."""
+    ranks = [Rank(rank, 2, samples=16, pipelined=True) for rank in range(2)]
+    trees = []
+    for rank in ranks:
+        rank.loader.sampler.set_epoch(0)
+        fetched = iter(rank.loader)
+        batches = [next(fetched) for _ in range(4)]
+        assert next(fetched, None) is None
+        rank.loader.sampler.set_epoch(1)
+        next(iter(rank.loader))
+        rank.steps = 3
+        rank.seen = [number for batch in batches[:3] for number in batch.tolist()]
+        trees.append(rank.tree())
+    (alone,) = resumed(trees, 1, samples=16)
+    assert alone.loader.epoch == 0
+    used = [number for rank in ranks for number in rank.seen]
+    alone.rest_of_epoch()
+    assert sorted(used + alone.seen) == list(range(16))
+
+
+def test_what_cannot_be_dealt_out_is_refused() -> None:
+    ranks = [Rank(rank, 2) for rank in range(2)]
+    for rank in ranks:
+        rank.take(3)
+    trees = [rank.tree() for rank in ranks]
+
+    def refused(what: str, trees: dict[int, Any], *, saved: int = 2, world: int = 1) -> None:
+        with pytest.raises(CheckpointMismatch, match=what) as caught:
+            deal.in_another_world("x", trees, rank=0, saved=saved, world=world)
+        assert f"resume with {saved} ranks until the epoch ends" in caught.value.remedy
+
+    ranks[1].take(1)
+    refused("rank 1 was elsewhere than rank 0", {0: trees[0], 1: ranks[1].tree()})
+    refused("where rank 1 was is not told", {0: trees[0]})
+    refused("it was not on every rank", {0: trees[0], 1: None})
+    refused("which samples were used up cannot be told", {0: {**trees[0], "deal": None}, 1: trees[1]})
+    refused("its DistributedSampler dealt out to 2, not to the 4 ranks", dict(enumerate(trees * 2)), saved=4)
+    tree, note = deal.in_another_world("x", dict(enumerate(trees)), rank=0, saved=2, world=1)
+    assert note.startswith("loader 'x' was within epoch 0 when 2 ranks saved: what is left of it, 36 samples")
+    for what, other in {
+        "the DistributedSampler had samples=48, and has 50": Rank(0, 1, samples=50),
+        "the DistributedSampler had seed=3, and has 4": Rank(0, 1, seed=4),
+        "there are 1 ranks, and the DistributedSampler deals out to 2": Rank(0, 2),
+        "or skip='replay'": Rank(0, 1, skip="replay"),
+    }.items():
+        with pytest.raises(CheckpointMismatch, match=what):
+            other.loader.resume(tree, capture_globals())
+
+
+def test_an_older_build_refuses_what_was_dealt_out_anew() -> None:
+    """It would skip as many batches of the whole epoch: to it this is the state of a stateful loader."""
+    rank = Rank(0, 2)
+    rank.take(3)
+    tree, _ = deal.in_another_world("x", {0: rank.tree(), 1: rank.tree()}, rank=0, saved=2, world=1)
+    (alone,) = [Rank(0, 1)]
+    alone.loader.resume(tree, capture_globals())
+    alone.take(1)
+    assert alone.tree()["inner"] == "dealt out anew"
+
+
+def test_all_ranks_share_the_batches_of_one_order() -> None:
+    """Whoever goes on does it with rank 0's position, in an order that is the same on all; another order is seen."""
+    steps = [0]
+
+    def loader(seed: int) -> WrappedLoader:
+        generator = torch.Generator().manual_seed(seed)
+        return WrappedLoader(
+            DataLoader(list(range(24)), batch_size=3, shuffle=True, generator=generator),
+            clock=lambda: steps[0],
+            shared=True,
+        )
+
+    def five(seed: int) -> tuple[list[int], dict[str, Any]]:
+        wrapped, seen = loader(seed), []
+        for number, batch in enumerate(wrapped, 1):
+            seen += batch.tolist()
+            steps[0] += 1
+            if number == 5:
+                break
+        return seen, wrapped.capture()
+
+    (seen, zero), (_, one), (_, strange) = five(7), five(7), five(8)
+    tree, note = deal.in_another_world("x", {0: zero, 1: one}, rank=0, saved=2, world=1)
+    assert note == "loader 'x' goes on at batch 5, as on 2 ranks"
+    back = loader(99)
+    back.resume(tree, capture_globals())
+    assert sorted(seen + [number for batch in back for number in batch.tolist()]) == list(range(24))
+    with pytest.raises(CheckpointMismatch, match="or had other batches"):
+        deal.in_another_world("x", {0: zero, 1: strange}, rank=0, saved=2, world=1)

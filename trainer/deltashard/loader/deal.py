@@ -1,0 +1,164 @@
+"""An epoch that one number of ranks began and another one ends: who gets what is left of it.
+
+A position counts one rank's batches, which in another world are other samples. Two kinds of loader say more:
+
+- *dealt*: a DataLoader whose `DistributedSampler` deals the samples of one order out to the ranks in turns. Ranks take
+  batches in step, so that after `n` batches each the first `n * batch size * ranks` samples of that order are used up.
+  What is left of it is dealt out to the ranks that there are now, and again when their number changes once more.
+- *shared*: every rank iterates the same batches and takes its share of each (`wrap(shared=True)`). Its position is
+  one of all ranks, whichever their number.
+
+Of any other loader nobody can tell which samples were used up. All ranks' positions are looked at: one that is not
+where rank 0's is cannot be counted on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from deltashard.errors import CheckpointMismatch
+from deltashard.state.value import encode_value
+
+_ORDER = ("samples", "shuffle", "seed")
+"""What says, with the epoch, in which order samples are dealt out."""
+
+
+def order_of(loader: object) -> dict[str, Any] | None:
+    """How samples are dealt out in the epoch that begins: its order, and the share of it that a batch of all ranks is.
+
+    None: not by torch's own DistributedSampler, or not in batches.
+    """
+    if not isinstance(loader, DataLoader):
+        return None
+    sampler: Any = loader.sampler
+    batches = loader.batch_sampler
+    if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
+        return None
+    data: Any = sampler.dataset
+    return {
+        "samples": len(data),
+        "shuffle": bool(sampler.shuffle),
+        "seed": int(sampler.seed),
+        "epoch": int(sampler.epoch),
+        "world": int(sampler.num_replicas),
+        "a_batch": int(batches.batch_size) * int(sampler.num_replicas),
+    }
+
+
+def misfit(saved: Mapping[str, Any], live: Mapping[str, Any] | None) -> str:
+    """Why what is left of a saved order cannot be dealt out by the live loader; empty: it can."""
+    if live is None:
+        return "no DataLoader with torch's DistributedSampler deals them out now"
+    for name in _ORDER:
+        if saved[name] != live[name]:
+            return f"the DistributedSampler had {name}={saved[name]}, and has {live[name]}"
+    if saved["world"] != live["world"]:
+        return f"there are {saved['world']} ranks, and the DistributedSampler deals out to {live['world']}"
+    return ""
+
+
+class Remainder:
+    """This rank's batches of what is left of an epoch's order after `used` samples. Iterable again and again."""
+
+    def __init__(self, batches: BatchSampler, order: Mapping[str, Any], used: int) -> None:
+        """`batches` is the live loader's, over its DistributedSampler; `order` what `order_of` said of the epoch."""
+        self._batches = batches
+        self._order = order
+        self._used = used
+
+    def __iter__(self) -> Iterator[list[int]]:
+        live: Any = self._batches.sampler
+        order = self._order
+        # Torch's own rules: the order as one rank would get it, and the rest of it as if it were a dataset.
+        samples: Any = range(order["samples"])
+        whole: DistributedSampler[int] = DistributedSampler(
+            samples, 1, 0, shuffle=order["shuffle"], seed=order["seed"]
+        )
+        whole.set_epoch(order["epoch"])
+        rest: Any = list(whole)[self._used :]
+        mine: DistributedSampler[int] = DistributedSampler(
+            rest, live.num_replicas, live.rank, shuffle=False, drop_last=live.drop_last
+        )
+        return iter(BatchSampler([rest[i] for i in mine], self._batches.batch_size, self._batches.drop_last))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def is_inside(tree: Mapping[str, Any]) -> bool:
+    """Whether a saved position is within a pass."""
+    return bool(tree["delivered"] or tree["inner"])
+
+
+def in_another_world(
+    name: str, trees: Mapping[int, Mapping[str, Any] | None], *, rank: int, saved: int, world: int
+) -> tuple[dict[str, Any], str]:
+    """The position of loader `name` on `rank` of `world`, out of those that `saved` ranks had; and a note.
+
+    `trees` are the positions by saved rank that this rank has read: rank 0's, its own, and some of ranks that are gone,
+    so that all ranks together see all. One is within a pass. Raises `CheckpointMismatch`.
+    """
+    first = trees.get(0)
+    why = _undealable(trees, saved)
+    if untold := sorted(set(range(rank, saved, world)) - trees.keys()):
+        why = f"where rank {untold[0]} was is not told: the sidecar is older than this library"
+    if first is None or why:
+        raise CheckpointMismatch(
+            f"loader {name!r} was within an epoch when {saved} ranks saved, and there are {world} now: {why}",
+            where="loaders",
+            remedy=f"resume with {saved} ranks until the epoch ends and save there, or restore(strict=False), which "
+            "begins that epoch's data anew; a DataLoader with torch's DistributedSampler, or one whose batches are the "
+            "same on all ranks (wrap(shared=True)), goes on in another world",
+        )
+    mine = trees.get(rank)
+    if first["deal"] == "shared":
+        return dict(first), f"loader {name!r} goes on at batch {first['delivered']}, as on {saved} ranks"
+    tree = dict(_without_things(first) if mine is None else mine)
+    used = first["deal"]["used"]
+    tree |= {
+        "deal": {**first["deal"], "world": world},
+        "dealt": {"at": first["delivered"], "used": used},
+        "prints": {},
+    }
+    left = first["deal"]["samples"] - used
+    return tree, (
+        f"loader {name!r} was within epoch {first['epoch']} when {saved} ranks saved: what is left of it, {left} "
+        f"samples, is dealt out to {world}"
+    )
+
+
+def _undealable(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -> str:
+    first = trees.get(0)
+    if first is None or any(tree is None for tree in trees.values()):
+        return "it was not on every rank"
+    deal = first.get("deal")
+    if deal is None:
+        return "which samples were used up cannot be told"
+    if apart := [rank for rank, tree in trees.items() if tree is not None and _place(tree) != _place(first)]:
+        return (
+            f"rank {apart[0]} was elsewhere than rank 0, or had other batches, and ranks take batches in step"
+        )
+    if deal != "shared" and deal["world"] != saved:
+        return f"its DistributedSampler dealt out to {deal['world']}, not to the {saved} ranks"
+    return ""
+
+
+def _place(tree: Mapping[str, Any]) -> bytes:
+    """What is the same on all ranks that stand at one position, as bytes."""
+    deal = tree.get("deal")
+    place: list[Any] = [tree["epoch"], tree["delivered"], deal]
+    if deal == "shared":
+        place += [tree["inner"], tree.get("prints")]
+    return encode_value(place).to_bytes()
+
+
+def _without_things(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what lies below another rank's loader."""
+    found = {**tree, "things": {}}
+    for moment in ("start", "first"):
+        if tree.get(moment) is not None:
+            found[moment] = {**tree[moment], "things": {}}
+    return found
