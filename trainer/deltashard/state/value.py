@@ -52,6 +52,8 @@ def why_unstorable(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     if kind.__module__.startswith("torch.distributed."):
         return "is sharded (a DTensor): this process holds a part of it only"
+    if getattr(tensor, "_is_flat_param", False):
+        return "is sharded (a flat parameter of FSDP): this process holds a part of it only"
     if tensor.is_nested:
         return "is a nested tensor"
     if tensor.is_quantized:

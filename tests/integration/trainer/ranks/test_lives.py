@@ -4,7 +4,7 @@ After each death: what is restored is one committed step on all ranks, bit for b
 each step outside of the store), no older than the newest commit that any rank was told of; training comes through the
 same steps to the same bits, and to a next commit; whatever was told to be committed is in the log, of its step.
 
-`DELTASHARD_TEST_LIVES=some` runs this file; `full` has a death at every instant, of rank 0 and another, of each of two sidecars.
+Some instants; `DELTASHARD_TEST_LIVES=full` has a death at every one, of rank 0 and another, of each of two sidecars.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from deltashard.state import contract
 from deltashard.state.discovery import Inventory
 from deltashard.tracking.tracking import Tracking
 from torch import Tensor, nn
+from torch.distributed.fsdp._flat_param import FlatParameter
 
 Raw = dict[str, memoryview]
 
@@ -352,6 +353,14 @@ def test_parameters_whose_memory_is_elsewhere_are_refused_at_construction() -> N
         arguments.check_model(model)
     Sharded.__module__ = "mine"
     with pytest.raises(UserError, match="part is a Sharded"):
+        arguments.check_model(model)
+
+
+def test_flat_parameters_are_refused_at_construction() -> None:
+    """FSDP1 leaves one in the place of a module's own, on every rank another piece."""
+    model = nn.Linear(2, 2)
+    model.register_parameter("_flat_param", FlatParameter(torch.zeros(3)))
+    with pytest.raises(UserError, match="_flat_param is sharded .a flat parameter of FSDP"):
         arguments.check_model(model)
 
 
