@@ -14,7 +14,7 @@ where rank 0's is cannot be counted on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -93,41 +93,69 @@ def is_inside(tree: Mapping[str, Any]) -> bool:
     return bool(tree["delivered"] or tree["inner"])
 
 
-def in_another_world(
-    name: str, trees: Mapping[int, Mapping[str, Any] | None], *, rank: int, saved: int, world: int
-) -> tuple[dict[str, Any], str]:
-    """The position of loader `name` on `rank` of `world`, out of those that `saved` ranks had; and a note.
+class Turnover:
+    """Where one rank's loaders go on when another number of ranks had saved."""
 
-    `trees` are the positions by saved rank that this rank has read: rank 0's, its own, and some of ranks that are gone,
-    so that all ranks together see all. One is within a pass. Raises `CheckpointMismatch`.
-    """
-    first = trees.get(0)
-    why = _undealable(trees, saved)
-    if untold := sorted(set(range(rank, saved, world)) - trees.keys()):
-        why = f"where rank {untold[0]} was is not told: the sidecar is older than this library"
-    if first is None or why:
-        raise CheckpointMismatch(
-            f"loader {name!r} was within an epoch when {saved} ranks saved, and there are {world} now: {why}",
-            where="loaders",
-            remedy=f"resume with {saved} ranks until the epoch ends and save there, or restore(strict=False), which "
-            "begins that epoch's data anew; a DataLoader with torch's DistributedSampler, or one whose batches are the "
-            "same on all ranks (wrap(shared=True)), goes on in another world",
+    def __init__(self, positions: dict[str, Any]) -> None:
+        """`positions` by name, as this rank or, where it is new, rank 0 had them."""
+        self.positions = positions
+        self.notes: list[str] = []
+        self.refused: dict[str, CheckpointMismatch] = {}
+        """Loaders that cannot go on, by name."""
+        self._saved = 0
+        self._epochs: dict[str, int] = {}
+        """In which one each would begin anew, on all ranks alike."""
+
+    def take_over(
+        self, name: str, trees: Mapping[int, Mapping[str, Any] | None], *, rank: int, saved: int, world: int
+    ) -> None:
+        """Loader `name` on `rank` of `world`, out of the positions that `saved` ranks had.
+
+        `trees` are those by saved rank that this rank has read: rank 0's, its own, and some of ranks that are gone, so
+        that all ranks together see all.
+        """
+        self._saved = saved
+        known = [tree for tree in trees.values() if tree is not None]
+        self._epochs[name] = (trees.get(0) or max(known, key=lambda tree: tree["epoch"]))["epoch"]
+        if not any(is_inside(tree) for tree in known):
+            return
+        first = trees.get(0)
+        why = _undealable(trees, saved)
+        if untold := sorted(set(range(rank, saved, world)) - trees.keys()):
+            why = f"where rank {untold[0]} was is not told: the sidecar is older than this library"
+        if first is None or why:
+            self.refused[name] = CheckpointMismatch(
+                f"loader {name!r} was within an epoch when {saved} ranks saved, and there are {world} now: {why}",
+                where="loaders",
+                remedy=f"resume with {saved} ranks until the epoch ends and save there, or restore(strict=False), "
+                "which begins that epoch's data anew; a DataLoader with torch's DistributedSampler, or one whose batches "
+                "are the same on all ranks (wrap(shared=True)), goes on in another world",
+            )
+            return
+        if first["deal"] == "shared":
+            self.positions[name] = dict(first)
+            self.notes.append(f"loader {name!r} goes on at batch {first['delivered']}, as on {saved} ranks")
+            return
+        mine, used = trees.get(rank), first["deal"]["used"]
+        self.positions[name] = {
+            **(_without_things(first) if mine is None else mine),
+            "deal": {**first["deal"], "world": world},
+            "dealt": {"at": first["delivered"], "used": used},
+            "prints": {},
+        }
+        self.notes.append(
+            f"loader {name!r} was within epoch {first['epoch']} when {saved} ranks saved: what is left of it, "
+            f"{first['deal']['samples'] - used} samples, is dealt out to {world}"
         )
-    mine = trees.get(rank)
-    if first["deal"] == "shared":
-        return dict(first), f"loader {name!r} goes on at batch {first['delivered']}, as on {saved} ranks"
-    tree = dict(_without_things(first) if mine is None else mine)
-    used = first["deal"]["used"]
-    tree |= {
-        "deal": {**first["deal"], "world": world},
-        "dealt": {"at": first["delivered"], "used": used},
-        "prints": {},
-    }
-    left = first["deal"]["samples"] - used
-    return tree, (
-        f"loader {name!r} was within epoch {first['epoch']} when {saved} ranks saved: what is left of it, {left} "
-        f"samples, is dealt out to {world}"
-    )
+
+    def begin_anew(self, names: Iterable[str]) -> None:
+        """These begin their epoch anew, wherever they were: on every rank, if any rank cannot go on."""
+        for name in names:
+            quoted = f"loader {name!r} "
+            self.positions[name] = {"epoch": self._epochs[name], "delivered": 0, "start": None, "inner": None}
+            self.notes = [note for note in self.notes if not note.startswith(quoted)] + [
+                f"{quoted}was within an epoch when {self._saved} ranks saved, and begins it anew"
+            ]
 
 
 def _undealable(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deltashard.errors import UserError
+from deltashard.errors import CheckpointMismatch, UserError
 from deltashard.loader.company import Company
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.state.position import Skip
@@ -64,6 +64,15 @@ class LoaderShelf:
         if name in self._waiting:
             wrapped.resume(self._waiting.pop(name), self._rng)
         return wrapped
+
+    def misfits(self, positions: Mapping[str, Any]) -> dict[str, CheckpointMismatch]:
+        """Of the wrapped ones, those that cannot go on at their positions in another world, by name."""
+        found = {
+            name: loader.why_not(positions[name])
+            for name, loader in self._loaders.items()
+            if name in positions
+        }
+        return {name: why for name, why in found.items() if why is not None}
 
     def resume(self, positions: Mapping[str, Any], rng: Any) -> None:
         """Restored positions by name, under the random state of the cut: now, or when such a loader is wrapped."""

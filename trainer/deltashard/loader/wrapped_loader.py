@@ -305,13 +305,8 @@ class WrappedLoader:
     def resume(self, tree: Mapping[str, Any], rng: Mapping[str, Any] | None) -> None:
         """Make the next iteration go on from `tree`, under the random state `rng` of the cut."""
         position = Position.of(tree)
-        if position.dealt is not None and (why := self._misfit(tree["deal"])):
-            raise CheckpointMismatch(
-                f"what is left of epoch {position.epoch} of loader {self.name!r} cannot be dealt out: {why}",
-                where="wrap()",
-                remedy="wrap the same loader as the run that saved, for the ranks that there are, or "
-                "restore(strict=False), which begins that epoch's data anew",
-            )
+        if (why := self.why_not(tree)) is not None:
+            raise why
         if position.inner is not None and not self._stateful:
             raise CheckpointMismatch(
                 f"the checkpoint holds the state of a stateful loader, {type(self.loader).__name__} has none",
@@ -357,11 +352,20 @@ class WrappedLoader:
         order = order_of(self.loader) if self._by_sampler else None
         return order if order is None or epoch is None else {**order, "epoch": epoch}
 
-    def _misfit(self, saved: Mapping[str, Any]) -> str:
-        """Why this loader cannot deal out what is left of a saved epoch; empty: it can."""
-        if not self._by_sampler:
-            return "it has no index sampler, or skip='replay'"
-        return misfit(saved, order_of(self.loader))
+    def why_not(self, tree: Mapping[str, Any]) -> CheckpointMismatch | None:
+        """Why it cannot deal out what is left of a saved epoch; None: it can, or has not to."""
+        if not tree.get("dealt"):
+            return None
+        saved, live = tree["deal"], order_of(self.loader)
+        why = misfit(saved, live) if self._by_sampler else "it has no index sampler, or skip='replay'"
+        if not why:
+            return None
+        return CheckpointMismatch(
+            f"what is left of epoch {tree['epoch']} of loader {self.name!r} cannot be dealt out: {why}",
+            where="wrap()",
+            remedy="wrap the same loader as the run that saved, for the ranks that there are, before restore(); "
+            "restore(strict=False) begins that epoch's data anew then",
+        )
 
     def take_over(self, old: WrappedLoader) -> None:
         """Go on where `old`, wrapped under this name before, has ended: the same data, made anew for the next epoch."""

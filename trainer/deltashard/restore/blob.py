@@ -13,7 +13,7 @@ from deltashard_checkpoint.format.blob_name import common_blobs, optimizer_parts
 from torch import Tensor
 
 from deltashard.errors import CheckpointMismatch
-from deltashard.loader import deal
+from deltashard.loader.deal import Turnover
 from deltashard.optimizer.optimizer_state import OptimizerView
 from deltashard.program import Program
 from deltashard.state import contract
@@ -80,35 +80,18 @@ class Blobs:
         """Of the group that saved."""
         return int(self.meta.get("world_size", 1))
 
-    def loaders_at(self, rank: int, world_size: int, *, strict: bool) -> tuple[dict[str, Any], list[str]]:
-        """Positions of wrapped loaders on a rank of a group of `world_size`, and notes.
-
-        Raises:
-            CheckpointMismatch: with `strict`, a pass was under way, and cannot go on on another number of ranks.
-        """
-        held = dict(self.loaders or {})
+    def loaders_at(self, rank: int, world_size: int) -> Turnover:
+        """Where wrapped loaders go on, on a rank of a group of `world_size`."""
+        found = Turnover(dict(self.loaders or {}))
         saved = self.world_size
         if world_size == saved:
-            return held, []
-        notes = []
-        for name in sorted(held.keys() | {name for trees in self.peers.values() for name in trees}):
+            return found
+        for name in sorted(
+            found.positions.keys() | {name for trees in self.peers.values() for name in trees}
+        ):
             trees = {peer: each.get(name) for peer, each in self.peers.items()}
-            if not any(deal.is_inside(tree) for tree in trees.values() if tree is not None):
-                continue
-            try:
-                held[name], note = deal.in_another_world(
-                    name, trees, rank=rank, saved=saved, world=world_size
-                )
-                notes.append(note)
-            except CheckpointMismatch:
-                if strict:
-                    raise
-                epoch = max(tree["epoch"] for tree in trees.values() if tree is not None)
-                held[name] = {"epoch": epoch, "delivered": 0, "start": None, "inner": None}
-                notes.append(
-                    f"loader {name!r} was within an epoch when {saved} ranks saved, and begins it anew"
-                )
-        return held, notes
+            found.take_over(name, trees, rank=rank, saved=saved, world=world_size)
+        return found
 
     def borrowed(self, rank: int, world_size: int, names: Collection[str]) -> list[str]:
         """Notes on what ranks said for themselves in `state=`, under `names`, where their number is another now."""

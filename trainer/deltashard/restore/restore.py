@@ -12,11 +12,11 @@ instead. A checkpoint that is not whole is passed over for an older one.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from deltashard_checkpoint.crash_point import crash_point
@@ -30,6 +30,7 @@ from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Link
 from deltashard.errors import RestoreFailed, RunWentOn, UserError
+from deltashard.loader.deal import Turnover
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.partial.ground import Ground
 from deltashard.partial.recovery import Recovery, Road
@@ -235,8 +236,11 @@ class Restorer:
         seq, weights_only = reply.resume_seq, wish.weights_only
         notes: list[str] = []
         with tries.stage("received"):
-            received, targets, positions = self._receive(link, reply, wish, tries, notes, road)
+            received, targets, turnover = self._receive(link, reply, wish, tries, notes, road)
         blobs = received.blobs
+        if not wish.strict and blobs.world_size != self._rank.world_size:
+            turnover.begin_anew(self._anew(turnover, tries.assembly))
+        notes += turnover.notes
         crash_point("restore.before_dense")
         notes += targets.notes
         with tries.stage("restored"):
@@ -248,7 +252,7 @@ class Restorer:
             if not weights_only:
                 notes += blobs.apply_state(self._program, strict=wish.strict)
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
-                self._shelf.resume(positions, blobs.rng)
+                self._shelf.resume(turnover.positions, blobs.rng)
                 self._tracking.watch_first_step()
         if not wish.from_run and not weights_only and targets.complete:
             self._base.lean_on(seq, received.baseline_seq)
@@ -296,13 +300,13 @@ class Restorer:
         tries: _Tries,
         notes: list[str],
         road: Road | None,
-    ) -> tuple[Received, ModelTargets, dict[str, Any]]:
-        """Rows into the tables, blobs decoded, positions of loaders as they are on this rank.
+    ) -> tuple[Received, ModelTargets, Turnover]:
+        """Rows into the tables, blobs decoded, where loaders go on.
 
         Everything is compared before a byte of the model changes.
         """
         seq = reply.resume_seq
-        positions: dict[str, Any] = {}
+        turnover = Turnover({})
         targets = ModelTargets(
             self._tracking,
             [table_of(table) for table in reply.tables],
@@ -317,10 +321,12 @@ class Restorer:
                 notes.extend(road.notes)
             blobs = Blobs.decode(raw, rank=self._rank.number)
             notes.extend(blobs.check(self._program, strict=wish.strict, weights_only=wish.weights_only))
+            nonlocal turnover
             if not wish.weights_only:
-                held, told = blobs.loaders_at(self._rank.number, self._rank.world_size, strict=wish.strict)
-                positions.update(held)
-                notes.extend(told)
+                turnover = blobs.loaders_at(self._rank.number, self._rank.world_size)
+                turnover.refused.update(self._shelf.misfits(turnover.positions))
+                if turnover.refused and wish.strict:
+                    raise next(iter(turnover.refused.values()))
             for failed in tries.earlier:
                 if torn := targets.covers(failed):
                     raise RestoreFailed(
@@ -342,7 +348,19 @@ class Restorer:
             rank=self._rank.number,
             newer=tuple if road is None else road.frames,
         )
-        return received, targets, positions
+        return received, targets, turnover
+
+    def _anew(self, turnover: Turnover, assembly: Assembly | None) -> list[str]:
+        """Loaders that begin their epoch anew: those that on any rank cannot go on, or ranks would go apart."""
+        mine = sorted(turnover.refused)
+        if assembly is None:
+            return mine
+        told = assembly.settle(
+            "loaders",
+            json.dumps(mine),
+            lambda said: json.dumps(sorted({name for word in said for name in json.loads(word)})),
+        )
+        return list(json.loads(told))
 
     def _compare_content(self, blobs: Blobs, *, weights_only: bool, partial: bool) -> bool | None:
         recorded = blobs.own_content

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from deltashard.errors import CheckpointMismatch
-from deltashard.loader import deal
+from deltashard.loader.deal import Turnover
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.state.rng import capture_globals
 from deltashard.state.value import decode_value, encode_value
@@ -59,17 +59,24 @@ class Rank:
         return decode_value(encode_value(self.loader.capture()).to_bytes())
 
 
+def taken_over(
+    trees: dict[int, Any], *, rank: int = 0, saved: int = 2, world: int = 1
+) -> tuple[dict[str, Any], str]:
+    """The position of a loader and the note on it; raises why there is none."""
+    found = Turnover({"x": trees.get(rank) or trees.get(0)})
+    found.take_over("x", trees, rank=rank, saved=saved, world=world)
+    if found.refused:
+        raise found.refused["x"]
+    return found.positions["x"], "".join(found.notes)
+
+
 def resumed(trees: list[dict[str, Any]], world: int, **options: Any) -> list[Rank]:
     """`world` ranks that go on where `trees` stood, each with what it would have read."""
     saved = len(trees)
     ranks = [Rank(rank, world, **options) for rank in range(world)]
     for rank, each in enumerate(ranks):
         mine: dict[int, Any] = {0: trees[0]} | {peer: trees[peer] for peer in range(rank, saved, world)}
-        tree = (
-            trees[rank]
-            if world == saved
-            else deal.in_another_world("x", mine, rank=rank, saved=saved, world=world)[0]
-        )
+        tree = trees[rank] if world == saved else taken_over(mine, rank=rank, saved=saved, world=world)[0]
         each.loader.resume(tree, capture_globals())
     return ranks
 
@@ -169,7 +176,7 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
 
     def refused(what: str, trees: dict[int, Any], *, saved: int = 2, world: int = 1) -> None:
         with pytest.raises(CheckpointMismatch, match=what) as caught:
-            deal.in_another_world("x", trees, rank=0, saved=saved, world=world)
+            taken_over(trees, saved=saved, world=world)
         assert f"resume with {saved} ranks until the epoch ends" in caught.value.remedy
 
     ranks[1].take(1)
@@ -178,7 +185,7 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
     refused("it was not on every rank", {0: trees[0], 1: None})
     refused("which samples were used up cannot be told", {0: {**trees[0], "deal": None}, 1: trees[1]})
     refused("its DistributedSampler dealt out to 2, not to the 4 ranks", dict(enumerate(trees * 2)), saved=4)
-    tree, note = deal.in_another_world("x", dict(enumerate(trees)), rank=0, saved=2, world=1)
+    tree, note = taken_over(dict(enumerate(trees)))
     assert note.startswith("loader 'x' was within epoch 0 when 2 ranks saved: what is left of it, 36 samples")
     for what, other in {
         "the DistributedSampler had samples=48, and has 50": Rank(0, 1, samples=50),
@@ -190,11 +197,28 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
             other.loader.resume(tree, capture_globals())
 
 
+def test_what_one_rank_cannot_take_over_begins_anew_on_all() -> None:
+    """`restore(strict=False)`: rank 0 sees nothing wrong, rank 1 that rank 3 was elsewhere."""
+    ranks = [Rank(rank, 4) for rank in range(4)]
+    for rank, each in enumerate(ranks):
+        each.take(13 if rank < 3 else 14)  # 24 samples of 12 a rank: within the third epoch
+    trees = dict(enumerate(rank.tree() for rank in ranks))
+    found = [Turnover({"x": trees[rank]}) for rank in range(2)]
+    for rank, each in enumerate(found):
+        mine = {peer: trees[peer] for peer in (0, *range(rank, 4, 2))}
+        each.take_over("x", mine, rank=rank, saved=4, world=2)
+    assert [sorted(each.refused) for each in found] == [[], ["x"]]
+    for each in found:
+        each.begin_anew(["x"])
+        assert each.notes == ["loader 'x' was within an epoch when 4 ranks saved, and begins it anew"]
+        assert each.positions == {"x": {"epoch": 2, "delivered": 0, "start": None, "inner": None}}
+
+
 def test_an_older_build_refuses_what_was_dealt_out_anew() -> None:
     """It would skip as many batches of the whole epoch: to it this is the state of a stateful loader."""
     rank = Rank(0, 2)
     rank.take(3)
-    tree, _ = deal.in_another_world("x", {0: rank.tree(), 1: rank.tree()}, rank=0, saved=2, world=1)
+    tree, _ = taken_over({0: rank.tree(), 1: rank.tree()})
     (alone,) = [Rank(0, 1)]
     alone.loader.resume(tree, capture_globals())
     alone.take(1)
@@ -223,10 +247,10 @@ def test_all_ranks_share_the_batches_of_one_order() -> None:
         return seen, wrapped.capture()
 
     (seen, zero), (_, one), (_, strange) = five(7), five(7), five(8)
-    tree, note = deal.in_another_world("x", {0: zero, 1: one}, rank=0, saved=2, world=1)
+    tree, note = taken_over({0: zero, 1: one})
     assert note == "loader 'x' goes on at batch 5, as on 2 ranks"
     back = loader(99)
     back.resume(tree, capture_globals())
     assert sorted(seen + [number for batch in back for number in batch.tolist()]) == list(range(24))
     with pytest.raises(CheckpointMismatch, match="or had other batches"):
-        deal.in_another_world("x", {0: zero, 1: strange}, rank=0, saved=2, world=1)
+        taken_over({0: zero, 1: strange})
