@@ -128,8 +128,8 @@ class Turnover:
                 f"loader {name!r} was within an epoch when {saved} ranks saved, and there are {world} now: {why}",
                 where="loaders",
                 remedy=f"resume with {saved} ranks until the epoch ends and save there, or restore(strict=False), "
-                "which begins that epoch's data anew; a DataLoader with torch's DistributedSampler, or one whose batches "
-                "are the same on all ranks (wrap(shared=True)), goes on in another world",
+                "which begins that epoch's data anew; a DataLoader with torch's DistributedSampler, or one whose "
+                "batches are the same on all ranks (wrap(shared=True)), goes on in another world",
             )
             return
         if first["deal"] == "shared":
