@@ -65,17 +65,9 @@ def _shards(happened: list[Event]) -> Figure:
                 continue
             rank, first, stop = int(found[1]), int(found[3]), int(found[4])
             axes.barh(
-                line,
-                stop - first,
-                left=first,
-                color=LIVES[rank % len(LIVES)],
-                edgecolor="white",
-                height=0.62,
-                alpha=0.6 if event.mode == PARTIAL and step == event.committed_step else 1,
+                line, stop - first, left=first, color=LIVES[rank % len(LIVES)], edgecolor="white", height=0.62
             )
-            whose = (
-                "" if event.mode != PARTIAL else ", its own" if rank in event.kept else ", the checkpoint's"
-            )
+            whose = "" if event.mode != PARTIAL else ", its own" if rank in event.kept else ", as saved"
             axes.text(
                 (first + stop) / 2,
                 line,
