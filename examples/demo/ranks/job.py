@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,6 +26,7 @@ SURROUNDINGS = {
     # A store of the process group's own for each start of the ranks. torchrun's, which outlives them, still holds the
     # addresses of the dead: gloo was seen to read those, and to wait for them until its timeout.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # nothing here uses them, and where they are no recovery is partial
 }
 END_S = 90.0
 """torchrun kills ranks that do not end 30 s after they were told to."""
@@ -90,9 +92,13 @@ class RankJob:
                         return
                     self.start(self.world)
 
-    def resize(self, world: int, *, gently: bool) -> float:
-        """End all ranks, told to (SIGTERM) or not (SIGKILL), and start `world` of them; when they had ended."""
+    def resize(self, world: int, *, gently: bool, told: Sequence[str] = ()) -> float:
+        """End all ranks, told to (SIGTERM) or not (SIGKILL), and start `world` of them; when they had ended.
+
+        `told`: more arguments of the training script, from here on.
+        """
         with self._lock:  # the controller does not answer in between
+            self._arguments = [*self._arguments, *told]
             if gently:
                 self._end()
             else:
@@ -157,6 +163,11 @@ class RankJob:
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
         self._process.wait()
+
+    def last_line(self, words: str) -> str:
+        """The last line that was printed with these words; empty: there is none."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return next((line for line in reversed(lines) if words in line), "")
 
     def log_tail(self, lines: int = 40) -> str:
         """The last lines that were printed."""

@@ -9,9 +9,23 @@ from dataclasses import dataclass
 
 import matplotlib as mpl
 import numpy as np
-from events import NONE, Event, ranks
+from events import NONE, PARTIAL, Event, ranks
 from matplotlib.figure import Figure
-from report import DATA, LIVES, STYLE, Course, canvas, card, cards, document, facts_of, figures, svg, tiled
+from report import (
+    DATA,
+    LIVES,
+    STYLE,
+    Course,
+    canvas,
+    card,
+    cards,
+    document,
+    facts_of,
+    figures,
+    span,
+    svg,
+    tiled,
+)
 
 _SHARD = re.compile(r"rank (\d+): (\w+)\[(\d+):(\d+)\]")
 
@@ -53,10 +67,11 @@ def _shards(happened: list[Event]) -> Figure:
             axes.barh(
                 line, stop - first, left=first, color=LIVES[rank % len(LIVES)], edgecolor="white", height=0.62
             )
+            whose = "" if event.mode != PARTIAL else ", its own" if rank in event.kept else ", as saved"
             axes.text(
                 (first + stop) / 2,
                 line,
-                f"rank {rank}: {'?' if step is None else f'step {step}'}",
+                f"rank {rank}: {'?' if step is None else f'step {step}'}{whose}",
                 ha="center",
                 va="center",
                 color="white",
@@ -77,10 +92,12 @@ def _page(story: Story, drawn: dict[str, str]) -> str:
     assert isinstance(stall, dict)
     worlds = [story.events[0].world_before]
     worlds += [event.world_after for event in story.events if event.world_after != event.world_before]
-    lost = sum(event.lost_steps for event in story.events)
+    twice = sum(event.lost_steps for event in story.events)
+    partial = [event for event in story.events if event.mode == PARTIAL]
+    pls = sum(event.pls for event in partial)
     headline = (
-        f"{len(story.events)} accidents on {' &rarr; '.join(map(str, worlds))} ranks, {lost} of {summary['steps']:,} steps done "
-        "twice, nothing lost"
+        f"{len(story.events)} accidents on {' &rarr; '.join(map(str, worlds))} ranks, {twice} of {summary['steps']:,} steps done "
+        f"twice, nothing lost{f' but {100 * pls:.2f} % of the samples, as was allowed' if partial else ''}"
         if not story.broken
         else "Something was not as promised"
     )
@@ -101,20 +118,24 @@ def _page(story: Story, drawn: dict[str, str]) -> str:
     body = f"""
 <h1>{headline}</h1>
 <p class="lead">{summary["ranks"]} processes under <code>torchrun</code> train one TorchRec model on real shopping baskets, its {summary["rows"]:,}
-embedding rows spread over them. While they train, a rank and the sidecar are killed with <code>SIGKILL</code>, and the job is started
-again with other numbers of ranks. Nobody tells the training script, and no person helps.</p>
+embedding rows spread over them. While they train, ranks and the sidecar are killed with <code>SIGKILL</code>, and the job is started
+again with other numbers of ranks. Nobody tells the training script, and no person helps. From the last resize on recovery is
+<em>partial</em> (CPR): who survives keeps the rows that it holds, only the lost rank's go back.</p>
 {promised}
 {tiled(tiles)}
 {cards([_event_card(event) for event in story.events])}
 <section><h2>Which rank came back with which step's rows</h2>
 <p>The largest table after each event. A step is written on a shard when its bytes are those of that step's checkpoint in the store,
-whatever the rank says of itself. After the sidecar's death: what the next checkpoint holds.</p>{drawn["shards"]}</section>
+whatever the rank says of itself. After the sidecar's death: what the next checkpoint holds. After partial recovery: the lost rank's are
+the checkpoint's, a survivor's are those that it held when the rank died.</p>{drawn["shards"]}</section>
 <section><h2>The run, second by second</h2>
 <p>A line falls back where the ranks began again from the newest committed checkpoint; the steps in between are trained once more. Ranks
-that are told to end save their last step first, so nothing is trained twice. The sidecar's death leaves no trace.</p>{drawn["progress"]}</section>
+that are told to end save their last step first, so nothing is trained twice. The sidecar's death leaves no trace, and after partial
+recovery training goes on where it was.</p>{drawn["progress"]}</section>
 <section><h2>Loss across the events</h2>
 <p>In grey the same training on {summary["ranks"]} ranks without checkpoints and without events. Until the first resize every step's
-loss is the same: to the last bit. Other numbers of ranks see the same batches and draw other dropout.</p>{drawn["loss"]}</section>
+loss is the same: to the last bit. Other numbers of ranks see the same batches and draw other dropout. After partial recovery a part of
+the rows lacks some steps, which is not exact and is not meant to be.</p>{drawn["loss"]}</section>
 <section><h2>Bytes per checkpoint, of all ranks</h2>
 <p>A full checkpoint is {story.course.full_bytes / 1e6:.0f} MB. Rows are stored as fp32, so that steps that are trained twice can be compared bit for
 bit; most checkpoints hold only the rows that changed. The first after a resize holds all.</p>{drawn["bytes"]}</section>
@@ -127,6 +148,10 @@ events.</p>{drawn["age"]}</section></div>
 TorchRec shows them, past deltashard: each shard's rows and optimizer state, each dense parameter and its state. Another process reads the
 checkpoint from the store (<code>deltashard.open_checkpoint</code>) and compares. All ranks must hold the newest checkpoint that the store's log
 had when they took over, together all rows of every table, and go on with the step after it, on the batches of the uninterrupted run.</p>
+<p><b>Partial recovery.</b> The checkpoint has to be what the lost rank comes back with, and only that one. Before, every rank wrote down the
+sums of its shards after each fused update: a survivor must come back with its own last ones, and all with the dense half of the survivor
+that was furthest. PLS, the portion of lost samples, is the sum over ranks of steps lost / planned steps &times; share of all rows; what the
+ranks say is compared with the sum by hand, and the newest checkpoint carries it.</p>
 <p>Store: {html.escape(story.store)}. The whole demo took {story.took_s:.0f} s. Numbers: <code>out/demo-ranks.json</code>. Again:
 <code>make demo RANKS={summary["ranks"]}</code>.</p>
 {DATA}
@@ -135,6 +160,8 @@ had when they took over, together all rows of every table, and go on with the st
 
 
 def _event_card(event: Event) -> str:
+    if event.mode == PARTIAL:
+        return _partial_card(event)
     survived = event.mode == NONE
     came_back = (
         "Training did not notice. The next checkpoint, read back from the store, holds what every rank cut."
@@ -148,7 +175,26 @@ def _event_card(event: Event) -> str:
         seconds="read back in" if survived else "slowest rank restored in",
         back="next step after" if survived else "training again after",
     )
+    return _card(event, came_back, facts, good="Exact", bad="Not exact")
+
+
+def _partial_card(event: Event) -> str:
+    came_back = f"{ranks(len(event.kept))} kept what they held; the lost one's rows came from the checkpoint."
+    if event.comparison.ahead:
+        came_back += f" Within the next step's update already: {', '.join(event.comparison.ahead)}."
+    facts = [
+        ("last step trained", f"{event.last_step:,}"),
+        ("lost rank's rows: of step", f"{event.committed_step:,}"),
+        ("all went on after step", f"{event.restored_step:,}"),
+        ("portion of lost samples (PLS)", f"{event.pls:.4f}"),
+        ("slowest rank restored in", f"{event.restore_s:.2f} s"),
+        ("training again after", span(event.back_s)),
+    ]
+    return _card(event, came_back, facts, good="As promised, bit for bit", bad="Not as promised")
+
+
+def _card(event: Event, came_back: str, facts: list[tuple[str, str]], *, good: str, bad: str) -> str:
     compared = f"{event.comparison.rows:,} rows on {ranks(event.world_after)} and all other state compared"
     wrong = "; ".join((*event.broken, *event.comparison.wrong))
-    verdict = f"Exact: {compared}" if event.exact else f"Not exact: {wrong}; {compared}"
+    verdict = f"{good}: {compared}" if event.exact else f"{bad}: {wrong}; {compared}"
     return card(event.what[0].upper() + event.what[1:], came_back, facts, exact=event.exact, verdict=verdict)

@@ -1,5 +1,8 @@
 """Whether what the ranks hold is one checkpoint of the store: every shard, every bit, all of one step.
 
+After a partial recovery: whether a lost rank's shards are the checkpoint's, a survivor's what that survivor held last,
+as it had said itself by then, and the dense half on all ranks that of the survivor that was furthest.
+
 The checkpoint is read by this process, from the store alone, as any reader would (`deltashard.open_checkpoint`); what
 a rank holds are the hashes that it took of its living tensors (`shard_evidence.py`). A shard that is not what the
 checkpoint has at its place is looked for in all the others, so that a rank at another step is told from damage.
@@ -12,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import deltashard
-from content import Content, dense_of, sha256
+from content import Content, Kept, dense_of, sha256, short
 from deltashard import CheckpointReader, StoredRows
 
 
@@ -22,8 +25,10 @@ class Comparison:
 
     step_per_shard: dict[str, int | None]
     """`rank 1: pair[262144:524288]` -> the step whose rows and optimizer state it holds; None: no checkpoint's."""
+    ahead: tuple[str, ...]
+    """Of these, survivors' that hold the update of one step more, which was never finished."""
     wrong: tuple[str, ...]
-    """Shards, dense parameters and state that differ in any bit from the checkpoint, or are missing; gaps."""
+    """Shards, dense parameters and state that differ in any bit from what they must be, or are missing; gaps."""
     rows: int
     """Table rows compared."""
 
@@ -64,13 +69,24 @@ class StoredCheckpoint:
 
 
 def compare(
-    url: str, run: str, seq: int, ranks: Mapping[int, Content], others: Mapping[int, int]
+    url: str,
+    run: str,
+    seq: int,
+    ranks: Mapping[int, Content],
+    others: Mapping[int, int],
+    kept: Mapping[int, Kept] | None = None,
 ) -> Comparison:
-    """What `ranks` hold against checkpoint `seq`; `others` are the seqs of all the run has, with their steps."""
-    wrong, steps = [], {}
+    """What `ranks` hold against checkpoint `seq`; `others` are the seqs of all the run has, with their steps.
+
+    `kept`: what the survivors of a partial recovery held last; every other rank was lost.
+    """
+    kept = kept or {}
+    steps: dict[str, int | None] = {}
+    wrong: list[str] = []
+    ahead: list[str] = []
     stored = StoredCheckpoint(url, run, seq)
     try:
-        dense = stored.dense
+        dense = max(kept.values(), key=lambda own: own["step"])["dense"] if kept else stored.dense
         covered = dict.fromkeys(stored.rows, 0)
         for rank, content in sorted(ranks.items()):
             differing = {
@@ -80,9 +96,16 @@ def compare(
             for shard in content["shards"]:
                 name = f"rank {rank}: {short(shard['table'])}[{shard['rows'][0]}:{shard['rows'][1]}]"
                 covered[shard["table"]] += shard["rows"][1] - shard["rows"][0]
-                steps[name] = stored.step if stored.holds(shard) else None
-                if steps[name] is None:
-                    steps[name] = _step_of(url, run, shard, {s: k for s, k in others.items() if s != seq})
+                if rank in kept:
+                    step, elsewhere = kept[rank]["step"], others
+                    updated = _updated_last(kept[rank], shard)
+                    right = updated is not None
+                    ahead += [name] if updated is not None and updated > step else []
+                else:
+                    right, step = stored.holds(shard), stored.step
+                    elsewhere = {s: k for s, k in others.items() if s != seq}
+                steps[name] = step if right else _step_of(url, run, shard, elsewhere)
+                if not right:
                     wrong.append(f"{name} holds {_said(steps[name])}")
     finally:
         stored.close()
@@ -91,12 +114,36 @@ def compare(
         for name, rows in stored.rows.items()
         if covered[name] != rows
     ]
-    return Comparison(step_per_shard=steps, wrong=tuple(wrong), rows=sum(covered.values()))
+    return Comparison(
+        step_per_shard=steps, ahead=tuple(ahead), wrong=tuple(wrong), rows=sum(covered.values())
+    )
 
 
-def short(table: str) -> str:
-    """A table's own name."""
-    return table.removesuffix(".weight").rsplit(".", maxsplit=1)[-1]
+def lost_samples(
+    ranks: Mapping[int, Content], kept: Mapping[int, Kept], committed_step: int, planned_steps: int
+) -> float:
+    """PLS of one partial recovery by hand: over ranks, steps lost of those planned, times the rank's share of all rows.
+
+    A lost rank is back at `committed_step`, a survivor at its own last step; who was within the next has lost that one.
+    """
+    rows = {
+        rank: sum(stop - first for first, stop in (shard["rows"] for shard in content["shards"]))
+        for rank, content in ranks.items()
+    }
+    furthest = max(own["step"] for own in kept.values())
+    lost = dict.fromkeys(rows, furthest - committed_step)
+    for rank, own in kept.items():
+        within = any(shard["step"] > own["step"] for shard in own["shards"])
+        lost[rank] = furthest - own["step"] + within
+    return sum(lost[rank] / planned_steps * rows[rank] / sum(rows.values()) for rank in rows)
+
+
+def _updated_last(own: Kept, shard: Mapping[str, Any]) -> int | None:
+    """The step that updated this very shard last, as a survivor had it; None: it had no such."""
+    for was in own["shards"]:
+        if {name: value for name, value in was.items() if name != "step"} == shard:
+            return int(was["step"])
+    return None
 
 
 def _said(step: int | None) -> str:

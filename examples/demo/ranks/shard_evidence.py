@@ -3,6 +3,7 @@
 `rank-<r>/steps-*.jsonl`: as in the demo of one process; the loss is the mean over all ranks, the checksum that of the
 whole batch. `rank-<r>/cut-*.json` and `restored-*.json`: of every shard of a table, of its optimizer state, and of each
 dense parameter and its state the SHA-256, taken from TorchRec's own view of the living tensors, not by deltashard.
+`rank-<r>/last-*.json`, where recovery may be partial: the same of what the rank holds now, or held last (`held.py`).
 """
 
 from __future__ import annotations
@@ -16,33 +17,14 @@ from typing import Any
 
 import torch.distributed as dist
 from baskets import Batch
-from content import Content, dense_of, sha256
 from evidence import StepLog, write_whole
+from held import LastHeld, held
 from torch import Tensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
-
-def held(model: DistributedModelParallel, optimizer: CombinedOptimizer) -> Content:
-    """All that this rank holds, after a step at least."""
-    shards, dense = [], {}
-    fused = model.fused_optimizer.state_dict()["state"]
-    for name, value in model.state_dict().items():
-        if not hasattr(value, "local_shards"):
-            dense[name] = value
-            continue
-        for number, shard in enumerate(value.local_shards()):
-            first, rows = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
-            state = [sha256(each.local_shards()[number].tensor) for each in fused[name].values()]
-            shards.append(
-                {
-                    "table": name,
-                    "rows": [first, first + rows],
-                    "weights": sha256(shard.tensor),
-                    "state": sorted(state),
-                }
-            )
-    return {"shards": shards, "dense": dense_of(dense, optimizer.state_dict()["state"])}
+SAID = ("step", "seq", "attempt", "source", "lost_steps", "seconds", "mode", "exact", "pls", "rank_steps")
+"""What a rank says of its `Restored`."""
 
 
 class ShardEvidence:
@@ -55,38 +37,53 @@ class ShardEvidence:
         self._model, self._optimizer = model, optimizer
         self._folder = Path(folder) / f"rank-{self._rank}" if folder else None
         self._attempt: int | None = None
+        self._last: LastHeld | None = None
         self._cuts = 0
         if self._folder:
             self._log = StepLog(self._folder)
 
-    def restored(self, resumed: Any) -> None:
-        """What this rank holds right after `restore()`, and what that said."""
+    def restored(self, resumed: Any, *, partial: bool) -> None:
+        """What this rank holds right after `restore()`, and what that said.
+
+        `partial`: the next recovery may be, so that what this rank holds from here on is kept, up to the first that is.
+        """
         if not self._folder or resumed is None:
             return
         self._attempt = resumed.attempt
-        said = {
-            name: getattr(resumed, name)
-            for name in ("step", "seq", "attempt", "source", "lost_steps", "seconds")
-        }
+        said = {name: getattr(resumed, name) for name in SAID}
         self._say(f"restored-{resumed.attempt}", said | {"world": self._world, "pid": os.getpid()})
+        if partial and resumed.mode == "full":
+            path = self._folder / f"last-{resumed.attempt}.json"
+            self._last = LastHeld(path, self._model, self._optimizer, step=resumed.step)
+
+    def mean(self, loss: Tensor) -> float:
+        """Of all ranks' losses; all of them come here before the backward pass.
+
+        Not later: in a collective after `optimizer.step()` a death would find every survivor with half a step, and such
+        a step cannot be gone on from.
+        """
+        if not self._folder:
+            return loss.item()
+        of_all = loss.detach().clone()
+        dist.all_reduce(of_all)
+        return of_all.item() / self._world
 
     @contextlib.contextmanager
-    def watching(self, step: int, loss: Tensor, batch: Batch, ckpt: Any) -> Iterator[None]:
+    def watching(self, step: int, loss: float, batch: Batch, ckpt: Any) -> Iterator[None]:
         """Time the body, which is `ckpt.step()`, and write this step's line; if it cut a checkpoint, what was cut.
 
-        `loss` is this rank's, `batch` that of all ranks.
+        `loss` and `batch` are those of all ranks.
         """
         if not self._folder:
             yield
             return
-        of_all = loss.detach().clone()
-        dist.all_reduce(of_all)
         before = time.perf_counter()
         yield
         held_s = time.perf_counter() - before
+        if self._last is not None:
+            self._last.finished(step)
         cut = self._cut(step, ckpt)
-        mean = of_all.item() / self._world
-        self._log.write(step, mean, held_s=held_s, candidates=batch.candidates, cut=cut)
+        self._log.write(step, loss, held_s=held_s, candidates=batch.candidates, cut=cut)
 
     def finished(self, step: int, auc: float, ckpt: Any) -> None:
         """The result, which is the same on every rank; `ckpt` is closed, which may have cut."""

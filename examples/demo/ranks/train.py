@@ -41,6 +41,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every-steps", type=int, default=50, help="steps between checkpoints")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--plain", action="store_true", help="train without deltashard")
+    parser.add_argument(
+        "--pls-target",
+        type=float,
+        help="survivors of a lost rank keep their rows, up to this portion of lost samples; without: all ranks go back",
+    )
     parser.add_argument("--evidence", help="folder for the demo's records")
     return parser.parse_args()
 
@@ -68,19 +73,23 @@ def main() -> None:
             every_steps=args.every_steps,
             encoding="fp32",  # so that a step that is trained twice has the same loss, bit for bit
             keep_last=1000,
+            recovery="full" if args.pls_target is None else "partial",
+            pls_target=args.pls_target,
+            planned_steps=None if args.pls_target is None else args.steps,
         )  # <-
         resumed = ckpt.restore()  # <-
         step = resumed.step if resumed else 0
-        evidence.restored(resumed)
+        evidence.restored(resumed, partial=args.pls_target is not None)
 
     with ckpt or contextlib.nullcontext():  # <-
         for batch in islice(batches.after(step), args.steps - step):
             loss = loss_of(model(share(batch, rank, world)))
+            mean = evidence.mean(loss)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             step += 1
-            with evidence.watching(step, loss, batch, ckpt):
+            with evidence.watching(step, mean, batch, ckpt):
                 if ckpt:
                     ckpt.step()  # <- the last statement of the loop body
     held_out = baskets.held_out_batches(retail, batch_size=2048, seed=SEED)

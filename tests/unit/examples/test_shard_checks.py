@@ -1,4 +1,7 @@
-"""The "exact" of the demo of several ranks can say no: damage, a rank at another step, and gaps are told apart."""
+"""The "exact" of the demo of several ranks can say no: damage, a rank at another step, and gaps are told apart.
+
+After partial recovery, too: who was lost holds the checkpoint, who survived what it held last, and no other way round.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,15 @@ class Ranks:
         run = sample.Run(folder, store=open_store(self.url), world_size=2, layout=BOXES)
         model = sample.Model(TABLE)
         self.steps: dict[int, int] = {}
-        for step in (10, 20):
+        for step in (10, 20, 23):
             model.train()
             head = torch.full((3,), float(step))
+            self.held[step] = {
+                rank: self._content(model, boxes[0].row_start, boxes[0].row_stop, head)
+                for rank, boxes in enumerate(BOXES)
+            }
+            if step == 23:
+                break  # trained, and never saved
             tensor = typed_tree.Tensor(dtype="float32", shape=(3,), data=head.view(torch.uint8).numpy().data)
             blobs = {
                 "dense/head": typed_tree.encode(tensor).to_bytes(),
@@ -54,10 +63,6 @@ class Ranks:
             }
             cut = [(boxes, model.frames(range(200), boxes[0], step=step)) for boxes in BOXES]
             self.steps[run.save([TABLE], cut, step=step, blobs=blobs)] = step
-            self.held[step] = {
-                rank: self._content(model, boxes[0].row_start, boxes[0].row_stop, head)
-                for rank, boxes in enumerate(BOXES)
-            }
         run.cache.close()
 
     def _content(self, model: sample.Model, first: int, stop: int, head: torch.Tensor) -> dict[str, Any]:
@@ -71,9 +76,9 @@ class Ranks:
             "dense": self._checks.dense_of({"head": head}, {"head": {"exp_avg": head}}),
         }
 
-    def compare(self, held: Held) -> Any:
+    def compare(self, held: Held, kept: Held | None = None) -> Any:
         newest = max(self.steps)
-        return self._checks.compare(self.url, sample.RUN, newest, held, self.steps)
+        return self._checks.compare(self.url, sample.RUN, newest, held, self.steps, kept)
 
 
 @pytest.fixture
@@ -129,6 +134,57 @@ def test_whatever_differs_is_named(ranks: Ranks, harm: Callable[[dict[str, Any]]
     held = copy.deepcopy(ranks.held[20])
     harm(held[1])
     assert ranks.compare(held).wrong == (said,)
+
+
+def _kept(content: dict[str, Any], step: int, *, within: bool = False) -> dict[str, Any]:
+    """What a survivor of `step` says that it held last; `within` the step after it."""
+    shards = [shard | {"step": step + within} for shard in content["shards"]]
+    return content | {"step": step, "shards": shards}
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_after_partial_recovery_survivors_hold_their_own(ranks: Ranks, within: bool) -> None:
+    survivor, lost = ranks.held[23][0], ranks.held[20][1] | {"dense": ranks.held[23][0]["dense"]}
+    found = ranks.compare({0: survivor, 1: lost}, {0: _kept(survivor, 23, within=within)})
+    assert found.exact
+    assert found.step_per_shard == {"rank 0: items[0:120]": 23, "rank 1: items[120:200]": 20}
+    assert found.ahead == (("rank 0: items[0:120]",) if within else ())
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        pytest.param((20, 20), ["rank 0: items[0:120] holds step 20"], id="a survivor went back"),
+        pytest.param((23, 10), ["rank 1: items[120:200] holds step 10"], id="the lost one went too far back"),
+        pytest.param(
+            (23, 23), ["rank 1: items[120:200] holds what no checkpoint holds"], id="the lost one is not back"
+        ),
+    ],
+)
+def test_after_partial_recovery_no_other_rows_will_do(
+    ranks: Ranks, steps: tuple[int, int], said: list[str]
+) -> None:
+    dense = {"dense": ranks.held[23][0]["dense"]}
+    held = {rank: ranks.held[step][rank] | dense for rank, step in enumerate(steps)}
+    assert list(ranks.compare(held, {0: _kept(ranks.held[23][0], 23)}).wrong) == said
+
+
+def test_after_partial_recovery_all_have_the_dense_half_of_the_furthest(ranks: Ranks) -> None:
+    held = {0: ranks.held[23][0], 1: ranks.held[23][1] | {"dense": ranks.held[20][1]["dense"]}}
+    kept = {0: _kept(ranks.held[23][0], 23), 1: _kept(held[1], 22)}
+    assert ranks.compare(held, kept).wrong == ("rank 1: head", "rank 1: head:exp_avg")
+
+
+def test_lost_samples_are_summed_by_hand(checks: ModuleType) -> None:
+    """One rank lost 15 steps; one survivor is a step behind, and one was within a step already."""
+    held = {
+        rank: {"shards": [{"rows": [0, rows - 1]}, {"rows": [7, 8]}]}
+        for rank, rows in enumerate((40, 30, 20, 10))
+    }
+    steps = ((45, False), (44, False), (45, True))
+    kept = {rank: _kept(held[rank], step, within=within) for rank, (step, within) in enumerate(steps)}
+    found = checks.lost_samples(held, kept, 30, 1000)
+    assert found == pytest.approx((0 * 40 + 1 * 30 + 1 * 20 + 15 * 10) / 100 / 1000)
 
 
 def test_one_bit_changes_a_sum(checks: ModuleType) -> None:
