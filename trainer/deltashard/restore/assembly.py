@@ -158,12 +158,18 @@ class Assembly:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """What is done within, all ranks do, or none goes on; raises as `agree`."""
+        with self.telling(name):
+            yield
+        self.agree(name)
+
+    @contextlib.contextmanager
+    def telling(self, name: str) -> Iterator[None]:
+        """Who fails within tells those that will wait for it at the end of stage `name`; raises as `agree`."""
         try:
             yield
         except BaseException as error:
             self.agree(name, error)
             raise
-        self.agree(name)
 
     def sums(self, seed: int) -> str:
         """Of this rank's replicas."""

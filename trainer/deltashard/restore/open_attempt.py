@@ -125,17 +125,20 @@ class AttemptOpener:
 
     def open(
         self,
-        link: Link,
         *,
         which: str,
         from_run: str | None,
         exclude: Sequence[int],
         takeover: bool,
         assembly: Assembly | None = None,
-    ) -> pb.OpenReply:
-        """Ask for an attempt; raises `FencedError`, `UserError` or `RestoreFailed`."""
+    ) -> tuple[Link, pb.OpenReply]:
+        """Ask for an attempt; the link that knows of it, and the reply.
+
+        Raises `FencedError`, `UserError`, `RestoreFailed`, or `SidecarUnavailable`.
+        """
 
         def ask(layout: bytes) -> pb.OpenReply:
+            link = self.link()
             return link.open(
                 pb.OpenRequest(
                     session=link.session,
@@ -149,9 +152,11 @@ class AttemptOpener:
 
         if assembly is None:
             reply = ask(b"")
+            link = self.link()
         else:
             reply = assembly.open(ask)
-            self._attach_with(link, reply)
+            with assembly.telling("received" if reply.HasField("resume_seq") else "restored"):
+                link = self._attach_with(reply)
         if reply.log_damage:
             log.warning("run %r: %s", from_run or self._attachment.run, reply.log_damage)
             self._listener.emit(
@@ -160,26 +165,26 @@ class AttemptOpener:
                 step=reply.step,
                 why=reply.log_damage,
             )
-        return reply
+        return link, reply
 
-    def _attach_with(self, link: Link, reply: pb.OpenReply) -> None:
+    def _attach_with(self, reply: pb.OpenReply) -> Link:
         """This rank's sidecar is to know of the attempt that was opened for all; rank 0's does."""
         self._attempt.grant(reply.attempt, reply.layout)
+        link = self.link()
         if self._rank.number == 0:
-            return
+            return link
         until_s = time.monotonic() + OPEN_DEADLINE_S
         while link.attempt != reply.attempt:
             anew = self._attachment.session.reattach(until_s=until_s)
             if anew is not None:
                 self._attachment.adopt(anew)
             link = self.link()
+        return link
 
     def open_unrestored(self) -> None:
         """The first `step()` of a program that never called `restore()`."""
         assembly = self.assemble(which="not called")
-        link = self.link()
-        reply = self.open(
-            link,
+        _, reply = self.open(
             which="none" if self._fresh else "latest",
             from_run=None,
             exclude=(),

@@ -164,17 +164,13 @@ class Restorer:
         )
         tries = _Tries(assembly=assembly)
         while True:
-            link = self._opener.link()
-            reply = self._opener.open(
-                link,
+            link, reply = self._opener.open(
                 which=wish.which,
                 from_run=wish.from_run,
                 exclude=tries.excluded,
                 takeover=wish.takeover,
                 assembly=assembly,
             )
-            if assembly is not None:
-                link = self._opener.link()
             # Only the first attempt meets what cannot be read in the log: the ones after it find it left behind.
             tries.damage = tries.damage or reply.log_damage
             if not reply.HasField("resume_seq"):
@@ -195,8 +191,7 @@ class Restorer:
                 else self._recovery.agree(assembly.settle, reply, unusual=_unusual(wish, tries))
             )
             try:
-                with self._attachment.session.busy:
-                    restored = self._read(link, reply, wish, tries, road)
+                restored = self._read(link, reply, wish, tries, road)
             except RunWentOn as error:
                 if tries.turn == READ_TURNS:
                     raise
@@ -235,7 +230,8 @@ class Restorer:
         """Bring one checkpoint back; the generators last of all, since everything else may draw."""
         seq, weights_only = reply.resume_seq, wish.weights_only
         notes: list[str] = []
-        with tries.stage("received"):
+        # Not while other ranks are waited for: they may need a sidecar that this one has to start anew.
+        with tries.stage("received"), self._attachment.session.busy:
             received, targets, turnover = self._receive(link, reply, wish, tries, notes, road)
         blobs = received.blobs
         if not wish.strict and blobs.world_size != self._rank.world_size:
