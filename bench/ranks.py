@@ -7,6 +7,7 @@ Every table is cut by rows over all ranks, which is the most boxes that a shardi
     commits   every pod's `commit_parts` over one store in memory that counts requests. Pods are greenlets over a clock
               of their own, so that waiting costs nothing and who asks when is the same in every run. Uploads end within
               30 s of one another, rank 0's first; in the last cut it is the last, which shows a commit without waiting.
+    opening   a trainer's library hands the layout to a real sidecar, which opens the attempt on a directory.
     reading   fresh processes plan a restore from a copy of that store on disk: one rank, the ranks of one pod, a rank
               of another world size. Seconds are from an empty log to the plan; memory is the peak above what imports
               take.
@@ -459,6 +460,45 @@ class Group:
         return cut
 
 
+# Opening
+
+
+def open_through_a_sidecar(layout: Layout) -> dict[str, float]:
+    """Rank 0's library hands the layout of all to its sidecar, over their socket, and gets an attempt."""
+    import grpc
+    from deltashard.attach.lock import lock_line, open_arena, release_arena
+    from deltashard.attach.session import OPEN_DEADLINE_S
+    from deltashard_proto.message_limit import MESSAGE_OPTIONS
+    from deltashard_proto.v1 import trainer_pb2 as pb
+    from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
+    from ours import Sidecar
+    from peers import Place
+
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        place = Place(name="disk", root=f"{folder}/store")
+        with (
+            Sidecar(place, RUN, Path(folder), arena_bytes="64MiB") as sidecar,
+            grpc.insecure_channel(f"unix:{sidecar.memory}/sidecar.sock", options=MESSAGE_OPTIONS) as channel,
+        ):
+            stub = TrainerStub(channel)  # type: ignore[no-untyped-call]  # generated
+            attached = stub.Attach(
+                pb.AttachRequest(
+                    protocol_min=1, protocol_max=1, world_size=layout.world_size, pid=os.getpid()
+                )
+            )
+            arena = open_arena(Path(attached.arena_path))
+            try:
+                lock_line(arena, 0)
+                before, begun_s = sidecar.anonymous_bytes(), time.monotonic()
+                request = pb.OpenRequest(session=attached.session, which="latest", layout=layout.data)
+                reply = stub.Open(request, timeout=OPEN_DEADLINE_S)
+                seconds = time.monotonic() - begun_s
+            finally:
+                release_arena(arena)
+            assert reply.layout == layout.digest
+        return {"seconds": seconds, "peak_bytes": sidecar.peak_anonymous_bytes - before}
+
+
 # Reading
 
 
@@ -572,6 +612,7 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
         covers = cuts[-1].seq if cuts else None
         cuts.append(group.save(number, covers, first_last=number == scale.cuts))
     sizes = _sizes(group, cuts)
+    opening = open_through_a_sidecar(group.layout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         copied = copy_for_readers(group.world.store, Path(folder))
         opened_s, made_s = group.opened_s, group.made_layout_s
@@ -588,6 +629,7 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
         "copied_bytes": copied,
         "layout_made_s": made_s,
         "attempt_opened_s": opened_s,
+        "opening": opening,
         "cuts": [asdict(cut) for cut in cuts],
         "reading": reading,
         "ranks_met_by_another_world": len(met),
@@ -652,6 +694,8 @@ def _rows(scale: Scale, found: dict[str, Any], cuts: list[Cut]) -> list[dict[str
 
     return [
         row(f"layout, {found['scale']['boxes']:,} boxes", sizes["layout"], "B"),
+        row("the same, from trainer to an attempt of its sidecar", found["opening"]["seconds"], "s"),
+        row("memory of that in the sidecar", found["opening"]["peak_bytes"], "B"),
         row("entry of a checkpoint", sizes["entry"], "B"),
         row("manifest", sizes["manifest"], "B"),
         row("reports of a cut, all", sizes["reports"], "B"),
