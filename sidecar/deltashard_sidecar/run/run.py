@@ -38,7 +38,7 @@ from deltashard_checkpoint.write.attempt import (
     select,
     unmark_closing,
 )
-from deltashard_checkpoint.write.commit import Sayings
+from deltashard_checkpoint.write.commit import Pace, Sayings
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
@@ -120,6 +120,7 @@ class Run:
         self.log = RunLog(self.store, settings.run)
         self.token = new_token()
         self.sayings = Sayings()
+        self.pace = Pace()
         self.metrics = metrics
         self.searches = Searches(settings.search)
         self._logger = log
