@@ -7,6 +7,8 @@ Every table is cut by rows over all ranks, which is the most boxes that a shardi
     commits   every pod's `commit_parts` over one store in memory that counts requests. Pods are greenlets over a clock
               of their own, so that waiting costs nothing and who asks when is the same in every run. Uploads end within
               30 s of one another, rank 0's first; in the last cut it is the last, which shows a commit without waiting.
+              The first baseline and the first delta find pods that do not know how long such a cut takes.
+    opening   a trainer's library hands the layout to a real sidecar, which opens the attempt on a directory.
     reading   fresh processes plan a restore from a copy of that store on disk: one rank, the ranks of one pod, a rank
               of another world size. Seconds are from an empty log to the plan; memory is the peak above what imports
               take.
@@ -47,11 +49,12 @@ from deltashard_checkpoint.log.entry import Part, entry_key
 from deltashard_checkpoint.log.manifest import Manifests, manifest_key
 from deltashard_checkpoint.restore.checkpoint_reader import plan_restore
 from deltashard_checkpoint.restore.plan import Want
+from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import Buffer, ObjectInfo, Store
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_checkpoint.write.commit import Committed, PartReport, Sayings, commit_parts
+from deltashard_checkpoint.write.commit import LIST_PAGE, Committed, Pace, PartReport, Sayings, commit_parts
 
 RUN = "ranks"
 COLUMNS = 64
@@ -65,7 +68,6 @@ DENSE_OWNERS = 8
 SPREAD_S = 30.0
 EVERY_S = 1800.0
 MONTH_S = 30 * 86400.0
-LIST_PAGE = 1000
 USD_WRITE, USD_READ = 5e-6, 0.4e-6
 """Of one PUT or LIST, and of one GET: S3 Standard's list price, us-east-1."""
 MB = 1e6
@@ -154,8 +156,8 @@ class Counting(MemoryStore):
         """By (who, PUT | GET | LIST | HEAD | DELETE); a LIST is one for each 1,000 names."""
         self.who = ""
 
-    def _count(self, kind: str, times: int = 1) -> None:
-        self.requests[self.who, kind] += times
+    def _count(self, kind: str) -> None:
+        self.requests[self.who, kind] += 1
 
     def put(self, key: str, data: Buffer) -> None:
         """See `Store.put`."""
@@ -179,9 +181,15 @@ class Counting(MemoryStore):
 
     def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `Store.list`."""
-        found = list(super().list(prefix, start_after=start_after))
-        self._count("LIST", max(1, -(-len(found) // LIST_PAGE)))
-        return iter(found)
+        self._count("LIST")
+        return self._paged(super().list(prefix, start_after=start_after))
+
+    def _paged(self, found: Iterator[ObjectInfo]) -> Iterator[ObjectInfo]:
+        """The next page is asked for when the last is used up."""
+        for n, info in enumerate(found):
+            if n and n % LIST_PAGE == 0:
+                self._count("LIST")
+            yield info
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `Store.delete`."""
@@ -363,6 +371,7 @@ class Group:
         self.opened_s = time.monotonic() - begun_s
         self.logs = [first.fork() for _ in range(scale.pods)]
         self.sayings = [Sayings() for _ in range(scale.pods)]
+        self.paces = [Pace() for _ in range(scale.pods)]
         self._shapes: dict[tuple[bool, bool, bool], tuple[int, int, int]] = {}
         self.index_bytes: dict[int, int] = {}
         """Of the first rank that is read, by cut."""
@@ -437,6 +446,8 @@ class Group:
                 reports=self.reports(number_, cut),
                 layout=self.digest,
                 sayings=self.sayings[number_],
+                pace=self.paces[number_],
+                since_s=ends[number_],
             )
             cut.seq = done.seq
             cut.waited_s = world.now_s - begun_s - max(ends)
@@ -457,6 +468,45 @@ class Group:
         worst = max((c for who, c in by_pod.items() if who != "first"), key=lambda c: c.total())
         cut.requests = {"first": dict(by_pod["first"]), "others": dict(others), "worst": dict(worst)}
         return cut
+
+
+# Opening
+
+
+def open_through_a_sidecar(layout: Layout) -> dict[str, float]:
+    """Rank 0's library hands the layout of all to its sidecar, over their socket, and gets an attempt."""
+    import grpc
+    from deltashard.attach.lock import lock_line, open_arena, release_arena
+    from deltashard.attach.session import OPEN_DEADLINE_S
+    from deltashard_proto.message_limit import MESSAGE_OPTIONS
+    from deltashard_proto.v1 import trainer_pb2 as pb
+    from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
+    from ours import Sidecar
+    from peers import Place
+
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        place = Place(name="disk", root=f"{folder}/store")
+        with (
+            Sidecar(place, RUN, Path(folder), arena_bytes="64MiB") as sidecar,
+            grpc.insecure_channel(f"unix:{sidecar.memory}/sidecar.sock", options=MESSAGE_OPTIONS) as channel,
+        ):
+            stub = TrainerStub(channel)  # type: ignore[no-untyped-call]  # generated
+            attached = stub.Attach(
+                pb.AttachRequest(
+                    protocol_min=1, protocol_max=1, world_size=layout.world_size, pid=os.getpid()
+                )
+            )
+            arena = open_arena(Path(attached.arena_path))
+            try:
+                lock_line(arena, 0)
+                before, begun_s = sidecar.anonymous_bytes(), time.monotonic()
+                request = pb.OpenRequest(session=attached.session, which="latest", layout=layout.data)
+                reply = stub.Open(request, timeout=OPEN_DEADLINE_S)
+                seconds = time.monotonic() - begun_s
+            finally:
+                release_arena(arena)
+            assert reply.layout == layout.digest
+        return {"seconds": seconds, "peak_bytes": sidecar.peak_anonymous_bytes - before}
 
 
 # Reading
@@ -516,11 +566,13 @@ def plan_in_this_process(scale: Scale, root: Path, ranks: list[int], world: int)
         begun_s = time.monotonic()
         log = RunLog(store, RUN)
         state = log.refresh()
-        manifests = Manifests(store, RUN)
+        manifests, shared = Manifests(store, RUN), SharedReads()
         newest = state.newest()
         assert newest is not None
         for rank in ranks:
-            plan = plan_restore(store, state, newest.seq, wants[rank], rank=rank, manifests=manifests)
+            plan = plan_restore(
+                store, state, newest.seq, wants[rank], rank=rank, manifests=manifests, shared=shared
+            )
             found["seconds"].append(time.monotonic() - begun_s)
             begun_s = time.monotonic()
             found.setdefault("frames", plan.frames)
@@ -572,6 +624,7 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
         covers = cuts[-1].seq if cuts else None
         cuts.append(group.save(number, covers, first_last=number == scale.cuts))
     sizes = _sizes(group, cuts)
+    opening = open_through_a_sidecar(group.layout)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         copied = copy_for_readers(group.world.store, Path(folder))
         opened_s, made_s = group.opened_s, group.made_layout_s
@@ -588,6 +641,7 @@ def run(*, quick: bool = False, scale: Scale | None = None) -> dict[str, Any]:
         "copied_bytes": copied,
         "layout_made_s": made_s,
         "attempt_opened_s": opened_s,
+        "opening": opening,
         "cuts": [asdict(cut) for cut in cuts],
         "reading": reading,
         "ranks_met_by_another_world": len(met),
@@ -623,7 +677,7 @@ def _month(cuts: list[Cut]) -> dict[str, float]:
     times = round(MONTH_S / EVERY_S)
     baselines = round(MONTH_S / 86400.0)
     deltas = times - baselines
-    full, delta = cuts[0], cuts[1]
+    full, delta = cuts[0], cuts[2]
     packs = baselines * full.packs + deltas * delta.packs
     writes = times * (_total(delta, "PUT") + _total(delta, "LIST"))
     reads = times * (_total(delta, "GET") + _total(delta, "HEAD"))
@@ -652,6 +706,8 @@ def _rows(scale: Scale, found: dict[str, Any], cuts: list[Cut]) -> list[dict[str
 
     return [
         row(f"layout, {found['scale']['boxes']:,} boxes", sizes["layout"], "B"),
+        row("the same, from trainer to an attempt of its sidecar", found["opening"]["seconds"], "s"),
+        row("memory of that in the sidecar", found["opening"]["peak_bytes"], "B"),
         row("entry of a checkpoint", sizes["entry"], "B"),
         row("manifest", sizes["manifest"], "B"),
         row("reports of a cut, all", sizes["reports"], "B"),
@@ -669,17 +725,24 @@ def _rows(scale: Scale, found: dict[str, Any], cuts: list[Cut]) -> list[dict[str
             "LISTs",
             -(-scale.ranks // LIST_PAGE) + 1,
         ),
-        row("the same, uploads within 30 s", delta.requests["first"]["LIST"], "LISTs", 5.0),
-        row("LIST pages of all other pods", delta.requests["others"]["LIST"], "LISTs"),
+        row("the same, uploads within 30 s", cuts[2].requests["first"]["LIST"], "LISTs", 5.0 + 1),
+        row("the same, the first delta of its process", delta.requests["first"]["LIST"], "LISTs"),
+        row("LIST pages of all other pods", cuts[2].requests["others"]["LIST"], "LISTs"),
         row("GETs of rank 0's pod", last.requests["first"].get("GET", 0), "GETs", 0.0),
-        row("GETs of all other pods (the entry, each)", delta.requests["others"].get("GET", 0), "GETs"),
+        row("GETs of all other pods (the entry, each)", cuts[2].requests["others"].get("GET", 0), "GETs"),
         row("commit, work of rank 0's pod", last.first_s, "s"),
-        row("commit, last part to last pod that knows", delta.waited_s, "s"),
+        row("commit, last part to last pod that knows", cuts[2].waited_s, "s"),
         row("plan of one rank, from an empty log", one["seconds"][0], "s", 5.0),
         row("plan of the next rank of its pod", max(pod["seconds"][1:]), "s", 5.0),
         row("memory of that, one rank alone", one["peak_bytes"], "B", 200 * MB),
         row("memory of that, a rank of a pod", pod["peak_bytes"] / len(pod["seconds"]), "B", 200 * MB),
         row("indexes that a rank reads", one["gets"]["index"], "GETs", links + DENSE_OWNERS + 1),
+        row(
+            "the same, all ranks of a pod",
+            pod["gets"]["index"],
+            "GETs",
+            links * len(pod["seconds"]) + DENSE_OWNERS + 1,
+        ),
         row(f"plan of a rank of {scale.other_ranks:,}", other["seconds"][0], "s", 5.0),
         row("memory of that", other["peak_bytes"], "B", 200 * MB),
         row("indexes that it reads", other["gets"]["index"], "GETs", links * meet + DENSE_OWNERS + 1),

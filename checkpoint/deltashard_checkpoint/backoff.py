@@ -46,6 +46,10 @@ class Patience:
         """Seconds until the deadline, never negative."""
         return max(0.0, self.deadline_s - self.spent_s)
 
+    def rest(self, delay_s: float) -> None:
+        """Wait so long, or until the deadline; it is no try."""
+        self.clocks.sleep(min(self.left_s, delay_s))
+
     def pause(self) -> bool:
         """Back off; False, at once, when the deadline is over."""
         left_s = self.left_s

@@ -1,1 +1,1 @@
-"""The contracts between the parts: generated messages and services (`v1`), the arena (`arena_layout`), `cause`."""
+"""The contracts between the parts: messages and services (`v1`), `arena_layout`, `cause`, `message_limit`."""

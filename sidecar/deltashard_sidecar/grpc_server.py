@@ -20,6 +20,7 @@ from deltashard_checkpoint.stores.abc import AccessDenied
 from deltashard_checkpoint.write.attempt import NothingRestorable
 from deltashard_checkpoint.write.commit import FencedError
 from deltashard_proto.cause import to_metadata
+from deltashard_proto.message_limit import MESSAGE_OPTIONS
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1 import trainer_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -29,8 +30,6 @@ from deltashard_sidecar.session.session import UnknownSession
 from deltashard_sidecar.sidecar import RankTaken, Sidecar
 
 SERVICE = "deltashard.v1.Trainer"
-MAX_MESSAGE_BYTES = 64 << 20
-"""Schemas and boxes of a large model; tensor bytes never travel here."""
 CALLS = 256
 """Calls at once: every trainer holds a Watch and a Save, and may restore."""
 
@@ -153,11 +152,9 @@ class Server:
     """The gRPC server on its socket, with health."""
 
     def __init__(self, sidecar: Sidecar, path: Path) -> None:
-        options = (
-            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        self._server = grpc.server(
+            ThreadPoolExecutor(CALLS, thread_name_prefix="call"), options=MESSAGE_OPTIONS
         )
-        self._server = grpc.server(ThreadPoolExecutor(CALLS, thread_name_prefix="call"), options=options)
         trainer_pb2_grpc.add_TrainerServicer_to_server(  # type: ignore[no-untyped-call]  # generated
             TrainerService(sidecar), self._server
         )

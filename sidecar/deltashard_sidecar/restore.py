@@ -145,6 +145,7 @@ class Restore:
             weights_only=want.weights_only,
             indexes=self._run.read_ahead(self._who),
             manifests=self._run.manifests_of(state.run),
+            shared=self._run.shared(self._who),
             deadline_s=settings.restore_deadline_s,
         )
         return state, plan
@@ -217,6 +218,7 @@ class Restore:
             self._run.store,
             run,
             cache=self._run.cache,
+            shared=self._run.shared(self._who),
             prefetch_bytes=PREFETCH_BYTES,
             workers=FETCH_THREADS,
             deadline_s=self._run.settings.restore_deadline_s,

@@ -36,7 +36,7 @@ def test_ranks_that_commit_at_once_make_one_checkpoint_of_one_step_or_none(
     stores: list[Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every pod lists at once, so each round is a race. In some a rank is a step ahead, or gives the cut up."""
-    monkeypatch.setattr(commit, "FOLLOWERS_LIST_FROM", 1)
+    monkeypatch.setattr(commit, "FOLLOWERS_WAIT_S", 0.0)
     chance = random.Random(4)
     layout = Layout.of(WORLD, {"t": (8, 2)}, dict(enumerate(BOXES)))
     logs = [RunLog(store, "job") for store in stores]

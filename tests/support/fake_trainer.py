@@ -32,6 +32,7 @@ from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_proto.arena_layout import STEP, Arena, aligned, sections
+from deltashard_proto.message_limit import MESSAGE_OPTIONS
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
@@ -322,7 +323,7 @@ class Trainer:
         self.layout = layout
         self.world_size = world_size
         self.channel = grpc.insecure_channel(
-            f"unix:{socket}", options=(("grpc.use_local_subchannel_pool", 1),)
+            f"unix:{socket}", options=(*MESSAGE_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
         )
         self.stub = TrainerStub(self.channel)
         self.lock = lock

@@ -30,6 +30,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.fetcher import Fetcher
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import Plan, Want, restore_plan
+from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.write.attempt import select
@@ -65,32 +66,41 @@ class Snapshot:
 
 
 def load_indexes(
-    store: Store, run: str, parts: Iterable[Part], *, workers: int = 8, deadline_s: float = 600.0
+    store: Store,
+    run: str,
+    parts: Iterable[Part],
+    *,
+    workers: int = 8,
+    deadline_s: float = 600.0,
+    shared: SharedReads | None = None,
 ) -> dict[str, Index]:
     """The indexes of parts, by index key, fetched in parallel and checked against their names.
 
+    Other readers of this process may have read their bytes (`shared`).
     A wrong one is fetched once more. Raises `InvalidCheckpoint` for one that is wrong again or does not exist, and
     `StoreUnavailable`.
     """
     wanted = list(dict.fromkeys(part.index_key for part in parts))
     with deadline(deadline_s), ThreadPoolExecutor(workers, thread_name_prefix="index") as pool:
-        found = [pool.submit(copy_context().run, _load_index, store, run, key) for key in wanted]
+        found = [pool.submit(copy_context().run, _load_index, store, run, key, shared) for key in wanted]
         return {key: each.result() for key, each in zip(wanted, found, strict=True)}
 
 
-def _load_index(store: Store, run: str, key: str) -> Index:
+def _load_index(store: Store, run: str, key: str, shared: SharedReads | None) -> Index:
+    where = run_key(run, key)
     for last in (False, True):
         try:
-            return decode_index(store.get(run_key(run, key)), key=key, run=run)
+            data = store.get(where) if shared is None else shared.read(where, lambda: store.get(where))
+            return decode_index(bytes(data), key=key, run=run)
         except UnsupportedVersion:
             raise
         except ObjectNotFound as error:
-            raise InvalidCheckpoint("an index does not exist", where=run_key(run, key)) from error
+            raise InvalidCheckpoint("an index does not exist", where=where) from error
         except FormatError as error:
             if last:
-                raise InvalidCheckpoint(
-                    f"an index cannot be read: {error}", where=run_key(run, key)
-                ) from error
+                raise InvalidCheckpoint(f"an index cannot be read: {error}", where=where) from error
+            if shared is not None:
+                shared.forget(where)
     raise AssertionError
 
 
@@ -108,11 +118,13 @@ def plan_restore(
     weights_only: bool = False,
     indexes: Mapping[str, Index] | None = None,
     manifests: Manifests | None = None,
+    shared: SharedReads | None = None,
     deadline_s: float = 600.0,
 ) -> Plan:
     """The plan that fills `wants` (and blobs: all that `rank` of `world_size` reads, none, or these) from `seq`.
 
-    Indexes not given are fetched, and so are manifests (`manifests` remembers those of its run). Raises what
+    Indexes not given are fetched, and so are manifests (`manifests` remembers those of its run, `shared` the bytes of
+    indexes for other ranks of this process). Raises what
     `Manifests`, `chain`, `load_indexes` and `restore_plan` raise.
     """
     wants = tuple(wants)
@@ -127,7 +139,7 @@ def plan_restore(
     blob_parts = blob_parts_of(state, seq, owners) if blobs is not False else ()
     held = dict(indexes or {})
     parts = [part for part in (*(link.part for link in links), *blob_parts) if part.index_key not in held]
-    held |= load_indexes(store, state.run, parts, deadline_s=deadline_s)
+    held |= load_indexes(store, state.run, parts, deadline_s=deadline_s, shared=shared)
     return restore_plan(
         links,
         held,

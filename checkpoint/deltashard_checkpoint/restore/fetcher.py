@@ -38,6 +38,7 @@ from deltashard_checkpoint.format import object_key
 from deltashard_checkpoint.format.frame import check_digest
 from deltashard_checkpoint.format.index import Pack
 from deltashard_checkpoint.restore.plan import MAX_REQUEST_BYTES, Plan, PlannedFrame, Request
+from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store, StoreUnavailable
 from deltashard_checkpoint.stores.deadline import deadline
 
@@ -89,14 +90,19 @@ class Fetcher:
         run: str,
         *,
         cache: PackCache | None = None,
+        shared: SharedReads | None = None,
         prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
         workers: int = DEFAULT_WORKERS,
         deadline_s: float = 3600.0,
     ) -> None:
-        """`prefetch_bytes` may be fetched and not yet consumed; `deadline_s` bounds each plan as a whole."""
+        """`prefetch_bytes` may be fetched and not yet consumed; `deadline_s` bounds each plan as a whole.
+
+        `shared` has the blobs that other ranks of this process have just read.
+        """
         self._store = store
         self._run = run
         self._cache = cache
+        self._shared = shared
         self._prefetch_bytes = prefetch_bytes
         self._workers = workers
         self._deadline_s = deadline_s
@@ -151,10 +157,11 @@ class Fetcher:
             raise self._too_late(request)
         key = object_key.run_key(self._run, request.key)
         cached = self._cache is not None and self._cache.read_into(key, request.offset, memory)
+        local = cached and self._cache is not None and key not in self._cache.brought
         if not cached:
-            self._from_store(key, request.offset, memory, until)
+            local = cached = self._from_store_once(key, request, memory, until)
         with self._lock:
-            if cached and self._cache is not None and key not in self._cache.brought:
+            if local:
                 self._cache_bytes += request.length
             else:
                 self._store_bytes += request.length
@@ -190,10 +197,30 @@ class Fetcher:
                 return
             if self._cache is not None:
                 self._cache.drop(key)
+            if self._shared is not None:
+                self._shared.forget((key, request.offset, request.length))
             self._from_store(key, offset, place, until)
             with self._lock:
                 self._store_bytes += len(place)
                 self._reread_bytes += len(place)
+
+    def _from_store_once(self, key: str, request: Request, out: memoryview, until: float) -> bool:
+        """Fill `out`; whether that was with what another rank had read. Rows are no other rank's."""
+        if self._shared is None or any(planned.table is not None for planned in request.frames):
+            self._from_store(key, request.offset, out, until)
+            return False
+        asked = False
+
+        def fetch() -> bytearray:
+            nonlocal asked
+            asked = True
+            data = bytearray(request.length)
+            self._from_store(key, request.offset, memoryview(data), until)
+            return data
+
+        with deadline(max(0.0, until - time.monotonic())):
+            out[:] = self._shared.read((key, request.offset, request.length), fetch)
+        return not asked
 
     def _from_store(self, key: str, offset: int, out: memoryview, until: float) -> None:
         try:

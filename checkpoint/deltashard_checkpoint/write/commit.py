@@ -4,8 +4,13 @@ Every rank's sidecar uploads its packs and its index, then (with more than one r
 `part/`. Its name says all that has to agree and to add up: rank, step, layout, covers, rows, bytes, stall, and the
 index's hash. Then it lists these names. Whoever sees those of all ranks puts the manifest and creates the log
 entry; losing that race to a peer with the same (attempt, cut) is success. Who does not see them all yet waits, polling
-the log *and* listing again, with jitter: the last rank to finish may have died between its report and the entry, and
-then any other must do it. The pod of rank 0 lists at once, the others after growing delays: if all goes well, one does.
+the log *and*, after growing delays, listing again: the last rank to finish may have died between its report and the
+entry, and then any other must do it. The pod of rank 0 lists at once, the others a moment later: if all goes well, the
+pod that finishes last commits, or that of rank 0 when several finish together.
+
+A LIST is what waiting costs. Names are sorted by rank, so a listing begins at the first rank that is missing, and ends
+with the page that shows that it still is. And a process remembers how long after their beginnings cuts were committed
+(`Pace`): until then it looks at the log seldom.
 
 What a report says beside its name (schemas, encodings; rank 0's: directive, metadata, pins) is its bytes, whose hash is
 in the report's name. They are the same at every cut but for rank 0's, so `Sayings` remembers them: in the steady state,
@@ -23,6 +28,7 @@ and the next cut holds them.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -48,8 +54,16 @@ from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, Store
 FORMAT = 2
 """Of a report; 1 did not say whether the part holds blobs for all, which it may."""
 COMMIT_DEADLINE_S = 600.0
-FOLLOWERS_LIST_FROM = 4
-"""Looks at the log before a pod without rank 0 lists reports itself; then at every look whose number doubles."""
+FOLLOWERS_WAIT_S = 0.25
+"""Before a pod without rank 0 looks: of pods that finish together, that of rank 0 commits."""
+FOLLOWERS_LIST_AGAIN_FROM = 8
+"""Looks of such a pod before it lists reports a second time; any pod lists at looks whose number is a power of two."""
+SELDOM_S = 9.0
+"""Between looks at the log, at most, while a cut of this kind is not usually committed yet."""
+_SOON_S = 2.0
+"""When it usually is so soon, looks follow one another as if nothing were known."""
+LIST_PAGE = 1000
+"""Names that one request of a listing gives, on S3."""
 _NUMBER = "(0|[1-9][0-9]{0,18})"
 _REPORT = re.compile(
     rf"data/[0-9]{{20}}/[0-9]{{8}}/part/([0-9]{{5}})-({TOKEN_PATTERN})-{_NUMBER}-([0-9a-f]{{32}}|x)-({_NUMBER}|x)-"
@@ -155,6 +169,25 @@ class Committed:
     """This process created the entry (or found it had, after a lost acknowledgement)."""
 
 
+class Pace:
+    """How long after its beginning a cut was committed the last time, per kind (baseline or not); of one run.
+
+    What ranks upload differs little from cut to cut, so the slowest needs about as long as it did. A wrong guess is no
+    harm: whoever finishes last looks at once and commits, the others hear of it `SELDOM_S` later at most.
+    """
+
+    def __init__(self) -> None:
+        self._usual_s: dict[bool, float] = {}  # each value is replaced as a whole: no lock
+
+    def usual_s(self, baseline: bool) -> float:
+        """Seconds from the beginning of a cut to its entry; 0 when none was seen yet."""
+        return self._usual_s.get(baseline, 0.0)
+
+    def learn(self, baseline: bool, seconds: float) -> None:
+        """A cut was committed so long after its beginning."""
+        self._usual_s[baseline] = seconds
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Said:
     """What a report says beside its name."""
@@ -245,11 +278,16 @@ def commit_parts(
     reports: Sequence[PartReport],
     layout: str = "",
     sayings: Sayings | None = None,
+    pace: Pace | None = None,
+    since_s: float = 0.0,
     deadline_s: float = COMMIT_DEADLINE_S,
 ) -> Committed:
     """Commit the parts of this process's ranks, whose packs and indexes are durable; returns when the cut is logged.
 
-    `layout` is the digest of the attempt's layout, empty where the parts say their boxes themselves.
+    `layout` is the digest of the attempt's layout, empty where the parts say their boxes themselves. The cut began
+    `since_s` ago, at one step and so nearly at one time on all ranks; `pace` remembers how long cuts take; None: this
+    one is looked for often, because somebody waits for it.
+
     Raises `FencedError`, `Abandoned` (`GivenUp`), `PartsMissing` past the deadline, `AppendUnknown` or
     `StoreUnavailable` when the store does not answer until then, `LogStopped`, `LogGap`.
     """
@@ -258,25 +296,34 @@ def commit_parts(
     if world_size == 1 and not layout:
         crash_point("commit.after_list")
         return commit.create_alone(reports[0], patience)
+    waiting = _Waiting(
+        patience,
+        pace or Pace(),
+        leads=any(report.part.rank == 0 for report in reports),
+        baseline=all(report.part.covers is None for report in reports),
+        since_s=since_s,
+    )
     crash_point("report.before_put")
     for report in reports:
         _put(log, *commit.document(report), patience)
         crash_point("report.after_put")
-    leads = any(report.part.rank == 0 for report in reports)
-    looks = 0
+    done = _agreed(log, commit, waiting, patience)
+    waiting.over(log.clocks.wall_s() - done.entry.at_s)
+    return done
+
+
+def _agreed(log: RunLog, commit: _Commit, waiting: _Waiting, patience: Patience) -> Committed:
+    """The commit of a cut whose reports of this process are there, by whoever makes it."""
+    waiting.begin()
     while True:
-        looks += 1
         try:
             if done := commit.settled(log.refresh(deadline_s=patience.left_s)):
                 return done
-            lists = (
-                leads or (looks >= FOLLOWERS_LIST_FROM and looks & (looks - 1) == 0) or patience.left_s <= 0
-            )
             try:
-                found = commit.reports() if lists else None
-                if found is not None and len(found) == world_size:
+                missing = commit.missing() if (lists := waiting.lists()) else ()
+                if lists and not missing:
                     crash_point("commit.after_list")
-                    return commit.create([found[rank] for rank in range(world_size)], patience)
+                    return commit.create(patience)
             except Abandoned:
                 # It may be in the log all the same: of a rank that reported twice, or gave up and then came, a peer
                 # may have seen the one and not the other.
@@ -287,9 +334,67 @@ def commit_parts(
             if not patience.pause():
                 raise
             continue
-        if found is not None and not patience.left_s:
-            raise PartsMissing(sorted(set(range(world_size)) - found.keys()), commit.where)
-        patience.pause()
+        if lists and not patience.left_s:
+            raise PartsMissing(missing, commit.where)
+        waiting.pause()
+
+
+class _Waiting:
+    """When one process looks again for the commit of one cut, and lists reports."""
+
+    def __init__(
+        self, patience: Patience, pace: Pace, *, leads: bool, baseline: bool, since_s: float
+    ) -> None:
+        self._patience = patience
+        self._pace = pace
+        # A little late: it is not a second later than usual, as a rule, and pods must not ask in step.
+        usual_s = pace.usual_s(baseline)
+        self._expected_s = usual_s * (1 + (1 + patience.clocks.uniform()) / 32)
+        patience.first_s = max(
+            patience.first_s, usual_s / 32
+        )  # of what comes later still, nobody knows how much
+        self._leads = leads
+        self._baseline = baseline
+        self._since_s = since_s - patience.spent_s
+        self._looks = 0
+        self._missed_s = 0.0
+        """Of the cut, when it was looked for last and not there yet."""
+        self._seldom = False
+
+    @property
+    def _now_s(self) -> float:
+        """Seconds since the cut began."""
+        return self._since_s + self._patience.spent_s
+
+    def begin(self) -> None:
+        """Before the first look."""
+        if not self._leads:
+            self._patience.rest(FOLLOWERS_WAIT_S * (0.5 + 0.5 * self._patience.clocks.uniform()))
+
+    def lists(self) -> bool:
+        """Whether this look, which did not find the entry, lists reports."""
+        self._missed_s = self._now_s
+        if not self._patience.left_s:
+            return True
+        if self._seldom:
+            return False
+        self._looks += 1
+        again = self._leads or self._looks >= FOLLOWERS_LIST_AGAIN_FROM
+        return self._looks == 1 or (again and self._looks & (self._looks - 1) == 0)
+
+    def pause(self) -> None:
+        """Until the next look: when the cut is usually committed, in case that lies far ahead."""
+        ahead_s = self._expected_s - self._now_s
+        rests = math.ceil(ahead_s / SELDOM_S) if ahead_s > _SOON_S else 0
+        self._seldom = rests > 1
+        if rests:
+            self._patience.rest(ahead_s / rests)
+        else:
+            self._patience.pause()
+
+    def over(self, ago_s: float) -> None:
+        """The entry was made `ago_s` ago, by two clocks that may disagree: it was after the last look without it."""
+        self._pace.learn(self._baseline, min(self._now_s, max(self._missed_s, self._now_s - ago_s)))
 
 
 def give_up(log: RunLog, *, attempt: int, cut: int, rank: int, token: str, deadline_s: float) -> None:
@@ -322,6 +427,9 @@ class _Commit:
         self.layout = layout
         self.sayings = sayings
         self.prefix = cut_prefix(attempt, cut)
+        self._found: dict[int, _Named] = {}
+        """Reports that were seen, by rank: each tells of a whole part, so it counts from then on."""
+        self._first_missing = 0
         self.where = f"run {log.run}, attempt {attempt}, cut {cut}"
 
     def settled(self, state: RunState) -> Committed | None:
@@ -366,8 +474,9 @@ class _Commit:
             pins=tuple(sorted(report.pins)),
         )
 
-    def create(self, reports: Sequence[_Named], patience: Patience) -> Committed:
-        """Create the entry of the parts that these reports tell of, rank 0 first, or find that a peer did."""
+    def create(self, patience: Patience) -> Committed:
+        """Create the entry of the parts that the reports tell of, all of which were seen, or find that a peer did."""
+        reports = [self._found[rank] for rank in range(self.world_size)]
         said = [self._said(report) for report in reports]
         # Most ranks say the same: each saying counts once, at the lowest rank that says it.
         sayings = list({report.says: each for report, each in zip(reports, said, strict=True)}.values())
@@ -510,33 +619,58 @@ class _Commit:
         )
         return f"{self.prefix}part/{name}.part", data
 
-    def reports(self) -> dict[int, _Named]:
-        """The reports that lie in the cut's prefix now, by rank.
+    def missing(self) -> Sequence[int]:
+        """Look for reports in the cut's prefix; the ranks of which none was seen.
 
-        A rank that reported twice (its sidecar died and was restarted in between) has two whole parts: the first by
-        name is taken. Raises `Abandoned` when ranks cut at different steps or keep different layouts, and `GivenUp`.
+        From the first missing rank on, whose name sorts before those of later ranks, and no further than the page that
+        shows that it is still missing (the first, for all waits for it): a look that is too early is one request.
+        A rank that reported twice (its sidecar died and was restarted in between) has two whole parts: the one that was
+        seen first is taken, of those the first by name. Raises `Abandoned` when ranks cut at different steps or keep
+        different layouts, and `GivenUp`.
         """
-        found: dict[int, _Named] = {}
         failed: set[int] = set()
-        for info in self.log.store.list(self.log.key(f"{self.prefix}part/")):
+        # IMPORTANT: not after the names that were seen, but before those of the first rank that was not: a report may
+        # appear in between at any time.
+        first = self.log.key(f"{self.prefix}part/{self._first_missing:05d}")
+        for count, info in enumerate(
+            self.log.store.list(self.log.key(f"{self.prefix}part/"), start_after=first), 1
+        ):
             key = info.key[len(self.log.run) + 1 :]
-            if (gone := _FAILED.fullmatch(key)) is not None:
-                failed.add(int(gone[1]))
-            named = _named(key)
-            if named is None or named.rank in found or named.rank >= self.world_size:
-                continue
-            # IMPORTANT: one cut, one step, one layout. Ranks that cut at different steps never make one checkpoint.
-            if named.step != self.step:
-                raise Abandoned(
-                    f"rank {named.rank} cut at step {named.step}, this one at step {self.step}",
-                    where=self.where,
-                )
-            if named.layout != self.layout:
-                raise Abandoned(f"rank {named.rank} keeps another layout", where=self.where)
-            found[named.rank] = named
-        if given_up := sorted(failed - found.keys()):
+            rank = self._see(key, failed)
+            if rank is not None and count % LIST_PAGE == 0 and rank > self._advance():
+                failed.discard(rank)  # its report may be the next name
+                break
+        self._advance()
+        if given_up := sorted(failed - self._found.keys()):
             raise GivenUp(f"rank {given_up[0]} gave this cut up", where=self.where)
-        return found
+        return [rank for rank in range(self._first_missing, self.world_size) if rank not in self._found]
+
+    def _advance(self) -> int:
+        """The first rank whose report was not seen."""
+        while self._first_missing in self._found:
+            self._first_missing += 1
+        return self._first_missing
+
+    def _see(self, key: str, failed: set[int]) -> int | None:
+        """Take note of a name under `part/`; the rank that it is of, None for what is no rank's."""
+        if (gone := _FAILED.fullmatch(key)) is not None:
+            failed.add(rank := int(gone[1]))
+            return rank
+        named = _named(key)
+        if named is None or named.rank >= self.world_size:
+            return None
+        if named.rank in self._found:
+            return named.rank
+        # IMPORTANT: one cut, one step, one layout. Ranks that cut at different steps never make one checkpoint.
+        if named.step != self.step:
+            raise Abandoned(
+                f"rank {named.rank} cut at step {named.step}, this one at step {self.step}",
+                where=self.where,
+            )
+        if named.layout != self.layout:
+            raise Abandoned(f"rank {named.rank} keeps another layout", where=self.where)
+        self._found[named.rank] = named
+        return named.rank
 
     def _said(self, report: _Named) -> _Said:
         """What a report says beside its name, read once in this process."""

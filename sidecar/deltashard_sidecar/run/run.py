@@ -27,6 +27,7 @@ from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
 from deltashard_checkpoint.restore.fetcher import warm_cache
+from deltashard_checkpoint.restore.shared_read import SharedReads
 from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store, StoreFull
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.url import open_store
@@ -39,7 +40,7 @@ from deltashard_checkpoint.write.attempt import (
     select,
     unmark_closing,
 )
-from deltashard_checkpoint.write.commit import Sayings
+from deltashard_checkpoint.write.commit import Pace, Sayings
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
@@ -54,6 +55,8 @@ from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 AHEAD_DEADLINE_S = 10.0
 """For the indexes of a checkpoint that is about to be restored."""
+SHARED_IDLE_S = 60.0
+"""So long after the last read of a restore, what ranks have read for one another is kept."""
 REATTACH_DEADLINE_S = 5.0
 """A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
 CLOSING_DEADLINE_S = 3.0
@@ -84,10 +87,11 @@ class IndexesAhead:
     what is wrong.
     """
 
-    def __init__(self, store: Store, run: str, parts: Iterable[Part]) -> None:
+    def __init__(self, store: Store, run: str, parts: Iterable[Part], shared: SharedReads | None) -> None:
         self._store = store
         self._run = run
         self._parts = tuple(parts)
+        self._shared = shared
         self._found: Mapping[str, Index] = {}
         self._done = threading.Event()
         threading.Thread(target=self._load, name="ahead", daemon=True).start()
@@ -99,7 +103,9 @@ class IndexesAhead:
 
     def _load(self) -> None:
         try:
-            self._found = load_indexes(self._store, self._run, self._parts, deadline_s=AHEAD_DEADLINE_S)
+            self._found = load_indexes(
+                self._store, self._run, self._parts, deadline_s=AHEAD_DEADLINE_S, shared=self._shared
+            )
         except DeltashardError:
             pass
         finally:
@@ -121,7 +127,9 @@ class Run:
         self.log = RunLog(self.store, settings.run)
         self.token = new_token()
         self.sayings = Sayings()
+        self.pace = Pace()
         self.metrics = metrics
+        self._shared = SharedReads()
         self.searches = Searches(settings.search)
         self._logger = log
         self._lock = threading.Lock()
@@ -195,11 +203,12 @@ class Run:
             return self._logs.get(who.id, self.log)
 
     def forget_others(self, used: Callable[[], set[str]]) -> None:
-        """Let the handles of sessions go that nobody uses any more; `used` gives the ids of those in use.
+        """Let go what nobody uses any more: handles of sessions (`used` gives the ids of those in use), bytes read.
 
         What is held is looked at first: a session is attached before it gets a handle, so one that is held already and
         yet not in use is over.
         """
+        self._shared.let_go(idle_s=SHARED_IDLE_S)
         with self._lock:
             held = {*self._logs, *self._ahead}
         over = held - used() if held else held
@@ -339,9 +348,13 @@ class Run:
             )
         except DeltashardError:
             return  # the restore will say what is wrong
-        ahead = IndexesAhead(self.store, state.run, parts)
+        ahead = IndexesAhead(self.store, state.run, parts, self.shared(who))
         with self._lock:
             self._ahead[who.id] = ahead
+
+    def shared(self, who: Attachment) -> SharedReads | None:
+        """What ranks of this pod read of a checkpoint for one another; None for a trainer that has no peers."""
+        return self._shared if who.world_size > 1 else None
 
     def read_ahead(self, who: Attachment) -> Mapping[str, Index] | None:
         """Indexes by key that were read ahead for the trainer's restore, once; waits for them. None: none were."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -30,6 +31,9 @@ from deltashard_sidecar.session.attachment import Attachment
 
 GIVE_UP_DEADLINE_S = 10.0
 """For telling peers that a part will not come."""
+
+PERIODIC = ("timer", "steps", "baseline")
+"""Reasons of saves that nobody waits for: news of their commits may be some seconds late."""
 
 _buffers = threading.local()
 
@@ -63,6 +67,7 @@ class PartSink:
         self._cut = cut
         self._joint = joint
         self._expected = expected
+        self._begun_s = time.monotonic()
         self._log = run.log_of(who)
         self._options = EncodeOptions(
             encoding=encoding_named(cut.encoding), state_encoding=cut.state_encoding
@@ -168,6 +173,8 @@ class PartSink:
             reports=reports,
             layout=self._cut.layout,
             sayings=self._run.sayings,
+            pace=self._run.pace if self._cut.reason in PERIODIC else None,
+            since_s=time.monotonic() - self._begun_s,
             deadline_s=deadline_s,
         )
 

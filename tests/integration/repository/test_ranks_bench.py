@@ -30,15 +30,15 @@ def test_requests_stay_within_their_budgets(monkeypatch: pytest.MonkeyPatch) -> 
     assert one["gets"] == {"log": links + 1, "layout": 1, "manifest": links, "index": links + 7}
     assert other["gets"]["index"] == links * found["ranks_met_by_another_world"] + 8
     assert len(one["chain"]) == links
-    assert found["reading"]["a pod"]["gets"]["layout"] == 1
+    pod = found["reading"]["a pod"]
+    assert pod["gets"]["layout"] == 1
+    assert pod["gets"]["index"] == 8 * links + 7
     for cut in found["cuts"]:
         assert cut["requests"]["first"]["PUT"] + cut["requests"]["others"]["PUT"] >= 2 * 64
         assert cut["indexes"] == 64
     assert found["cuts"][-1]["committed_by"] == "first"
 
 
-KNOWN = (
-    "the same, uploads within 30 s",
-    "GETs of rank 0's pod",
-)
-"""Budgets that are missed, which docs/scale-ranks.md says, too."""
+KNOWN = ("the same, uploads within 30 s", "GETs of rank 0's pod")
+"""Budgets that are missed. The first only here: the slowest of 7 pods ends seconds apart from cut to cut, of 511 it does not.
+The other one stands in docs/scale-ranks.md, too."""

@@ -159,6 +159,29 @@ def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_comm
         alone.close()
 
 
+def test_the_ranks_of_a_pod_read_common_blobs_for_one_another(tmp_path: Path) -> None:
+    """On a node that has none of it: the first rank reads all from the store, the others get the blobs from it."""
+    url = (tmp_path / "store").as_uri()
+    with pods(tmp_path, url, 1) as sidecars:
+        group = Group(sidecars, 4)
+        group.open()
+        group.train()
+        seq = group.save_and_commit()
+        group.close()
+    (tmp_path / "node").mkdir()
+    with pods(tmp_path / "node", url, 1) as sidecars:
+        again = Group(sidecars, 4, seed=50)
+        assert again.open() == seq
+        done = [trainer.restore(seq) for trainer in again.trainers]
+        first, *others = done
+        assert first.cache_bytes == 0
+        assert all(0 < each.cache_bytes < first.store_bytes for each in others)
+        for found, model in zip(again.models, group.models, strict=True):
+            for mine, wanted in zip(found.state(), model.state(), strict=True):
+                np.testing.assert_array_equal(mine, wanted)
+        again.close()
+
+
 def test_a_rank_that_gives_up_takes_the_cut_from_all_and_the_next_cut_holds_their_rows(
     tmp_path: Path,
 ) -> None:

@@ -33,6 +33,7 @@ from typing import Any
 import grpc
 from deltashard_proto.arena_layout import Arena
 from deltashard_proto.cause import Cause, from_metadata
+from deltashard_proto.message_limit import MAX_LAYOUT_BYTES, MESSAGE_OPTIONS
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
@@ -52,8 +53,7 @@ LEAST_DETACH_S = 1.0
 _ALIVE = "/grpc.health.v1.Health/Check"
 
 _OPTIONS = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
+    *MESSAGE_OPTIONS,
     # A restarted sidecar serves on the same path: never share a broken connection with the next channel.
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -83,9 +83,21 @@ class Link:
 
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
         """Ask for an attempt; raises `FencedError`, `UserError` or `RestoreFailed`."""
+        if (size := len(request.layout)) > MAX_LAYOUT_BYTES:
+            raise UserError(
+                f"the layout of all ranks has {size} bytes, of {MAX_LAYOUT_BYTES} at most",
+                where="open attempt",
+                remedy="cut tables over fewer ranks: each box takes 32 bytes",
+            )
         try:
             reply: pb.OpenReply = self.stub.Open(request, timeout=OPEN_DEADLINE_S)
         except grpc.RpcError as error:
+            if details(error)[0] == grpc.StatusCode.RESOURCE_EXHAUSTED and size:
+                raise UserError(
+                    f"the sidecar takes no layout of {size} bytes: {details(error)[1]}",
+                    where="open attempt",
+                    remedy="it is of an older version than this library: update it",
+                ) from None
             # What the sidecar said is all in it: gRPC's own trace would only bury it.
             raise translate(error, where="open attempt", fallback=RestoreFailed) from None
         return reply

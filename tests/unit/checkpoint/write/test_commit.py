@@ -7,7 +7,7 @@ import pytest
 from deltashard_checkpoint.errors import ForeignObject
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import cut_prefix
-from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.write import commit as commits
 from deltashard_checkpoint.write.commit import (
@@ -20,6 +20,8 @@ from deltashard_checkpoint.write.commit import (
     commit_parts,
     give_up,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.support.checkpoint.run_builder import TABLE, TOKEN, Run, rows
 
@@ -41,14 +43,16 @@ def commit(run: Run, attempt: int, rank: int, *, cut: int = 1, step: int = 7, co
 
 
 def after(run: Run, seconds: float, action) -> None:
-    """Run `action` once, when somebody has waited so long."""
+    """Run `action` once, so much later, while somebody sleeps."""
     until, sleep, done = run.time.now_s + seconds, run.time.sleep, []
 
     def hooked(delay: float) -> None:
-        sleep(delay)
-        if run.time.now_s >= until and not done:
+        end = run.time.now_s + delay
+        if end >= until and not done:
             done.append(True)
+            sleep(until - run.time.now_s)
             action()
+        sleep(max(0.0, end - run.time.now_s))
 
     run.time.sleep = hooked
 
@@ -185,9 +189,10 @@ def test_a_report_of_another_run_is_foreign():
         run.memory.put("other" + info.key[3:], run.memory.get(info.key))
     log = RunLog(run.memory, "other", clocks=run.time.clocks)
     work = _work(log, attempt)
-    reports = [work.reports()[0]] * 2
+    assert list(work.missing()) == [1]
+    work._found[1] = work._found[0]
     with pytest.raises(ForeignObject):
-        work.create(reports, log.patience(1))
+        work.create(log.patience(1))
 
 
 def test_a_single_rank_writes_no_report():
@@ -372,3 +377,170 @@ def test_a_report_whose_bytes_are_not_what_its_name_says_is_never_believed(bad):
     with pytest.raises(StoreUnavailable, match="does not match the hash in its name"):
         commit(run, attempt, 0, layout=LAYOUT.digest, deadline_s=5.0)
     assert run.reader().refresh().newest() is None
+
+
+# What waiting costs
+
+
+class Pages:
+    """Requests of listings under `data/`: a page of `commits.LIST_PAGE` names each, asked for when it is needed."""
+
+    def __init__(self, run: Run) -> None:
+        self.count = 0
+        inner = run.memory.list
+
+        def paged(prefix: str, *args, **options):
+            if "/data/" not in prefix:
+                return inner(prefix, *args, **options)
+            return self._names(inner(prefix, *args, **options))
+
+        run.memory.list = paged
+
+    def _names(self, found):
+        found = list(found)
+        for at in range(0, max(1, len(found)), commits.LIST_PAGE):
+            self.count += 1
+            yield from found[at : at + commits.LIST_PAGE]
+
+
+def many(world: int) -> tuple[Run, Layout]:
+    run = Run()
+    layout = Layout.of(world, {"t": (8, 2 * world)}, {r: [columns(r)] for r in range(world)})
+    return run, layout
+
+
+def columns(rank: int) -> Box:
+    return Box(table="t", row_start=0, row_stop=8, col_start=2 * rank, col_stop=2 * rank + 2)
+
+
+def put_report(run: Run, work, attempt: int, rank: int, **more) -> None:
+    report = run.report(attempt, 1, rank=rank, boxes=[columns(rank)], **more)
+    commits._put(run.log, *work.document(report), run.log.patience(1))
+
+
+def test_a_look_that_is_too_early_is_one_page_and_what_was_seen_is_not_listed_again(monkeypatch):
+    monkeypatch.setattr(commits, "LIST_PAGE", 4)
+    run, layout = many(20)
+    attempt = run.open(world_size=20, layout=layout.data).attempt
+    work = commits._Commit(run.log, attempt, 1, 7, 20, layout.digest, Sayings())
+    pages = Pages(run)
+    costs = []
+    for arriving in ([0, 1, *range(3, 18)], [2], [19], [18]):
+        for rank in arriving:
+            put_report(run, work, attempt, rank)
+        before, missing = pages.count, list(work.missing())
+        costs.append((missing, pages.count - before))
+    # Of those beyond the first page nothing is known: rank 2 is waited for anyway.
+    assert costs == [
+        ([2, *range(5, 20)], 1),
+        ([18, 19], 4),  # ranks 2 to 17
+        ([18], 1),
+        ([], 1),
+    ]
+    assert work.create(run.log.patience(1)).by_us
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_every_report_is_seen_at_last_whenever_it_comes(data):
+    """Reports come in any order between looks, some twice, among words of who gave up before and names of nobody."""
+    world = data.draw(st.integers(2, 12), label="world")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commits, "LIST_PAGE", data.draw(st.integers(1, 5), label="page"))
+        run, layout = many(world)
+        attempt = run.open(world_size=world, layout=layout.data).attempt
+        work = commits._Commit(run.log, attempt, 1, 7, world, layout.digest, Sayings())
+        pages = Pages(run)
+        order = data.draw(st.permutations(range(world)), label="order")
+        there: set[int] = set()
+        for rank in order:
+            for token in data.draw(st.sampled_from([["a" * 8], ["b" * 8], ["c" * 8, "0" * 8]])):
+                put_report(run, work, attempt, rank, token=token)
+            if data.draw(st.booleans(), label="it had given up before"):
+                give_up(run.log, attempt=attempt, cut=1, rank=rank, token=TOKEN, deadline_s=1.0)
+            if data.draw(st.booleans(), label="junk"):
+                name = data.draw(st.text("0123456789-x", min_size=1, max_size=7))
+                run.memory.put(f"job/{cut_prefix(attempt, 1)}part/{name}", b"")
+            there.add(rank)
+            if data.draw(st.booleans(), label="look"):
+                missing, absent = set(work.missing()), set(range(world)) - there
+                assert missing >= absent
+                # What all wait for is known for sure: the first rank that is missing.
+                assert min(missing, default=None) == min(absent, default=None)
+        assert list(work.missing()) == []
+        names = len(list(run.memory.list(f"job/{cut_prefix(attempt, 1)}part/")))
+        before = pages.count
+        fresh = commits._Commit(run.log, attempt, 1, 7, world, layout.digest, Sayings())
+        assert list(fresh.missing()) == []
+        assert pages.count - before <= names // commits.LIST_PAGE + 2
+        assert fresh.create(run.log.patience(1)).entry.world_size == world
+
+
+def test_who_knows_how_long_a_cut_takes_looks_seldom_before():
+    """Rank 1 finishes 25 s after rank 0, each time: then rank 0's pod asks a few times, and hears of it soon."""
+    run, attempt = laid_out()
+    pace, sayings = [commits.Pace(), commits.Pace()], [Sayings(), Sayings()]
+    counted = Requests(run)
+    costs, late_s = [], []
+    for cut in range(1, 5):
+
+        def one(rank: int, since_s: float, cut=cut):
+            report = run.report(attempt, cut, rank=rank, boxes=[HALVES[rank]])
+            return commit_parts(
+                run.reader(), attempt=attempt, cut=cut, step=cut, world_size=2, reports=(report,),
+                layout=LAYOUT.digest, sayings=sayings[rank], pace=pace[rank], since_s=since_s,
+            )  # fmt: skip
+
+        before, begun = counted.lists, run.time.now_s
+        after(run, 25, lambda begun=begun, one=one: _uncounted(counted, one, run.time.now_s - begun))
+        assert not one(0, 0.0).by_us
+        costs.append(counted.lists - before)
+        late_s.append(run.time.now_s - begun - 25)
+    first, *later = costs
+    assert max(later) <= 6 < first
+    assert max(late_s) < 5
+    assert pace[0].usual_s(True) == pytest.approx(25, abs=2)
+
+
+class Requests:
+    """Listings of a run's store, while they are counted."""
+
+    def __init__(self, run: Run) -> None:
+        self.lists, self.counts = 0, True
+        list_ = run.memory.list
+
+        def counted(prefix: str, *args, **options):
+            self.lists += self.counts
+            return list_(prefix, *args, **options)
+
+        run.memory.list = counted
+
+
+def _uncounted(counted: Requests, one, since_s: float) -> None:
+    counted.counts = False
+    assert one(1, since_s).by_us
+    counted.counts = True
+
+
+def test_a_cut_that_comes_sooner_than_ever_is_committed_at_once_and_heard_of_within_seconds():
+    """Both ranks believe that a cut takes an hour."""
+    run, attempt = laid_out()
+    pace = commits.Pace()
+    pace.learn(True, 3600.0)
+    begun, ends = run.time.now_s, []
+
+    def one(rank: int, since_s: float):
+        report = run.report(attempt, 1, rank=rank, boxes=[HALVES[rank]])
+        done = commit_parts(
+            run.reader(), attempt=attempt, cut=1, step=1, world_size=2, reports=(report,),
+            layout=LAYOUT.digest, pace=pace, since_s=since_s,
+        )  # fmt: skip
+        ends.append((rank, done.by_us, run.time.now_s - begun))
+
+    after(run, 3, lambda: one(1, 3.0))
+    one(0, 0.0)
+    (second, by_us, at_s), (first, _, heard_s) = ends
+    assert (second, by_us, first) == (1, True, 0)
+    assert at_s <= 3 + commits.FOLLOWERS_WAIT_S
+    assert heard_s <= at_s + commits.SELDOM_S
+    assert pace.usual_s(True) <= heard_s

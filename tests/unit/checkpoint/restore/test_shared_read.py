@@ -1,0 +1,169 @@
+"""Bytes that several readers want at once are read once, and a reader that fails takes nobody with it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.restore import checkpoint_reader
+from deltashard_checkpoint.restore.fetcher import Fetcher
+from deltashard_checkpoint.restore.shared_read import SharedReads
+from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.stores.deadline import deadline
+from deltashard_checkpoint.stores.memory import MemoryStore
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.checkpoint.sample import RUN, Model, Run, schema, whole
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=40), st.integers(0, 400))
+def test_what_is_read_is_what_was_stored_within_the_budget(
+    asked: list[tuple[int, bool]], budget: int
+) -> None:
+    """One reader; some keys are forgotten after they were read. What was used last is still there."""
+    shared = SharedReads(budget_bytes=budget)
+    for key, wrong in asked:
+        stored = bytes([key]) * 50 * key
+        assert shared.read(key, lambda stored=stored: stored) == stored
+        assert shared._held_bytes == sum(map(len, shared._held.values())) <= budget
+        if 50 * key <= budget:
+            shared.read(key, lambda: pytest.fail("it was there"))
+        if wrong:
+            shared.forget(key)
+            assert key not in shared._held
+    shared.let_go(idle_s=3600.0)
+    shared.let_go(idle_s=0.0)
+    assert (shared._held, shared._held_bytes) == ({}, 0)
+
+
+def test_who_comes_while_another_reads_waits_for_it() -> None:
+    """Eight readers of something larger than the budget: one read, for all."""
+    shared, begun, go, reads = SharedReads(budget_bytes=0), threading.Event(), threading.Event(), []
+
+    def fetch() -> bytes:
+        reads.append(1)
+        begun.set()
+        assert go.wait(60)
+        return b"bytes"
+
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(shared.read, "key", fetch)
+        assert begun.wait(60)
+        arrived = [threading.Event() for _ in range(7)]
+        others = [pool.submit(_waiting, shared, each) for each in arrived]
+        for event in arrived:
+            assert event.wait(60)
+        assert not any(each.done() for each in others)
+        go.set()
+        assert first.result(60) == b"bytes"
+        # Who was late after all reads by itself: nothing is kept.
+        assert {each.result(60) for each in others} <= {b"bytes", b"itself"}
+    assert reads == [1]
+
+
+def _waiting(shared: SharedReads, arrived: threading.Event) -> bytes:
+    arrived.set()
+    return bytes(shared.read("key", lambda: b"itself"))
+
+
+def test_whose_read_fails_fails_alone_and_the_next_one_asks_itself() -> None:
+    shared, begun, go = SharedReads(), threading.Event(), threading.Event()
+
+    def fails() -> bytes:
+        begun.set()
+        assert go.wait(60)
+        raise StoreUnavailable("mine", where="key")
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(shared.read, "key", fails)
+        assert begun.wait(60)
+        arrived = threading.Event()
+        second = pool.submit(_waiting, shared, arrived)
+        with pytest.raises(StoreUnavailable, match="in vain"), deadline(0.0):
+            shared.read("key", lambda: b"never")
+        assert arrived.wait(60)
+        go.set()
+        with pytest.raises(StoreUnavailable, match="mine"):
+            first.result(60)
+        assert second.result(60) == b"itself"
+
+
+class _Counting(MemoryStore):
+    """Counts reads of ranges and objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: Counter[str] = Counter()
+        self.spoil = ""
+        """The next read of a key with this end has a wrong byte."""
+
+    def get(self, key: str) -> bytes:
+        self.reads[key] += 1
+        return bytes(self._spoiled(key, bytearray(super().get(key))))
+
+    def get_into(self, key: str, offset: int, out: memoryview) -> None:
+        self.reads[key] += 1
+        super().get_into(key, offset, out)
+        self._spoiled(key, out)
+
+    def _spoiled(self, key: str, data: Any) -> Any:
+        if self.spoil and key.endswith(self.spoil):
+            self.spoil = ""
+            data[len(data) // 2] ^= 1
+        return data
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    made = Run(tmp_path, store=_Counting())
+    model = made.model = Model(schema(rows=400))
+    blobs = {"dense/w": bytes(range(256)) * 40, "meta": b"m"}
+    made.save([model.table], [([whole(model.table)], model.frames(range(400)))], step=1, blobs=blobs)
+    made.store.reads.clear()
+    return made
+
+
+def _restored(run: Run, shared: SharedReads) -> list[bytes]:
+    state = run.log.refresh()
+    wants = checkpoint_reader.whole_tables([run.model.table])
+    plan = checkpoint_reader.plan_restore(run.store, state, state.newest().seq, wants, shared=shared)
+    fetcher = Fetcher(run.store, RUN, shared=shared)
+    found = [bytes(fetched.data) for fetched in fetcher.fetch(plan)]
+    assert fetcher.stats.cache_bytes + fetcher.stats.store_bytes >= plan.range_bytes
+    return found
+
+
+def _reads(run: Run) -> dict[str, int]:
+    """By kind."""
+    kinds: Counter[str] = Counter()
+    for key, count in run.store.reads.items():
+        kinds[key.rsplit(".", 1)[-1]] += count
+    run.store.reads.clear()
+    return {kind: kinds[kind] for kind in ("index", "pack")}
+
+
+def test_the_second_rank_reads_rows_only(run: Run) -> None:
+    """Each its own, index and blobs once."""
+    shared = SharedReads()
+    alone = _restored(run, SharedReads())
+    once = _reads(run)
+    assert _restored(run, shared) == _restored(run, shared) == alone
+    twice = _reads(run)
+    assert once["index"] == twice["index"] == 1
+    assert once["pack"] < twice["pack"] < 2 * once["pack"]
+
+
+@pytest.mark.parametrize("kind", ["index", "pack"])
+def test_a_wrong_byte_is_nobodys_for_long(run: Run, kind: str) -> None:
+    """It was read into the shared memory; whoever finds it wrong reads again, and the next rank gets what is right."""
+    shared = SharedReads()
+    alone = _restored(run, SharedReads())
+    run.store.spoil = f".{kind}"
+    assert _restored(run, shared) == alone
+    assert run.store.spoil == ""
+    assert _restored(run, shared) == alone
