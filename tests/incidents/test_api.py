@@ -61,6 +61,23 @@ def test_a_corrected_environment_replaces_the_lingering_sidecar(
             each.close()
 
 
+def test_a_sidecar_that_was_not_ready_yet_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that died had just started it: the next one sees none, and starts another in vain."""
+    first = launcher(tmp_path)
+    first.ensure()
+    again = launcher(tmp_path)
+    living, looks = again._living, iter([None])
+    monkeypatch.setattr(again, "_living", lambda: next(looks, living()))
+    again.ensure()
+    try:
+        assert again.pid == first.pid
+        assert again._spawned == 1
+        assert again.ready_path.exists(), "nobody would find it any more"
+    finally:
+        for each in (again, first):
+            each.close()
+
+
 def test_only_what_a_sidecar_reads_counts_as_another_environment() -> None:
     """Variables of the trainer, and anybody else's, replace nothing; the hash differs with its salt."""
     was = {"AWS_REGION": "eu", "MINIO_ACCESS_KEY": "a", "DELTASHARD_EVERY_S": "3", "PATH": "/bin"}

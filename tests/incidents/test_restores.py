@@ -75,7 +75,7 @@ def test_another_run_that_goes_on_while_it_is_read_is_read_anew(
         seen = []
 
         def open_and_lose(*args: object, **named: object) -> object:
-            reply = opened(*args, **named)
+            link, reply = opened(*args, **named)
             seen.append(reply.step)
             if len(seen) == 1:
                 for _ in range(2):
@@ -84,7 +84,7 @@ def test_another_run_that_goes_on_while_it_is_read_is_read_anew(
                 log = RunLog(open_store(f"file://{tmp_path}/store"), "source")
                 append_retirement(log, Retention(keep_last=1))
                 assert collect(log, grace_s=0).objects
-            return reply
+            return link, reply
 
         monkeypatch.setattr(opener, "open", open_and_lose)
         resumed = target.ckpt.restore(from_run="source")

@@ -274,22 +274,24 @@ class ChildLauncher:
             hold_file(self._lock_path)
         if self._rank.local != 0:
             return self._await_started()
-        found = self._living()
-        if found is not None:
-            if self._fits():
-                self.pid = found
-                return self.socket_path
-            log.info(
-                "the sidecar of this run (pid %d) was started with other settings or credentials: replacing it",
-                found,
-            )
-            self._stop(found)
         until = time.monotonic() + START_DEADLINE_S
         while True:
+            found = self._living()
+            if found is not None:
+                if self._fits():
+                    self.pid = found
+                    return self.socket_path
+                log.info(
+                    "the sidecar of this run (pid %d) was started with other settings or credentials: replacing it",
+                    found,
+                )
+                self._stop(found)
+                until = time.monotonic() + START_DEADLINE_S
             self.pid = self._spawn()
             if self._wait_ready(self.pid):
+                self._record()
                 return self.socket_path
-            # Its predecessor still owns the directory: it is finishing its last save.
+            # Another one owns the directory: it is finishing its last save, or a trainer that died has just started it.
             if time.monotonic() >= until:
                 raise SidecarUnavailable(
                     "an older sidecar of this run does not end",
@@ -351,8 +353,6 @@ class ChildLauncher:
         temporary.replace(self.runtime / "arguments.json")
 
     def _spawn(self) -> int:
-        self.ready_path.unlink(missing_ok=True)
-        self._record()
         environment = dict(os.environ)
         if self._spawned:
             # A test that kills a sidecar at a crash point means the first one.
@@ -379,7 +379,7 @@ class ChildLauncher:
     def _wait_ready(self, pid: int) -> bool:
         """Whether it serves; False when another process owns the runtime directory."""
         until = time.monotonic() + START_DEADLINE_S
-        while not (self.ready_path.exists() and accepts(self.socket_path)):
+        while self._living() != pid:
             dead = not _alive(pid)
             code = _exit_codes.pop(pid, None) if dead else None
             if code == EXIT_OWNED:
