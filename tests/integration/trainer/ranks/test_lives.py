@@ -195,6 +195,7 @@ SOME = {
     ("rank 0", "order.read"),
     ("sidecar 0", "stage.batch_received"),
     ("sidecar 0", "commit.after_log_put"),
+    ("sidecar 0", "restore.planned"),
 }
 STORIES = [each for each in stories() if FULL or each[1:3] in SOME]
 
