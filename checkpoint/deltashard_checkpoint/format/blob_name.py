@@ -47,20 +47,23 @@ def optimizer_parts(blobs: Mapping[str, T]) -> dict[int, list[T]]:
     return parts
 
 
-def read_by(rank: int, world_size: int, saved: int) -> range:
-    """The ranks of `saved` of whom this one, of `world_size`, reads something: itself, and some that are gone."""
-    return range(rank, saved, world_size)
+def read_by(rank: int, world_size: int | None, saved: int) -> range:
+    """The ranks of `saved` of whom this one, of `world_size`, reads something: itself, and some that are gone.
+
+    `world_size` None: as many as saved.
+    """
+    return range(rank, saved, world_size or saved)
 
 
-def is_read_by(rank: int | None, world_size: int, stored: str) -> bool:
-    """Whether a restore by this rank of `world_size` reads the blob; None: who reads for no rank.
+def is_read_by(rank: int | None, world_size: int | None, stored: str) -> bool:
+    """Whether a restore by this rank of `world_size` (None: as many as saved) reads the blob; rank None: for no rank.
 
     Of a rank that is gone it reads the positions of loaders, so that all ranks together see those of all.
     """
     owner, name = parse_blob_name(stored)
     if owner is None or rank is None or owner == rank:
         return owner is None or owner == rank
-    return name == _POSITIONS and owner in read_by(rank, world_size, owner + 1)
+    return name == _POSITIONS and world_size is not None and owner in read_by(rank, world_size, owner + 1)
 
 
 def common_blobs(blobs: Mapping[str, T]) -> dict[str, T]:

@@ -112,7 +112,7 @@ def plan_restore(
     *,
     blobs: bool | Collection[str] = True,
     rank: int | None = None,
-    world_size: int = 1,
+    world_size: int | None = None,
     strict: bool = True,
     mapping: Mapping[str, str] | None = None,
     weights_only: bool = False,

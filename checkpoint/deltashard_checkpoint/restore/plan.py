@@ -117,7 +117,7 @@ def restore_plan(
     blob_parts: Iterable[Part] = (),
     blobs: Collection[str] | None = None,
     rank: int | None = None,
-    world_size: int = 1,
+    world_size: int | None = None,
     strict: bool = True,
     mapping: Mapping[str, str] | None = None,
     weights_only: bool = False,
@@ -132,7 +132,7 @@ def restore_plan(
         blob_parts: the parts of that checkpoint that hold the blobs wanted (`chain.blob_parts_of`); none: no blobs.
         blobs: names of the blobs wanted, whosoever they are, absent ones are refused; None: all that `rank` reads.
         rank: who restores: its own blobs are read beside those for all. None: nobody's own are.
-        world_size: how many restore; see `blob_name.is_read_by`.
+        world_size: how many restore, None: as many as saved; see `blob_name.is_read_by`.
         strict: refuse every difference between model and checkpoint.
         mapping: target name -> stored name, for renamed tables.
         weights_only: fields of the model are not wanted, stored fields are no difference.

@@ -166,6 +166,7 @@ def test_a_rank_reads_its_own_indexes_and_those_with_blobs_for_all(tmp_path: Pat
     """Of four ranks and three checkpoints; whoever reads for a new layout reads those that meet it."""
     run, model = Run(tmp_path, world_size=4, layout=QUARTERS), Model(TABLE)
     blobs = {"meta": b"0", "dense/w": b"w", "rank/1/rng": b"1", "rank/2/rng": b"2", "rank/3/rng": b"3"}
+    blobs["rank/3/loader"] = b"4"
     covers, ids = None, np.arange(40)
     for step in range(3):
         ranks = [(list(held), model.frames(ids, held[0], step=step)) for held in QUARTERS]
@@ -182,17 +183,21 @@ def test_a_rank_reads_its_own_indexes_and_those_with_blobs_for_all(tmp_path: Pat
 
     run.store.get = counted  # type: ignore[method-assign]
 
-    def reads(rank: int | None, *boxes: Box, names: bool | list[str] = True) -> list[tuple[int, int]]:
+    def reads(
+        rank: int | None, *boxes: Box, names: bool | list[str] = True, world: int | None = None
+    ) -> list[tuple[int, int]]:
         """(cut, rank) of the indexes that a plan reads."""
         read.clear()
         wants = [Want(schema=TABLE, boxes=boxes)] if boxes else []
-        plan = plan_restore(run.store, state, seq, wants, rank=rank, blobs=names)
+        plan = plan_restore(run.store, state, seq, wants, rank=rank, world_size=world, blobs=names)
+        assert ("rank/3/loader" in plan.blobs) is (rank == 3 or (rank == 1 and world == 2))
         assert {"meta", "dense/w"} <= set(plan.blobs) or isinstance(names, list)
         return sorted((int(cut), int(name[:5])) for cut, name in read)
 
     assert reads(2, *QUARTERS[2]) == [(1, 2), (2, 2), (3, 0), (3, 2)]
     assert reads(0, *QUARTERS[0]) == [(1, 0), (2, 0), (3, 0)]
     assert reads(1, box(TABLE, 15, 25, 0, 4)) == [(1, 1), (1, 2), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
+    assert reads(1, world=2) == [(3, 0), (3, 1), (3, 3)], "where the loaders of a rank stood that is gone"
     assert reads(7) == [(3, 0)], "a rank that was not there"
     assert reads(None) == [(3, 0)]
     assert reads(None, names=["rank/3/rng"]) == [(3, 0), (3, 3)]
