@@ -134,7 +134,7 @@ def _arm(rank: int, workdir: Path, victim: str, point: str, nth: int) -> None:
     if victim == f"rank {rank}":
         crash_point._armed, crash_point._left = point, nth
     node = int(os.environ["GROUP_RANK"])
-    if victim == f"sidecar {node}" and os.environ["LOCAL_RANK"] == "0":
+    if victim in (f"sidecar {node}", "sidecar of any") and os.environ["LOCAL_RANK"] == "0":
         ready = runtime_dir(normal_url(workdir / "store"), "group", node) / "ready.json"
         if ready.exists():
             with contextlib.suppress(ProcessLookupError):
@@ -159,7 +159,7 @@ def live(
 ) -> Any:
     """Restore, train until all ranks were told of so many commits, and close, or be killed.
 
-    Meanwhile `victim`, "rank 2" or "sidecar 1", dies when it comes to `point` the nth time. `nodes`: how many machines
+    Meanwhile `victim`, "rank 2", "sidecar 1" or "sidecar of any", dies when it comes to `point` the nth time. `nodes`: how many machines
     there are. `wakes`: a process that was stopped goes on after the first commit, on machines that are none of ours.
     """
     _settle(rank, int(nodes), first=2 if wakes else 0)
