@@ -571,8 +571,8 @@ def plan_in_this_process(scale: Scale, root: Path, ranks: list[int], world: int)
         assert newest is not None
         for rank in ranks:
             plan = plan_restore(
-                store, state, newest.seq, wants[rank], rank=rank, manifests=manifests, shared=shared
-            )
+                store, state, newest.seq, wants[rank], rank=rank, world_size=world, manifests=manifests, shared=shared
+            )  # fmt: skip
             found["seconds"].append(time.monotonic() - begun_s)
             begun_s = time.monotonic()
             found.setdefault("frames", plan.frames)
