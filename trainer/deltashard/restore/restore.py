@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from deltashard_checkpoint.crash_point import crash_point
@@ -42,7 +43,7 @@ from deltashard.restore.frame_stream import Received, read_checkpoint
 from deltashard.restore.model_target import ModelTargets, delta_rows, newer_rows
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.state.fingerprint import differences
-from deltashard.state.rng import apply_globals, draw_apart
+from deltashard.state.rng import apply_globals, capture_globals, draw_apart
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.step_clock import StepClock
 
@@ -237,6 +238,7 @@ class Restorer:
         if not wish.strict and blobs.world_size != self._rank.world_size:
             turnover.begin_anew(self._anew(turnover, tries.assembly))
         notes += turnover.notes
+        rng: dict[str, Any] | None = None
         crash_point("restore.before_dense")
         notes += targets.notes
         with tries.stage("restored"):
@@ -248,7 +250,9 @@ class Restorer:
             if not weights_only:
                 notes += blobs.apply_state(self._program, strict=wish.strict)
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
-                self._shelf.resume(turnover.positions, blobs.rng)
+                rng, told = self._generators(blobs, reply.attempt, strict=wish.strict)
+                notes += told
+                self._shelf.resume(turnover.positions, rng)
                 self._tracking.watch_first_step()
         if not wish.from_run and not weights_only and targets.complete:
             self._base.lean_on(seq, received.baseline_seq)
@@ -264,8 +268,8 @@ class Restorer:
         changed = differences(blobs.meta.get("fingerprint", {}), self._program.fingerprint)
         if changed and not weights_only:
             log.warning("bits may differ from the lost process from here on: %s", "; ".join(changed))
-        if not weights_only:
-            notes += self._apply_rng(blobs, reply.attempt, strict=wish.strict)
+        if rng is not None:
+            apply_globals(rng)
         for note in notes:
             log.warning("restore: %s", note)
         at = reply.step if road is None else step
@@ -377,24 +381,26 @@ class Restorer:
             return False
         return None if elsewhere else True
 
-    def _apply_rng(self, blobs: Blobs, attempt: int, *, strict: bool) -> list[str]:
-        """The global generators; returns a note when this rank had none."""
+    def _generators(
+        self, blobs: Blobs, attempt: int, *, strict: bool
+    ) -> tuple[dict[str, Any] | None, list[str]]:
+        """The global generators as they are to be, and a note when this rank had none of its own; they are changed."""
         if blobs.rng is None:
-            return []
+            return None, []
         rng = dict(blobs.rng)
         if not strict and (
             not torch.cuda.is_available() or torch.cuda.device_count() < len(rng.get("cuda", ()))
         ):
             rng.pop("cuda", None)
-        apply_globals(rng)
         if blobs.own_rng:
-            return []
+            return rng, []
+        apply_globals(rng)
         draw_apart(self._rank.number, attempt)
         note = (
             f"rank {self._rank.number} was not in the group of {blobs.world_size} that saved: its random numbers are "
             "drawn anew, from rank 0's state, its own number and the attempt"
         )
-        return [note]
+        return capture_globals(), [note]
 
 
 def _unusual(wish: Wish, tries: _Tries) -> str:

@@ -132,6 +132,8 @@ def test_an_epoch_goes_on_in_another_world(run: Run, tmp_path: Path, data: str) 
             "shared": f"loader 'loader' goes on at batch {20 - rest // 12}, as on {before} ranks",
         }[data]
         assert all(goes_on in rank["restored"]["notes"] for rank in ranks)
+    # Rank 2 has rank 0's position, and numbers of its own, from its first batch on.
+    assert len({rank["state"]["torch"] for rank in by_three}) == 3
     steps = 10  # of the three that end the epoch
     epoch = [rank["seen"] for rank in (*begun, *by_two)] + [rank["seen"][: 4 * steps] for rank in by_three]
     assert sorted(number for seen in epoch for number in seen) == list(range(240))
