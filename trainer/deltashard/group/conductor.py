@@ -58,7 +58,6 @@ class Conductor:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._called = threading.Event()
-        self._pace = _Pace()
         self.off = 0
         """How many orders were off."""
         self.held_s = 0.0
@@ -71,6 +70,7 @@ class Conductor:
         self._orders = Orders()
         self._wish: Proposal | None = None
         self._stays: int | None = None
+        self._pace = _Pace(self._clock.step)
         self._not_before_s = 0.0
         self._again_s = FIRST_AGAIN_S
         self._sample: tuple[int, str] | None = None
@@ -349,17 +349,17 @@ def _said(number: int, ack: Ack) -> bytes:
 
 
 class _Pace:
-    """Seconds a step, as the order thread sees the clock go on."""
+    """Seconds a step, as the order thread sees the clock of one attempt go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int) -> None:
+        """`step`: after which the attempt begins. The steps before it took no time in it."""
         self.step_s = 0.0
-        self._step, self._seen_s = 0, time.monotonic()
+        """0: not known."""
+        self._step, self._seen_s = step, time.monotonic()
 
     def look(self, step: int) -> None:
         now_s = time.monotonic()
         if step > self._step:
             took_s = (now_s - self._seen_s) / (step - self._step)
             self.step_s = took_s if not self.step_s else 0.5 * (self.step_s + took_s)
-            self._step, self._seen_s = step, now_s
-        elif step < self._step:  # an attempt began
             self._step, self._seen_s = step, now_s

@@ -29,8 +29,9 @@ from deltashard.state.replica import some
 
 AHEAD_S = 0.15
 """What an order takes, from the proposal to the verdict at every rank, if all goes well: so far ahead lies a limit."""
-MOST_AHEAD = 1 << 16
-"""Steps: of a loop that takes microseconds a step."""
+MOST_AHEAD = 1 << 10
+"""Steps. A loop that takes microseconds a step waits for the verdict instead: should its next steps take long, they would
+be that many until the cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,6 +132,23 @@ def test_a_rank_that_closed_is_waited_for_by_nobody() -> None:
     ranks[0].conductor.close()
 
 
+def test_an_attempt_that_goes_on_late_is_cut_at_its_next_step() -> None:
+    """The steps before it took no time in it: taken for its pace, they put its first cut as many steps off."""
+    ranks = [Rank(number, threading.Barrier(1), 5) for number in range(2)]
+    for rank in ranks:
+        rank.conductor._world_size = 2
+        rank.clock.set(1_000_000)
+        rank.conductor.begin("resumed/")
+    ranks[1].conductor.wish(Proposal(reason="user"))
+    for rank in ranks:
+        while rank.conductor._orders.due is None:
+            rank.clock.expect()
+            rank.clock.pause(0.05)
+    assert [rank.conductor._orders.due for rank in ranks] == [(1, 1_000_001)] * 2
+    for rank in ranks:
+        rank.conductor.close()
+
+
 def test_without_the_store_nobody_is_held() -> None:
     """It went with torchrun's agent: training goes on, without saves, and the reason is there."""
     rank = Rank(0, threading.Barrier(1), 4)
