@@ -30,8 +30,8 @@ from deltashard.state.replica import some
 AHEAD_S = 0.15
 """What an order takes, from the proposal to the verdict at every rank, if all goes well: so far ahead lies a limit."""
 MOST_AHEAD = 1 << 10
-"""Steps. A loop that takes microseconds a step waits for the verdict instead: should its steps become longer, it would be
-that many of them until the cut."""
+"""Steps. A loop that takes microseconds a step waits for the verdict instead: its steps may become longer, and would be
+that many until the cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
