@@ -207,7 +207,7 @@ def _play(
     happened = [scene.judged(event) for event in happened]
     newest = watch.seen[-1].checkpoint
     steps = lines.read()
-    broken = _broken(happened, steps, reference)
+    broken = _broken(happened, steps, reference) + _late(steps, every)
     said, pls = float(newest.metadata.get(PLS_KEY, 0)), max(event.pls for event in happened)
     if not math.isclose(said, pls, rel_tol=1e-6):
         broken.append(f"the newest checkpoint says that the run's PLS is {said}, and it is {pls}")
@@ -267,6 +267,21 @@ def _broken(happened: list[Event], steps: list[Step], reference: StepLines) -> l
     if missing:
         broken.append(f"steps {sorted(missing)[:10]} were never trained")
     return broken
+
+
+def _late(steps: list[Step], every: int) -> list[str]:
+    """Which lives did not begin to save when they were due to: a restore must not put the first cut off."""
+    lives: dict[int, list[Step]] = {}
+    for step in steps:
+        lives.setdefault(step.process, []).append(step)
+    late = []
+    for life in lives.values():
+        until = next((step for step in life if step.cut), life[-1]).step
+        if until - life[0].step >= 2 * every:
+            late.append(
+                f"no cut between step {life[0].step} and {until}, where one is due every {every} steps"
+            )
+    return late
 
 
 def _summary(played: Played, uninterrupted: float, args: argparse.Namespace) -> dict[str, object]:
