@@ -134,7 +134,7 @@ def lost_samples(
     lost = dict.fromkeys(rows, furthest - committed_step)
     for rank, own in kept.items():
         within = any(shard["step"] > own["step"] for shard in own["shards"])
-        lost[rank] = furthest - own["step"] + within
+        lost[rank] = max(furthest - own["step"], within)
     return sum(lost[rank] / planned_steps * rows[rank] / sum(rows.values()) for rank in rows)
 
 

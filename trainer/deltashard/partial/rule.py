@@ -176,8 +176,8 @@ def judge(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
         return Verdict(why_full="the survivor that was ahead had begun its next optimizer step")
     lost = tuple(rank for rank in range(len(words)) if rank not in survivors)
     steps = tuple(survivors[rank].step if rank in survivors else now.step for rank in range(len(words)))
-    behind = [
-        step - reached + (1 if rank in survivors and survivors[rank].ahead else 0)
+    behind = [  # who was within a step has part of it, whether the others train it again or not
+        max(step - reached, 1 if rank in survivors and survivors[rank].ahead else 0)
         for rank, reached in enumerate(steps)
     ]
     added = pls_of(

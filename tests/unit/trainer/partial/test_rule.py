@@ -99,6 +99,14 @@ def test_a_part_that_cannot_be_read_is_no_lost_rank() -> None:
     assert "rank 1's staged part: its bytes" in judge([word(0), broken], NOW, TERMS).why_full
 
 
+def test_a_step_that_was_half_done_is_lost_once() -> None:
+    """By who was within it while another ended it (it is not trained again), and by who will train it again."""
+    behind = judge([word(0, step=39, ahead=True), word(1), word(2), word(3)], NOW, TERMS)
+    again = judge([word(0, ahead=True), word(1), word(2), word(3)], NOW, TERMS)
+    plain = judge([word(0, step=39), word(1), word(2), word(3)], NOW, TERMS)
+    assert behind.added == again.added == plain.added > 0
+
+
 def test_nobody_and_nobody_clean_and_nobody_ahead() -> None:
     assert "no rank has staged" in judge([word(r, lost=True) for r in range(4)], NOW, TERMS).why_full
     assert "every survivor" in judge([word(r, clean=False) for r in range(4)], NOW, TERMS).why_full
@@ -150,7 +158,7 @@ def test_whatever_ranks_say(said: list[tuple[bool, dict[str, Any]]], target: flo
         assert at == (NOW.step if w.staged is None else w.staged.step)
         assert NOW.step <= at <= verdict.step
         torn = w.staged is not None and w.staged.ahead
-        lost_steps += (verdict.step - at + torn) * w.rows
+        lost_steps += max(verdict.step - at, torn) * w.rows
         assert not verdict.own[rank] or (w.staged is not None and w.staged.clean and at == verdict.step)
     assert verdict.added == pytest.approx(lost_steps / 400 / 1000)
     assert verdict.pls == pytest.approx(
