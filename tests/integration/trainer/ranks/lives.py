@@ -61,7 +61,8 @@ class Life:
         self.model = Net()
         self.optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.05)
         torch.manual_seed(100 + rank)
-        self.commits = 0
+        self.committed: list[int] = []
+        """Steps of the checkpoints that it was told of."""
         self.ckpt = deltashard.Checkpointer(
             self.model, self.optimizer, on_event=self.hear, run="group",
             **{"url": workdir / "store", "encoding": "fp32", "content_hash": True, "grace_s": None,
@@ -73,10 +74,14 @@ class Life:
 
     def hear(self, name: str, facts: Mapping[str, Any]) -> None:
         if name == "committed":
-            self.commits += 1
+            self.committed.append(facts["commit"].step)
             self.say("told", seq=facts["commit"].seq, step=facts["commit"].step)
         elif name not in ("cut", "skipped", "restored"):
             self.say(name, **{key: str(value) for key, value in facts.items()})
+
+    @property
+    def commits(self) -> int:
+        return len(self.committed)
 
     def content(self) -> str:
         """A sum of everything that a later step depends on."""
@@ -262,7 +267,8 @@ def store(rank: int, workdir: Path, url: str) -> Any:
             commits = 2 if phase in ("well", "slow", "back") else 0
             if agreed(step >= begun + 60 and life.commits >= before + commits):
                 break
-        found[phase] = life.commits - before
+        # What was durable before is told of later. Of what was cut since, nothing is while the store hangs.
+        found[phase] = sum(step > begun for step in life.committed)
         dist.barrier()
         (workdir / f"{phase}-over").touch()
     try:
