@@ -25,6 +25,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1 import trainer_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save_service import Refused
 from deltashard_sidecar.session.session import UnknownSession
 from deltashard_sidecar.sidecar import RankTaken, Sidecar
@@ -107,12 +108,22 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             return
         session_id = first.ready.session if kind == "ready" else first.begin.session
         try:
-            with self._sidecar.stream(session_id, context.cancel):
-                begin = _begin(first, requests)
+            with (
+                self._sidecar.stream(session_id, context.cancel) as session,
+                Preparation(self._sidecar.keeper, session.who.local_rank) as preparation,
+            ):
+                begin: pb.SaveRequest.Begin | None = None
+                for request in _before_begin(first, requests):
+                    kind = request.WhichOneof("kind")
+                    if kind == "prepare":
+                        yield from self._sidecar.prepare(session, request.prepare.begin, preparation)
+                    elif kind in ("begin", "abort"):
+                        preparation.stopped()
+                        begin = request.begin if kind == "begin" else None
                 if begin is None:
                     return
                 save = self._sidecar.begin(begin)
-                save.start()
+                save.start(prepared=preparation.hand_over())
                 name = f"save-{save.cut.attempt}-{save.cut.cut}"
                 threading.Thread(target=save.read, args=(requests,), name=name, daemon=True).start()
                 yield from save.replies()
@@ -137,15 +148,22 @@ class TrainerService(trainer_pb2_grpc.TrainerServicer):
             self._fail("restore", context, error)
 
 
-def _begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> pb.SaveRequest.Begin | None:
-    """The begin of a stream, which may stay open for long before it; None when there will be none."""
+def _before_begin(first: pb.SaveRequest, requests: Iterator[pb.SaveRequest]) -> Iterator[pb.SaveRequest]:
+    """The messages of a stream, which may stay open for long, up to its begin; it may break before."""
     request: pb.SaveRequest | None = first
-    try:
-        while request is not None and request.WhichOneof("kind") == "ready":
+    while request is not None and (kind := request.WhichOneof("kind")) in (
+        "ready",
+        "prepare",
+        "begin",
+        "abort",
+    ):
+        yield request
+        if kind in ("begin", "abort"):
+            return
+        try:
             request = next(requests, None)
-    except Exception:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
-        return None
-    return request.begin if request is not None and request.WhichOneof("kind") == "begin" else None
+        except Exception:  # noqa: BLE001 - gRPC raises its own bare kinds for a stream that broke
+            return
 
 
 class Server:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from deltashard_checkpoint.crash_point import crash_point
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -21,6 +23,7 @@ from deltashard_sidecar.maintenance import Housekeeping
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.joint_commit import JointCommits
+from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Cut, Save
 from deltashard_sidecar.save.sink import PartSink, decline
 from deltashard_sidecar.session.attachment import Attachment
@@ -96,6 +99,25 @@ class SaveService:
             if attempt is not None and session.who.world_size > 1:
                 decline(self._run, session.who, attempt, begin.cut, joint=self._joint)
             raise
+
+    def prepare(
+        self, session: Session, begin: pb.SaveRequest.Begin, preparation: Preparation
+    ) -> Iterator[pb.SaveReply]:
+        """A cut of this session is near: blocks for it, and what it would be asked for if it began now."""
+        try:
+            attempt = _attempt_of(session, begin)
+        except Refused as refused:
+            yield _not_prepared(str(refused))
+            return
+        running = self._flights.of_rank(session.who.local_rank)
+        if running is not None and not running.life.ended:
+            yield _not_prepared("another save of this rank is in flight")
+            return
+        covers, _ = self._run.decide(session.who, attempt, begin, self._control.in_force.policy)
+        granted = preparation.grant()
+        crash_point("stage.prepared")
+        yield pb.SaveReply(prepared=pb.SaveReply.Prepared(covers=covers))
+        yield pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted))
 
     def gone(self, session: Session) -> None:
         """A rank's process has died. What the others cut with it, and it did not, waits for no part of it."""
@@ -255,6 +277,10 @@ class SaveService:
             self._closings.end(cut.attempt)
         if commit is not None and save.who.rank == 0:
             self._keeping.committed(self._run.log_of(save.who))
+
+
+def _not_prepared(why: str) -> pb.SaveReply:
+    return pb.SaveReply(prepared=pb.SaveReply.Prepared(refused=why))
 
 
 def _attempt_of(session: Session, begin: pb.SaveRequest.Begin) -> int:

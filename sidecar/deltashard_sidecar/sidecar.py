@@ -31,6 +31,7 @@ from deltashard_sidecar.maintenance import Housekeeping
 from deltashard_sidecar.restore import Restore
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.flight import Flights
+from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Save
 from deltashard_sidecar.save_service import Refused, SaveService
 from deltashard_sidecar.session.attachment import BadAttach, check_attach
@@ -147,6 +148,7 @@ class Sidecar:
             run=self.run.name,
             url=self.settings.url,
             several_pins=True,
+            prepares=True,
         )
 
     def _check_group(self, request: pb.AttachRequest) -> None:
@@ -276,6 +278,12 @@ class Sidecar:
             yield session
 
     # Saves and restores.
+
+    def prepare(
+        self, session: Session, begin: pb.SaveRequest.Begin, preparation: Preparation
+    ) -> Iterator[pb.SaveReply]:
+        """Answer a trainer whose cut is near."""
+        return self.saves.prepare(session, begin, preparation)
 
     def begin(self, begin: pb.SaveRequest.Begin) -> Save:
         """Begin a save; raises `Refused`, or `UnknownSession`."""

@@ -34,6 +34,7 @@ from deltashard.attach.lifecycle import Attempt, Event
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Attached, Lost
+from deltashard.cut.save_stream import CutFailed
 from deltashard.errors import SaveFailed, WaitError
 from deltashard.group import conductor as conductors
 from deltashard.group import meeting as meetings
@@ -49,7 +50,6 @@ from deltashard.save.news import News
 from deltashard.save.order_book import EXACT_S, OrderBook
 from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
-from deltashard.save.save_stream import CutFailed
 from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
 from deltashard.save.wait import Wait

@@ -13,8 +13,9 @@ from typing import Any
 import deltashard
 import pytest
 import torch
+from deltashard.cut import save_stream
 from deltashard.errors import FencedError, SaveFailed
-from deltashard.save import save_loop, save_stream, saver
+from deltashard.save import save_loop, saver
 from torch import nn
 
 from tests.incidents.toys import Run, newest_step

@@ -93,6 +93,7 @@ class Checkpointer:
         fresh: bool = False,
         validate: Callable[[], bool] | None = None,
         content_hash: bool | None = None,
+        precopy: bool | None = None,
         grace_s: float | None = 20.0,
         recovery: str = "full",
         pls_target: float | None = None,
@@ -123,6 +124,9 @@ class Checkpointer:
             validate: called before every cut; False vetoes it (a NaN guard).
             content_hash: record what a restore must bring back, see `content_hash`; default: the variable
                 DELTASHARD_CONTENT_HASH.
+            precopy: copy rows ahead of a cut, on a thread of its own while training goes on, where that is worth it and
+                exact (`cut.precopy`). Default: yes, unless the variable DELTASHARD_PRECOPY is 0. `stats.head_starts`
+                says what came of it.
             grace_s: after SIGTERM: an urgent save may take so long; None leaves SIGTERM alone.
             recovery: "full" (all ranks go back to the newest checkpoint, bit for bit), or "partial": when some ranks
                 die, the others keep their rows, which is not exact (docs/distributed.md says what it costs, and where).
@@ -204,7 +208,9 @@ class Checkpointer:
             terms, self._rank, run=f"{self.url} {self.run}", home=None if child is None else child.staged
         )
         self._peers = None if child is None or self._rank.alone else Peers(child.runtime, self._rank.local)
-        self._assemble(fresh=fresh, validate=validate, content_hash=content_hash, grace_s=grace_s)
+        self._assemble(
+            fresh=fresh, validate=validate, content_hash=content_hash, precopy=precopy, grace_s=grace_s
+        )
         _live.add(self)
         _watch_uncaught()
         if self._ground.off:
@@ -241,11 +247,14 @@ class Checkpointer:
         fresh: bool,
         validate: Callable[[], bool] | None,
         content_hash: bool | None,
+        precopy: bool | None,
         grace_s: float | None,
     ) -> None:
         """The parts that save and restore, once there is a sidecar; each writes fields of its own only."""
         if content_hash is None:
             content_hash = os.environ.get("DELTASHARD_CONTENT_HASH", "0") == "1"
+        if precopy is None:
+            precopy = os.environ.get("DELTASHARD_PRECOPY", "1") != "0"
         contents = Contents() if content_hash else None
         base = CutBase()
         setbacks = Setbacks(self._clock, self.stats, self._listener)
@@ -264,6 +273,7 @@ class Checkpointer:
             listener=self._listener,
             contents=contents,
             validate=validate,
+            precopy=precopy,
             said=lambda: self._ground.metadata,
         )
         self._news = News(

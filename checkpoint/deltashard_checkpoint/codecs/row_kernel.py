@@ -88,6 +88,31 @@ def gather_rows(values: Bytes, rows: npt.NDArray[np.int64], out: Bytes) -> None:
 
 
 _ALL = np.empty(0, np.bool_)
+_PIECE_BYTES = 1 << 18
+
+
+def replace_rows(
+    values: Bytes, rows: npt.NDArray[np.int64], out: Bytes, positions: npt.NDArray[np.int64]
+) -> None:
+    """out[positions[i]] = values[rows[i]], in pieces that stay in the caches.
+
+    Args:
+        values, rows: as in `gather_rows`.
+        out: uint8 [N, w], rows contiguous.
+        positions: contiguous int64 [n], without repeats.
+
+    Raises:
+        EncodingError: as `gather_rows`, and for a position outside of `out`.
+    """
+    k = kernel_choice.active()
+    bad = int(k.check_rows(positions, _ALL, len(out))) if len(positions) else -1
+    if bad >= 0 or len(positions) != len(rows):
+        raise EncodingError(f"{len(positions)} positions in {len(out)} rows for {len(rows)}")
+    step = max(1, _PIECE_BYTES // max(1, values.shape[1]))
+    for at in range(0, len(rows), step):
+        piece = np.empty((min(step, len(rows) - at), values.shape[1]), np.uint8)
+        gather_rows(values, rows[at : at + step], piece)
+        k.copy_scatter(piece, out, positions[at : at + step], _ALL)
 
 
 Hashes = npt.NDArray[np.uint64]

@@ -111,7 +111,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins")
+    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins", "prepares")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class AttachReply(_message.Message):
     RUN_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
     SEVERAL_PINS_FIELD_NUMBER: _ClassVar[int]
+    PREPARES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     arena_path: str
     arena_bytes: int
@@ -138,7 +139,8 @@ class AttachReply(_message.Message):
     run: str
     url: str
     several_pins: bool
-    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., several_pins: _Optional[bool] = ...) -> None: ...
+    prepares: bool
+    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., several_pins: _Optional[bool] = ..., prepares: _Optional[bool] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("seq", "attempt", "cut", "step", "baseline", "durable_s", "stored_bytes", "raw_bytes", "rows")
@@ -279,7 +281,7 @@ class BlobChunk(_message.Message):
     def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several")
+    __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several", "prepare")
     class Begin(_message.Message):
         __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults")
         SESSION_FIELD_NUMBER: _ClassVar[int]
@@ -308,7 +310,7 @@ class SaveRequest(_message.Message):
         tracking_faults: int
         def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ...) -> None: ...
     class Seal(_message.Message):
-        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins")
+        __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
         class MetadataEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -323,6 +325,9 @@ class SaveRequest(_message.Message):
         PIN_FIELD_NUMBER: _ClassVar[int]
         FULL_FIELD_NUMBER: _ClassVar[int]
         PINS_FIELD_NUMBER: _ClassVar[int]
+        PRECOPIED_ROWS_FIELD_NUMBER: _ClassVar[int]
+        RECOPIED_ROWS_FIELD_NUMBER: _ClassVar[int]
+        SLOWDOWN_S_FIELD_NUMBER: _ClassVar[int]
         rows: int
         raw_bytes: int
         stall_s: float
@@ -330,7 +335,10 @@ class SaveRequest(_message.Message):
         pin: str
         full: bool
         pins: _containers.RepeatedScalarFieldContainer[str]
-        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., pin: _Optional[str] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ...) -> None: ...
+        precopied_rows: int
+        recopied_rows: int
+        slowdown_s: float
+        def __init__(self, rows: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., stall_s: _Optional[float] = ..., metadata: _Optional[_Mapping[str, str]] = ..., pin: _Optional[str] = ..., full: _Optional[bool] = ..., pins: _Optional[_Iterable[str]] = ..., precopied_rows: _Optional[int] = ..., recopied_rows: _Optional[int] = ..., slowdown_s: _Optional[float] = ...) -> None: ...
     class Abort(_message.Message):
         __slots__ = ("cause",)
         CAUSE_FIELD_NUMBER: _ClassVar[int]
@@ -341,6 +349,11 @@ class SaveRequest(_message.Message):
         SESSION_FIELD_NUMBER: _ClassVar[int]
         session: str
         def __init__(self, session: _Optional[str] = ...) -> None: ...
+    class Prepare(_message.Message):
+        __slots__ = ("begin",)
+        BEGIN_FIELD_NUMBER: _ClassVar[int]
+        begin: SaveRequest.Begin
+        def __init__(self, begin: _Optional[_Union[SaveRequest.Begin, _Mapping]] = ...) -> None: ...
     class Several(_message.Message):
         __slots__ = ("requests",)
         REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +366,7 @@ class SaveRequest(_message.Message):
     ABORT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     SEVERAL_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
     begin: SaveRequest.Begin
     rows: RowBatch
     blob: BlobChunk
@@ -360,10 +374,11 @@ class SaveRequest(_message.Message):
     abort: SaveRequest.Abort
     ready: SaveRequest.Ready
     several: SaveRequest.Several
-    def __init__(self, begin: _Optional[_Union[SaveRequest.Begin, _Mapping]] = ..., rows: _Optional[_Union[RowBatch, _Mapping]] = ..., blob: _Optional[_Union[BlobChunk, _Mapping]] = ..., seal: _Optional[_Union[SaveRequest.Seal, _Mapping]] = ..., abort: _Optional[_Union[SaveRequest.Abort, _Mapping]] = ..., ready: _Optional[_Union[SaveRequest.Ready, _Mapping]] = ..., several: _Optional[_Union[SaveRequest.Several, _Mapping]] = ...) -> None: ...
+    prepare: SaveRequest.Prepare
+    def __init__(self, begin: _Optional[_Union[SaveRequest.Begin, _Mapping]] = ..., rows: _Optional[_Union[RowBatch, _Mapping]] = ..., blob: _Optional[_Union[BlobChunk, _Mapping]] = ..., seal: _Optional[_Union[SaveRequest.Seal, _Mapping]] = ..., abort: _Optional[_Union[SaveRequest.Abort, _Mapping]] = ..., ready: _Optional[_Union[SaveRequest.Ready, _Mapping]] = ..., several: _Optional[_Union[SaveRequest.Several, _Mapping]] = ..., prepare: _Optional[_Union[SaveRequest.Prepare, _Mapping]] = ...) -> None: ...
 
 class SaveReply(_message.Message):
-    __slots__ = ("begun", "blocks", "staged", "failed")
+    __slots__ = ("begun", "blocks", "staged", "failed", "prepared")
     class Begun(_message.Message):
         __slots__ = ("covers", "encoding", "stall_budget_s", "state_encoding")
         COVERS_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +390,13 @@ class SaveReply(_message.Message):
         stall_budget_s: float
         state_encoding: str
         def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ...) -> None: ...
+    class Prepared(_message.Message):
+        __slots__ = ("covers", "refused")
+        COVERS_FIELD_NUMBER: _ClassVar[int]
+        REFUSED_FIELD_NUMBER: _ClassVar[int]
+        covers: int
+        refused: str
+        def __init__(self, covers: _Optional[int] = ..., refused: _Optional[str] = ...) -> None: ...
     class Blocks(_message.Message):
         __slots__ = ("granted",)
         GRANTED_FIELD_NUMBER: _ClassVar[int]
@@ -400,11 +422,13 @@ class SaveReply(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STAGED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     begun: SaveReply.Begun
     blocks: SaveReply.Blocks
     staged: SaveReply.Staged
     failed: SaveReply.Failed
-    def __init__(self, begun: _Optional[_Union[SaveReply.Begun, _Mapping]] = ..., blocks: _Optional[_Union[SaveReply.Blocks, _Mapping]] = ..., staged: _Optional[_Union[SaveReply.Staged, _Mapping]] = ..., failed: _Optional[_Union[SaveReply.Failed, _Mapping]] = ...) -> None: ...
+    prepared: SaveReply.Prepared
+    def __init__(self, begun: _Optional[_Union[SaveReply.Begun, _Mapping]] = ..., blocks: _Optional[_Union[SaveReply.Blocks, _Mapping]] = ..., staged: _Optional[_Union[SaveReply.Staged, _Mapping]] = ..., failed: _Optional[_Union[SaveReply.Failed, _Mapping]] = ..., prepared: _Optional[_Union[SaveReply.Prepared, _Mapping]] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
     __slots__ = ("want", "freed")

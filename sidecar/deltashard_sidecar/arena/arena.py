@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from deltashard_checkpoint.errors import EnvironmentFault
@@ -142,10 +142,10 @@ class ArenaKeeper:
         if freed:
             self._announce()
 
-    def surrender(self, rank: int) -> None:
-        """The trainer said that it stopped: its blocks go back as soon as their batches are encoded."""
+    def surrender(self, rank: int, among: Collection[int] | None = None) -> None:
+        """The trainer said that it stopped: its blocks (`among`) go back as soon as their batches are encoded."""
         with self._lock:
-            self.ledger.surrender(rank)
+            self.ledger.surrender(rank, among)
         self._announce()
 
     def read_all(self, rank: int) -> None:
@@ -154,10 +154,10 @@ class ArenaKeeper:
             self.ledger.read_all(rank)
         self._announce()
 
-    def quarantine(self, rank: int, use: Use) -> int:
+    def quarantine(self, rank: int, use: Use, among: Collection[int] | None = None) -> int:
         """The save (GRANTED) or restore (SERVING) stream of `rank` broke: returns how many blocks were set aside."""
         with self._lock:
-            moved = len(self.ledger.quarantine(rank, use))
+            moved = len(self.ledger.quarantine(rank, use, among))
         self.sweep()
         return moved
 

@@ -18,6 +18,7 @@ hold at most its fair share of the rest, so one rank's cut cannot starve another
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -171,17 +172,21 @@ class Ledger:
             raise NotGranted(f"block {index} does not hold frames for local rank {rank}", where="arena")
         self._release(self.blocks[index])
 
-    def quarantine(self, rank: int, use: Use) -> list[int]:
-        """The save (GRANTED) or restore (SERVING) stream of `rank` broke: what its trainer may touch is set aside."""
-        moved = self.held(rank, use)
+    def quarantine(self, rank: int, use: Use, among: Collection[int] | None = None) -> list[int]:
+        """The save (GRANTED) or restore (SERVING) stream of `rank` broke: what its trainer may touch is set aside.
+
+        Of these blocks only `among`, if that is given.
+        """
+        moved = [index for index in self.held(rank, use) if among is None or index in among]
         for index in moved:
             self.blocks[index].use = Use.QUARANTINED
         return moved
 
-    def surrender(self, rank: int) -> None:
-        """The trainer itself said that its copies have stopped: its granted blocks are closed."""
+    def surrender(self, rank: int, among: Collection[int] | None = None) -> None:
+        """The trainer itself said that its copies have stopped: its granted blocks (`among`, if given) are closed."""
         for index in self.held(rank, Use.GRANTED):
-            self.closed(index)
+            if among is None or index in among:
+                self.closed(index)
 
     def read_all(self, rank: int) -> None:
         """The trainer itself said that it reads no more: the blocks that served it are free."""

@@ -170,8 +170,9 @@ class Save:
 
     # The stream.
 
-    def start(self) -> None:
-        """Grant the first blocks; to be called before `read` and `replies`."""
+    def start(self, *, prepared: int = 0) -> None:
+        """Grant the first blocks, beside those `prepared` before; to be called before `read` and `replies`."""
+        self._blocks_granted += prepared
         self._keeper.on_free(self.who.local_rank, self._grant)
         self._grant()
 
@@ -310,6 +311,9 @@ class Save:
             self._sealed = True
         self._stop_granting()
         self._metrics.stall.observe(sealed.stall_s)
+        self._metrics.copied(
+            rows=seal.rows, ahead=seal.precopied_rows, again=seal.recopied_rows, slower_s=seal.slowdown_s
+        )
         self._metrics.in_flight.inc()
         self._stalls.sealed()
         self._log.info(

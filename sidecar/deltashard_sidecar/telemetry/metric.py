@@ -8,6 +8,7 @@ still tells the truth about when it was.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable
 from wsgiref.simple_server import WSGIServer
@@ -83,6 +84,17 @@ class Metrics:
         )
         self.stall = Histogram(
             "deltashard_save_stall_seconds", "Time a cut held the trainer", buckets=STALL_BUCKETS, registry=r
+        )
+        self.copied_rows = Counter(
+            "deltashard_rows_copied",
+            "Rows of cuts: copied ahead while training went on, of these copied again at the cut, and copied at cuts only",
+            ("when",),
+            registry=r,
+        )
+        self.slowdown = Counter(
+            "deltashard_training_slowdown_seconds",
+            "By so much steps took longer while rows were copied ahead of a cut",
+            registry=r,
         )
         self.durable = Histogram(
             "deltashard_save_durable_seconds",
@@ -176,6 +188,8 @@ class Metrics:
             "Incidents that went before the controller had taken them",
             registry=r,
         )
+        for when in ("ahead", "again", "held"):
+            self.copied_rows.labels(when)
         for outcome in OUTCOMES:
             self.hedges.labels(outcome)
         for cause in sorted(FLEET_CAUSES):
@@ -187,6 +201,15 @@ class Metrics:
         """Read the arena's blocks by use at scrape time."""
         for use in uses:
             self.blocks.labels(use).set_function(lambda use=use: counts()[use])  # type: ignore[misc]
+
+    def copied(self, *, rows: int, ahead: int, again: int, slower_s: float) -> None:
+        """A cut of `rows` was handed over; what a trainer says is bounded by what it can be."""
+        ahead = min(ahead, rows)
+        self.copied_rows.labels("ahead").inc(ahead)
+        self.copied_rows.labels("again").inc(min(again, ahead))
+        self.copied_rows.labels("held").inc(rows - ahead)
+        if math.isfinite(slower_s) and slower_s > 0:
+            self.slowdown.inc(slower_s)
 
     def failed(self, cause: str) -> None:
         """Count one failed save."""

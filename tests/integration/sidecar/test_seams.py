@@ -13,7 +13,7 @@ import deltashard
 import pytest
 import torch
 from deltashard.errors import SaveFailed
-from deltashard.save.save_stream import CutFailed
+from deltashard.cut.save_stream import CutFailed
 from torch import nn
 
 from tests.support.eventually import eventually

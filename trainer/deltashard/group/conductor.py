@@ -24,7 +24,7 @@ from deltashard_checkpoint.crash_point import crash_point
 
 from deltashard.errors import GroupLost
 from deltashard.group.group_store import GroupStore
-from deltashard.group.order import Ack, Orders, Proposal, Verdict, limit_after, settled
+from deltashard.group.order import AHEAD_S, Ack, Orders, Proposal, Verdict, limit_after, settled
 from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
@@ -58,6 +58,7 @@ class Conductor:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._called = threading.Event()
+        self._lead_s = 0.0
         self.off = 0
         """How many orders were off."""
         self.held_s = 0.0
@@ -110,6 +111,16 @@ class Conductor:
     def pending(self) -> bool:
         """Whether boundaries have to look: something is promised, or due."""
         return self._orders.limit is not None or self._orders.due is not None
+
+    @property
+    def coming(self) -> int | None:
+        """The step whose end an ordered cut is due at, or the first that it may be due at; None: none is on its way."""
+        due, limit = self._orders.due, self._orders.limit
+        return due[1] if due is not None else limit
+
+    def lead(self, seconds: float) -> None:
+        """Orders that can wait are to lie so much further ahead: this rank copies rows meanwhile."""
+        self._lead_s = seconds
 
     @property
     def left(self) -> bool:
@@ -220,8 +231,8 @@ class Conductor:
         at, step = self._clock.wanted_at, self._clock.step
         return Proposal(reason="timer", at=at) if at <= step + 3 * (self._limit() - step) else None
 
-    def _limit(self) -> int:
-        return limit_after(self._clock.step, self._pace.step_s)
+    def _limit(self, *, lead: bool = True) -> int:
+        return limit_after(self._clock.step, self._pace.step_s, AHEAD_S + lead * self._lead_s)
 
     def _settle(self, number: int, proposal: Proposal) -> None:
         """See order `number` through to its verdict."""
@@ -278,7 +289,7 @@ class Conductor:
         if not proposal.exact and mine is not None and mine.exact:
             # With any other order, a rank that has not come to its save() yet would cut this step without its pin.
             return Ack(limit=step, why_not=f"a save of step {mine.at} and no other is asked for")
-        limit = stays if stays is not None else max(proposal.at, self._limit())
+        limit = stays if stays is not None else max(proposal.at, self._limit(lead=not proposal.urgent))
         self._orders.promise(limit)
         self._clock.alert()
         # IMPORTANT: looked at again after the promise was published. Whoever left its stay, or passed the limit, before

@@ -194,6 +194,38 @@ def together(handles: list[SaveHandle], *, several_pins: bool) -> tuple[list[Sav
 
 
 @dataclass(slots=True, kw_only=True)
+class HeadStarts:
+    """Rows that cuts took, by how they were copied, and what it cost training to copy some ahead."""
+
+    cuts: int = 0
+    """Cuts for which some were copied ahead."""
+    ahead_rows: int = 0
+    """Copied while training went on."""
+    again_rows: int = 0
+    """... of which copied once more at the cut: they had changed since."""
+    held_rows: int = 0
+    """Copied at cuts only, while training waited."""
+    slower_s: float = 0.0
+    """By so much, in all, the steps meanwhile took longer than those before."""
+    ended: Counter[str] = field(default_factory=Counter)
+    """Copies that were not whole, or not used, by cause."""
+
+    def used(self, *, ahead: int, again: int, held: int, slower_s: float, why: str) -> None:
+        """A cut was handed over for which a copy ahead had begun; `why` that was not whole."""
+        self.cuts += bool(ahead)
+        self.ahead_rows += ahead
+        self.again_rows += again
+        self.held_rows += held
+        self.slower_s += slower_s
+        if why:
+            self.ended[why] += 1
+
+    def dropped(self, why: str) -> None:
+        """It was not used."""
+        self.ended[why] += 1
+
+
+@dataclass(slots=True, kw_only=True)
 class Stats:
     """Counts of this trainer, for people and tests; the sidecar's metrics are the ones to alert on."""
 
@@ -211,6 +243,7 @@ class Stats:
     """Row fields of optimizers that were restored and made anew at the first step after it."""
     stalls_s: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """How long each of the last 1,000 cuts held the training thread."""
+    head_starts: HeadStarts = field(default_factory=HeadStarts)
     last_commit: Commit | None = None
 
     def count_cut(self, stall_s: float) -> None:

@@ -16,9 +16,9 @@ from deltashard.attach.attachment import Attachment
 from deltashard.attach.lifecycle import Attempt, Event, State
 from deltashard.attach.listener import Listener
 from deltashard.attach.session import Attached, FencedOff, Lost
+from deltashard.cut.save_stream import CutFailed
 from deltashard.save.handle import Commit, SaveHandle, Stats
 from deltashard.save.request import Requests
-from deltashard.save.save_stream import CutFailed
 from deltashard.save.saver import Saver
 from deltashard.tracking.step_clock import StepClock
 

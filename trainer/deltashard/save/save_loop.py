@@ -16,11 +16,11 @@ from deltashard.attach.attachment import Attachment
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.session import Link
 from deltashard.attach.term_signal import TermHandler
+from deltashard.cut import save_stream
 from deltashard.errors import FencedError, SaveFailed, WaitError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.restore.open_attempt import AttemptOpener
-from deltashard.save import save_stream
 from deltashard.save.handle import SaveHandle, Stats
 from deltashard.save.news import News
 from deltashard.save.order_book import OrderBook
@@ -140,6 +140,8 @@ class SaveLoop:
             self._cut_together(self._orders, at_step=at_step)
         elif due or self._requests or self._requests.urgent or term:
             self._try_cut(due=due, at_step=at_step, asker=asker)
+        elif self._clock.near:
+            self._begin_ahead(self._clock.wanted_at, at_step=at_step)
         if self._requests or self._requests.urgent:
             self._clock.notice()
         if term and self._term is not None:
@@ -160,6 +162,9 @@ class SaveLoop:
         if link is None:
             self._put_off(Wait.AWAY)
             return
+        if asker is Asker.TIMER and self._saver.head_start.put_off(link, self._clock.wanted_at):
+            self._clock.notice()
+            return
         if (veto := self._saver.veto()) is not None:
             self._requests.fail(veto)
             return
@@ -167,6 +172,12 @@ class SaveLoop:
         self._cut(
             link, self._requests.reason, urgent=urgent, latest_s=math.inf if latest_s is None else latest_s
         )
+
+    def _begin_ahead(self, step: int, *, at_step: bool) -> None:
+        """A cut is near, at the end of `step`: what can be copied before need not be copied then."""
+        link = self._attachment.link
+        if link is not None and self.standing(at_step=at_step).why(Asker.TIMER) is None:
+            self._saver.head_start.near(link, step)
 
     def _cut(
         self, link: Link, reason: str, *, latest_s: float, urgent: bool = False, cut: int | None = None
@@ -185,6 +196,9 @@ class SaveLoop:
         if self._take_ordered(orders, at_step=at_step):
             return
         step = self._clock.step
+        orders.conductor.lead(self._saver.head_start.lead_s)
+        if (coming := orders.conductor.coming) is not None and coming > step:
+            self._begin_ahead(coming, at_step=at_step)
         if self._requests.exact_at(step) and self.standing(at_step=at_step).why(Asker.REQUEST) is None:
             orders.await_exact(lambda: self._take_ordered(orders, at_step=at_step))
             self._take_ordered(orders, at_step=at_step)  # what was ordered while that was given up

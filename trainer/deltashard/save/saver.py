@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +29,10 @@ from deltashard.attach.interruption import leaves
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.session import Link
+from deltashard.cut import save_stream
+from deltashard.cut.block_writer import BlockWriter, TableCut
+from deltashard.cut.precopy import Precopy, TableAhead
+from deltashard.cut.save_stream import LONGEST_S, CutFailed, SaveStream, StreamAhead
 from deltashard.errors import (
     DeltashardError,
     FencedError,
@@ -37,20 +42,31 @@ from deltashard.errors import (
     UserError,
 )
 from deltashard.restore.content_hash import Contents
-from deltashard.save import save_stream
 from deltashard.save.capture import Capture
-from deltashard.save.cut import BlockWriter, TableCut
 from deltashard.save.handle import Commit, Flight, SaveHandle, Stats
+from deltashard.save.head_start import HeadStart
 from deltashard.save.request import Requests
-from deltashard.save.save_stream import LONGEST_S, CutFailed, SaveStream, StreamAhead
 from deltashard.save.setback import Setbacks
 from deltashard.save.step_order import OrderWatch
 from deltashard.state.value import array_of
 from deltashard.tracking.cut_base import CutBase
-from deltashard.tracking.marks import DirtyCounts, Mode
+from deltashard.tracking.marks import DirtyCounts, Mode, RowSelection
 from deltashard.tracking.step_clock import StepClock
+from deltashard.tracking.tracking import TrackedTable
 
 log = logging.getLogger("deltashard")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copied:
+    """How the rows of a cut were copied."""
+
+    full: bool = True
+    """Whether they are all rows of all tables."""
+    ahead: int = 0
+    """Rows that were copied ahead of the cut."""
+    again: int = 0
+    """Of these, rows that were copied once more."""
 
 
 class Saver:
@@ -70,9 +86,10 @@ class Saver:
         listener: Listener,
         contents: Contents | None,
         validate: Callable[[], bool] | None,
+        precopy: bool = True,
         said: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """`said` is metadata that every commit carries."""
+        """`said` is metadata that every commit carries; `precopy`: rows may be copied ahead of cuts."""
         self._said = said
         self._capture = capture
         self._program = capture.program
@@ -90,6 +107,15 @@ class Saver:
         self._validate = validate
         self._order = OrderWatch(self._tracking, self._program.state)
         self._ahead = StreamAhead(lambda: self._session.link)
+        self.head_start = HeadStart(
+            tables=lambda: list(self._table_cuts("since_commit", choose=False)),
+            clock=clock,
+            attachment=attachment,
+            base=base,
+            streams=self._ahead,
+            counts=stats.head_starts,
+            enabled=precopy and contents is None,
+        )
         self._flight: Flight | None = None
         self._here: list[Flight] = []
         """Cuts of the step that was cut last, whatever became of them; newest last."""
@@ -118,6 +144,7 @@ class Saver:
 
     def adopt(self, link: Link) -> None:
         """A new attachment, and what it knows of the save in flight."""
+        self.head_start.drop("sidecar away")
         restarted = self._attachment.adopt(link)
         self._ahead.open()
         if link.reply.HasField("last_commit"):
@@ -163,6 +190,7 @@ class Saver:
 
     def close(self) -> None:
         """Let go of what is in flight, and of the hooks."""
+        self.head_start.close()
         if self._flight is not None:
             self._flight.failed(SaveFailed("not durable when the checkpointer was closed", where="save"))
         self._order.close()
@@ -233,15 +261,17 @@ class Saver:
             self._setbacks.failed("error", error)
 
     def _cut_now(self, link: Link, reason: str, *, urgent: bool, latest_s: float, cut: int | None) -> None:
-        began_s = time.perf_counter()
+        began_s = time.perf_counter() - self.head_start.began_s
         handles = self._requests.take(several_pins=link.reply.several_pins)
         number = cut or self._attempt.next_cut
         flight = self._taken(Flight(cut=number, step=self._clock.step, reason=reason, handles=handles))
         try:
+            self.head_start.stop()
             counts = self._look()
             holds = save_stream.URGENT_HOLDS if urgent or latest_s < math.inf else 1
             hold_s = min(time.monotonic() + save_stream.HOLD_S * holds, latest_s)
             if self._program.schemas != link.tables:
+                self.head_start.drop("schema")
                 link = self._described_anew(hold_s)
             self._attempt.cut_begins(flight.cut)
             with self._session.copying(link):
@@ -249,6 +279,7 @@ class Saver:
                     link, flight, counts, began_s, urgent=urgent, hold_s=hold_s, latest_s=latest_s
                 )
         except BaseException as error:
+            self.head_start.drop("no cut")
             if self._contents is not None:
                 self._contents.dropped()
             # A cut of all ranks has failed for all of them: asked for again here, it would wait for the others.
@@ -355,7 +386,8 @@ class Saver:
             if failure is not None:
                 self._session.post(lambda: self.failed(cut, failure))
 
-        stream = self._ahead.take(link)
+        ahead = self.head_start.take(link)
+        stream = self._ahead.take(link) if ahead is None else ahead.stream
         writer: BlockWriter | None = None
         try:
             stream.begin(self._begin(link, flight, counts, urgent=urgent), ended)
@@ -364,19 +396,23 @@ class Saver:
             begun = stream.begun(hold_s)
             crash_point("cut.begun")
             mode = self._base.mode(begun)
-            writer = BlockWriter(
-                stream,
-                link.arena,
-                until_s=min(time.monotonic() + (begun.stall_budget_s or LONGEST_S), latest_s),
-                observe=None if self._contents is None else self._observe(self._contents, link, begun),
-            )
-            full = self._write_tables(writer, mode)
+            until_s = min(time.monotonic() + (begun.stall_budget_s or LONGEST_S), latest_s)
+            writer = self._writer(link, stream, until_s, ahead, begun)
+            copied = self._write_tables(writer, mode, ahead)
             content = None if self._contents is None else self._content(self._contents, writer)
             for name, tree in self._capture.blobs(flight.step, content):
                 writer.blob(name, tree)
             writer.flush()
             crash_point("cut.before_seal")
-            self._seal(stream, flight, writer, content, full=full, stall_s=time.perf_counter() - began_s)
+            self.head_start.cut_taken(
+                ahead,
+                ahead=copied.ahead,
+                again=copied.again,
+                rows=writer.copied.rows,
+                raw_bytes=writer.copied.raw_bytes,
+            )
+            stall_s = time.perf_counter() - began_s
+            self._seal(stream, flight, writer, content, copied, stall_s=stall_s)
             crash_point("cut.after_seal")
         except BaseException as error:
             if writer is not None:
@@ -385,7 +421,7 @@ class Saver:
             stream.abort(Cause.STALL_BUDGET if stalled else type(error).__name__)
             raise
         flight.left()
-        return mode, full
+        return mode, copied.full
 
     def _begin(
         self, link: Link, flight: Flight, counts: DirtyCounts, *, urgent: bool
@@ -403,14 +439,29 @@ class Saver:
         self._base.declare(begin)
         return begin
 
-    def _write_tables(self, writer: BlockWriter, mode: Mode) -> bool:
-        """Copy the rows of every table; returns whether they were all of them."""
-        full = True
+    def _writer(
+        self,
+        link: Link,
+        stream: SaveStream,
+        until_s: float,
+        ahead: Precopy | None,
+        begun: pb.SaveReply.Begun,
+    ) -> BlockWriter:
+        def block() -> int:
+            return stream.block(until_s)
+
+        if ahead is not None:
+            ahead.writer.goes_on(block=block, send=stream.send)
+            return ahead.writer
+        observe = None if self._contents is None else self._observe(self._contents, link, begun)
+        return BlockWriter(link.arena, block=block, send=stream.send, observe=observe)
+
+    def _table_cuts(self, mode: Mode, *, choose: bool = True) -> Iterator[tuple[TrackedTable, TableCut]]:
+        """Where rows of every table lie, and which a cut of `mode` takes; not `choose`: that is found out later."""
         positions = {schema.fqn: position for position, schema in enumerate(self._program.schemas)}
         for table in self._tracking.saved:
-            selection = table.prepare_cut(mode)
-            full &= selection.all
-            writer.table(
+            yield (
+                table,
                 TableCut(
                     position=positions[table.fqn],
                     fqn=table.fqn,
@@ -418,10 +469,33 @@ class Saver:
                     box=table.box,
                     weights=table.param,
                     fields=tuple(table.state_tensors().values()),
-                    selection=selection,
-                )
+                    selection=table.prepare_cut(mode) if choose else RowSelection(all=False, ids=None),
+                ),
             )
-        return full
+
+    def _write_tables(self, writer: BlockWriter, mode: Mode, ahead: Precopy | None) -> _Copied:
+        """Copy the rows of every table, or what was not copied ahead of them."""
+        known = {} if ahead is None or ahead.mode != mode else {each.table: each for each in ahead.tables}
+        rest: list[tuple[TableCut, int]] = []
+        kept: list[TableAhead] = []
+        copied = _Copied()
+        for table, cut in self._table_cuts(mode, choose=False):
+            mine = known.get(table)
+            renewed = None if mine is None else mine.renewed(cut, mode)
+            if mine is None or renewed is None:
+                selection = table.prepare_cut(mode)
+                copied.full &= selection.all
+                rest.append((replace(cut, selection=selection), 0))
+            else:
+                kept.append(mine)
+                copied.full &= mine.whole
+                copied.again += renewed.again
+                rest.append((renewed.rest, renewed.start))
+        if ahead is not None:
+            copied.ahead = ahead.hand_over(kept)
+        for cut, start in rest:
+            writer.table(cut, start=start)
+        return copied
 
     def _seal(
         self,
@@ -429,8 +503,8 @@ class Saver:
         flight: Flight,
         writer: BlockWriter,
         content: Mapping[str, str] | None,
+        copied: _Copied,
         *,
-        full: bool,
         stall_s: float,
     ) -> None:
         metadata = flight.metadata | dict(self._said())
@@ -441,7 +515,10 @@ class Saver:
             raw_bytes=writer.copied.raw_bytes,
             stall_s=stall_s,
             metadata=metadata,
-            full=full,
+            full=copied.full,
+            precopied_rows=copied.ahead,
+            recopied_rows=copied.again,
+            slowdown_s=self.head_start.slower_s if copied.ahead else 0.0,
         )
         if pins := flight.pins:
             seal.pin = pins[-1]  # a sidecar that knows of one only

@@ -18,9 +18,12 @@ MOST_THREADS = 8
 """More do not read memory faster, and the training process has others to feed."""
 
 
-def split(rows: int, worth: int, work: Callable[[int, int], None]) -> None:
-    """Call `work(start, stop)` for ranges that cover [0, rows), on at most one thread more than it is `worth`."""
-    threads = min(torch.get_num_threads(), 1 + worth)
+def split(rows: int, worth: int, work: Callable[[int, int], None], *, threads: int = 0) -> None:
+    """Call `work(start, stop)` for ranges that cover [0, rows), on at most one thread more than it is `worth`.
+
+    `threads` at most; 0: as many as torch has.
+    """
+    threads = min(threads or torch.get_num_threads(), 1 + worth)
     if threads < 2:
         work(0, rows)
         return

@@ -17,9 +17,12 @@ Every selection is the flag *or* its pending twin, so a cut taken while another 
 Whatever arrives late, twice or never, a selection stays a superset of what truly changed: an acknowledgement of a cut
 that is not in flight any more clears nothing. (2-format: "What a part covers".)
 
-Marking writes the constant `FRESH | BASE` over the byte and so forgets pending twins of that row. Nothing is lost by
-that, since a raised flag selects the row wherever its twin would and outlives it; and it makes marking one blind
-store per row, without a read. No uniqueness is needed either.
+Marking writes the constant `FRESH | BASE | TOUCHED` over the byte and so forgets pending twins of that row. Nothing is
+lost by that, since a raised flag selects the row wherever its twin would and outlives it; and it makes marking one
+blind store per row, without a read. No uniqueness is needed either.
+
+Rows may be copied ahead of a cut, while training goes on (docs/design/030). A third flag tells which changed since that
+began: `watch` lowers `TOUCHED` of all, and every mark raises it. No selection knows of it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from deltashard_checkpoint.codecs import row_kernel
 from torch import Tensor
@@ -36,7 +40,8 @@ FRESH = 1
 FRESH_PENDING = 2
 BASE = 4
 BASE_PENDING = 8
-_MARK = FRESH | BASE
+TOUCHED = 16
+_MARK = FRESH | BASE | TOUCHED
 
 Mode = Literal["all", "since_baseline", "since_commit"]
 _SELECTS = {"since_commit": FRESH | FRESH_PENDING, "since_baseline": BASE | BASE_PENDING}
@@ -97,6 +102,30 @@ class Marks:
             return RowSelection(all=True, ids=None)
         return RowSelection(all=False, ids=ids)
 
+    def watch(self) -> None:
+        """From now on `touched` tells what changes."""
+        if self._array is not None:
+            np.bitwise_and(self._array, 0xFF ^ TOUCHED, out=self._array)
+        else:
+            self.flags.bitwise_and_(0xFF ^ TOUCHED)
+
+    def touched(self) -> npt.NDArray[np.int64]:
+        """Rows of a table on the CPU that changed since `watch`: int64 [n], ascending."""
+        assert self._array is not None
+        return row_kernel.find_rows(self._array, TOUCHED)
+
+    def count(self, mode: Mode) -> int:
+        """How many rows a cut of this mode must take."""
+        return self.rows if mode == "all" else self._count(mode)
+
+    def find(self, mode: Mode, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Those of them in [start, stop), of a table on the CPU: int64 [n], ascending. Rows may be marked meanwhile."""
+        assert self._array is not None
+        if mode == "all":
+            return np.arange(start, min(stop, self.rows))
+        # IMPORTANT: found in a copy. Another thread may mark rows between the two passes that count and list them.
+        return row_kernel.find_rows(self._array[start:stop].copy(), _SELECTS[mode]) + start
+
     def counts(self) -> DirtyCounts:
         """Sizes of the three selections."""
         return DirtyCounts(
@@ -144,9 +173,9 @@ class Marks:
     def reseed(self, ids: Tensor | None) -> None:
         """After a restore: nothing is fresh, and `ids` (int64 [n]; None: every row) differ from the baseline."""
         self._in_flight.clear()
-        self.flags.fill_(BASE if ids is None else 0)
+        self.flags.fill_(TOUCHED | (BASE if ids is None else 0))
         if ids is not None and ids.numel():
-            self.flags.index_fill_(0, ids.to(self.flags.device, torch.int64), BASE)
+            self.flags.index_fill_(0, ids.to(self.flags.device, torch.int64), TOUCHED | BASE)
 
     def clean(self, ids: Tensor) -> Tensor:
         """Which of `ids` did not change since the last cut was taken: bool [n]."""

@@ -21,7 +21,18 @@ _time_ns = time.time_ns
 class StepClock:
     """Counts steps; on the training thread, but for `alert`."""
 
-    __slots__ = ("_attention", "_blind", "_line", "_steps", "_wake", "moved", "step", "tock", "whole")
+    __slots__ = (
+        "_ahead",
+        "_attention",
+        "_blind",
+        "_line",
+        "_steps",
+        "_wake",
+        "moved",
+        "step",
+        "tock",
+        "whole",
+    )
 
     def __init__(self, tracking: Tracking) -> None:
         self.step = 0
@@ -35,6 +46,7 @@ class StepClock:
         self._steps = tracking.steps
         self._blind = not tracking.hooked
         self._line: Any = [0] * 8
+        self._ahead = 0
         self._attention = True
         self._wake = threading.Event()
 
@@ -46,7 +58,7 @@ class StepClock:
         line[0] = step
         line[1] = _time_ns()
         self.whole = self._steps.stepped or self._blind
-        return step >= line[3] or self._attention
+        return step + self._ahead >= line[3] or self._attention
 
     @property
     def stepped(self) -> bool:
@@ -65,6 +77,15 @@ class StepClock:
             return int(self._line[SAVE_AT_STEP])
         except ValueError:  # the arena was unmapped just now
             return NEVER
+
+    def look_ahead(self, steps: int) -> None:
+        """Have boundaries work to do so many steps before a save is due, too."""
+        self._ahead = steps
+
+    @property
+    def near(self) -> bool:
+        """Whether a save is due within as many steps as `look_ahead` was told."""
+        return bool(self.step + self._ahead >= self._line[SAVE_AT_STEP])
 
     @property
     def urgent(self) -> bool:

@@ -303,6 +303,12 @@ class TrackedTable:
         if self._rows is not None:
             self._rows.cut_taken()
 
+    def watch(self) -> None:
+        """From this boundary on, every row that changes is marked, whether it was marked before or not."""
+        self.marks.watch()
+        if self._rows is not None:
+            self._rows.cut_taken()
+
     def reseed(self, ids: Tensor | None) -> None:
         """See `Marks.reseed`; call it when weights *and* row fields are restored."""
         self._schema = self._read_schema()

@@ -1,7 +1,8 @@
 """One Save call: messages out through a queue, replies in through a thread, deadlines on everything that waits.
 
 training thread   begin() .. begun() -> block() / send() ... -> seal() or abort(); waits only for Begun and for blocks,
-                  and for those only while the sidecar answers
+                  and for those only while the sidecar answers; prepare() may come long before
+copying thread    prepared(), spare_block(): see `precopy`; never while the training thread is at it
 gRPC's threads    take the outgoing messages
 reader thread     replies; after the seal it reports how the call ended (`on_end`), while training goes on
 watching thread   ends the call when the sidecar does not say `staged` in time
@@ -20,7 +21,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import grpc
 from deltashard_proto.cause import Cause, heard
@@ -74,6 +75,48 @@ class SaveStream:
         self._reader.start()
         threading.Thread(target=self._watch, name="deltashard-staged", daemon=True).start()
 
+    def prepare(self, begin: pb.SaveRequest.Begin) -> None:
+        """Ask for blocks ahead of the cut. Then `begin`, or `leave`."""
+        self._out.put(pb.SaveRequest(prepare=pb.SaveRequest.Prepare(begin=begin)))
+
+    def prepared(self, until_s: float, *, wanted: Callable[[], bool]) -> pb.SaveReply.Prepared | None:
+        """The answer, and its blocks with it; None once it is not `wanted` any more (see `nudge`).
+
+        Raises `CutFailed` when nobody answers until `until_s` (monotonic).
+        """
+        answer: pb.SaveReply.Prepared | None = None
+        while wanted():
+            reply = self._next(until_s, "silent", "no answer to prepare")
+            if (kind := reply.WhichOneof("kind")) == "blocks":
+                self._granted.extend(reply.blocks.granted)
+            elif kind == "prepared":
+                answer = reply.prepared
+            if answer is not None and (kind == "blocks" or answer.refused):
+                return answer
+        return None
+
+    def nudge(self) -> None:
+        """Have `prepared` look whether it is still wanted."""
+        self._in.put(pb.SaveReply())
+
+    @property
+    def spare_blocks(self) -> int:
+        """How many blocks are granted and not used."""
+        return len(self._granted)
+
+    def spare_block(self) -> int:
+        """One of them; raises `IndexError` when there is none."""
+        return self._granted.popleft()
+
+    def take_back(self, blocks: Iterable[int]) -> None:
+        """These were taken, and nothing in them will be handed over."""
+        self._granted.extend(blocks)
+
+    def leave(self, cause: str) -> None:
+        """There will be no cut here after all; no copy may be running any more. Waits for nothing."""
+        self._out.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause=cause)))
+        self._out.put(None)
+
     def begin(self, begin: pb.SaveRequest.Begin, on_end: Callable[[CutFailed | None], None]) -> None:
         """Ask for the save. `on_end(failure)` is called once, from the reader thread, after `seal()`; None: staged."""
         self._on_end = on_end
@@ -81,11 +124,14 @@ class SaveStream:
 
     def begun(self, until_s: float) -> pb.SaveReply.Begun:
         """The answer; raises `CutFailed` when the save is refused or nobody answers until `until_s` (monotonic)."""
-        while (reply := self._next(until_s, "silent", "no answer to begin")).WhichOneof("kind") == "blocks":
+        while True:
+            reply = self._next(until_s, "silent", "no answer to begin")
+            kind = reply.WhichOneof("kind")
+            if kind == "begun":
+                return reply.begun
             self._granted.extend(reply.blocks.granted)
-        if reply.WhichOneof("kind") != "begun":
-            raise CutFailed("error", f"the sidecar answered begin with {reply.WhichOneof('kind')}")
-        return reply.begun
+            if kind not in ("blocks", "prepared", None):  # what was asked for ahead, and a nudge
+                raise CutFailed("error", f"the sidecar answered begin with {kind}")
 
     def block(self, until_s: float) -> int:
         """A block that may be written now; waits until `until_s` (monotonic), and only while the sidecar answers."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from deltashard.save import cut
+from deltashard.cut import block_writer as cut
 from deltashard.tracking.marks import RowSelection
 from deltashard_checkpoint.format.schema import Box
 from deltashard_proto.arena_layout import sections

@@ -1,7 +1,7 @@
 """The copy of a cut: dirty rows' weights and optimizer state, together, into granted blocks of the arena.
 
-This is the only work of a save that training waits for. Rows leave as batches of at most BATCH_BYTES whose sections
-(ids, weights, fields) are laid out by `arenas.sections`; a descriptor goes to the stream as soon as its batch is
+Training waits for it, but for what `precopy` does ahead. Rows leave as batches of at most BATCH_BYTES whose sections
+(ids, weights, fields) are laid out by `arena_layout.sections`; a descriptor goes to the stream as soon as its batch is
 written, so that the sidecar can encode the first ones, and grant their blocks again, while a cut larger than the arena
 is copied. One block is open at a time: small tables share it.
 
@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from deltashard_checkpoint.codecs.row_kernel import gather_rows
 from deltashard_checkpoint.crash_point import crash_point
@@ -27,7 +29,6 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import Tensor
 
 from deltashard.errors import UserError
-from deltashard.save.save_stream import SaveStream
 from deltashard.state.kernel_thread import split
 from deltashard.state.row_hash import row_bytes
 from deltashard.tracking.marks import RowSelection
@@ -57,7 +58,13 @@ class TableCut:
     selection: RowSelection
     """Of rows of the shard, counted from 0."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Weights and fields of one row."""
+        return sum(_width(part) for part in parts_of(self))
 
+
+Bytes = npt.NDArray[np.uint8]
 Observer = Callable[[TableCut, Tensor | range, list[Tensor]], None]
 """(the table, global row ids, [weights, *fields] of the batch)."""
 
@@ -103,21 +110,64 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0]) if tensor.dim() == 2 and tensor.shape[1] == 1 else tensor
 
 
+def parts_of(cut: TableCut) -> list[Tensor]:
+    """The sections of its batches: the weights, and each field."""
+    return [cut.weights.detach(), *(_flat(f) for f in cut.fields)]
+
+
 def _width(tensor: Tensor) -> int:
     return tensor.element_size() * (tensor.shape[1] if tensor.dim() == 2 else 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """Rows that lie in the arena and are not handed over."""
+
+    message: pb.SaveRequest
+    target: memoryview
+    """Its bytes, laid out by `arena_layout.sections`."""
+    widths: tuple[int, ...]
+    """Bytes of a row: of the weights, and of each field."""
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return int(self.message.rows.rows)
+
+    def sections(self) -> list[Bytes]:
+        """The bytes of the weights and of each field: uint8 [rows, width], to be written."""
+        offsets, _ = sections(self.rows, contiguous=self.message.rows.contiguous, row_bytes=self.widths)
+        return [
+            np.frombuffer(self.target, np.uint8, self.rows * width, at).reshape(self.rows, width)
+            for at, width in zip(offsets[1:], self.widths, strict=True)
+        ]
+
+    def ids(self) -> npt.NDArray[np.int64]:
+        """Ids of the rows in the whole table: int64 [rows], ascending; not of a contiguous batch."""
+        return np.frombuffer(self.target, np.int64, self.rows)
+
+
 class BlockWriter:
-    """Fills granted blocks in order, one open at a time, until `until_s` (monotonic seconds)."""
+    """Fills granted blocks in order, one open at a time."""
 
     def __init__(
-        self, stream: SaveStream, arena: Arena, *, until_s: float, observe: Observer | None = None
+        self,
+        arena: Arena,
+        *,
+        block: Callable[[], int],
+        send: Callable[[pb.SaveRequest, int], None],
+        observe: Observer | None = None,
+        threads: int = 0,
     ) -> None:
-        """`observe` sees every row batch, as it lies in the arena, before it is handed over."""
-        self._stream = stream
+        """`block` gives a block that may be written, `send` hands over a batch, or a piece of a blob, of so many bytes.
+
+        `observe` sees every row batch, as it lies in the arena, before it is handed over. `threads` gather at most; 0: as
+        many as torch has.
+        """
+        self._take_block, self._hand_over = block, send
         self._observe = observe
+        self._threads = threads
         self._arena = arena
-        self._until_s = until_s
         self._block_bytes = arena.shape.block_bytes
         self._block = -1
         self._view = memoryview(b"")
@@ -128,44 +178,74 @@ class BlockWriter:
         self._cut: TableCut | None = None
         self.copied = Copied()
 
-    def table(self, cut: TableCut) -> None:
-        """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`)."""
-        weights = cut.weights.detach()
-        parts = [weights, *(_flat(f) for f in cut.fields)]
-        widths = [_width(weights), *(_width(p) for p in parts[1:])]
-        self._parts = parts
-        self._cut = cut
-        first = cut.box.row_start
-        ids = None if cut.selection.all else cut.selection.ids
-        total = weights.shape[0] if ids is None else ids.numel()
-        for start, rows, at in self._batches(total, widths, contiguous=ids is None, where=cut.fqn):
-            offsets, length = sections(rows, contiguous=ids is None, row_bytes=widths)
-            batch = pb.RowBatch(
-                block=self._block,
-                offset=at,
-                table=cut.position,
-                rows=rows,
-                contiguous=ids is None,
-                row_start=first + start if ids is None else 0,
-                col_start=cut.box.col_start,
-                col_stop=cut.box.col_stop,
-            )
-            message = pb.SaveRequest(rows=batch)
-            chosen = None if ids is None else ids[start : start + rows]
-            target = self._view[at : at + length]
-            if weights.device.type == "cpu":
-                if chosen is not None:
-                    torch.add(chosen, first, out=_over(target, offsets[0], torch.int64, (rows,)))
-                for part, offset in zip(parts, offsets[1:], strict=True):
-                    _gather(part, chosen, start, _over(target, offset, part.dtype, (rows, *part.shape[1:])))
-                self._send(message, target)
-            else:
-                self._from_device(message, target, parts, chosen, start, rows, first, offsets, length)
-            self.copied.rows += rows
-            self.copied.raw_bytes += rows * sum(widths)
+    @property
+    def open_block(self) -> int:
+        """The block that was written last; -1: none."""
+        return self._block
+
+    def goes_on(self, *, block: Callable[[], int], send: Callable[[pb.SaveRequest, int], None]) -> None:
+        """What is written from now on has other blocks, is handed over, and has all threads; counts begin anew."""
+        self._take_block, self._hand_over = block, send
+        self._threads = 0
+        self.copied = Copied()
+
+    def table(self, cut: TableCut, *, start: int = 0) -> None:
+        """Copy one table's rows; returns when they are in the arena (or on their way from a device: see `flush`).
+
+        `start`: of a selection of all rows, only those from this one on.
+        """
+        self._parts, self._cut = parts_of(cut), cut
+        for batch in self.batches(cut, start=start):
+            if batch is not None:
+                self._send(batch.message, batch.target)
             self._count()
         if self._observe is not None:
             self.flush()  # the observer looks at this table's parts
+
+    def batches(self, cut: TableCut, *, start: int = 0) -> Iterator[Batch | None]:
+        """Copy one table's rows batch by batch, each when it is asked for; None: it is on its way from a device."""
+        parts = parts_of(cut)
+        widths = tuple(_width(part) for part in parts)
+        first = cut.box.row_start
+        ids = None if cut.selection.all else cut.selection.ids
+        total = parts[0].shape[0] - start if ids is None else ids.numel()
+        for at_row, rows, at in self._places(total, widths, contiguous=ids is None, where=cut.fqn):
+            begin = start + at_row
+            offsets, length = sections(rows, contiguous=ids is None, row_bytes=widths)
+            message = pb.SaveRequest(
+                rows=pb.RowBatch(
+                    block=self._block,
+                    offset=at,
+                    table=cut.position,
+                    rows=rows,
+                    contiguous=ids is None,
+                    row_start=first + begin if ids is None else 0,
+                    col_start=cut.box.col_start,
+                    col_stop=cut.box.col_stop,
+                )
+            )
+            chosen = None if ids is None else ids[at_row : at_row + rows]
+            target = self._view[at : at + length]
+            batch: Batch | None = None
+            if parts[0].device.type == "cpu":
+                if chosen is not None:
+                    torch.add(chosen, first, out=_over(target, offsets[0], torch.int64, (rows,)))
+                for part, offset in zip(parts, offsets[1:], strict=True):
+                    out = _over(target, offset, part.dtype, (rows, *part.shape[1:]))
+                    _gather(part, chosen, begin, out, threads=self._threads)
+                batch = Batch(message=message, target=target, widths=widths)
+            else:
+                self._from_device(message, target, parts, chosen, begin, rows, first, offsets, length)
+            self.copied.rows += rows
+            self.copied.raw_bytes += rows * sum(widths)
+            yield batch
+
+    def hand_over(self, batch: Batch) -> None:
+        """Send a batch that was copied ahead, and has the rows of this step now."""
+        self.copied.rows += batch.rows
+        self.copied.raw_bytes += batch.rows * sum(batch.widths)
+        self._hand_over(batch.message, 0)
+        self._count()
 
     def blob(self, name: str, tree: EncodedTree) -> None:
         """Copy one blob in chunks."""
@@ -177,7 +257,7 @@ class BlockWriter:
                 room = min(self._block_bytes, BATCH_BYTES)
             length = min(room, tree.total_bytes - done)
             tree.copy_into(done, self._view[self._at : self._at + length])
-            self._stream.send(
+            self._hand_over(
                 pb.SaveRequest(
                     blob=pb.BlobChunk(
                         block=self._block,
@@ -213,11 +293,11 @@ class BlockWriter:
 
     def _next_block(self) -> None:
         self.flush()  # a descriptor that names another block closes this one
-        self._block = self._stream.block(self._until_s)
+        self._block = self._take_block()
         self._view = self._arena.block(self._block)
         self._at = 0
 
-    def _batches(
+    def _places(
         self, total: int, widths: Sequence[int], *, contiguous: bool, where: str
     ) -> Iterator[tuple[int, int, int]]:
         """Yield (start, rows, offset in the open block) until `total` rows are placed."""
@@ -278,7 +358,7 @@ class BlockWriter:
     def _send(self, message: pb.SaveRequest, target: memoryview) -> None:
         if self._observe is not None:
             self._show(message.rows, target)
-        self._stream.send(message, len(target))
+        self._hand_over(message, len(target))
 
     def _show(self, batch: pb.RowBatch, target: memoryview) -> None:
         parts = self._parts
@@ -311,7 +391,7 @@ def _within(staging: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, 
     return staging[offset : offset + count].view(dtype).view(shape)
 
 
-def _gather(part: Tensor, chosen: Tensor | None, start: int, out: Tensor) -> None:
+def _gather(part: Tensor, chosen: Tensor | None, start: int, out: Tensor, *, threads: int = 0) -> None:
     if chosen is None:
         out.copy_(part[start : start + out.shape[0]])
     elif part.device.type == "cpu" and part.is_contiguous():
@@ -320,6 +400,6 @@ def _gather(part: Tensor, chosen: Tensor | None, start: int, out: Tensor) -> Non
         def work(a: int, b: int) -> None:
             gather_rows(values, rows[a:b], target[a:b])
 
-        split(len(rows), target.nbytes // _SPLIT_BYTES, work)
+        split(len(rows), target.nbytes // _SPLIT_BYTES, work, threads=threads)
     else:  # strided, or a CPU table with state on a device
         out.copy_(part.index_select(0, chosen.to(part.device)))

@@ -1,0 +1,53 @@
+"""Blocks that a trainer holds before its cut begins, to copy rows into them while it trains.
+
+They pass to the save that begins on the same stream. If none does, the stream's end decides about them as it does for a
+save: with the trainer's word that its copies have stopped they are free, without it they are quarantined.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from deltashard_sidecar.arena.arena import ArenaKeeper
+from deltashard_sidecar.arena.block import Use
+
+
+class Preparation:
+    """Of one stream; a context manager, used by its thread."""
+
+    def __init__(self, keeper: ArenaKeeper, rank: int) -> None:
+        """`rank`: the local one."""
+        self._keeper = keeper
+        self._rank = rank
+        self._blocks: set[int] = set()
+        self._stopped = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        if not self._blocks:
+            return
+        if self._stopped:
+            self._keeper.surrender(self._rank, self._blocks)
+        else:
+            self._keeper.quarantine(self._rank, Use.GRANTED, self._blocks)
+
+    def grant(self) -> list[int]:
+        """Blocks that the trainer may write now; it has begun anew, whatever it copied before."""
+        self._keeper.copies_stopped(self._rank)
+        granted = self._keeper.grant(self._rank)
+        self._blocks.update(granted)
+        return granted
+
+    def stopped(self) -> None:
+        """The trainer said that nothing is being copied any more."""
+        self._stopped = True
+
+    def hand_over(self) -> int:
+        """The blocks are a save's from now on; returns how many."""
+        blocks, self._blocks = self._blocks, set()
+        return len(blocks)

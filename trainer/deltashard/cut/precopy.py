@@ -1,0 +1,310 @@
+"""Rows that are copied ahead of their cut, while training goes on (docs/design/030; live migration of machines does so).
+
+    a cut is near   watch: from this boundary on every row that changes is marked `TOUCHED`; blocks are asked for
+    meanwhile       a thread of its own copies the rows that the cut will take, table after table, into these blocks
+    the cut         the thread stops, at most a batch later; rows that were touched are copied again over their place, or
+                    behind the others; whatever was not reached is copied as always; then all is handed over
+
+Training waits for the rows of the steps that the copy took, instead of for all of them.
+
+Why what is handed over is of one step: a row that was copied ahead and is not touched has not changed since the watch
+began, so that what the thread read is what is there at the cut. A row that changed is marked within the step that did
+it, before the cut's boundary; what the thread read of it, torn or not, is overwritten. The thread changes no flag and
+hands nothing over: that is the training thread's, at the cut. So if anything fails, nothing has to be undone.
+
+Marks are all that this stands on: what may have changed a row unseen marks the whole table (`tracking`), which makes all
+of it touched. Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an
+accelerator, strided, or small; and all of a Checkpointer that records content hashes, which look at every batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from deltashard_checkpoint.codecs.row_kernel import replace_rows
+from deltashard_checkpoint.crash_point import crash_point
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.session import Link, Session
+from deltashard.cut.block_writer import Batch, BlockWriter, TableCut, parts_of
+from deltashard.cut.save_stream import HOLD_S, CutFailed, SaveStream
+from deltashard.errors import SidecarUnavailable
+from deltashard.state.row_hash import row_bytes
+from deltashard.tracking.marks import Mode, RowSelection
+from deltashard.tracking.tracking import TrackedTable
+
+log = logging.getLogger("deltashard")
+
+LIST_ROWS = 1 << 20
+"""So many rows of a table are listed at once: 1 MiB of flags, at most 8 MiB of ids."""
+SMALLEST_TABLE_BYTES = 1 << 20
+"""Copying less than this takes no longer than keeping account of what was copied."""
+SPARED_SHARE = 1 / 8
+"""Share of the granted blocks that is left for the cut itself."""
+NICENESS = 10
+"""Of the copying thread: on shared cores training goes first."""
+
+Rows = npt.NDArray[np.int64]
+
+
+class _Stopped(Exception):
+    """The cut has come, the blocks are used up, or the sidecar has gone away."""
+
+
+def _yield_to_training() -> None:
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    """What was copied ahead of one table, as it is at the cut."""
+
+    again: int
+    """Rows that were copied once more."""
+    rest: TableCut
+    """What is still to be copied: of `selection.ids`, or of all rows those from `start` on."""
+    start: int
+
+
+class TableAhead:
+    """What is copied ahead of one table: by the copying thread, and after it by the training thread."""
+
+    def __init__(self, table: TrackedTable, cut: TableCut) -> None:
+        """`cut`: where its rows are; which ones is found out while they are copied."""
+        self.table = table
+        self.batches: list[Batch] = []
+        """In ascending order of rows."""
+        self.whole = False
+        """Whether all rows are taken."""
+        self._cut = cut
+        self._marks = table.marks
+        self._schema_version = table.schema_version
+        self._upto = 0
+        """Rows below were copied, or were not to be when they were listed."""
+
+    @property
+    def rows(self) -> int:
+        """How many were copied."""
+        return sum(batch.rows for batch in self.batches)
+
+    def copy(self, writer: BlockWriter, mode: Mode) -> Iterator[Batch]:
+        """Copy what a cut of this mode takes: a batch each time that one is asked for."""
+        rows = self._marks.rows
+        # Rows are marked meanwhile, and none is unmarked: all stays all.
+        self.whole = self._marks.count(mode) == rows
+        if self.whole:
+            yield from self._copied(writer, RowSelection(all=True, ids=None))
+        else:
+            for start in range(0, rows, LIST_ROWS):
+                stop = min(start + LIST_ROWS, rows)
+                ids = self._marks.find(mode, start, stop)
+                yield from self._copied(writer, RowSelection(all=False, ids=torch.from_numpy(ids)))
+                self._upto = stop
+        self._upto = rows
+
+    def _copied(self, writer: BlockWriter, selection: RowSelection) -> Iterator[Batch]:
+        for batch in writer.batches(replace(self._cut, selection=selection)):
+            assert batch is not None  # on the CPU
+            self.batches.append(batch)
+            self._upto = self._last(batch) + 1
+            yield batch
+
+    def _last(self, batch: Batch) -> int:
+        last = batch.message.rows.row_start + batch.rows - 1 if self.whole else int(batch.ids()[-1])
+        return last - self._cut.box.row_start
+
+    def renewed(self, now: TableCut, mode: Mode) -> Renewed | None:
+        """Bring the batches up to what the table is now; None: they cannot be, copy it as always."""
+        if not self.batches or not self._same(now):
+            return None
+        touched = self._marks.touched()
+        touched = touched[: np.searchsorted(touched, self._upto)]
+        if 2 * len(touched) > self.rows:
+            return None  # to copy all of it at once is as fast
+        missing: list[Rows] = []
+        again = 0
+        first = self._cut.box.row_start
+        values = [row_bytes(part).numpy() for part in parts_of(now)]
+        at = 0
+        for batch in self.batches:
+            stop = int(np.searchsorted(touched, self._last(batch), side="right"))
+            rows, at = touched[at:stop], stop
+            if not len(rows):
+                continue
+            if self.whole:
+                places = rows + (first - batch.message.rows.row_start)
+            else:
+                ids = batch.ids()
+                places = np.searchsorted(ids, rows + first)
+                here = ids[places] == rows + first
+                missing.append(rows[~here])
+                rows, places = rows[here], places[here]
+            for source, target in zip(values, batch.sections(), strict=True):
+                replace_rows(source, rows, target, places)
+            again += len(rows)
+        if self.whole:
+            return Renewed(again=again, rest=now, start=self._upto) if self.rows == self._upto else None
+        missing += [touched[at:], self._marks.find(mode, self._upto, self._marks.rows)]
+        rest = np.concatenate(missing)
+        if self.rows + len(rest) != self._marks.count(mode):
+            return None  # never seen; what was copied is not what the cut takes
+        selection = RowSelection(all=False, ids=torch.from_numpy(rest))
+        return Renewed(again=again, rest=replace(now, selection=selection), start=0)
+
+    def _same(self, now: TableCut) -> bool:
+        """Whether it is the table that was copied: marks, schema and memory are what they were."""
+        table, before = self.table, self._cut
+        return (
+            table.tracker != "hashes"
+            and table.marks is self._marks
+            and table.schema_version == self._schema_version
+            and (now.position, now.key, now.box) == (before.position, before.key, before.box)
+            and [_place(part) for part in parts_of(now)] == [_place(part) for part in parts_of(before)]
+        )
+
+
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def may_be_copied_ahead(table: TrackedTable, cut: TableCut) -> bool:
+    """Whether its rows lie where a thread can read them, and marks tell when they change."""
+    parts = parts_of(cut)
+    return (
+        table.tracker != "hashes"
+        and parts[0].numel() * parts[0].element_size() >= SMALLEST_TABLE_BYTES
+        and all(part.device.type == "cpu" and part.is_contiguous() for part in parts)
+    )
+
+
+class Precopy:
+    """One copy ahead of a cut. Made, stopped and used by the training thread; in between its own thread is at it."""
+
+    def __init__(
+        self,
+        stream: SaveStream,
+        link: Link,
+        *,
+        session: Session,
+        tables: Iterable[tuple[TrackedTable, TableCut]],
+        begin: pb.SaveRequest.Begin,
+        mode: Callable[[pb.SaveReply.Prepared], Mode],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """`mode` tells which rows the answer asks for."""
+        self.stream, self.link = stream, link
+        self.began_s = self.until_s = time.monotonic()
+        """From the beginning until `stop`."""
+        self.copied_s = 0.0
+        """How long the thread was at it."""
+        self.mode: Mode | None = None
+        """Of the rows that were copied; None: there are none."""
+        self.why_not = ""
+        """Why it ended before all was copied; empty: it did not."""
+        self._session = session
+        self._mode_of = mode
+        self._written: list[tuple[TableAhead, Batch]] = []
+        self._stop = False
+        self.writer = BlockWriter(link.arena, block=self._block, send=_hands_nothing_over, threads=1)
+        self.tables = [TableAhead(table, cut) for table, cut in tables]
+        for table in self.tables:
+            table.table.watch()
+        stream.prepare(begin)
+        self._spared = 0
+        self._job: Future[None] = pool.submit(self._run)
+
+    @property
+    def done(self) -> bool:
+        """Whether the thread has come to its end."""
+        return self._job.done()
+
+    def stop(self) -> None:
+        """Have the thread end, and wait for it: as long as one batch takes."""
+        self.until_s = time.monotonic()
+        self._stop = True
+        self.stream.nudge()
+        self._job.cancel()
+        wait([self._job])
+
+    @property
+    def bytes(self) -> int:
+        """What was copied."""
+        return self.writer.copied.raw_bytes
+
+    def _run(self) -> None:
+        began_s = time.monotonic()
+        try:
+            answer = self.stream.prepared(began_s + HOLD_S, wanted=lambda: not self._stop)
+            if answer is None or answer.refused:
+                self.why_not = "stopped" if answer is None else "refused"
+                return
+            crash_point("precopy.prepared")
+            self._spared = int(self.stream.spare_blocks * SPARED_SHARE) + 1
+            began_s = time.monotonic()
+            self.mode = self._mode_of(answer)
+            for table in self.tables:
+                self._copy(table, self.mode)
+        except _Stopped as stopped:
+            self.why_not = str(stopped)
+        except SidecarUnavailable:
+            self.why_not = "sidecar away"
+        except CutFailed as failed:
+            self.why_not = failed.cause
+        except Exception as error:
+            log.debug("rows could not be copied ahead of a cut", exc_info=error)
+            self.why_not = "error"
+        finally:
+            self.copied_s = time.monotonic() - began_s
+
+    def _copy(self, table: TableAhead, mode: Mode) -> None:
+        batches = table.copy(self.writer, mode)
+        while True:
+            if self._stop:
+                raise _Stopped("stopped")
+            with self._session.copying(self.link):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            self._written.append((table, batch))
+            if len(self._written) == 1:
+                crash_point("precopy.first_batch")
+
+    def _block(self) -> int:
+        if self.stream.spare_blocks <= self._spared:
+            raise _Stopped("arena full")
+        return self.stream.spare_block()
+
+    # At the cut.
+
+    def hand_over(self, kept: Iterable[TableAhead]) -> int:
+        """Hand over the batches of these tables, in the order in which they lie; returns how many rows."""
+        tables = {id(table) for table in kept}
+        used = {self.writer.open_block}
+        rows = 0
+        for table, batch in self._written:
+            if id(table) in tables:
+                used.add(batch.message.rows.block)
+                self.writer.hand_over(batch)
+                rows += batch.rows
+        self.stream.take_back({batch.message.rows.block for _, batch in self._written} - used)
+        return rows
+
+
+def _hands_nothing_over(_message: pb.SaveRequest, _bytes: int) -> None:
+    raise AssertionError("only the cut hands over")
+
+
+def copying_thread() -> ThreadPoolExecutor:
+    """The thread of one Checkpointer's copies; it is started by the first of them."""
+    return ThreadPoolExecutor(1, thread_name_prefix="deltashard-precopy", initializer=_yield_to_training)

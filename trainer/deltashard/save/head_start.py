@@ -1,0 +1,195 @@
+"""When rows are copied ahead of the next cut (`cut.precopy`), and what came of it.
+
+    due by time      the cut waits for the copy, LONGEST_S at most; its step is whichever ends then
+    due at a step    the copy begins so many steps before as the last one took, and the cut keeps its step
+    ordered          likewise: a rank's limit lies further ahead by what its copy takes
+    asked for        `save()` and what is urgent is cut at once, with what was copied by then, if anything
+
+Nothing depends on it: a cut without a head start copies everything while training waits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard.attach.attachment import Attachment
+from deltashard.attach.session import Link
+from deltashard.cut.block_writer import TableCut
+from deltashard.cut.precopy import Precopy, copying_thread, may_be_copied_ahead
+from deltashard.cut.save_stream import StreamAhead
+from deltashard.save.handle import HeadStarts
+from deltashard.tracking.cut_base import CutBase
+from deltashard.tracking.step_clock import StepClock
+from deltashard.tracking.tracking import TrackedTable
+
+SMALLEST_BYTES = int(os.environ.get("DELTASHARD_PRECOPY_BYTES", str(4 << 20)))
+"""A cut of less is over sooner than a copy ahead of it is begun."""
+LONGEST_S = 10.0
+"""A cut that is due waits no longer for the copy."""
+FIRST_STEPS = 4
+"""A copy begins so many steps before a step that is known, while nothing was measured."""
+MOST_STEPS = 1 << 10
+MOST_LEAD_S = 2.0
+"""An order is not put off further for a copy."""
+BYTES_PER_S = 1e9
+"""What is assumed before anything was measured."""
+MARGIN = 1.5
+
+Tables = Callable[[], Sequence[tuple[TrackedTable, TableCut]]]
+
+
+class HeadStart:
+    """Of one Checkpointer; on the training thread only."""
+
+    def __init__(
+        self,
+        *,
+        tables: Tables,
+        clock: StepClock,
+        attachment: Attachment,
+        base: CutBase,
+        streams: StreamAhead,
+        counts: HeadStarts,
+        enabled: bool,
+    ) -> None:
+        """`tables` gives what a cut would take rows of, each with where its rows lie."""
+        self._enabled = enabled
+        self._tables = tables
+        self._clock = clock
+        self._attachment = attachment
+        self._base = base
+        self._streams = streams
+        self._counts = counts
+        self._pool: ThreadPoolExecutor | None = None
+        self._now: Precopy | None = None
+        self._announced: int | None = None
+        """The step of the cut that was said to come; it keeps its step."""
+        self._last_cut = clock.step, time.monotonic()
+        self._began_at, self._steps_before, self._began_s = 0, 0.0, 0.0
+        self._bytes_per_s = BYTES_PER_S
+        self._lead_s, self._slower_s = 0.0, 0.0
+        clock.look_ahead(FIRST_STEPS if enabled else 0)
+
+    @property
+    def began_s(self) -> float:
+        """How long the beginning of what is copied ahead held training."""
+        return 0.0 if self._now is None else self._began_s
+
+    @property
+    def slower_s(self) -> float:
+        """By so much the steps during the copy that was used last took longer, in all, than those before."""
+        return self._slower_s
+
+    @property
+    def lead_s(self) -> float:
+        """How long before a cut its copy had better begin."""
+        return self._lead_s
+
+    # Before the cut.
+
+    def near(self, link: Link, step: int) -> None:
+        """A cut is due at `step`, which is not yet: begin, once for each such step."""
+        if step != self._announced:
+            self._announced = step
+            self._begin(link)
+
+    def put_off(self, link: Link, step: int) -> bool:
+        """A cut is due since `step`, and nobody waits for it: whether it had better wait for a copy."""
+        if step == self._announced:
+            return False
+        if self._now is None:
+            self._begin(link)
+        now = self._now
+        return now is not None and not now.done and time.monotonic() - now.began_s < LONGEST_S
+
+    def _begin(self, link: Link) -> None:
+        if self._now is not None or not self._enabled or not link.reply.prepares:
+            return
+        began_s = time.perf_counter()
+        tables = [(table, cut) for table, cut in self._tables() if may_be_copied_ahead(table, cut)]
+        every = self._base.full or self._base.commit is None
+        least = sum(
+            table.marks.count("all" if every else "since_commit") * cut.row_bytes for table, cut in tables
+        )
+        if not tables or least < SMALLEST_BYTES:
+            return
+        if self._pool is None:
+            self._pool = copying_thread()
+        begin = pb.SaveRequest.Begin(session=link.session, step=self._clock.step, reason="ahead")
+        self._base.declare(begin)
+        self._steps_before = self._pace()
+        self._began_at = self._clock.step
+        self._now = Precopy(
+            self._streams.take(link),
+            link,
+            session=self._attachment.session,
+            tables=tables,
+            begin=begin,
+            mode=self._base.mode,
+            pool=self._pool,
+        )
+        self._began_s = time.perf_counter() - began_s
+
+    def _pace(self) -> float:
+        """Seconds a step since the last cut; 0: there was none."""
+        step, at_s = self._last_cut
+        steps = self._clock.step - step
+        return (time.monotonic() - at_s) / steps if steps > 0 else 0.0
+
+    # The cut.
+
+    def stop(self) -> None:
+        """A cut begins, or what a copy reads may go: nothing is copied ahead any more."""
+        if self._now is not None:
+            self._now.stop()
+
+    def take(self, link: Link) -> Precopy | None:
+        """What was copied ahead, with its call, which is the caller's now; None: nothing, or over another link."""
+        now = self._now
+        if now is None or now.link is not link or now.stream.over.is_set():
+            self.drop("sidecar away")
+            return None
+        self._now = None
+        return now
+
+    def drop(self, why: str) -> None:
+        """What was copied ahead, if anything, will not be used."""
+        now, self._now = self._now, None
+        if now is None:
+            return
+        now.stop()
+        now.stream.leave(why)
+        self._streams.open()
+        self._counts.dropped(why)
+
+    def cut_taken(self, used: Precopy | None, *, ahead: int, again: int, rows: int, raw_bytes: int) -> None:
+        """A cut of `rows` was handed over: `ahead` of them copied ahead, of which `again` once more."""
+        now_s, step = time.monotonic(), self._clock.step
+        step_s = self._pace()
+        if used is not None:
+            steps = step - self._began_at
+            step_s = self._steps_before or step_s
+            took_s = used.until_s - used.began_s
+            self._slower_s = max(0.0, took_s - steps * step_s) if steps and step_s else 0.0
+            self._counts.used(
+                ahead=ahead, again=again, held=rows - ahead, slower_s=self._slower_s, why=used.why_not
+            )
+            if used.bytes:
+                self._bytes_per_s = used.bytes / max(used.copied_s, 1e-6)
+        copy_s = MARGIN * raw_bytes / self._bytes_per_s if raw_bytes >= SMALLEST_BYTES else 0.0
+        self._lead_s = min(copy_s, MOST_LEAD_S)
+        steps_ahead = FIRST_STEPS if not step_s else 2 + math.ceil(min(copy_s / step_s, MOST_STEPS))
+        self._clock.look_ahead(steps_ahead if self._enabled else 0)
+        self._last_cut = step, now_s
+
+    def close(self) -> None:
+        """No cut will be taken any more."""
+        self.drop("closed")
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
