@@ -97,7 +97,8 @@ def replace_rows(
     """out[positions[i]] = values[rows[i]], in pieces that stay in the caches.
 
     Args:
-        values, rows: as in `gather_rows`.
+        values: uint8 [R, w], as in `gather_rows`.
+        rows: int64 [n], likewise.
         out: uint8 [N, w], rows contiguous.
         positions: contiguous int64 [n], without repeats.
 

@@ -87,7 +87,7 @@ class Metrics:
         )
         self.copied_rows = Counter(
             "deltashard_rows_copied",
-            "Rows of cuts: copied ahead while training went on, of these copied again at the cut, and copied at cuts only",
+            "Rows of cuts copied ahead while training went on, of these copied again at the cut, and copied only then",
             ("when",),
             registry=r,
         )

@@ -12,8 +12,8 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard.errors import SaveFailed
 from deltashard.cut.save_stream import CutFailed
+from deltashard.errors import SaveFailed
 from torch import nn
 
 from tests.support.eventually import eventually

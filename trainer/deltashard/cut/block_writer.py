@@ -161,8 +161,8 @@ class BlockWriter:
     ) -> None:
         """`block` gives a block that may be written, `send` hands over a batch, or a piece of a blob, of so many bytes.
 
-        `observe` sees every row batch, as it lies in the arena, before it is handed over. `threads` gather at most; 0: as
-        many as torch has.
+        `observe` sees every row batch, as it lies in the arena, before it is handed over. So many `threads` gather at
+        most; 0: as many as torch has.
         """
         self._take_block, self._hand_over = block, send
         self._observe = observe

@@ -1,9 +1,9 @@
-"""Rows that are copied ahead of their cut, while training goes on (docs/design/030; live migration of machines does so).
+"""Rows that are copied ahead of their cut, while training goes on (docs/design/030).
 
     a cut is near   watch: from this boundary on every row that changes is marked `TOUCHED`; blocks are asked for
     meanwhile       a thread of its own copies the rows that the cut will take, table after table, into these blocks
-    the cut         the thread stops, at most a batch later; rows that were touched are copied again over their place, or
-                    behind the others; whatever was not reached is copied as always; then all is handed over
+    the cut         the thread stops, at most a batch later; rows that were touched are copied again over their place,
+                    or behind the others; whatever was not reached is copied as always; then all is handed over
 
 Training waits for the rows of the steps that the copy took, instead of for all of them.
 
@@ -12,8 +12,8 @@ began, so that what the thread read is what is there at the cut. A row that chan
 it, before the cut's boundary; what the thread read of it, torn or not, is overwritten. The thread changes no flag and
 hands nothing over: that is the training thread's, at the cut. So if anything fails, nothing has to be undone.
 
-Marks are all that this stands on: what may have changed a row unseen marks the whole table (`tracking`), which makes all
-of it touched. Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an
+Marks are all that this stands on: what may have changed a row unseen marks the whole table (`tracking`), which makes
+all of it touched. Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an
 accelerator, strided, or small; and all of a Checkpointer that records content hashes, which look at every batch.
 """
 
@@ -47,7 +47,9 @@ log = logging.getLogger("deltashard")
 
 LIST_ROWS = 1 << 20
 """So many rows of a table are listed at once: 1 MiB of flags, at most 8 MiB of ids."""
-SMALLEST_TABLE_BYTES = 1 << 20
+SMALLEST_BYTES = int(os.environ.get("DELTASHARD_PRECOPY_BYTES", str(4 << 20)))
+"""A cut of less is over sooner than a copy ahead of it is begun."""
+SMALLEST_TABLE_BYTES = min(1 << 20, SMALLEST_BYTES)
 """Copying less than this takes no longer than keeping account of what was copied."""
 SPARED_SHARE = 1 / 8
 """Share of the granted blocks that is left for the cut itself."""

@@ -11,7 +11,6 @@ Nothing depends on it: a cut without a head start copies everything while traini
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,15 +20,13 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard.attach.attachment import Attachment
 from deltashard.attach.session import Link
 from deltashard.cut.block_writer import TableCut
-from deltashard.cut.precopy import Precopy, copying_thread, may_be_copied_ahead
+from deltashard.cut.precopy import SMALLEST_BYTES, Precopy, copying_thread, may_be_copied_ahead
 from deltashard.cut.save_stream import StreamAhead
 from deltashard.save.handle import HeadStarts
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import TrackedTable
 
-SMALLEST_BYTES = int(os.environ.get("DELTASHARD_PRECOPY_BYTES", str(4 << 20)))
-"""A cut of less is over sooner than a copy ahead of it is begun."""
 LONGEST_S = 10.0
 """A cut that is due waits no longer for the copy."""
 FIRST_STEPS = 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,8 +44,9 @@ class _Blocks:
         self.blocks, self.sent = [], []
 
     def block(self, at):
-        if isinstance(at, int):
-            return memoryview(self.blocks[at])
+        return memoryview(self.blocks[at])
+
+    def take(self):
         self.blocks.append(bytearray(self.shape.block_bytes))
         return len(self.blocks) - 1
 
@@ -61,7 +61,7 @@ def test_rows_of_a_shard_leave_in_the_whole_tables_coordinates(chosen):
     weights = torch.arange(40, dtype=torch.float32).view(10, 4)
     stream, seen = _Blocks(), []
     writer = cut.BlockWriter(
-        stream, stream, until_s=math.inf, observe=lambda cut, ids, parts: seen.append((cut.box, [*map(int, ids)], parts))
+        stream, block=stream.take, send=stream.send, observe=lambda cut, ids, parts: seen.append((cut.box, [*map(int, ids)], parts))
     )  # fmt: skip
     ids = None if chosen is None else torch.tensor(chosen)
     writer.table(

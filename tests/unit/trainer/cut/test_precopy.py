@@ -1,0 +1,252 @@
+"""Copies ahead of a cut against what a cut must hold: every row that changed, as it is at the cut, whatever came between."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from deltashard.cut import precopy
+from deltashard.cut.block_writer import BlockWriter, TableCut
+from deltashard.cut.precopy import Precopy, TableAhead, may_be_copied_ahead
+from deltashard.tracking.marks import Marks, RowSelection
+from deltashard_checkpoint.format.schema import Box
+from deltashard_proto.arena_layout import sections
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+ROWS, COLUMNS = 70, 3
+FIRST = 1000
+"""Of the shard in its table."""
+MODES = ["all", "since_baseline", "since_commit"]
+
+
+class Arena:
+    """Blocks of 1 KiB, some of which a sidecar has granted; what was handed over is what is stored."""
+
+    def __init__(self):
+        self.shape = SimpleNamespace(block_bytes=1 << 10)
+        self.blocks, self.free, self.sent = [], [], []
+
+    def block(self, at):
+        return memoryview(self.blocks[at])
+
+    def take(self):
+        if self.free:
+            return self.free.pop(0)
+        self.blocks.append(bytearray(b"\xee" * self.shape.block_bytes))
+        return len(self.blocks) - 1
+
+    def send(self, message, _bytes):
+        self.sent.append(message.rows)
+
+    def take_back(self, blocks):
+        self.free.extend(blocks)
+
+    def stored(self):
+        """Row -> (weights, state) as what was handed over says; no row twice, no block returned to."""
+        found, order = {}, []
+        for batch in self.sent:
+            if not order or order[-1] != batch.block:
+                assert batch.block not in order, "a block that another closed"
+                order.append(batch.block)
+            offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=[4 * COLUMNS, 4])
+            block = self.blocks[batch.block]
+            ids = (
+                range(batch.row_start, batch.row_start + batch.rows)
+                if batch.contiguous
+                else np.frombuffer(block, np.int64, batch.rows, batch.offset + offsets[0]).tolist()
+            )
+            values = np.frombuffer(block, np.float32, batch.rows * COLUMNS, batch.offset + offsets[1])
+            state = np.frombuffer(block, np.float32, batch.rows, batch.offset + offsets[2])
+            for at, row in enumerate(ids):
+                assert row - FIRST not in found, "a row twice"
+                found[row - FIRST] = (values.reshape(-1, COLUMNS)[at].tolist(), float(state[at]))
+        return found
+
+
+class Table:
+    """A table that is trained and marked, and what of it changed since the newest commit and baseline."""
+
+    def __init__(self):
+        self.tracker, self.schema_version = "gradients", 0
+        self.marks = Marks(ROWS)
+        self.weights = torch.zeros(ROWS, COLUMNS)
+        self.state = torch.zeros(ROWS)
+        self.clock = 0.0
+        self.changed = {mode: set(range(ROWS)) for mode in MODES}
+
+    def watch(self):
+        self.marks.watch()
+
+    def write(self, rows):
+        """A step: rows are written, then marked."""
+        self.clock += 1.0
+        index = torch.tensor(sorted(rows), dtype=torch.int64)
+        self.weights[index] = self.clock
+        self.state[index] = -self.clock
+        self.changed["since_commit"] |= rows
+        self.changed["since_baseline"] |= rows
+
+    def cut(self, selection=None):
+        box = Box(table="t", row_start=FIRST, row_stop=FIRST + ROWS, col_start=0, col_stop=COLUMNS)
+        return TableCut(
+            position=0, fqn="t", key="t", box=box, weights=self.weights, fields=(self.state,),
+            selection=selection or RowSelection(all=False, ids=None),
+        )  # fmt: skip
+
+
+rows_of = st.sets(st.integers(0, ROWS - 1), max_size=25)
+during = st.lists(
+    st.one_of(
+        st.tuples(st.just("copy"), st.integers(1, 3)),
+        st.tuples(st.just("step"), rows_of),
+        # A row written, and seen by the copying thread, before its step marks it.
+        st.tuples(st.just("torn"), rows_of),
+        st.tuples(st.just("mark_all"), st.none()),
+        st.tuples(st.just("schema"), st.none()),
+    ),
+    max_size=12,
+)
+lives = st.lists(
+    st.tuples(
+        rows_of,
+        st.sampled_from(MODES),
+        during,
+        st.sampled_from(["baseline", "commit", "failed", "lost"]),
+        st.sampled_from(["cut", "cut", "discard", "other mode"]),
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+def play(script):
+    """Cuts with copies ahead; after each, what it handed over is compared with the table."""
+    table, number = Table(), 0
+    for before, mode, between, fate, end in script:
+        number += 1
+        table.write(before)
+        table.marks.mark(torch.tensor(sorted(before), dtype=torch.int64))
+        arena = Arena()
+        writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
+        table.watch()
+        ahead = TableAhead(table, table.cut())
+        written = []
+        batches = ahead.copy(writer, mode)
+        for what, how in between:
+            if what == "copy":
+                for _ in range(how):
+                    if (batch := next(batches, None)) is not None:
+                        written.append((ahead, batch))
+            elif what in ("step", "torn"):
+                table.write(how)
+                if what == "torn" and (batch := next(batches, None)) is not None:
+                    written.append((ahead, batch))
+                table.marks.mark(torch.tensor(sorted(how), dtype=torch.int64))
+            elif what == "mark_all":
+                table.write(set(range(ROWS)))
+                table.marks.mark_all()
+            else:
+                table.schema_version += 1
+                table.marks.mark_all()
+        now = "all" if end == "other mode" else mode
+        renewed = None if end == "discard" or now != mode else ahead.renewed(table.cut(), now)
+        writer.goes_on(block=arena.take, send=arena.send)
+        copies = SimpleNamespace(writer=writer, stream=arena, _written=written)
+        rows = Precopy.hand_over(copies, [] if renewed is None else [ahead])
+        if renewed is None:
+            assert rows == 0
+            writer.table(table.cut(table.marks.select(now)))
+        else:
+            assert rows == ahead.rows
+            writer.table(renewed.rest, start=renewed.start)
+        stored = arena.stored()
+        assert writer.copied.rows == len(stored)
+        want = set(range(ROWS)) if now == "all" else table.changed[now]
+        assert stored.keys() >= want, (now, sorted(want - stored.keys()))
+        for row, (weights, state) in stored.items():
+            assert weights == table.weights[row].tolist(), (row, "weights of another step")
+            assert state == float(table.state[row]), (row, "state of another step")
+        full = now == "all"
+        table.marks.cut_taken(number, full=full)
+        if fate in ("commit", "baseline"):
+            baseline = full and fate == "baseline"
+            table.marks.committed(number, baseline=baseline)
+            table.changed["since_commit"] = set()
+            if baseline:
+                table.changed["since_baseline"] = set()
+        elif fate == "failed":
+            table.marks.failed(number)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    monkeypatch.setattr(precopy, "LIST_ROWS", 16)
+
+
+@settings(max_examples=800, deadline=None)
+@given(lives)
+def test_a_cut_holds_every_changed_row_as_it_is_then(script):
+    """Whatever is written while rows are copied, and however far the copy came; after cuts that commit, fail, are lost."""
+    play(script)
+
+
+WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline", "cut")]
+
+
+@pytest.mark.parametrize("blind", ["touched", "watch"])
+def test_the_model_sees_rows_of_another_step(monkeypatch, blind):
+    """The property is not vacuous: a row written after it was copied must be copied again."""
+    play(WRITTEN_MEANWHILE)
+    if blind == "touched":
+        monkeypatch.setattr(Marks, "touched", lambda _marks: np.empty(0, np.int64))
+    else:
+        mark = Marks.mark
+
+        def late(marks, ids):
+            mark(marks, ids)
+            marks.watch()
+
+        monkeypatch.setattr(Marks, "mark", late)
+    with pytest.raises(AssertionError, match="another step"):
+        play(WRITTEN_MEANWHILE)
+
+
+def test_only_what_was_touched_is_copied_again():
+    """All rows copied ahead, two written since, one of them marked twice: two rows again, none besides."""
+    table, arena = Table(), Arena()
+    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
+    ahead = TableAhead(table, table.cut())
+    table.watch()
+    assert sum(batch.rows for batch in ahead.copy(writer, "all")) == ROWS
+    for rows in ({3, 69}, {3}):
+        table.write(rows)
+        table.marks.mark(torch.tensor(sorted(rows)))
+    renewed = ahead.renewed(table.cut(), "all")
+    assert (renewed.again, renewed.start) == (2, ROWS)
+
+
+def test_restored_rows_count_as_touched():
+    """A restore writes the table without a step: nothing that was copied before is of use."""
+    table, arena = Table(), Arena()
+    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
+    ahead = TableAhead(table, table.cut())
+    table.watch()
+    list(ahead.copy(writer, "since_commit"))
+    table.marks.reseed(torch.tensor([1]))
+    assert ahead.renewed(table.cut(), "since_commit") is None
+
+
+@pytest.mark.parametrize("why", ["hashes", "strided", "small"])
+def test_tables_that_are_copied_at_the_cut_only(monkeypatch, why):
+    """Marks of hashed tables come at the cut; the others are not worth it, or cannot be read row by row."""
+    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 1 << 30 if why == "small" else 0)
+    table = Table()
+    assert may_be_copied_ahead(table, table.cut()) is (why != "small")
+    if why == "hashes":
+        table.tracker = "hashes"
+    elif why == "strided":
+        table.weights = torch.zeros(ROWS, 2 * COLUMNS)[:, :COLUMNS]
+    assert not may_be_copied_ahead(table, table.cut())
