@@ -124,9 +124,8 @@ lives = st.lists(
 
 def play(script):
     """Cuts with copies ahead; after each, what it handed over is compared with the table."""
-    table, number = Table(), 0
-    for before, mode, between, fate, end in script:
-        number += 1
+    table = Table()
+    for number, (before, mode, between, fate, end) in enumerate(script, 1):
         table.write(before)
         table.marks.mark(torch.tensor(sorted(before), dtype=torch.int64))
         arena = Arena()
