@@ -51,6 +51,8 @@ SMALLEST_BYTES = int(os.environ.get("DELTASHARD_PRECOPY_BYTES", str(4 << 20)))
 """A cut of less is over sooner than a copy ahead of it is begun."""
 SMALLEST_TABLE_BYTES = min(1 << 20, SMALLEST_BYTES)
 """Copying less than this takes no longer than keeping account of what was copied."""
+MOST_AGAIN = 1 / 2
+"""Share of the rows that were copied: if more than that was touched since, to copy all of them anew is as fast."""
 SPARED_SHARE = 1 / 8
 """Share of the granted blocks that is left for the cut itself."""
 NICENESS = 10
@@ -132,8 +134,8 @@ class TableAhead:
             return None
         touched = self._marks.touched()
         touched = touched[: np.searchsorted(touched, self._upto)]
-        if 2 * len(touched) > self.rows:
-            return None  # to copy all of it at once is as fast
+        if len(touched) > self.rows * MOST_AGAIN:
+            return None
         missing: list[Rows] = []
         again = 0
         first = self._cut.box.row_start
