@@ -15,6 +15,8 @@ from deltashard_checkpoint.stores.url import open_store
 
 FIRST, SECOND = 6, 10
 POINTS = (
+    "precopy.prepared",
+    "precopy.first_batch",
     "cut.begun",
     "cut.first_batch",
     "cut.before_seal",

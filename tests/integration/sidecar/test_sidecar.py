@@ -313,6 +313,68 @@ def test_blocks_of_a_broken_stream_are_quarantined(process: SidecarProcess, trai
     assert same(trainer.model.state(), state)
 
 
+class Prepared:
+    """A Save stream that asked for blocks ahead of its cut, and has them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.outbox: queue.SimpleQueue[pb.SaveRequest | None] = queue.SimpleQueue()
+        self.call = trainer.stub.Save(iter(self.outbox.get, None), timeout=60)
+        self.begin = pb.SaveRequest.Begin(session=trainer.reply.session, cut=trainer.cut + 1, reason="ahead")
+        self.outbox.put(pb.SaveRequest(ready=pb.SaveRequest.Ready(session=trainer.reply.session)))
+        self.outbox.put(pb.SaveRequest(prepare=pb.SaveRequest.Prepare(begin=self.begin)))
+        self.answer = next(self.call).prepared
+        self.granted = [] if self.answer.refused else list(next(self.call).blocks.granted)
+
+    def abort(self) -> None:
+        """The trainer's word that nothing is being copied."""
+        self.outbox.put(pb.SaveRequest(abort=pb.SaveRequest.Abort(cause="no cut")))
+        self.outbox.put(None)
+
+
+def test_blocks_granted_ahead_go_back_at_an_abort(process: SidecarProcess, trainer: Trainer) -> None:
+    """Until then they are the trainer's; no save was begun."""
+    prepared = Prepared(trainer)
+    assert not prepared.answer.HasField("covers")
+    assert prepared.granted
+    assert blocks(process, "granted") == len(prepared.granted)
+    prepared.abort()
+    assert list(prepared.call) == []
+    eventually(lambda: blocks(process, "granted") == 0)
+    assert blocks(process, "quarantined") == 0
+    trainer.save_and_commit()
+
+
+def test_blocks_granted_ahead_are_quarantined_where_the_stream_breaks(
+    process: SidecarProcess, trainer: Trainer
+) -> None:
+    """The trainer may still be copying into them, until it begins anew: with a save, or another copy ahead."""
+    for _ in range(2):
+        prepared = Prepared(trainer)
+        prepared.call.cancel()
+        eventually(lambda: blocks(process, "quarantined") > 0 == blocks(process, "granted"))
+    again = Prepared(trainer)
+    assert len(again.granted) == len(prepared.granted)
+    assert blocks(process, "quarantined") == 0
+    again.abort()
+    trainer.save_and_commit()
+
+
+def test_a_cut_goes_on_with_the_blocks_that_were_granted_ahead(
+    process: SidecarProcess, trainer: Trainer
+) -> None:
+    """They are the save's from its begin; beside a save in flight none are granted ahead."""
+    trainer.save_and_commit()
+    prepared = Prepared(trainer)
+    held = len(prepared.granted)
+    prepared.outbox.put(pb.SaveRequest(begin=prepared.begin))
+    assert next(prepared.call).WhichOneof("kind") == "begun"
+    assert blocks(process, "granted") >= held
+    assert "in flight" in Prepared(trainer).answer.refused
+    prepared.abort()
+    assert next(reply for reply in prepared.call if reply.HasField("failed")).failed.cause == "aborted"
+    eventually(lambda: blocks(process, "granted") == 0)
+
+
 def test_blocks_of_an_older_epoch_wait_for_their_writer(tmp_path: Path, url: str) -> None:
     """A restarted sidecar gives nothing out while a writer of before holds its lock and has not attached again."""
     first = SidecarProcess(tmp_path, url, encoding="fp32", metrics_port=0)

@@ -1,0 +1,241 @@
+"""Copies ahead of cuts, with a real sidecar: what is durable is what was there at the cut, whatever ends the copy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard.cut import precopy
+from deltashard.save import head_start
+from torch import nn
+
+from tests.support.eventually import eventually
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+ROWS, COLUMNS = 30_000, 16
+
+
+class Program:
+    """Two tables with state, a dense layer; what every cut and commit was."""
+
+    def __init__(self, folder: Path, *, rows: int = ROWS, **options: Any) -> None:
+        torch.manual_seed(2)
+        self.folder = folder
+        self.rows = rows
+        self.first = nn.Embedding(rows, COLUMNS, sparse=True)
+        self.second = nn.EmbeddingBag(rows // 2, COLUMNS, mode="sum")
+        self.top = nn.Linear(COLUMNS, 1)
+        self.model = nn.ModuleDict({"first": self.first, "second": self.second, "top": self.top})
+        self.optimizers = [
+            deltashard.optim.RowWiseAdagrad([self.first.weight], lr=0.1),
+            torch.optim.Adagrad([self.second.weight], lr=0.1),
+            torch.optim.SGD(self.top.parameters(), lr=0.1),
+        ]
+        self.cuts: dict[int, list[torch.Tensor]] = {}
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.ckpt = deltashard.Checkpointer(
+            self.model,
+            self.optimizers,
+            url=folder / "store",
+            run="r",
+            encoding="fp32",
+            grace_s=None,
+            on_event=self._tell,
+            **{"arena_bytes": 64 << 20, "keep_last": 100} | options,
+        )
+        self.ckpt.restore()
+
+    def _tell(self, name: str, facts: Any) -> None:
+        self.told.append((name, dict(facts)))
+        if name == "cut":
+            self.cuts[facts["step"]] = self.state()
+
+    def state(self) -> list[torch.Tensor]:
+        kept = [self.first.weight, self.second.weight, self.top.weight]
+        sums = [
+            self.optimizers[i].state[p]["sum"]
+            for i, p in ((0, self.first.weight), (1, self.second.weight))
+            if p in self.optimizers[i].state
+        ]
+        return [t.detach().clone() for t in (*kept, *sums)]
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            x = torch.randint(self.rows // 2, (64, 4))
+            loss = self.top(self.first(2 * x).sum(1) + self.second(x)).square().mean()
+            loss.backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.ckpt.step()
+
+    def train_until(self, done: Any, what: str) -> None:
+        eventually(lambda: self.train() or done(), what=what)
+
+    @property
+    def copying(self) -> precopy.Precopy | None:
+        return self.ckpt._saver.head_start._now
+
+    def settle(self) -> None:
+        """No save in flight."""
+        self.ckpt._loop.drain(float("inf"))
+
+    def check(self) -> None:
+        """Every checkpoint that is there holds what was cut for its step, bit for bit."""
+        from deltashard_checkpoint.log.commit_log import RunLog
+        from deltashard_checkpoint.stores.url import open_store
+
+        entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
+        assert entries
+        for seq, entry in entries.items():
+            with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
+                first, second, top, *sums = self.cuts[entry.step]
+                for name, weights in (("first.weight", first), ("second.weight", second)):
+                    rows = stored.rows(name, torch.arange(len(weights)))
+                    assert torch.equal(rows.weights, weights), (entry.step, name)
+                    if sums:
+                        assert torch.equal(rows.state["sum"].view(-1), sums.pop(0).view(-1)), (
+                            entry.step,
+                            name,
+                        )
+                assert torch.equal(stored.dense["top.weight"], top), entry.step
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Programs whose cuts are all copied ahead; whatever is still open is let go of at the end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
+    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    made: list[Program] = []
+
+    def build(**options: Any) -> Program:
+        made.append(Program(tmp_path, **options))
+        return made[-1]
+
+    yield build
+    for program in made:
+        with program.ckpt as ckpt:
+            ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
+@pytest.mark.parametrize("differential", ["full", "one-shot", "consecutive", "intermittent"])
+def test_cuts_by_steps_keep_their_step(make: Any, differential: str) -> None:
+    """The copy begins some steps before; each cut is the step it was asked for, and holds that step."""
+    program = make(every_steps=12, differential=differential)
+    for _ in range(6):
+        program.train(12)
+        program.settle()
+    program.check()
+    assert [*program.cuts] == [12, 24, 36, 48, 60, 72]
+    counts = program.ckpt.stats.head_starts
+    assert counts.cuts >= 4, counts  # a first one may find no state of the optimizers, or its copy too late
+    assert counts.ahead_rows > counts.again_rows > 0
+
+
+def test_cuts_by_time_wait_for_their_copy(make: Any) -> None:
+    """They are of the step at which the copy was there; what was written meanwhile is copied again."""
+    program = make(every_s=0.05)
+    program.train_until(lambda: program.ckpt.stats.head_starts.cuts >= 5, "five cuts with a head start")
+    program.settle()
+    program.check()
+    assert program.ckpt.stats.head_starts.ahead_rows > 0
+
+
+def test_what_happens_while_rows_are_copied(make: Any) -> None:
+    """A write from outside, a reloaded optimizer, a gradient applied twice: copied at the cut, or copied again."""
+    program = make(every_steps=10)
+    program.train(14)
+    program.settle()
+
+    def write() -> None:
+        with torch.no_grad():
+            program.first.weight[5:9] += 1.0
+
+    def reload() -> None:
+        program.optimizers[1].load_state_dict(program.optimizers[1].state_dict())
+
+    def twice() -> None:
+        program.second(torch.arange(40).view(-1, 4)).sum().backward()
+        program.optimizers[1].step()
+        program.ckpt.step()
+        program.optimizers[1].step()
+        program.optimizers[1].zero_grad()
+
+    for happens in (write, reload, twice):
+        program.train_until(lambda: program.copying is not None, "a copy ahead")
+        happens()
+        before = program.ckpt.stats.cuts
+        program.train_until(lambda before=before: program.ckpt.stats.cuts > before, "its cut")
+        program.settle()
+    program.check()
+
+
+def test_a_save_that_is_asked_for_takes_what_was_copied(make: Any) -> None:
+    """It waits for no copy; the cut that was due then begins its own."""
+    program = make(every_steps=100)
+    program.train(96)
+    program.train_until(lambda: program.copying is not None and program.copying.done, "a copy ahead")
+    program.train()
+    program.ckpt.save().wait(60)
+    assert program.ckpt.stats.head_starts.ahead_rows > 0
+    program.train(3)
+    program.ckpt.close()
+    program.check()
+
+
+def test_more_rows_than_blocks(make: Any) -> None:
+    """What has no block is copied at the cut; a cut larger than the arena goes through."""
+    program = make(every_steps=8, arena_bytes=32 << 20, rows=400_000, differential="full")
+    program.train(8)
+    program.train_until(lambda: program.ckpt.stats.head_starts.cuts >= 2, "two cuts with a head start")
+    program.settle()
+    program.check()
+    assert program.ckpt.stats.head_starts.ended["arena full"] >= 2
+
+
+@pytest.mark.parametrize("when", ["asked", "copied"])
+def test_the_sidecar_dies_while_rows_are_copied(make: Any, when: str) -> None:
+    """Training goes on; the next save, by the next sidecar, covers what was copied for nobody."""
+    program = make(every_steps=40)
+    program.train(40)
+    program.settle()
+    pid = program.ckpt.sidecar_pid
+    program.train_until(
+        lambda: program.copying is not None and (when == "asked" or program.copying.done), "a copy ahead"
+    )
+    os.kill(pid, signal.SIGKILL)
+    program.train_until(lambda: "attached" in [name for name, _ in program.told[1:]], "another sidecar")
+    program.train()
+    program.ckpt.save().wait(60)
+    program.train_until(lambda: program.ckpt.stats.head_starts.cuts >= 2, "a cut with a head start")
+    program.settle()
+    program.check()
+
+
+def test_close_and_leaving_in_the_middle_of_a_copy(make: Any) -> None:
+    """close() takes its cut with what was copied; no thread is left that reads the model."""
+    program = make(every_steps=20)
+    program.train_until(lambda: program.copying is not None, "a copy ahead")
+    program.ckpt.close()
+    program.check()
+    assert not [t for t in threading.enumerate() if t.name.startswith("deltashard-precopy") and t.is_alive()]
+
+
+def test_switched_off(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the argument or the variable: cuts copy everything themselves."""
+    monkeypatch.setenv("DELTASHARD_PRECOPY", "0")
+    program = make(every_steps=6)
+    program.train(18)
+    program.settle()
+    counts = program.ckpt.stats.head_starts
+    assert (counts.cuts, counts.ahead_rows) == (0, 0)
+    program.check()
