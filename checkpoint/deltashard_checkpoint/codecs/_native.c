@@ -25,7 +25,7 @@
 #error "the format is little-endian; numba serves elsewhere"
 #endif
 
-#define ABI 2
+#define ABI 3
 #define LANES 16
 #define MAGIC 12582912.0f /* 1.5 * 2**23: adding it rounds to an integer, ties to even */
 #define AROUND_FROM (1 << 20)
@@ -153,8 +153,9 @@ void ds_copy(const char *values, int64_t from, char *out, int64_t stride, int64_
     DISPATCH(copy, values, from, out, stride, width, rows, take, n);
 }
 
-void ds_gather(const char *values, int64_t stride, int64_t width, const int64_t *rows, int64_t n, char *out) {
-    DISPATCH(gather, values, stride, width, rows, n, out);
+void ds_gather(const char *values, int64_t stride, int64_t width, const int64_t *rows, int64_t n, char *out,
+               const int64_t *places) {
+    DISPATCH(gather, values, stride, width, rows, n, out, places);
 }
 
 int64_t ds_find(const uint8_t *flags, int64_t n, int mask, int64_t *rows) { return DISPATCH(find, flags, n, mask, rows); }
@@ -856,12 +857,19 @@ static void DS_NAME(copy)(const char *values, int64_t from, char *out, int64_t s
     settle();
 }
 
-static void DS_NAME(gather)(const char *values, int64_t stride, int64_t width, const int64_t *rows, int64_t n, char *out) {
-    const int around = DS_AROUND && width % 64 == 0 && !((uintptr_t)out & 63) && n * width >= AROUND_FROM;
+/* Row rows[i] to place i, or to places[i]: then both ends lie far apart, and lines that are written whole need not be read. */
+static void DS_NAME(gather)(const char *values, int64_t stride, int64_t width, const int64_t *rows, int64_t n, char *out,
+                            const int64_t *places) {
+    const int whole = DS_AROUND && width % 64 == 0 && !((uintptr_t)out & 63);
+    const int around = whole && (places || n * width >= AROUND_FROM);
     for (int64_t i = 0; i < n; i++) {
-        if (width >= 64 && i + AHEAD < n) ask_for(values + rows[i + AHEAD] * stride, width); /* of narrow rows several share a line */
+        if (i + AHEAD < n) {
+            /* Of narrow rows that are gathered in order several share a line. */
+            if (width >= 64 || places) ask_for(values + rows[i + AHEAD] * stride, width);
+            if (places && !around) __builtin_prefetch(out + places[i + AHEAD] * width, 1);
+        }
         const char *p = values + rows[i] * stride;
-        char *to = out + i * width;
+        char *to = out + (places ? places[i] : i) * width;
         if (around)
             for (int64_t j = 0; j < width; j += 64) write_around(to + j, load((const float *)(p + j)));
         else if (width == 4)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-ABI = 2
+ABI = 3
 AS_IS, AS_HALF, AS_BFLOAT = 0, 1, 2
 _AS_DOUBLE = 3
 LEVELS = ("default", "avx2", "avx512")
@@ -54,7 +54,7 @@ _decode = _declare("ds_decode", None, _P, _L, _P, _P, _I, _F, _L, _P, _L, _L, _I
 _hash = _declare("ds_hash", None, _P, _L, _P, _P, _L, _P)
 _check_rows = _declare("ds_check_rows", _L, _P, _P, _L, _L)
 _copy = _declare("ds_copy", None, _P, _L, _P, _L, _L, _P, _P, _L)
-_gather = _declare("ds_gather", None, _P, _L, _L, _P, _L, _P)
+_gather = _declare("ds_gather", None, _P, _L, _L, _P, _L, _P, _P)
 _find = _declare("ds_find", _L, _P, _L, _I, _P)
 _move_flags = _declare("ds_move_flags", None, _P, _L, _I, _I)
 _delta_bytes = _declare("ds_delta_bytes", _L, _P, _L)
@@ -140,8 +140,8 @@ def copy_scatter(values: Array, out: Array, rows: Array, take: Array) -> None:
     _copy(_at(values), values.strides[0], _at(out), out.strides[0], width, _at(rows), _or_null(take), n)
 
 
-def gather(values: Array, rows: Array, out: Array) -> None:
-    _gather(_at(values), values.strides[0], values.shape[1], _at(rows), len(rows), _at(out))
+def gather(values: Array, rows: Array, out: Array, places: Array) -> None:
+    _gather(_at(values), values.strides[0], values.shape[1], _at(rows), len(rows), _at(out), _or_null(places))
 
 
 def count_flags(flags: Array, mask: int) -> int:

@@ -421,10 +421,14 @@ def copy_scatter(values, out, rows, take):  # type: ignore[no-untyped-def]
 
 
 @njit(**_FAST)
-def gather(values, rows, out):  # type: ignore[no-untyped-def]
-    """out[i] = values[rows[i]]: uint8 [R, w] with any stride between rows, into uint8 [n, w]; rows were checked."""
+def gather(values, rows, out, places):  # type: ignore[no-untyped-def]
+    """out[i] = values[rows[i]]: uint8 [R, w] with any stride between rows, into uint8 [n, w]; rows were checked.
+
+    With `places` (empty: none) out[places[i]], of uint8 [N, w].
+    """
     for i in range(rows.shape[0]):
-        out[i, :] = values[rows[i], :]
+        to = places[i] if places.shape[0] else i
+        out[to, :] = values[rows[i], :]
 
 
 @njit(**_FAST)

@@ -84,36 +84,47 @@ def gather_rows(values: Bytes, rows: npt.NDArray[np.int64], out: Bytes) -> None:
     bad = int(k.check_rows(rows, _ALL, len(values)))
     if bad >= 0:
         raise EncodingError(f"row {int(rows[bad])} of a table of {len(values)}")
-    k.gather(values, rows, out)
+    k.gather(values, rows, out, _IN_ORDER)
 
 
 _ALL = np.empty(0, np.bool_)
-_PIECE_BYTES = 1 << 18
+_IN_ORDER = np.empty(0, np.int64)
 
 
 def replace_rows(
-    values: Bytes, rows: npt.NDArray[np.int64], out: Bytes, positions: npt.NDArray[np.int64]
+    values: Bytes, rows: npt.NDArray[np.int64], out: Bytes, places: npt.NDArray[np.int64]
 ) -> None:
-    """out[positions[i]] = values[rows[i]], in pieces that stay in the caches.
+    """out[places[i]] = values[rows[i]].
 
     Args:
         values: uint8 [R, w], as in `gather_rows`.
         rows: int64 [n], likewise.
-        out: uint8 [N, w], rows contiguous.
-        positions: contiguous int64 [n], without repeats.
+        out: C-contiguous uint8 [N, w].
+        places: contiguous int64 [n], without repeats.
 
     Raises:
-        EncodingError: as `gather_rows`, and for a position outside of `out`.
+        EncodingError: shapes that do not fit, or a position outside of `values` or of `out`.
     """
+    if (
+        values.ndim != 2
+        or values.strides[1] != 1
+        or any(p.dtype != np.int64 or not p.flags.c_contiguous for p in (rows, places))
+        or len(rows) != len(places)
+        or out.shape[1:] != values.shape[1:]
+        or not out.flags.c_contiguous
+    ):
+        raise EncodingError(
+            f"rows {list(rows.shape)} of {list(values.shape)} into {list(places.shape)} of {list(out.shape)}",
+            remedy="uint8 [R, w], int64 [n], uint8 [N, w] and int64 [n], contiguous",
+        )
+    if not len(rows):
+        return
     k = kernel_choice.active()
-    bad = int(k.check_rows(positions, _ALL, len(out))) if len(positions) else -1
-    if bad >= 0 or len(positions) != len(rows):
-        raise EncodingError(f"{len(positions)} positions in {len(out)} rows for {len(rows)}")
-    step = max(1, _PIECE_BYTES // max(1, values.shape[1]))
-    for at in range(0, len(rows), step):
-        piece = np.empty((min(step, len(rows) - at), values.shape[1]), np.uint8)
-        gather_rows(values, rows[at : at + step], piece)
-        k.copy_scatter(piece, out, positions[at : at + step], _ALL)
+    for positions, limit in ((rows, len(values)), (places, len(out))):
+        bad = int(k.check_rows(positions, _ALL, limit))
+        if bad >= 0:
+            raise EncodingError(f"row {int(positions[bad])} of a table of {limit}")
+    k.gather(values, rows, out, places)
 
 
 Hashes = npt.NDArray[np.uint64]

@@ -36,7 +36,8 @@ MOST_LEAD_S = 2.0
 """An order is not put off further for a copy."""
 BYTES_PER_S = 1e9
 """What is assumed before anything was measured."""
-MARGIN = 1.5
+MARGIN, MOST_MARGIN = 1.5, 12.0
+"""So many times as long as it should take is a copy given; twice as long as before, each time that it came too late."""
 
 Tables = Callable[[], Sequence[tuple[TrackedTable, TableCut]]]
 
@@ -69,7 +70,7 @@ class HeadStart:
         """The step of the cut that was said to come; it keeps its step."""
         self._last_cut = clock.step, time.monotonic()
         self._began_at, self._steps_before, self._began_s = 0, 0.0, 0.0
-        self._bytes_per_s = BYTES_PER_S
+        self._bytes_per_s, self._margin = BYTES_PER_S, MARGIN
         self._lead_s, self._slower_s = 0.0, 0.0
         clock.look_ahead(FIRST_STEPS if enabled else 0)
 
@@ -179,9 +180,11 @@ class HeadStart:
             )
             if used.bytes:
                 self._bytes_per_s = used.bytes / max(used.copied_s, 1e-6)
-        copy_s = MARGIN * raw_bytes / self._bytes_per_s if raw_bytes >= SMALLEST_BYTES else 0.0
+            late = used.why_not == "stopped"
+            self._margin = min(2 * self._margin, MOST_MARGIN) if late else max(0.9 * self._margin, MARGIN)
+        copy_s = self._margin * raw_bytes / self._bytes_per_s if raw_bytes >= SMALLEST_BYTES else 0.0
         self._lead_s = min(copy_s, MOST_LEAD_S)
-        steps_ahead = FIRST_STEPS if not step_s else 2 + math.ceil(min(copy_s / step_s, MOST_STEPS))
+        steps_ahead = FIRST_STEPS if not step_s else 1 + math.ceil(min(copy_s / step_s, MOST_STEPS))
         self._clock.look_ahead(steps_ahead if self._enabled else 0)
         self._last_cut = step, now_s
 

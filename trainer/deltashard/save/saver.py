@@ -31,7 +31,7 @@ from deltashard.attach.listener import Listener
 from deltashard.attach.session import Link
 from deltashard.cut import save_stream
 from deltashard.cut.block_writer import BlockWriter, TableCut
-from deltashard.cut.precopy import Precopy, TableAhead
+from deltashard.cut.precopy import Precopy, Renewed, TableAhead
 from deltashard.cut.save_stream import LONGEST_S, CutFailed, SaveStream, StreamAhead
 from deltashard.errors import (
     DeltashardError,
@@ -393,12 +393,15 @@ class Saver:
             stream.begin(self._begin(link, flight, counts, urgent=urgent), ended)
             # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
             self._tracking.audit_sample()
+            renewed = {} if ahead is None or ahead.mode is None else self._renewed(ahead, ahead.mode)
             begun = stream.begun(hold_s)
             crash_point("cut.begun")
             mode = self._base.mode(begun)
             until_s = min(time.monotonic() + (begun.stall_budget_s or LONGEST_S), latest_s)
             writer = self._writer(link, stream, until_s, ahead, begun)
-            copied = self._write_tables(writer, mode, ahead)
+            if ahead is not None and ahead.mode != mode:
+                renewed = {}
+            copied = self._write_tables(writer, mode, ahead, renewed)
             content = None if self._contents is None else self._content(self._contents, writer)
             for name, tree in self._capture.blobs(flight.step, content):
                 writer.blob(name, tree)
@@ -473,28 +476,37 @@ class Saver:
                 ),
             )
 
-    def _write_tables(self, writer: BlockWriter, mode: Mode, ahead: Precopy | None) -> _Copied:
-        """Copy the rows of every table, or what was not copied ahead of them."""
-        known = {} if ahead is None or ahead.mode != mode else {each.table: each for each in ahead.tables}
-        rest: list[tuple[TableCut, int]] = []
-        kept: list[TableAhead] = []
-        copied = _Copied()
+    def _renewed(self, ahead: Precopy, mode: Mode) -> dict[TrackedTable, tuple[TableAhead, Renewed]]:
+        """What was copied ahead for a cut of `mode`, brought up to this step; without what is of no use."""
+        known = {each.table: each for each in ahead.tables}
+        found = {}
         for table, cut in self._table_cuts(mode, choose=False):
             mine = known.get(table)
-            renewed = None if mine is None else mine.renewed(cut, mode)
-            if mine is None or renewed is None:
+            if mine is not None and (renewed := mine.renewed(cut, mode)) is not None:
+                found[table] = mine, renewed
+        return found
+
+    def _write_tables(
+        self,
+        writer: BlockWriter,
+        mode: Mode,
+        ahead: Precopy | None,
+        renewed: Mapping[TrackedTable, tuple[TableAhead, Renewed]],
+    ) -> _Copied:
+        """Copy the rows of every table, or what was not copied ahead of them."""
+        copied = _Copied()
+        if ahead is not None:
+            copied.ahead = ahead.hand_over(mine for mine, _ in renewed.values())
+        for table, cut in self._table_cuts(mode, choose=False):
+            if table in renewed:
+                mine, now = renewed[table]
+                copied.full &= mine.whole
+                copied.again += now.again
+                writer.table(now.rest, start=now.start)
+            else:
                 selection = table.prepare_cut(mode)
                 copied.full &= selection.all
-                rest.append((replace(cut, selection=selection), 0))
-            else:
-                kept.append(mine)
-                copied.full &= mine.whole
-                copied.again += renewed.again
-                rest.append((renewed.rest, renewed.start))
-        if ahead is not None:
-            copied.ahead = ahead.hand_over(kept)
-        for cut, start in rest:
-            writer.table(cut, start=start)
+                writer.table(replace(cut, selection=selection))
         return copied
 
     def _seal(

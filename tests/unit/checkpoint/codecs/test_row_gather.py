@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from deltashard_checkpoint.codecs.encoding import EncodingError
-from deltashard_checkpoint.codecs.row_kernel import gather_rows
+from deltashard_checkpoint.codecs.row_kernel import gather_rows, replace_rows
 
 
 def _random(rows: int, width: int) -> np.ndarray:
@@ -70,3 +70,35 @@ def test_buffers_that_do_not_fit_are_refused():
     ):
         with pytest.raises(EncodingError, match="rows"):
             gather_rows(values, rows, np.zeros(shape, np.uint8))
+
+
+@pytest.mark.parametrize("width", [1, 4, 8, 60, 64, 100, 256])
+@pytest.mark.parametrize("shift", [0, 4])
+def test_rows_are_put_over_others(kernel_set, width, shift):
+    """At their places, whatever the alignment; nothing else is touched."""
+    values = _random(300, width)
+    random = np.random.default_rng(3)
+    rows = np.sort(random.permutation(300)[:90]).astype(np.int64)
+    places = random.permutation(120)[:90].astype(np.int64)
+    space = np.full(120 * width + 256, 0xAA, np.uint8)
+    start = -space.ctypes.data % 64 + shift
+    out = space[start : start + 120 * width].reshape(120, width)
+    expected = out.copy()
+    expected[places] = values[rows]
+    replace_rows(values, rows, out, places)
+    assert (out == expected).all()
+    assert (space[:start] == 0xAA).all()
+    assert (space[start + out.size :] == 0xAA).all()
+
+
+def test_a_place_outside_is_refused_before_anything_is_written(kernel_set):
+    """And so are a row outside, and counts that differ."""
+    values, out = _random(10, 8), np.zeros((4, 8), np.uint8)
+    for rows, places, what in (
+        ([1], [4], "row 4 of a table of 4"),
+        ([10], [1], "row 10 of a table of 10"),
+        ([1, 2], [1], "into"),
+    ):
+        with pytest.raises(EncodingError, match=what):
+            replace_rows(values, np.array(rows, np.int64), out, np.array(places, np.int64))
+    assert not out.any()
