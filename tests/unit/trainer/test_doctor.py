@@ -133,6 +133,8 @@ def test_after_the_first_cuts_it_is_a_sample_again() -> None:
     settings = TrackingSettings(audit_rows=7, verify="full", verify_cuts=3)
     assert [settings.audited_rows(nth, 100) for nth in range(5)] == [100, 100, 100, 7, 7]
     assert TrackingSettings(audit_rows=7).audited_rows(0, 5) == 5
+    assert TrackingSettings().audited_rows(0, 1 << 20, tables=4) == 2048
+    assert TrackingSettings().audited_rows(0, 1 << 20, tables=400) == 20
     with pytest.raises(UserError, match="verify='everything'"):
         TrackingSettings(verify="everything")
 

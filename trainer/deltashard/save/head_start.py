@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -73,6 +73,17 @@ class HeadStart:
         self._bytes_per_s, self._margin = BYTES_PER_S, MARGIN
         self._lead_s, self._slower_s = 0.0, 0.0
         clock.look_ahead(FIRST_STEPS if enabled else 0)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether rows may be read while training goes on."""
+        return self._enabled
+
+    def later(self, job: Callable[[], None]) -> Future[None]:
+        """Have the copying thread do this, before what it copies next."""
+        if self._pool is None:
+            self._pool = copying_thread()
+        return self._pool.submit(job)
 
     @property
     def began_s(self) -> float:

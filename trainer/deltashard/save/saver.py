@@ -293,6 +293,8 @@ class Saver:
         self._requests.urgent_cut()
         self._flight = flight
         self._tracking.cut_taken(flight.cut, mode, full=full)
+        if self.head_start.enabled:
+            self._tracking.audit_sample(self.head_start.later)
         self._order.arm()
         self._base.cut_taken()
         stall_s = time.perf_counter() - began_s
@@ -391,8 +393,9 @@ class Saver:
         writer: BlockWriter | None = None
         try:
             stream.begin(self._begin(link, flight, counts, urgent=urgent), ended)
-            # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
-            self._tracking.audit_sample()
+            if not self.head_start.enabled:
+                # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
+                self._tracking.audit_sample()
             renewed = {} if ahead is None or ahead.mode is None else self._renewed(ahead, ahead.mode)
             begun = stream.begun(hold_s)
             crash_point("cut.begun")

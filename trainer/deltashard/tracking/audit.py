@@ -16,7 +16,7 @@ Rows are drawn from a generator of the audit's own; the training's random stream
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,8 +61,11 @@ class Audit:
         self._hashes: Tensor | None = None
         self._layout: tuple[object, ...] = ()
 
-    def sample(self, sections: Sequence[Tensor], count: int) -> None:
-        """Draw `count` rows (with repeats; every row once if there are no more) and remember their hashes."""
+    def draw(self, sections: Sequence[Tensor], count: int) -> Callable[[], None]:
+        """Draw `count` rows (with repeats; every row once if there are no more); the result hashes them, and remembers.
+
+        It may run on another thread while training goes on: a row that is written meanwhile is marked, and drops out.
+        """
         rows = sections[0].shape[0]
         few = count < rows
         ids = (
@@ -70,9 +73,15 @@ class Audit:
             if few
             else torch.arange(rows, device="cpu")
         )
-        self._ids = ids.to(sections[0].device)
-        self._hashes = row_hash.row_hashes(sections, self._seed, rows=self._ids)
-        self._layout = row_hash.layout(sections)
+        drawn = self._ids = ids.to(sections[0].device)
+        self._hashes, self._layout = None, row_hash.layout(sections)
+
+        def remember() -> None:
+            hashes = row_hash.row_hashes(sections, self._seed, rows=drawn)
+            if self._ids is drawn:
+                self._hashes = hashes
+
+        return remember
 
     def check(self, sections: Sequence[Tensor], marks: Marks) -> AuditFault | None:
         """Hash the sampled rows again; None when those that are still unmarked agree, or nothing was sampled."""

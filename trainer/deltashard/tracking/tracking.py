@@ -30,7 +30,8 @@ import logging
 import os
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -71,6 +72,8 @@ class TrackingSettings:
     """Tables whose weights take less are looked at by hash at each cut, whatever their optimizer."""
     audit_rows: int = 2048
     """Rows sampled per table and cut; 0 switches the audit off (see `audit.miss_probability`)."""
+    audit_rows_in_all: int = 8192
+    """Of all tables together: of more than four each gets its share of them, for each row costs a look at memory."""
     verify: Literal["sample", "full"] = "sample"
     """"full": at the first `verify_cuts` cuts every row of tables tracked by gradients is compared, not a sample; rows
     that changed without a mark are named in the log. It reads the tables twice more for each of those cuts."""
@@ -89,10 +92,16 @@ class TrackingSettings:
                 remedy='say "full", or leave it out ("sample")',
             )
 
-    def audited_rows(self, nth: int, rows: int) -> int:
-        """How many of a table's rows the sample after its `nth` cut (from 0) takes."""
-        whole = self.verify == "full" and nth < self.verify_cuts
-        return rows if whole else min(self.audit_rows, rows)
+    def whole_audit(self, nth: int) -> bool:
+        """Whether the sample after a table's `nth` cut (from 0) takes every row."""
+        return self.verify == "full" and nth < self.verify_cuts
+
+    def audited_rows(self, nth: int, rows: int, tables: int = 1) -> int:
+        """How many of the rows of one of `tables` tables the sample after its `nth` cut (from 0) takes."""
+        if self.whole_audit(nth):
+            return rows
+        share = max(1, self.audit_rows_in_all // max(1, tables))
+        return min(self.audit_rows, share, rows)
 
 
 class TrackedTable:
@@ -130,6 +139,11 @@ class TrackedTable:
         self._signature: tuple[int, ...] = ()
         self._pinned: list[Any] = []
         self._schema = self._read_schema()
+
+    @property
+    def samples(self) -> int:
+        """How many samples the audit has drawn."""
+        return self._samples
 
     # -- what a cut and a restore need
 
@@ -320,14 +334,14 @@ class TrackedTable:
             self._rows.cut_taken()
         self.sign()
 
-    def audit_sample(self) -> None:
-        """Draw the audit's next sample."""
-        count = self._settings.audited_rows(self._samples, self.marks.rows)
+    def audit_draw(self, tables: int) -> Callable[[], None] | None:
+        """Draw the audit's next sample, as one of so many tables; what it returns looks at the rows."""
+        count = self._settings.audited_rows(self._samples, self.marks.rows, tables)
         self._samples += 1
         if self._rows is not None and count:
-            self._audit.sample(self._sections(), count)
-        else:
-            self._audit.forget()
+            return self._audit.draw(self._sections(), count)
+        self._audit.forget()
+        return None
 
     def audit_check(self) -> AuditFault | None:
         """Check the sample; a fault marks everything and ends tracking by gradients."""
@@ -522,6 +536,7 @@ class Tracking:
         self.faults = 0
         """Audit faults since the start."""
         self._audits = 0
+        self._sampling: Future[None] | None = None
         self._grouped: list[Tensor] | None = None
         self._named = self._inventory
         self._install()
@@ -673,13 +688,30 @@ class Tracking:
         """`table` was restored; `ids` (int64 [n]) came from delta frames, None: treat every row so."""
         table.reseed(ids)
 
-    def audit_sample(self) -> None:
-        """Draw fresh samples of rows, at the boundary of a cut and after the check of the last ones."""
-        for table in self.tables:
-            table.audit_sample()
+    def audit_sample(self, later: Callable[[Callable[[], None]], Future[None]] | None = None) -> None:
+        """Draw fresh samples of rows, at the boundary of a cut and after the check of the last ones.
+
+        `later` has them looked at on another thread; not where every row is, which is to miss no write at all.
+        """
+        whole = any(self.settings.whole_audit(table.samples) for table in self.tables)
+        drawn = [table.audit_draw(len(self.tables)) for table in self.tables]
+        looks = [look for look in drawn if look is not None]
+
+        def look_all() -> None:
+            for look in looks:
+                look()
+
+        if later is None or whole or any(table.param.device.type != "cpu" for table in self.tables):
+            look_all()
+        elif looks:
+            self._sampling = later(look_all)
 
     def audit_before_commit(self) -> list[AuditFault]:
         """Check the samples before the next cut is prepared; with a fault that cut should be full."""
+        if self._sampling is not None:
+            sampling, self._sampling = self._sampling, None
+            if (failed := sampling.exception()) is not None:
+                _log.debug("the sample of an audit could not be drawn", exc_info=failed)
         faults = []
         for table in self.tables:
             fault = table.audit_check()

@@ -28,7 +28,7 @@ def test_silent_writes_are_found_as_often_as_documented(fraction, sampled):
     trials, missed = 200, 0
     for seed in range(trials):
         audit = Audit("t", seed)
-        audit.sample([weights], sampled)
+        audit.draw([weights], sampled)()
         rows = torch.randperm(ROWS, generator=random)[:touched]
         weights.data[rows] += 1
         missed += audit.check([weights], marks) is None
@@ -42,7 +42,7 @@ def test_marked_rows_are_no_fault_and_state_counts_as_weights():
     weights, total = torch.randn(ROWS, 4), torch.zeros(ROWS)
     marks = clean_marks()
     audit = Audit("t", 1)
-    audit.sample([weights, total], ROWS)
+    audit.draw([weights, total], ROWS)()
     weights[5] += 1
     marks.mark(torch.tensor([5]))
     assert audit.check([weights, total], marks) is None
@@ -80,7 +80,7 @@ def test_a_field_that_appears_is_no_fault():
     """Lazy state changes the layout; the whole table is marked by other means then."""
     weights = torch.randn(ROWS, 4)
     audit = Audit("t", 1)
-    audit.sample([weights], 64)
+    audit.draw([weights], 64)()
     assert audit.check([weights, torch.zeros(ROWS)], clean_marks()) is None
     audit.forget()
     assert audit.check([weights + 1], clean_marks()) is None
