@@ -73,7 +73,7 @@ class CutBase:
         if self._baseline is not None:
             begin.since_baseline_seq = self._baseline
 
-    def mode(self, begun: pb.SaveReply.Begun) -> Mode:
+    def mode(self, begun: pb.SaveReply.Begun | pb.SaveReply.Prepared) -> Mode:
         """Which rows the sidecar asks for; a seq that we do not know means all of them."""
         if not begun.HasField("covers") or self._full:
             return "all"
