@@ -16,6 +16,7 @@ import shutil
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -230,6 +231,14 @@ class DcpAsyncSave(DcpSave):
         """None: the writer stages, into fresh memory each time."""
         return
 
+    def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
+        """Begin a save; the result says whether it is durable."""
+        with _quiet():
+            future = dcp.async_save(
+                state.as_dict(), storage_writer=self.writer(tag), async_stager=self.stager()
+            )
+        return future.done
+
     def save(self, state: TrainingState, tag: str) -> Saved:
         with _quiet():
             begun = Instant.now()
@@ -302,6 +311,12 @@ class TorchSnapshotAsyncTake(TorchSnapshotTake):
 
     name = "torchsnapshot.async_take"
     asynchronous = True
+
+    def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
+        """Begin a save; the result says whether it is durable."""
+        with _quiet():
+            pending = self.library.Snapshot.async_take(self._url(tag), self._app_state(state))
+        return pending.done
 
     def save(self, state: TrainingState, tag: str) -> Saved:
         with _quiet():

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("codec_speeds", "tracking", "checkpointing", "group", "ranks")
+MODULES = ("codec_speeds", "tracking", "checkpointing", "slowdown", "group", "ranks")
 ONLY_IF_NAMED = ("group", "ranks")
 """In full: gigabytes and minutes each; `make bench-group`, `make bench-ranks`."""
 COLUMNS = (

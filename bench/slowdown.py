@@ -1,0 +1,261 @@
+"""What a save costs a training that goes on: the stall, what the steps beside it lose, and the processor time of all.
+
+A stall that is merely moved into the steps before or after it is seen here. Everybody trains the same state by the same
+steps on a real MinIO. A round:
+
+    the share of rows is touched, ordinary steps follow; these are the round's measure of a step
+    a save comes due; steps go on until it is durable
+
+`lost` is by how much all steps from there on, and the stall, took longer than as many ordinary ones: seconds of
+training that one save costs. Ours comes due by the sidecar's timer, as in a run, so that rows may be copied ahead of its
+cut; its steps count from the moment the timer could have run out. Processor time is that of this process, of the
+sidecar and of MinIO together, less what as many ordinary steps take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import states
+import torch
+from checkpointing import Row, _environment, _limit, _row
+from minio_server import minio_server
+from ours import Deltashard, Sidecar
+from peers import DcpAsyncSave, DcpAsyncSaveReusing, Place, TorchSnapshotAsyncTake
+
+SHARES = (0.26, 1.0)
+LOOKUPS = 512
+"""Rows of each table that an ordinary step touches."""
+ORDINARY = 24
+"""Steps of each round that nothing runs beside."""
+LONGEST_S = 120.0
+BARS = {DcpAsyncSave.name: 1 / 0.1, DcpAsyncSaveReusing.name: 1 / 0.5}
+"""Theirs / ours, of stalls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """One save."""
+
+    stall_s: float
+    lost_s: float
+    cpu_s: float
+    durable_s: float
+    steps: int
+    step_s: float
+
+
+class Loop:
+    """Ordinary steps, timed."""
+
+    def __init__(self, state: states.TrainingState) -> None:
+        self.state = state
+        self.tables = [*state.rowwise, *state.pointwise]
+        self.generator = torch.Generator().manual_seed(4)
+        self.work = torch.randn(512, 512)
+
+    def step(self, end: Callable[[], object] = lambda: None) -> float:
+        """One step; its seconds, with `end`, which is called last."""
+        begun = time.perf_counter()
+        self.state.touch_rows(
+            [torch.randint(len(t), (LOOKUPS,), generator=self.generator) for t in self.tables]
+        )
+        for _ in range(4):
+            torch.mm(self.work, self.work)
+        end()
+        return time.perf_counter() - begun
+
+
+def run(*, quick: bool) -> dict[str, object]:
+    """All of it; `quick` is a smoke test on a small state."""
+    sizes = {40: 1} if quick else {42: 5, 402: 5, 4000: 2}
+    out: dict[str, object] = {"errors": {}, "sizes": {}}
+    rows: list[Row] = []
+    for megabytes, rounds in sizes.items():
+        print(f"  {megabytes} MB ...", file=sys.stderr)
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="deltashard-bench-")))
+            server = stack.enter_context(minio_server())
+            stack.enter_context(_environment(server.environment()))
+            place = Place(
+                name="MinIO",
+                root=f"{server.bucket}/bench",
+                endpoint=server.endpoint,
+                access_key=server.access_key,
+                secret_key=server.secret_key,
+            )
+            loop = Loop(states.build(megabytes=megabytes))
+            minio = _minio(server.pid)
+            found = _peers(place, loop, rounds, minio, out)
+            found["ours"] = _ours(place, loop, rounds, minio, folder, megabytes)
+            out["sizes"][megabytes] = {  # type: ignore[index]
+                who: {share: [asdict(cost) for cost in costs] for share, costs in by.items()}
+                for who, by in found.items()
+            }
+            rows += _rows(megabytes, found)
+    out["rows"] = rows
+    return out
+
+
+def _minio(pid: int) -> Callable[[], float]:
+    """Processor seconds of the server so far."""
+
+    def seconds() -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    return seconds
+
+
+Found = dict[str, dict[float, list[Cost]]]
+
+
+def _peers(
+    place: Place, loop: Loop, rounds: int, others: Callable[[], float], out: dict[str, object]
+) -> Found:
+    found: Found = {}
+    for kind in (DcpAsyncSave, DcpAsyncSaveReusing, TorchSnapshotAsyncTake):
+        peer = None
+        try:
+            peer = kind(place)
+            found[kind.name] = {
+                1.0: [_peer_round(peer, loop, turn, others) for turn in range(rounds + 1)][1:]
+            }
+        except Exception as error:
+            out["errors"][kind.name] = f"{type(error).__name__}: {error}"[:500]  # type: ignore[index]
+            traceback.print_exc(limit=2)
+        finally:
+            if peer is not None:
+                peer.close()
+    return found
+
+
+def _peer_round(peer: DcpAsyncSave, loop: Loop, turn: int, others: Callable[[], float]) -> Cost:
+    loop.state.touch(1.0, seed=turn)
+    loop.step()
+    cpu_before = time.process_time() + others()
+    ordinary = [loop.step() for _ in range(ORDINARY)]
+    step_s = median(ordinary)
+    cpu_step_s = (time.process_time() + others() - cpu_before) / ORDINARY
+    tag = f"slow-{type(peer).__name__}-{turn}"
+    begun, cpu = time.perf_counter(), time.process_time() + others()
+    done = peer.start(loop.state, tag)
+    stall_s = time.perf_counter() - begun
+    steps = 0
+    while not done() and time.perf_counter() - begun < LONGEST_S:
+        loop.step()
+        steps += 1
+    took_s = time.perf_counter() - begun
+    cpu_s = time.process_time() + others() - cpu - steps * cpu_step_s
+    peer.place.remove(tag)
+    return Cost(
+        stall_s=stall_s,
+        lost_s=took_s - steps * step_s,
+        cpu_s=cpu_s,
+        durable_s=took_s,
+        steps=steps,
+        step_s=step_s,
+    )
+
+
+def _ours(
+    place: Place, loop: Loop, rounds: int, minio: Callable[[], float], folder: Path, megabytes: int
+) -> dict[float, list[Cost]]:
+    found: dict[float, list[Cost]] = {}
+    for share in SHARES:
+        # The timer runs out after the rows were touched and the ordinary steps ran.
+        every_s = 1.5 + megabytes / 200
+        flags = {
+            "encoding": "q8",
+            "differential": "consecutive",
+            "compact_after": 0,
+            "arena_bytes": max(64 << 20, int(loop.state.bytes * 1.25)),
+            "every_s": every_s,
+        }
+        run = f"slowdown-{megabytes}-{share}"
+        with Sidecar(place, run, folder / run, **flags) as sidecar:
+            ours = Deltashard(sidecar, loop.state)
+            ours.restore()
+            others = lambda sidecar=sidecar: sidecar.cpu_s + minio()  # noqa: E731
+            found[share] = [
+                _our_round(ours, loop, share, turn, others, every_s) for turn in range(rounds + 2)
+            ][2:]
+            ours.ckpt.close()
+    return found
+
+
+def _our_round(
+    ours: Deltashard, loop: Loop, share: float, turn: int, others: Callable[[], float], every_s: float
+) -> Cost:
+    """One interval of the timer, which began with the last cut."""
+    ckpt = ours.ckpt
+    _until_durable(ours, loop)
+    ours.touched(share, seed=turn)
+    cuts, commits = ckpt.stats.cuts, ckpt.stats.commits
+    loop.step(ckpt.step)
+    cpu_before = time.process_time() + others()
+    ordinary = [loop.step(ckpt.step) for _ in range(ORDINARY)]
+    step_s = median(ordinary)
+    cpu_step_s = (time.process_time() + others() - cpu_before) / ORDINARY
+    assert ckpt.stats.cuts == cuts, f"the timer of {every_s} s ran out among the ordinary steps"
+    begun, cpu, steps = time.perf_counter(), time.process_time() + others(), 0
+    while ckpt.stats.commits == commits and time.perf_counter() - begun < LONGEST_S:
+        loop.step(ckpt.step)
+        steps += 1
+    took_s = time.perf_counter() - begun
+    cpu_s = time.process_time() + others() - cpu - steps * cpu_step_s
+    assert ckpt.stats.last_commit is not None
+    return Cost(
+        stall_s=ckpt.stats.stalls_s[-1],
+        lost_s=took_s - steps * step_s,
+        cpu_s=cpu_s,
+        durable_s=ckpt.stats.last_commit.durable_s,
+        steps=steps,
+        step_s=step_s,
+    )
+
+
+def _until_durable(ours: Deltashard, loop: Loop) -> None:
+    """Steps until no save is in flight."""
+    ckpt = ours.ckpt
+    while ckpt.stats.commits < ckpt.stats.cuts:
+        loop.step(ckpt.step)
+
+
+def _rows(megabytes: int, found: Found) -> list[Row]:
+    rows: list[Row] = []
+    ours = found["ours"]
+    peers = {who: costs[1.0] for who, costs in found.items() if who != "ours"}
+    best = min((median(cost.lost_s for cost in costs) for costs in peers.values()), default=None)
+    for share, costs in ours.items():
+        what = f"{megabytes} MB, {'all rows' if share == 1.0 else f'{share:.0%}'}"
+        stall = median(cost.stall_s for cost in costs)
+        lost = median(cost.lost_s for cost in costs)
+        for who, theirs in peers.items():
+            bar = 1.0 if megabytes < 100 and who == DcpAsyncSave.name else BARS.get(who)
+            rows.append(
+                _row(f"stall by the timer, {what}", stall, who, median(c.stall_s for c in theirs), bar, "s")
+            )
+        for who, theirs in peers.items():
+            rows.append(_row(f"durable, {what}", median(c.durable_s for c in costs), who,
+                             median(c.durable_s for c in theirs), None, "s"))  # fmt: skip
+        for who, theirs in peers.items():
+            their_lost = median(c.lost_s for c in theirs)
+            bar = 3.0 if their_lost == best else None
+            rows.append(_row(f"training lost to a save, {what}", max(lost, 1e-4), who, their_lost, bar, "s"))
+        rows.append(_limit(f"... of a minute, {what}", 100 * lost / 60, 1.0, "%"))
+        for who, theirs in peers.items():
+            rows.append(_row(f"processor time of a save, {what}", median(c.cpu_s for c in costs), who,
+                             median(c.cpu_s for c in theirs), None, "s"))  # fmt: skip
+    return rows
