@@ -7,8 +7,8 @@ steps on a real MinIO. A round:
     a save comes due; steps go on until it is durable
 
 `lost` is by how much all steps from there on, and the stall, took longer than as many ordinary ones: seconds of
-training that one save costs. Ours comes due by the sidecar's timer, as in a run, so that rows may be copied ahead of its
-cut; its steps count from the moment the timer could have run out. Processor time is that of this process, of the
+training that one save costs. Ours comes due by the sidecar's timer, as in a run, so that rows may be copied ahead;
+its steps count from the moment the timer could have run out. Processor time is that of this process, of the
 sidecar and of MinIO together, less what as many ordinary steps take.
 """
 
