@@ -24,7 +24,7 @@ from deltashard_checkpoint.crash_point import crash_point
 
 from deltashard.errors import GroupLost
 from deltashard.group.group_store import GroupStore
-from deltashard.group.order import AHEAD_S, Ack, Orders, Proposal, Verdict, limit_after, settled
+from deltashard.group.order import Ack, Orders, Proposal, Verdict, limit_after, settled
 from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
@@ -232,7 +232,7 @@ class Conductor:
         return Proposal(reason="timer", at=at) if at <= step + 3 * (self._limit() - step) else None
 
     def _limit(self, *, lead: bool = True) -> int:
-        return limit_after(self._clock.step, self._pace.step_s, AHEAD_S + lead * self._lead_s)
+        return limit_after(self._clock.step, self._pace.step_s, lead * self._lead_s)
 
     def _settle(self, number: int, proposal: Proposal) -> None:
         """See order `number` through to its verdict."""

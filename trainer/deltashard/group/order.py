@@ -97,12 +97,12 @@ class Verdict:
         return cls(at=None if at is None else int(at), why_off=str(why_off))
 
 
-def limit_after(step: int, step_time_s: float, ahead_s: float = AHEAD_S) -> int:
+def limit_after(step: int, step_time_s: float, lead_s: float = 0.0) -> int:
     """The limit of a rank that has ended `step` and takes `step_time_s` a step, 0: not known; always beyond `step`.
 
-    It lies `ahead_s` ahead.
+    `lead_s`: it lies so much further ahead than it had to.
     """
-    ahead = 1 if step_time_s <= 0 else math.ceil(min(ahead_s / step_time_s, MOST_AHEAD))
+    ahead = 1 if step_time_s <= 0 else math.ceil(min((AHEAD_S + lead_s) / step_time_s, MOST_AHEAD))
     return step + max(1, ahead)
 
 
