@@ -449,10 +449,11 @@ class Trainer:
         hold: Callable[[int], None] | None = None,
         from_run: str = "",
         says_rank: bool = True,
+        batches: bool = False,
     ) -> pb.RestoreReply.Done:
         """Fill the model from a checkpoint; `hold(n)` is called before the n-th frame is applied.
 
-        `says_rank` false: as a trainer does that knows nothing of ranks' own blobs.
+        `says_rank` false: as a trainer does that knows nothing of ranks' own blobs; `batches` false: nor of batches.
         """
         outbox: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
         want = pb.RestoreRequest.Want(
@@ -462,7 +463,9 @@ class Trainer:
             from_run=from_run,
             boxes=[box_message(t.box) for t in self.model.tables],
             rank=self.rank if says_rank else None,
+            batches=batches,
         )
+        self.batches_read: list[list[str]] = []
         outbox.put(pb.RestoreRequest(want=want))
         applier = FrameApplier([table.target() for table in self.model.tables])
         names: set[str] = set()
@@ -471,21 +474,27 @@ class Trainer:
         try:
             for reply in self.stub.Restore(iter(outbox.get, None), timeout=DEADLINE_S):
                 kind = reply.WhichOneof("kind")
-                if kind == "filled":
-                    filled = reply.filled
-                    count += 1
-                    if hold is not None:
-                        hold(count)
-                    length = filled.frame.length
-                    frame = bytes(self.arena.block(filled.block)[filled.offset : filled.offset + length])
-                    for applied in applier.apply(memoryview(frame)):
-                        if not filled.baseline:
-                            table = next(t for t in self.model.tables if t.fqn == applied.target.schema.fqn)
-                            table.dirty.update(int(row) for row in applied.rows)
-                    if filled.frame.name:
-                        names.add(filled.frame.name)
-                    if filled.last:
-                        outbox.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block])))
+                if kind in ("filled", "batch"):
+                    frames = [reply.filled] if kind == "filled" else list(reply.batch.frames)
+                    self.batches_read.append([frame.frame.xxh3_128.hex() for frame in frames])
+                    for filled in frames:
+                        count += 1
+                        if hold is not None:
+                            hold(count)
+                        length = filled.frame.length
+                        frame = bytes(self.arena.block(filled.block)[filled.offset : filled.offset + length])
+                        for applied in applier.apply(memoryview(frame)):
+                            if not filled.baseline:
+                                table = next(
+                                    t for t in self.model.tables if t.fqn == applied.target.schema.fqn
+                                )
+                                table.dirty.update(int(row) for row in applied.rows)
+                        if filled.frame.name:
+                            names.add(filled.frame.name)
+                        if filled.last:
+                            outbox.put(
+                                pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block]))
+                            )
                 elif kind == "failed":
                     raise SaveRefused(reply.failed.cause, reply.failed.message)
                 elif kind == "done":

@@ -283,6 +283,12 @@ class _Table:
         """Write what is not provided yet; the global ids of the rows written."""
         box, info = self.target.box, frame.info
         positions = ids - box.row_start
+        if self._is_first(frame, positions):
+            fill = _Fill(rows=positions, take=None, first=0, last=self.width)
+            self._write(frame, fill)
+            self.intervals[0][2][_span(frame, positions)] = True
+            self._write_rowwise(frame, positions, None)
+            return ids
         inside: Mask | None = None
         if info.row_min < box.row_start or info.row_max >= box.row_stop:
             inside = (positions >= 0) & (positions < self.rows)
@@ -309,6 +315,21 @@ class _Table:
         self._write_rowwise(frame, positions, filled)
         written = filled > 0
         return ids if written.all() else ids[written]
+
+    def _is_first(self, frame: Frame, positions: Rows) -> bool:
+        """Whether all of the frame is wanted, and it has all columns of rows of which nothing is provided.
+
+        So most frames of a baseline are: no row of theirs needs a look of its own.
+        """
+        box, info = self.target.box, frame.info
+        return (
+            len(self.intervals) == 1
+            and box.row_start <= info.row_min
+            and info.row_max < box.row_stop
+            and info.col_start <= box.col_start
+            and info.col_stop >= box.col_stop
+            and not self.intervals[0][2][_span(frame, positions)].any()
+        )
 
     def missing(self) -> list[Box]:
         box = self.target.box
@@ -365,11 +386,16 @@ class _Table:
                 values = section.values(info.rows)[:, from_column : from_column + out.shape[1]]
                 decoder.scatter(np.ascontiguousarray(values), out=out, rows=fill.rows, take=fill.take)
 
-    def _write_rowwise(self, frame: Frame, rows: Rows, filled: Rows) -> None:
-        """What the frame says of rows (positions [n]), of each of which it has just filled so many columns [n]."""
+    def _write_rowwise(self, frame: Frame, rows: Rows, filled: Rows | None) -> None:
+        """What the frame says of rows (positions [n]), of each of which it has just filled so many columns [n].
+
+        `filled` None: all columns of all of them.
+        """
         stored = {section.spec.name: section for section in frame.fields}
-        alone = filled == self.width
-        joins = (filled > 0) & ~alone
+        alone: Mask | None = None  # all of them
+        joins = rows[:0]
+        if filled is not None and not (whole := filled == self.width).all():
+            alone, joins = whole, np.flatnonzero((filled > 0) & ~whole)
         for spec in self.specs:
             if spec.kind != "rowwise":
                 continue
@@ -381,11 +407,12 @@ class _Table:
                 values, dtype = section.values(frame.info.rows), section.stored_dtype
             else:
                 continue  # noted by the applier
-            if alone.any():
-                take = None if alone.all() else alone
-                decoder.scatter(values, out=out, rows=rows, take=take, values_dtype=dtype, dtype=spec.dtype)
-            if joins.any():
-                said = np.empty(int(joins.sum()), out.dtype)
+            if alone is None and frame.contiguous and values.dtype == out.dtype and dtype == spec.dtype:
+                out[_span(frame, rows)] = values
+            elif alone is None or alone.any():
+                decoder.scatter(values, out=out, rows=rows, take=alone, values_dtype=dtype, dtype=spec.dtype)
+            if filled is not None and len(joins):
+                said = np.empty(len(joins), out.dtype)
                 order = np.arange(len(said), dtype=np.int64)
                 part = np.ascontiguousarray(values[joins])
                 decoder.scatter(part, out=said, rows=order, values_dtype=dtype, dtype=spec.dtype)
@@ -393,6 +420,14 @@ class _Table:
                 if join is None:
                     join = self._joins[spec.name] = _Join(self.target.schema.fqn, spec, self.rows)
                 join.add(rows[joins], said, filled[joins], self.width, out)
+
+
+def _span(frame: Frame, positions: Rows) -> slice | Rows:
+    """The positions [n] of a frame's rows, as a slice where they are consecutive: many times faster as an index."""
+    if not frame.contiguous:
+        return positions
+    first = int(positions[0])
+    return slice(first, first + len(positions))
 
 
 class _Join:

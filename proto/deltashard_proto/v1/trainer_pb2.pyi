@@ -433,7 +433,7 @@ class SaveReply(_message.Message):
 class RestoreRequest(_message.Message):
     __slots__ = ("want", "freed")
     class Want(_message.Message):
-        __slots__ = ("session", "seq", "boxes", "blobs", "from_run", "lenient", "mapping", "weights_only", "rank")
+        __slots__ = ("session", "seq", "boxes", "blobs", "from_run", "lenient", "mapping", "weights_only", "rank", "batches")
         class MappingEntry(_message.Message):
             __slots__ = ("key", "value")
             KEY_FIELD_NUMBER: _ClassVar[int]
@@ -450,6 +450,7 @@ class RestoreRequest(_message.Message):
         MAPPING_FIELD_NUMBER: _ClassVar[int]
         WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
         RANK_FIELD_NUMBER: _ClassVar[int]
+        BATCHES_FIELD_NUMBER: _ClassVar[int]
         session: str
         seq: int
         boxes: _containers.RepeatedCompositeFieldContainer[_index_pb2.Box]
@@ -459,7 +460,8 @@ class RestoreRequest(_message.Message):
         mapping: _containers.ScalarMap[str, str]
         weights_only: bool
         rank: int
-        def __init__(self, session: _Optional[str] = ..., seq: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., blobs: _Optional[bool] = ..., from_run: _Optional[str] = ..., lenient: _Optional[bool] = ..., mapping: _Optional[_Mapping[str, str]] = ..., weights_only: _Optional[bool] = ..., rank: _Optional[int] = ...) -> None: ...
+        batches: bool
+        def __init__(self, session: _Optional[str] = ..., seq: _Optional[int] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., blobs: _Optional[bool] = ..., from_run: _Optional[str] = ..., lenient: _Optional[bool] = ..., mapping: _Optional[_Mapping[str, str]] = ..., weights_only: _Optional[bool] = ..., rank: _Optional[int] = ..., batches: _Optional[bool] = ...) -> None: ...
     class Freed(_message.Message):
         __slots__ = ("blocks",)
         BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -472,7 +474,7 @@ class RestoreRequest(_message.Message):
     def __init__(self, want: _Optional[_Union[RestoreRequest.Want, _Mapping]] = ..., freed: _Optional[_Union[RestoreRequest.Freed, _Mapping]] = ...) -> None: ...
 
 class RestoreReply(_message.Message):
-    __slots__ = ("plan", "filled", "done", "failed")
+    __slots__ = ("plan", "filled", "done", "failed", "batch")
     class Plan(_message.Message):
         __slots__ = ("step", "stored_bytes", "frames", "chain", "initial", "notes")
         STEP_FIELD_NUMBER: _ClassVar[int]
@@ -507,6 +509,11 @@ class RestoreReply(_message.Message):
         last: bool
         after_blobs: bool
         def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., frame: _Optional[_Union[_index_pb2.Frame, _Mapping]] = ..., seq: _Optional[int] = ..., baseline: _Optional[bool] = ..., table: _Optional[_Union[_index_pb2.TableSchema, _Mapping]] = ..., last: _Optional[bool] = ..., after_blobs: _Optional[bool] = ...) -> None: ...
+    class Batch(_message.Message):
+        __slots__ = ("frames",)
+        FRAMES_FIELD_NUMBER: _ClassVar[int]
+        frames: _containers.RepeatedCompositeFieldContainer[RestoreReply.Filled]
+        def __init__(self, frames: _Optional[_Iterable[_Union[RestoreReply.Filled, _Mapping]]] = ...) -> None: ...
     class Done(_message.Message):
         __slots__ = ("cache_bytes", "store_bytes", "seconds", "baseline_seq")
         CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -531,11 +538,13 @@ class RestoreReply(_message.Message):
     FILLED_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
     plan: RestoreReply.Plan
     filled: RestoreReply.Filled
     done: RestoreReply.Done
     failed: RestoreReply.Failed
-    def __init__(self, plan: _Optional[_Union[RestoreReply.Plan, _Mapping]] = ..., filled: _Optional[_Union[RestoreReply.Filled, _Mapping]] = ..., done: _Optional[_Union[RestoreReply.Done, _Mapping]] = ..., failed: _Optional[_Union[RestoreReply.Failed, _Mapping]] = ...) -> None: ...
+    batch: RestoreReply.Batch
+    def __init__(self, plan: _Optional[_Union[RestoreReply.Plan, _Mapping]] = ..., filled: _Optional[_Union[RestoreReply.Filled, _Mapping]] = ..., done: _Optional[_Union[RestoreReply.Done, _Mapping]] = ..., failed: _Optional[_Union[RestoreReply.Failed, _Mapping]] = ..., batch: _Optional[_Union[RestoreReply.Batch, _Mapping]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("session",)

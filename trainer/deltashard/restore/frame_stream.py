@@ -57,12 +57,12 @@ def read_frames(
             kind = reply.WhichOneof("kind")
             if kind == "plan":
                 plan = reply.plan
-            elif kind == "filled":
-                filled = reply.filled
-                block = link.arena.block(filled.block)
-                take(block[filled.offset : filled.offset + filled.frame.length], filled)
-                if filled.last:
-                    out.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block])))
+            elif kind in ("filled", "batch"):
+                for filled in (reply.filled,) if kind == "filled" else reply.batch.frames:
+                    block = link.arena.block(filled.block)
+                    take(block[filled.offset : filled.offset + filled.frame.length], filled)
+                    if filled.last:
+                        out.put(pb.RestoreRequest(freed=pb.RestoreRequest.Freed(blocks=[filled.block])))
             elif kind == "done":
                 return plan, reply.done
             elif kind == "failed":
@@ -126,6 +126,7 @@ def read_checkpoint(
         lenient=True,
         weights_only=targets.weights_only,
         rank=rank,
+        batches=True,
     )
     arrivals = Arrivals(targets, judge, newer)
     plan, done = read_frames(link, want, arrivals.take)
