@@ -8,6 +8,7 @@ the restore, come back again. Prints one JSON line per point: what the last proc
 import json
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -68,7 +69,10 @@ def first_life(work: Path, run: str) -> None:
         arm(run)
         trained.train(SECOND)
         if run.startswith("precopy."):
-            trained.train(FIRST + SECOND)  # the cut of the timer, which is copied ahead
+            # Up to the step before the timer's cut: the copying thread dies, however late it gets to run.
+            trained.train(FIRST + SECOND - 1)
+            threading.Event().wait(60)
+            raise TimeoutError(f"nothing was copied ahead of step {FIRST + SECOND}")
         trained.ckpt.save().wait(60)
     os.kill(os.getpid(), 9)
 

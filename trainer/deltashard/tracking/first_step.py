@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("deltashard.tracking")
 
-_LOOKED_AT = 1 << 16
-"""So many rows are searched for ones that are worth remembering."""
-_REMEMBERED = 512
+_LOOKED_AT = (1 << 13, 1 << 16)
+"""So many rows are searched for ones that are worth remembering; more of them where few were found."""
+_FEW, _REMEMBERED = 64, 512
 _COPIED_BYTES = 256 << 20
 """Row-wise state up to so much in all is copied, so that it can be put back even if it was overwritten in place."""
 
@@ -40,10 +40,13 @@ class _Field:
         self.name = name
         self.tensor = tensor
         self.copy = tensor.clone() if copy else None
-        stride = max(1, tensor.shape[0] // _LOOKED_AT)
-        some = tensor[::stride].reshape(len(tensor[::stride]), -1)
-        self.usual = some[:, 0].mode().values
-        at = (some != self.usual).any(dim=1).nonzero().view(-1)
+        for looked_at in _LOOKED_AT:
+            stride = max(1, tensor.shape[0] // looked_at)
+            some = tensor[::stride].reshape(len(tensor[::stride]), -1)
+            self.usual = some[:, 0].mode().values
+            at = (some != self.usual).any(dim=1).nonzero().view(-1)
+            if len(at) >= _FEW or stride == 1:
+                break
         self.ids = at[:: max(1, len(at) // _REMEMBERED)][:_REMEMBERED] * stride
         self.values = _rows(tensor, self.ids)
         self.weights = _rows(table.param.detach(), self.ids)

@@ -111,10 +111,12 @@ def test_gathers_and_flags_are_equal_at_every_instruction_set(level):
     for n, width in ((70, 4), (70, 100), (6001, 256)):
         values = rng.integers(0, 256, (n, width), dtype=np.uint8)
         rows = rng.permutation(n).astype(np.int64)
-        outs = [np.zeros((n, width), np.uint8) for _ in range(2)]
-        for k, out in zip((level, reference), outs, strict=True):
-            k.gather(values, rows, out)
-        assert (outs[0] == outs[1]).all()
+        for places in (np.empty(0, np.int64), rng.permutation(n + 5)[:n].astype(np.int64)):
+            outs = [np.zeros((n + 5, width), np.uint8) for _ in range(2)]
+            for k, out in zip((level, reference), outs, strict=True):
+                k.gather(values, rows, out, places)
+            assert (outs[0] == outs[1]).all()
+            assert (outs[0][places if len(places) else slice(n)] == values[rows]).all()
     flags = [rng.integers(0, 16, 1001, dtype=np.uint8)] * 2
     flags[1] = flags[0].copy()
     found = [np.empty(1001, np.int64) for _ in range(2)]

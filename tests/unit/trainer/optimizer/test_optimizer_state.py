@@ -477,3 +477,17 @@ def test_state_that_is_the_last_gradient_is_not_thrown_away(width, caplog):
     tracking.close()
     assert "initialises it again" not in caplog.text
     assert not optimizer.state[model.weight]["exp_avg"][5].any()
+
+
+def test_few_trained_rows_of_a_large_table_are_found_too(caplog):
+    """Where a coarse look finds few rows with state of their own, a finer one is taken."""
+    model = nn.Embedding(65_536, 2)
+    optimizer = Forgetful(list(model.parameters()))
+    stepped(model, optimizer, torch.arange(9, 90, 2))  # no 8th row is among them
+    tracking = Tracking(model, [optimizer])
+    tracking.watch_first_step()
+    optimizer.box.made = False
+    with caplog.at_level(logging.WARNING, "deltashard.tracking"):
+        stepped(model, optimizer, torch.arange(200, 300))
+    tracking.close()
+    assert "initialises it again" in caplog.text
