@@ -82,7 +82,13 @@ class RowTracker:
     def hold(self) -> None:
         """The optimizer is about to apply `param.grad`: keep it, a hook of somebody else may drop it."""
         self._held = grad = self._param.grad
-        self._held_rows = grad._indices()[0] if grad is not None and grad.is_sparse else None  # noqa: SLF001 - indices() refuses uncoalesced gradients
+        if grad is None or not grad.is_sparse:
+            self._held_rows = None
+            return
+        indices = grad._indices()  # noqa: SLF001 - indices() refuses uncoalesced gradients
+        self._held_rows = (
+            indices if grad.sparse_dim() == 1 else indices[0]
+        )  # [1, n] is as good, and for nothing
 
     def stepped(self) -> None:
         """The optimizer applied the gradient that was held: mark its rows.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import optimizer as torch_optimizer
 
 from deltashard.optimizer.whitelist import why_inexact
+from deltashard.tracking.glance import Glance
 
 if TYPE_CHECKING:
     from deltashard.tracking.first_step import FirstStep
@@ -61,7 +62,7 @@ class Steps:
 class StepHooks:
     """Those of one optimizer."""
 
-    __slots__ = ("_handles", "_steps", "optimizer", "tables")
+    __slots__ = ("_glance", "_handles", "_quick", "_steps", "optimizer", "tables")
 
     def __init__(self, optimizer: Any, steps: Steps, loaded: Callable[[Any], None]) -> None:
         """`loaded` is called with the optimizer after its `load_state_dict`."""
@@ -69,11 +70,18 @@ class StepHooks:
         self.tables: list[TrackedTable] = []
         """Those that it alone owns and that are tracked by gradients."""
         self._steps = steps
+        self._glance: Glance | None = None
+        self._quick = False
+        """Whether the step under way began with all tables as they were seen last."""
         self._handles = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self.after),
             optimizer.register_load_state_dict_post_hook(loaded),
         ]
+
+    def watch(self, tables: list[TrackedTable]) -> None:
+        """Set `tables`, which other modules may look up now."""
+        self.tables, self._glance = tables, None
 
     def close(self) -> None:
         """Remove them."""
@@ -96,9 +104,13 @@ class StepHooks:
             steps.first.before(optimizer)
         if self.tables:
             reason = why_inexact(optimizer) or why_not_alone(optimizer, args, kwargs)
+            self._quick = reason is None and self._same()
             for table in self.tables:
                 try:
-                    table.before_step(reason)
+                    if self._quick:
+                        table.hold()
+                    else:
+                        table.before_step(reason)
                 except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the step
                     table.lost(error)
         steps.inside.add(optimizer)
@@ -107,16 +119,51 @@ class StepHooks:
         """The post-hook."""
         steps = self._steps
         steps.stepped = True
-        for table in self.tables:
-            try:
-                table.after_step()
-            except Exception as error:  # noqa: BLE001 - as above
-                table.lost(error)
+        if self.tables:
+            self._mark()
         if steps.first is not None:
             steps.first.after(optimizer)
             if steps.first.over:
                 steps.first = None
         steps.inside.discard(optimizer)  # last of all: without all marks the step is not whole either
+
+    def _same(self) -> bool:
+        """Whether a glance tells that all tables are as they were seen last."""
+        try:
+            return self._glance is not None and self._glance.same()
+        except Exception:  # noqa: BLE001 - a moved weight may break anything here; then each is looked at
+            return False
+
+    def _stepped(self) -> bool:
+        try:
+            return self._glance is not None and self._glance.stepped()
+        except Exception:  # noqa: BLE001 - as above
+            return False
+
+    def _look(self) -> Glance | None:
+        if any(table.tracker != "gradients" for table in self.tables):
+            return None
+        try:
+            return Glance(self.tables)
+        except Exception:  # noqa: BLE001 - as above
+            return None
+
+    def _mark(self) -> None:
+        """Have the tables mark what the step wrote, and take them as seen."""
+        quick, self._quick = self._quick, False
+        for table in self.tables:
+            try:
+                table.mark_held()
+            except Exception as error:  # noqa: BLE001 - as above
+                table.lost(error)
+        if quick and self._stepped():
+            return
+        for table in self.tables:
+            try:
+                table.after_step()
+            except Exception as error:  # noqa: BLE001 - as above
+                table.lost(error)
+        self._glance = self._look()
 
 
 def why_not_alone(

@@ -51,14 +51,17 @@ from deltashard.state.replica import owners
 from deltashard.state.row_hash import Hashing
 from deltashard.tracking.audit import Audit, AuditFault
 from deltashard.tracking.first_step import FirstStep, Report
+from deltashard.tracking.glance import Signature, Signed
 from deltashard.tracking.gradient import GradientWatch
 from deltashard.tracking.lookup_tracker import LookupTracker
 from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection
-from deltashard.tracking.row_tracker import HashTracker, RowTracker, Untracked, version
+from deltashard.tracking.row_tracker import HashTracker, RowTracker, Untracked
 from deltashard.tracking.step_hook import StepHooks, Steps, why_not_alone
 
 _log = logging.getLogger("deltashard.tracking")
 
+_UNSIGNED: Signed = (Signature([]), slice(None))
+_WHOLE = slice(None)
 _JOBS_AT_ONCE = 64
 """Chunks of hashing, of all tables together, before their results are taken."""
 
@@ -116,7 +119,8 @@ class TrackedTable:
         """What of the table this is."""
         self.found = found
         self.param = found.param
-        self._lookups = found.lookups
+        self.lookups = found.lookups
+        """The modules that look it up."""
         self.aliases = found.aliases
         self.marks = Marks(found.param.shape[0], found.param.device)
         self.views: list[OptimizerView] = []
@@ -136,7 +140,8 @@ class TrackedTable:
         self._samples = 0
         self._outside = 0
         self._shares: str | None = None
-        self._signature: tuple[int, ...] = ()
+        self.signed: Signed = _UNSIGNED
+        """Its weights and state as they were seen last: what differs from that was written from outside."""
         self._pinned: list[Any] = []
         self._schema = self._read_schema()
 
@@ -201,7 +206,7 @@ class TrackedTable:
 
     def attach(self, owners: Iterable[Any], views: Iterable[OptimizerView]) -> None:
         """Set the optimizers: those handed over that own this table, and the views that hold its state."""
-        if self._rows is not None and self._signature != self._sign():
+        if self._rows is not None and self._differs():
             self._written_outside()  # `sign` below would take it for seen
         first = self._rows is None and self._hashes is None
         self.views = list(views)[::-1]
@@ -233,6 +238,7 @@ class TrackedTable:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
+        self.signed = _UNSIGNED
         self._hashes = HashTracker(self._seed)
         self.marks.mark_all()
         self.reason = reason
@@ -249,27 +255,36 @@ class TrackedTable:
         reason = inexact or self._why_not_lookups()
         if reason is not None:
             self.go_over(reason)
-        elif self._signature != self._sign():
+        elif self._differs():
             self._written_outside()
+        self.hold()
+
+    def hold(self) -> None:
+        """Keep the gradient that the sole owner's step is about to apply."""
         if isinstance(self._rows, RowTracker):
             self._rows.hold()
 
     def after_step(self) -> None:
-        """After the sole owner's step."""
+        """After the sole owner's step: take what it wrote as seen."""
+        if self._rows is None:
+            return
+        signature, (seen, part) = Signature(self.signable()), self.signed
+        if signature.addresses != seen.addresses[part]:
+            self.sign()  # state appeared or was re-bound within the step: pin it
+        else:
+            self.signed = (signature, _WHOLE)
+
+    def mark_held(self) -> None:
+        """The step applied the gradient that was held: mark its rows."""
         if not isinstance(self._rows, RowTracker):
             return
+        if self.param.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.go_over("its optimizer runs inside a CUDA graph, where no hook does")
+            return
         try:
-            if self.param.is_cuda and torch.cuda.is_current_stream_capturing():
-                self.go_over("its optimizer runs inside a CUDA graph, where no hook does")
-                return
             self._rows.stepped()
         except Untracked as untracked:
             self.go_over(str(untracked))
-        signature = self._sign()
-        if len(signature) != len(self._signature) or signature[1::2] != self._signature[1::2]:
-            self.sign()  # state appeared or was re-bound within the step: pin it
-        else:
-            self._signature = signature
 
     def lost(self, error: Exception) -> None:
         """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
@@ -289,7 +304,7 @@ class TrackedTable:
                 where=self.key,
                 remedy="nothing is saved until it has its shape again; build a new Checkpointer after changing a table",
             )
-        if self._rows is not None and self._signature != self._sign():
+        if self._rows is not None and self._differs():
             self._written_outside()
             self.sign()
         if self._rows is not None and self.marks.flags.device != self.param.device:
@@ -359,7 +374,7 @@ class TrackedTable:
 
     def found_again(self, found: FoundTable) -> None:
         """The same parameter; other modules may look it up now."""
-        self.found, self._lookups, self.aliases = found, found.lookups, found.aliases
+        self.found, self.lookups, self.aliases = found, found.lookups, found.aliases
 
     def shared_with(self, other: str | None) -> None:
         """What lies in the same memory, by name; its steps write these rows, too."""
@@ -399,11 +414,12 @@ class TrackedTable:
 
         The memory is pinned meanwhile, so that an address that was seen cannot come back as another tensor's.
         """
-        self._signature = self._sign()
-        tensors = [self.param, *(v for e in self._entries() for v in e.values() if isinstance(v, Tensor))]
-        self._pinned = (
-            [t.untyped_storage() for t in tensors if t.layout == torch.strided] if self._rows else []
-        )
+        if self._rows is None:
+            self.signed, self._pinned = _UNSIGNED, []
+            return
+        tensors = self.signable()
+        self.signed = (Signature(tensors), _WHOLE)
+        self._pinned = [t.untyped_storage() for t in tensors if t.layout == torch.strided]
 
     def mark_outside(self) -> None:
         """Someone wrote this table, or its state, outside of an optimizer's step."""
@@ -443,24 +459,21 @@ class TrackedTable:
     def _why_not_lookups(self) -> str | None:
         if not self.param.requires_grad:
             return "it is frozen"
-        for module in self._lookups:
+        for module in self.lookups:
             if module.max_norm is not None:
                 return "max_norm renormalises rows at lookup"
         return None
 
-    def _sign(self) -> tuple[int, ...]:
-        if self._rows is None:
-            return ()
-        param = self.param
-        parts = [version(param), param.data_ptr()]
-        for entry in self._entries():
-            for value in entry.values():
-                if isinstance(value, Tensor):
-                    parts.append(version(value))
-                    parts.append(value.data_ptr())
-        return tuple(parts)
+    def _differs(self) -> bool:
+        now, (seen, part) = Signature(self.signable()), self.signed
+        return now.versions != seen.versions[part] or now.addresses != seen.addresses[part]
 
-    def _entries(self) -> list[Mapping[Any, Any]]:
+    def signable(self) -> list[Tensor]:
+        """What is signed: the weights, and the tensors of the optimizers' state."""
+        return [self.param, *(v for e in self.entries() for v in e.values() if isinstance(v, Tensor))]
+
+    def entries(self) -> list[Mapping[Any, Any]]:
+        """The optimizers' state of this table, innermost first."""
         return [entry for view in self.views if (entry := view.target.state.get(self.param))]
 
     def _fields(self) -> dict[str, tuple[str, Tensor]]:
@@ -770,7 +783,7 @@ class Tracking:
             if table.tracker == "gradients":
                 by_owner.setdefault(id(table.sole), []).append(table)
         for hooks in self._hooks:
-            hooks.tables = by_owner.get(id(hooks.optimizer), [])
+            hooks.watch(by_owner.get(id(hooks.optimizer), []))
 
     def _install(self) -> None:
         seen: set[int] = set()

@@ -32,7 +32,8 @@ def main() -> None:
     ckpt = checkpointer(workdir, training, recovery=recovery, **terms)
     restored = ckpt.restore()
     mode = "nothing" if restored is None else restored.mode
-    print(f"rank {rank} life {life} begins at step {ckpt.steps}: {mode}", flush=True)
+    # IMPORTANT: the line and its end are one write. torchrun has Python write unbuffered, and ranks share one pipe.
+    sys.stdout.write(f"rank {rank} life {life} begins at step {ckpt.steps}: {mode}\n")
     np.savez(workdir / f"begun-{rank}.npz", **held(ckpt, training))
     while ckpt.steps < UNTIL:
         training.train(batch(ckpt.steps, rank))

@@ -1,0 +1,171 @@
+"""One look at all tables of an optimizer finds what a look at each of them would find."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deltashard.tracking.glance import Glance
+from deltashard.tracking.step_hook import StepHooks
+from deltashard.tracking.tracking import Tracking, TrackingSettings
+from torch import nn
+
+from tests.support.trainer.tracking_case import quiet
+
+SETTINGS = TrackingSettings(hash_below_bytes=0)
+ROWS, TABLES, THIS = 20, 5, 2
+
+
+class Case:
+    """Five tables under one optimizer, trained until a glance is all that a step needs."""
+
+    def __init__(self, kind=torch.optim.Adagrad, *, sparse=True):
+        torch.manual_seed(0)
+        self.model = nn.ModuleList(nn.Embedding(ROWS, 4, sparse=sparse) for _ in range(TABLES))
+        self.optimizer = kind(self.model.parameters(), lr=0.1)
+        self.tracking = Tracking(self.model, self.optimizer, settings=SETTINGS)
+        for _ in range(3):
+            self.train()
+        self.cut(1)
+        self.train()
+
+    def train(self, ids=(1, 2), tables=range(TABLES)):
+        self.optimizer.zero_grad()
+        with quiet():
+            torch.stack([self.model[i](torch.tensor(ids)).sum() for i in tables]).sum().backward()
+            self.optimizer.step()
+
+    def cut(self, number):
+        self.tracking.refresh()
+        self.tracking.cut_taken(number, "all")
+        self.tracking.committed(number, baseline=True)
+
+    def dirty(self):
+        self.tracking.refresh()
+        found = []
+        for table in self.tracking.tables:
+            chosen = table.prepare_cut("since_commit")
+            found.append(list(range(ROWS)) if chosen.all else chosen.ids.tolist())
+        return found
+
+    @property
+    def weight(self):
+        return self.model[THIS].weight
+
+    @property
+    def entry(self):
+        return self.optimizer.state[self.weight]
+
+    # -- what others do between two steps
+
+    def write_weight(self):
+        with torch.no_grad():
+            self.weight[7] += 1
+
+    def swap_memory(self):
+        self.weight.data = self.weight.data.clone()
+
+    def write_state(self):
+        self.entry["sum"][7] += 1
+
+    def replace_state(self):
+        self.entry["sum"] = self.entry["sum"] * 2
+
+    def replace_entry(self):
+        self.optimizer.state[self.weight] = {k: v.clone() for k, v in self.entry.items()}
+
+    def add_state(self):
+        self.entry["more"] = torch.zeros(ROWS)
+
+    def drop_and_add_state(self):
+        self.entry["other"] = self.entry.pop("sum") + 1
+        self.entry["sum"] = self.entry.pop("other")
+
+    def replace_all_state(self):
+        self.optimizer.state = type(self.optimizer.state)(
+            self.optimizer.state.default_factory,
+            {
+                k: {n: t + 0 for n, t in v.items()} if k is self.weight else v
+                for k, v in self.optimizer.state.items()
+            },
+        )
+
+    def freeze(self):
+        self.weight.requires_grad_(False)
+
+    def renormalise(self):
+        self.model[THIS].max_norm = 1.0
+
+
+BETWEEN = [name for name in vars(Case) if name.split("_")[0] in (
+    "write", "swap", "replace", "add", "drop", "freeze", "renormalise",
+)]  # fmt: skip
+
+
+@pytest.fixture
+def glances(monkeypatch):
+    """What each glance said before a step."""
+    said = []
+    real = Glance.same
+    monkeypatch.setattr(Glance, "same", lambda self: said.append(real(self)) or said[-1])
+    return said
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_steps_alone_need_no_more_than_a_glance(glances, monkeypatch, sparse):
+    """And mark the rows that they changed, of the tables that they changed."""
+    case = Case(sparse=sparse)
+    del glances[:]
+    monkeypatch.setattr("deltashard.tracking.tracking.TrackedTable.before_step", None)
+    case.train((3, 5))
+    case.train((4,), tables=[1, 3])
+    case.train((5,))
+    assert glances == [True] * 3
+    monkeypatch.undo()
+    both, one = [1, 2, 3, 5], [1, 2, 3, 4, 5]
+    assert case.dirty() == [both, one, both, one, both]
+    assert {table.tracker for table in case.tracking.tables} == {"gradients"}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_others_do_to_one_table_is_seen_by_the_next_step(glances, between):
+    """All of its rows count as changed; the other tables keep their marks."""
+    case = Case()
+    getattr(case, between)()
+    case.train()
+    assert glances[-1] is False
+    dirty = case.dirty()
+    assert dirty.pop(THIS) == list(range(ROWS))
+    assert dirty == [[1, 2]] * (TABLES - 1)
+    if case.tracking.tables[THIS].tracker == "gradients":
+        case.train()  # the first step after a cut's look takes it table by table
+        case.train()
+        assert glances[-1] is True
+
+
+def test_a_table_that_gets_its_first_gradient_late_is_not_taken_for_written():
+    """Its state appears within a step, long after that of the others."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Embedding(ROWS, 4, sparse=True) for _ in range(2))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.1)
+    tracking = Tracking(model, optimizer, settings=SETTINGS)
+    for tables in ([0], [0], [0, 1], [0, 1], [1]):
+        optimizer.zero_grad()
+        with quiet():
+            torch.stack([model[i](torch.tensor([1])).sum() for i in tables]).sum().backward()
+            optimizer.step()
+    tracking.refresh()
+    assert [table.tracker for table in tracking.tables] == ["gradients"] * 2
+
+
+def test_a_glance_that_fails_is_no_reason_to_fail_a_step(monkeypatch):
+    """Each table is looked at then."""
+    case = Case()
+
+    def broken(_self):
+        raise RuntimeError("moved")
+
+    monkeypatch.setattr(Glance, "same", broken)
+    monkeypatch.setattr(Glance, "stepped", broken)
+    assert StepHooks is type(case.tracking._hooks[0])
+    case.train((9,))
+    assert case.dirty() == [[1, 2, 9]] * TABLES
