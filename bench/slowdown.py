@@ -175,7 +175,7 @@ def _ours(
     found: dict[float, list[Cost]] = {}
     for share in SHARES:
         # The timer runs out after the rows were touched and the ordinary steps ran.
-        every_s = 1.5 + megabytes / 200
+        every_s = 3.0 + megabytes / 100
         flags = {
             "encoding": "q8",
             "differential": "consecutive",
