@@ -88,6 +88,7 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._glance = None
 
     def before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The pre-hook."""

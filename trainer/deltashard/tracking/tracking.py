@@ -238,7 +238,7 @@ class TrackedTable:
         if self._rows is not None:
             self._rows.close()
             self._rows = None
-        self.signed = _UNSIGNED
+        self.signed, self._pinned = _UNSIGNED, []
         self._hashes = HashTracker(self._seed)
         self.marks.mark_all()
         self.reason = reason

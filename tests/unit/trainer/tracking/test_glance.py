@@ -157,6 +157,17 @@ def test_a_table_that_gets_its_first_gradient_late_is_not_taken_for_written():
     assert [table.tracker for table in tracking.tables] == ["gradients"] * 2
 
 
+def test_memory_of_a_table_that_is_hashed_is_not_kept():
+    """Weights that are swapped for others go away."""
+    case = Case()
+    table = case.tracking.tables[THIS]
+    assert table._pinned
+    case.freeze()
+    case.train()
+    assert table.tracker == "hashes"
+    assert not table._pinned
+
+
 def test_a_glance_that_fails_is_no_reason_to_fail_a_step(monkeypatch):
     """Each table is looked at then."""
     case = Case()
