@@ -86,9 +86,8 @@ class RowTracker:
             self._held_rows = None
             return
         indices = grad._indices()  # noqa: SLF001 - indices() refuses uncoalesced gradients
-        self._held_rows = (
-            indices if grad.sparse_dim() == 1 else indices[0]
-        )  # [1, n] is as good, and for nothing
+        # [1, n] is as good as [n], and `indices[0]` costs more than the marks.
+        self._held_rows = indices if grad.sparse_dim() == 1 else indices[0]
 
     def stepped(self) -> None:
         """The optimizer applied the gradient that was held: mark its rows.

@@ -62,7 +62,7 @@ class Steps:
 class StepHooks:
     """Those of one optimizer."""
 
-    __slots__ = ("_glance", "_handles", "_quick", "_steps", "optimizer", "tables")
+    __slots__ = ("_glance", "_handles", "_steps", "optimizer", "tables")
 
     def __init__(self, optimizer: Any, steps: Steps, loaded: Callable[[Any], None]) -> None:
         """`loaded` is called with the optimizer after its `load_state_dict`."""
@@ -71,8 +71,7 @@ class StepHooks:
         """Those that it alone owns and that are tracked by gradients."""
         self._steps = steps
         self._glance: Glance | None = None
-        self._quick = False
-        """Whether the step under way began with all tables as they were seen last."""
+        """Of `tables` after the last step; None during a step that did not find them so."""
         self._handles = [
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self.after),
@@ -105,13 +104,14 @@ class StepHooks:
             steps.first.before(optimizer)
         if self.tables:
             reason = why_inexact(optimizer) or why_not_alone(optimizer, args, kwargs)
-            self._quick = reason is None and self._same()
+            if reason is not None or not self._told(Glance.same):
+                self._glance = None
             for table in self.tables:
                 try:
-                    if self._quick:
-                        table.hold()
-                    else:
+                    if self._glance is None:
                         table.before_step(reason)
+                    else:
+                        table.hold()
                 except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the step
                     table.lost(error)
         steps.inside.add(optimizer)
@@ -128,20 +128,15 @@ class StepHooks:
                 steps.first = None
         steps.inside.discard(optimizer)  # last of all: without all marks the step is not whole either
 
-    def _same(self) -> bool:
-        """Whether a glance tells that all tables are as they were seen last."""
+    def _told(self, question: Callable[[Glance], bool]) -> bool:
+        """Whether there is a glance, and it says yes."""
         try:
-            return self._glance is not None and self._glance.same()
-        except Exception:  # noqa: BLE001 - a moved weight may break anything here; then each is looked at
-            return False
-
-    def _stepped(self) -> bool:
-        try:
-            return self._glance is not None and self._glance.stepped()
-        except Exception:  # noqa: BLE001 - as above
+            return self._glance is not None and question(self._glance)
+        except Exception:  # noqa: BLE001 - a moved weight may break anything here; then each table is looked at
             return False
 
     def _look(self) -> Glance | None:
+        """A new glance, where one can be had."""
         if any(table.tracker != "gradients" for table in self.tables):
             return None
         try:
@@ -151,13 +146,12 @@ class StepHooks:
 
     def _mark(self) -> None:
         """Have the tables mark what the step wrote, and take them as seen."""
-        quick, self._quick = self._quick, False
         for table in self.tables:
             try:
                 table.mark_held()
             except Exception as error:  # noqa: BLE001 - as above
                 table.lost(error)
-        if quick and self._stepped():
+        if self._told(Glance.stepped):
             return
         for table in self.tables:
             try:
