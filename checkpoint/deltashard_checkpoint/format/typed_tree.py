@@ -20,6 +20,7 @@ import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -142,11 +143,13 @@ class _Writer:
         self.out = bytearray()
         self.leaves: list[memoryview] = []
         self._adapt = adapt
-        self._path: list[str] = []
+        self._path: list[tuple[str, object]] = []
+        """A format and what goes into it: put together only where something fails."""
         self._keys = 0  # > 0 inside dict keys and set elements, where arrays cannot be
 
     def fail(self, what: str, remedy: str = "") -> UnsupportedValue:
-        return UnsupportedValue(f"state{''.join(self._path)}: {what}", remedy=remedy)
+        path = "".join(form.format(key) for form, key in self._path)
+        return UnsupportedValue(f"state{path}: {what}", remedy=remedy)
 
     def node(self, value: Any) -> None:
         if len(self._path) > MAX_DEPTH:
@@ -206,7 +209,7 @@ class _Writer:
         elif kind is Tagged:
             self.out += b"G"
             self.text(value.tag)
-            self._path.append(f".<{value.tag}>")
+            self._path.append((".<{}>", value.tag))
             self.node(value.value)
             self._path.pop()
         else:
@@ -221,22 +224,22 @@ class _Writer:
                 "give plain values (dict, list, tuple, numbers, str, bytes, arrays, tensors), for example by "
                 "state_dict() or .value, or a (get, set) pair",
             )
-        self._path.append("")  # a chain of replacements counts as depth
+        self._path.append(("", None))  # a chain of replacements counts as depth
         self.node(replacement)
         self._path.pop()
 
     def varint(self, value: int) -> None:
-        while value > 0x7F:
-            self.out.append(value & 0x7F | 0x80)
-            value >>= 7
-        self.out.append(value)
+        if value <= 0x7F:
+            self.out.append(value)
+        else:
+            self.out += _varint(value)
 
     def raw(self, value: bytes | bytearray) -> None:
         self.varint(len(value))
         self.out += value
 
     def text(self, value: str) -> None:
-        self.raw(value.encode("utf-8", "surrogatepass"))
+        self.out += _short_text(value) if len(value) <= _SHORT else _text(value)
 
     def integer(self, value: int) -> None:
         self.raw(value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
@@ -245,7 +248,7 @@ class _Writer:
         items = tuple(values)
         self.varint(len(items))
         for i, item in enumerate(items):
-            self._path.append(f"[{i}]")
+            self._path.append(("[{}]", i))
             self.node(item)
             self._path.pop()
 
@@ -253,10 +256,14 @@ class _Writer:
         items = tuple(values.items())
         self.varint(len(items))
         for key, item in items:
-            self._path.append(f"[{key!r:.60}]")
-            self._keys += 1
-            self.node(key)
-            self._keys -= 1
+            self._path.append(("[{!r:.60}]", key))
+            if type(key) is str:
+                self.out += b"s"
+                self.text(key)
+            else:
+                self._keys += 1
+                self.node(key)
+                self._keys -= 1
             self.node(item)
             self._path.pop()
 
@@ -265,7 +272,7 @@ class _Writer:
         self._keys += 1
         for item in tuple(values):
             self.out = bytearray()
-            self._path.append(f"{{{item!r:.60}}}")
+            self._path.append(("{{{!r:.60}}}", item))
             self.node(item)
             self._path.pop()
             encodings.append(bytes(self.out))
@@ -306,6 +313,24 @@ class _Writer:
             self.varint(size)
         self.leaves.append(data.data if data.size else memoryview(b""))
 
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode("utf-8", "surrogatepass")
+    return _varint(len(encoded)) + encoded
+
+
+_SHORT = 64
+_short_text = lru_cache(4096)(_text)
+"""Of names, which are the same at every cut."""
 
 _BYTES_TAGS: dict[type, bytes] = {bytes: b"b", bytearray: b"y"}
 _SEQUENCE_TAGS: dict[type, bytes] = {list: b"l", tuple: b"t"}

@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
@@ -205,8 +205,9 @@ class Precopy:
         begin: pb.SaveRequest.Begin,
         mode: Callable[[pb.SaveReply.Prepared], Mode],
         pool: ThreadPoolExecutor,
+        looks: Sequence[Callable[[], None]] = (),
     ) -> None:
-        """`mode` tells which rows the answer asks for."""
+        """`mode` tells which rows the answer asks for; `looks` are done last of all, so that the cut need not."""
         self.stream, self.link = stream, link
         self.began_s = self.until_s = time.monotonic()
         """From the beginning until `stop`."""
@@ -216,6 +217,9 @@ class Precopy:
         """Of the rows that were copied; None: there are none."""
         self.why_not = ""
         """Why it ended before all was copied; empty: it did not."""
+        self.looked = False
+        """Whether all looks were done."""
+        self._looks = looks
         self._session = session
         self._mode_of = mode
         self._written: list[tuple[TableAhead, Batch]] = []
@@ -259,6 +263,7 @@ class Precopy:
             self.mode = self._mode_of(answer)
             for table in self.tables:
                 self._copy(table, self.mode)
+            self._look()
         except _Stopped as stopped:
             self.why_not = str(stopped)
         except SidecarUnavailable:
@@ -270,6 +275,13 @@ class Precopy:
             self.why_not = "error"
         finally:
             self.copied_s = time.monotonic() - began_s
+
+    def _look(self) -> None:
+        for look in self._looks:
+            if self._stop:
+                return
+            look()
+        self.looked = True
 
     def _copy(self, table: TableAhead, mode: Mode) -> None:
         batches = table.copy(self.writer, mode)

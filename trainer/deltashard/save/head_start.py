@@ -54,11 +54,12 @@ class HeadStart:
         base: CutBase,
         streams: StreamAhead,
         counts: HeadStarts,
+        looks: Callable[[], Sequence[Callable[[], None]]],
         enabled: bool,
     ) -> None:
-        """`tables` gives what a cut would take rows of, each with where its rows lie."""
+        """`tables` gives what a cut would take rows of, each with where its rows lie; `looks`: see `Precopy`."""
         self._enabled = enabled
-        self._tables = tables
+        self._tables, self._looks = tables, looks
         self._clock = clock
         self._attachment = attachment
         self._base = base
@@ -142,6 +143,7 @@ class HeadStart:
             begin=begin,
             mode=self._base.mode,
             pool=self._pool,
+            looks=self._looks(),
         )
         self._began_s = time.perf_counter() - began_s
 
@@ -157,6 +159,11 @@ class HeadStart:
         """A cut begins, or what a copy reads may go: nothing is copied ahead any more."""
         if self._now is not None:
             self._now.stop()
+
+    @property
+    def looked(self) -> bool:
+        """Whether the looks that belong before a cut were done, right before this one."""
+        return self._now is not None and self._now.looked
 
     def take(self, link: Link) -> Precopy | None:
         """What was copied ahead, with its call, which is the caller's now; None: nothing, or over another link."""

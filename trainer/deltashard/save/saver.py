@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,10 @@ from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import TrackedTable
 
 log = logging.getLogger("deltashard")
+
+
+_Cuts = Sequence[tuple[TrackedTable, TableCut]]
+_NOT_CHOSEN = RowSelection(all=False, ids=None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,12 +112,13 @@ class Saver:
         self._order = OrderWatch(self._tracking, self._program.state)
         self._ahead = StreamAhead(lambda: self._session.link)
         self.head_start = HeadStart(
-            tables=lambda: list(self._table_cuts("since_commit", choose=False)),
+            tables=self._table_cuts,
             clock=clock,
             attachment=attachment,
             base=base,
             streams=self._ahead,
             counts=stats.head_starts,
+            looks=self._tracking.audit_ahead,
             enabled=precopy and contents is None,
         )
         self._flight: Flight | None = None
@@ -306,7 +311,7 @@ class Saver:
 
     def _look(self) -> DirtyCounts:
         """Bring marks up to date, and find out whether rows may have been missed."""
-        faults = self._tracking.audit_before_commit()
+        faults = self._tracking.audit_before_commit(ahead=self.head_start.looked)
         self._stats.count_faults(len(faults))
         if faults:
             self._base.ask_full(faults=len(faults))
@@ -396,7 +401,8 @@ class Saver:
             if not self.head_start.enabled:
                 # While the answer is on its way: nothing changes the rows any more, and the last sample was checked.
                 self._tracking.audit_sample()
-            renewed = {} if ahead is None or ahead.mode is None else self._renewed(ahead, ahead.mode)
+            cuts = self._table_cuts()
+            renewed = {} if ahead is None or ahead.mode is None else self._renewed(ahead, ahead.mode, cuts)
             begun = stream.begun(hold_s)
             crash_point("cut.begun")
             mode = self._base.mode(begun)
@@ -404,7 +410,7 @@ class Saver:
             writer = self._writer(link, stream, until_s, ahead, begun)
             if ahead is not None and ahead.mode != mode:
                 renewed = {}
-            copied = self._write_tables(writer, mode, ahead, renewed)
+            copied = self._write_tables(writer, mode, cuts, ahead, renewed)
             content = None if self._contents is None else self._content(self._contents, writer)
             for name, tree in self._capture.blobs(flight.step, content):
                 writer.blob(name, tree)
@@ -462,11 +468,11 @@ class Saver:
         observe = None if self._contents is None else self._observe(self._contents, link, begun)
         return BlockWriter(link.arena, block=block, send=stream.send, observe=observe)
 
-    def _table_cuts(self, mode: Mode, *, choose: bool = True) -> Iterator[tuple[TrackedTable, TableCut]]:
-        """Where rows of every table lie, and which a cut of `mode` takes; not `choose`: that is found out later."""
+    def _table_cuts(self) -> list[tuple[TrackedTable, TableCut]]:
+        """Where the rows of every table lie; which of them a cut takes is found out later."""
         positions = {schema.fqn: position for position, schema in enumerate(self._program.schemas)}
-        for table in self._tracking.saved:
-            yield (
+        return [
+            (
                 table,
                 TableCut(
                     position=positions[table.fqn],
@@ -475,15 +481,19 @@ class Saver:
                     box=table.box,
                     weights=table.param,
                     fields=tuple(table.state_tensors().values()),
-                    selection=table.prepare_cut(mode) if choose else RowSelection(all=False, ids=None),
+                    selection=_NOT_CHOSEN,
                 ),
             )
+            for table in self._tracking.saved
+        ]
 
-    def _renewed(self, ahead: Precopy, mode: Mode) -> dict[TrackedTable, tuple[TableAhead, Renewed]]:
+    def _renewed(
+        self, ahead: Precopy, mode: Mode, cuts: _Cuts
+    ) -> dict[TrackedTable, tuple[TableAhead, Renewed]]:
         """What was copied ahead for a cut of `mode`, brought up to this step; without what is of no use."""
         known = {each.table: each for each in ahead.tables}
         found = {}
-        for table, cut in self._table_cuts(mode, choose=False):
+        for table, cut in cuts:
             mine = known.get(table)
             if mine is not None and (renewed := mine.renewed(cut, mode)) is not None:
                 found[table] = mine, renewed
@@ -493,6 +503,7 @@ class Saver:
         self,
         writer: BlockWriter,
         mode: Mode,
+        cuts: _Cuts,
         ahead: Precopy | None,
         renewed: Mapping[TrackedTable, tuple[TableAhead, Renewed]],
     ) -> _Copied:
@@ -500,7 +511,7 @@ class Saver:
         copied = _Copied()
         if ahead is not None:
             copied.ahead = ahead.hand_over(mine for mine, _ in renewed.values())
-        for table, cut in self._table_cuts(mode, choose=False):
+        for table, cut in cuts:
             if table in renewed:
                 mine, now = renewed[table]
                 copied.full &= mine.whole

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -285,6 +286,7 @@ def sharing(inventory: Inventory) -> dict[str, str]:
     return {name: other for name, other in found.items() if name in inventory.tables}
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The numpy-style name of a torch type: float32, bfloat16, int64, ..."""
     return str(dtype).removeprefix("torch.")

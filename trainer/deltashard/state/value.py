@@ -22,18 +22,14 @@ from deltashard_checkpoint.format import element_type, typed_tree
 from torch.utils.data import DataLoader
 
 from deltashard.errors import CheckpointMismatch, StateError
+from deltashard.state.discovery import dtype_name
 from deltashard.state.position import Stateful
 from deltashard.state.rng import apply_own, capture_own, is_generator
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` of `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The tensor's elements as bytes, row-major; a view of its memory when it is a contiguous CPU tensor."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.is_conj() or flat.is_neg():
         flat = flat.resolve_conj().resolve_neg()
     if flat.numel() == 0:

@@ -11,6 +11,10 @@ that with probability (1 - f) ** k, and n such intervals with (1 - f) ** (n * k)
 the rows are missed once with 13 %, five times in a row with 0.004 %. Writes to a single row of a large table are
 practically never found: an audit is a net under the proof, not the proof.
 
+Where rows are copied ahead of a cut, the samples are compared ahead of it, too, by the same thread: to walk to so many
+rows takes longer than most else of a small cut. What is written in between, at the end of an interval, is then found by
+the tables whose turn it is to be compared at the cut, as without that thread: each at every `AT_CUT`th of its cuts.
+
 Rows are drawn from a generator of the audit's own; the training's random streams are never touched.
 """
 
@@ -50,6 +54,10 @@ def miss_probability(fraction: float, rows: int, intervals: int = 1) -> float:
     return float((1.0 - fraction) ** (rows * intervals))
 
 
+AT_CUT = 8
+"""At one of so many cuts a table's sample is compared at the cut itself, whatever was compared ahead of it."""
+
+
 class Audit:
     """The sample of one table between two cuts."""
 
@@ -60,6 +68,8 @@ class Audit:
         self._ids: Tensor | None = None
         self._hashes: Tensor | None = None
         self._layout: tuple[object, ...] = ()
+        self._ahead: Tensor | None = None
+        """Of the sampled rows, those that had changed shortly before the cut; None: nobody looked."""
 
     def draw(self, sections: Sequence[Tensor], count: int) -> Callable[[], None]:
         """Draw `count` rows (with repeats; every row once if there are no more); the result hashes them, and remembers.
@@ -74,7 +84,7 @@ class Audit:
             else torch.arange(rows, device="cpu")
         )
         drawn = self._ids = ids.to(sections[0].device)
-        self._hashes, self._layout = None, row_hash.layout(sections)
+        self._hashes, self._ahead, self._layout = None, None, row_hash.layout(sections)
 
         def remember() -> None:
             hashes = row_hash.row_hashes(sections, self._seed, rows=drawn)
@@ -83,14 +93,35 @@ class Audit:
 
         return remember
 
-    def check(self, sections: Sequence[Tensor], marks: Marks) -> AuditFault | None:
-        """Hash the sampled rows again; None when those that are still unmarked agree, or nothing was sampled."""
+    def ahead(self, sections: Sequence[Tensor]) -> Callable[[], None]:
+        """What compares the sample: on another thread, after what remembers it, and at an end before `check` begins.
+
+        A row that is written meanwhile is marked when `check` asks, and drops out.
+        """
+        self._ahead = None
+
+        def compare() -> None:
+            ids, hashes = self._ids, self._hashes
+            if ids is None or hashes is None or self._layout != row_hash.layout(sections):
+                return
+            changed = ids[row_hash.row_hashes(sections, self._seed, rows=ids) != hashes]
+            if self._ids is ids:
+                self._ahead = changed
+
+        return compare
+
+    def check(self, sections: Sequence[Tensor], marks: Marks, *, ahead: bool = False) -> AuditFault | None:
+        """Hash the sampled rows again; None when those that are still unmarked agree, or nothing was sampled.
+
+        `ahead`: take what was found right before this cut, if somebody looked.
+        """
         if self._ids is None or self._hashes is None:
             return None
         if self._layout != row_hash.layout(sections):
             return None  # a field appeared: the whole table is marked anyway
-        now = row_hash.row_hashes(sections, self._seed, rows=self._ids)
-        changed = self._ids[now != self._hashes]
+        changed = self._ahead if ahead else None
+        if changed is None:
+            changed = self._ids[row_hash.row_hashes(sections, self._seed, rows=self._ids) != self._hashes]
         wrong = torch.unique(changed[marks.clean(changed)]).tolist()
         if not wrong:
             return None
@@ -99,4 +130,4 @@ class Audit:
 
     def forget(self) -> None:
         """Drop the sample: the rows were all rewritten (a restore)."""
-        self._ids = self._hashes = None
+        self._ids = self._hashes = self._ahead = None

@@ -49,7 +49,7 @@ from deltashard.state.discovery import FoundTable, Inventory, TableSettings, dis
 from deltashard.state.kernel_thread import share
 from deltashard.state.replica import owners
 from deltashard.state.row_hash import Hashing
-from deltashard.tracking.audit import Audit, AuditFault
+from deltashard.tracking.audit import AT_CUT, Audit, AuditFault
 from deltashard.tracking.first_step import FirstStep, Report
 from deltashard.tracking.glance import Signature, Signed
 from deltashard.tracking.gradient import GradientWatch
@@ -358,11 +358,15 @@ class TrackedTable:
         self._audit.forget()
         return None
 
-    def audit_check(self) -> AuditFault | None:
-        """Check the sample; a fault marks everything and ends tracking by gradients."""
+    def audit_ahead(self) -> Callable[[], None] | None:
+        """What compares the sample ahead of the cut, on another thread; None: nothing is sampled."""
+        return None if self._rows is None else self._audit.ahead(self._sections())
+
+    def audit_check(self, *, ahead: bool = False) -> AuditFault | None:
+        """Check the sample, or take what was found ahead; a fault marks everything and ends tracking by gradients."""
         if self._rows is None:
             return None
-        fault = self._audit.check(self._sections(), self.marks)
+        fault = self._audit.check(self._sections(), self.marks, ahead=ahead)
         if fault is not None:
             self.go_over("an audit found rows that changed unseen")
         return fault
@@ -719,15 +723,24 @@ class Tracking:
         elif looks:
             self._sampling = later(look_all)
 
-    def audit_before_commit(self) -> list[AuditFault]:
-        """Check the samples before the next cut is prepared; with a fault that cut should be full."""
+    def audit_ahead(self) -> list[Callable[[], None]]:
+        """What compares the samples shortly before a cut, while training goes on; on the thread that drew them."""
+        if self.settings.verify == "full":
+            return []
+        return [look for table in self.tables if (look := table.audit_ahead()) is not None]
+
+    def audit_before_commit(self, *, ahead: bool = False) -> list[AuditFault]:
+        """Check the samples before the next cut is prepared; with a fault that cut should be full.
+
+        `ahead`: `audit_ahead` compared them right before this cut; only the tables whose turn it is are compared again.
+        """
         if self._sampling is not None:
             sampling, self._sampling = self._sampling, None
             if (failed := sampling.exception()) is not None:
                 _log.debug("the sample of an audit could not be drawn", exc_info=failed)
         faults = []
-        for table in self.tables:
-            fault = table.audit_check()
+        for nth, table in enumerate(self.tables):
+            fault = table.audit_check(ahead=ahead and (nth + table.samples) % AT_CUT != 0)
             if fault is not None:
                 _log.error("%s", fault)
                 faults.append(fault)
