@@ -12,8 +12,13 @@ began, so that what the thread read is what is there at the cut. A row that chan
 it, before the cut's boundary; what the thread read of it, torn or not, is overwritten. The thread changes no flag and
 hands nothing over: that is the training thread's, at the cut. So if anything fails, nothing has to be undone.
 
-Marks are all that this stands on: what may have changed a row unseen marks the whole table (`tracking`), which makes
-all of it touched. Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an
+Marks are what this stands on: what may have changed a row unseen marks the whole table (`tracking`), which makes all of
+it touched. One thing no mark can tell: a write without a trace (`.data`) that is taken back before the cut, as by an
+evaluation with averaged weights. What the thread read meanwhile is of no step, and the live rows are what they should
+be. So some rows of every batch are compared with the live ones at the cut (`PROBED`); a table where one differs is
+copied whole, and found by hashes from then on. Other memory under a table for a while (`.data = `) is not read at all.
+
+Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an
 accelerator, strided, or small; and all of a Checkpointer that records content hashes, which look at every batch.
 """
 
@@ -36,6 +41,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.session import Link, Session
+from deltashard.cut import memory
 from deltashard.cut.block_writer import Batch, BlockWriter, TableCut, parts_of
 from deltashard.cut.save_stream import HOLD_S, CutFailed, SaveStream
 from deltashard.errors import SidecarUnavailable
@@ -57,6 +63,10 @@ SPARED_SHARE = 1 / 8
 """Share of the granted blocks that is left for the cut itself."""
 NICENESS = 10
 """Of the copying thread: on shared cores training goes first."""
+
+PROBED = 16
+"""Rows of every batch that are compared at the cut: a batch of which a share f was read while the table was something
+else is not found with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two."""
 
 Rows = npt.NDArray[np.int64]
 
@@ -87,13 +97,19 @@ class TableAhead:
     def __init__(self, table: TrackedTable, cut: TableCut) -> None:
         """`cut`: where its rows are; which ones is found out while they are copied."""
         self.table = table
+        self.strayed = False
+        """Whether rows that nothing touched are not what was copied of them."""
         self.batches: list[Batch] = []
         """In ascending order of rows."""
         self.whole = False
         """Whether all rows are taken."""
-        self._cut = cut
+        # The memory of this boundary: a parameter whose `.data` is another's for a while is read where it was.
+        self._cut = cut = replace(
+            cut, weights=cut.weights.detach(), fields=tuple(each.detach() for each in cut.fields)
+        )
         self._marks = table.marks
         self._schema_version = table.schema_version
+        self._random = np.random.default_rng()
         self._upto = 0
         """Rows below were copied, or were not to be when they were listed."""
 
@@ -144,6 +160,9 @@ class TableAhead:
         for batch in self.batches:
             stop = int(np.searchsorted(touched, self._last(batch), side="right"))
             rows, at = touched[at:stop], stop
+            if self._strays(batch, values, rows):
+                self.strayed = True
+                return None
             if not len(rows):
                 continue
             if self.whole:
@@ -165,6 +184,19 @@ class TableAhead:
             return None  # never seen; what was copied is not what the cut takes
         selection = RowSelection(all=False, ids=torch.from_numpy(rest))
         return Renewed(again=again, rest=replace(now, selection=selection), start=0)
+
+    def _strays(self, batch: Batch, values: Sequence[npt.NDArray[np.uint8]], touched: Rows) -> bool:
+        """Whether some rows of a batch that were not touched differ from the live ones."""
+        places = self._random.integers(batch.rows, size=PROBED)
+        first = self._cut.box.row_start
+        rows = (places + batch.message.rows.row_start if self.whole else batch.ids()[places]) - first
+        if len(touched):
+            still = touched[np.searchsorted(touched[:-1], rows)] != rows
+            rows, places = rows[still], places[still]
+        return any(
+            not np.array_equal(live[rows], copied[places])
+            for live, copied in zip(values, batch.sections(), strict=True)
+        )
 
     def _same(self, now: TableCut) -> bool:
         """Whether it is the table that was copied: marks, schema and memory are what they were."""
@@ -280,7 +312,8 @@ class Precopy:
         for look in self._looks:
             if self._stop:
                 return
-            look()
+            with memory.reading:
+                look()
         self.looked = True
 
     def _copy(self, table: TableAhead, mode: Mode) -> None:
@@ -288,7 +321,7 @@ class Precopy:
         while True:
             if self._stop:
                 raise _Stopped("stopped")
-            with self._session.copying(self.link):
+            with self._session.copying(self.link), memory.reading:
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -323,4 +356,5 @@ def _hands_nothing_over(_message: pb.SaveRequest, _bytes: int) -> None:
 
 def copying_thread() -> ThreadPoolExecutor:
     """The thread of one Checkpointer's copies; it is started by the first of them."""
+    memory.guard()
     return ThreadPoolExecutor(1, thread_name_prefix="deltashard-precopy", initializer=_yield_to_training)

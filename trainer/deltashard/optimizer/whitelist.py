@@ -4,9 +4,10 @@ Only the exact type counts (a subclass may do anything) and the parameter groups
 scheduler may switch momentum or weight decay on. `why_inexact` is called before every step of every optimizer, so it
 compares a few values per group and nothing else.
 
-    SGD             momentum = 0, weight_decay = 0
-    Adagrad         weight_decay = 0; a zero gradient adds zero to `sum`, and 0 / (sqrt(sum) + eps) moves nothing as
-                    long as the divisor is not zero: eps > 0 (or a positive initial accumulator). `lr_decay` scales.
+    SGD             momentum = 0, weight_decay = 0, 0 <= lr < inf: what is subtracted from a weight is +0, or nothing
+    Adagrad         likewise, weight_decay = 0; a zero gradient adds zero to `sum`, and 0 / (sqrt(sum) + eps) moves
+                    nothing as long as the divisor is not zero: eps is a number of float32 (`why_inexact_in` has what
+                    that asks of the table). `lr_decay` scales.
     SparseAdam      always: it touches the rows of its sparse gradient and refuses dense ones
     RowWiseAdagrad  always (ours; no weight decay exists)
 
@@ -17,6 +18,8 @@ a zero, and `differentiable` rebinds tensors: both are rare, and so not worth a 
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,19 +31,34 @@ from deltashard.optim import RowWiseAdagrad
 Group = Mapping[str, Any]
 
 
+_SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def _rate(group: Group) -> str | None:
+    """Why lr * 0 may be anything but 0: -0 turns a weight of -0 into 0."""
+    rate = group["lr"]
+    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+        return "a learning rate on an accelerator"
+    return None if 0 <= rate < math.inf else "a learning rate that is negative or infinite"
+
+
 def _sgd(group: Group) -> str | None:
     if group["momentum"] != 0:
         return "momentum"
     if group["weight_decay"] != 0:
         return "weight_decay"
+    if (reason := _rate(group)) is not None:
+        return reason
     return "maximize or differentiable" if group["maximize"] or group["differentiable"] else None
 
 
 def _adagrad(group: Group) -> str | None:
     if group["weight_decay"] != 0:
         return "weight_decay"
-    if not (group["eps"] > 0 or group.get("initial_accumulator_value", 0) > 0):
+    if not group["eps"] >= _SMALLEST:
         return "eps = 0"
+    if (reason := _rate(group)) is not None:
+        return reason
     return "maximize or differentiable" if group["maximize"] or group["differentiable"] else None
 
 
@@ -70,6 +88,24 @@ def why_inexact(optimizer: Any) -> str | None:
         if reason is not None:
             return f"{type(optimizer).__name__} with {reason}"
     return None
+
+
+def why_inexact_in(optimizer: Any, dtype: torch.dtype) -> str | None:
+    """Why a dense gradient may change rows without one, of a table of `dtype`; None: it cannot."""
+    if torch.finfo(dtype).tiny > _SMALLEST and type(optimizer) is torch.optim.Adagrad:
+        return f"{type(optimizer).__name__}'s eps may be 0 in {str(dtype).removeprefix('torch.')}"
+    # Flushing is a mode of the thread: arithmetic alone tells.
+    if float(torch.full((), 1e-40).mul_(1)) == 0:
+        return "denormals are flushed (torch.set_flush_denormal), in rows without a gradient too"
+    return None
+
+
+def why_replaced(optimizer: Any) -> str | None:
+    """Whether `step` was replaced on the class, where no look at the instance tells."""
+    kind = type(optimizer)
+    if getattr(inspect.unwrap(kind.step), "__module__", None) == kind.__module__:
+        return None
+    return f"{kind.__name__}.step was replaced on the class"
 
 
 def hookable(optimizer: Any) -> list[torch.optim.Optimizer]:

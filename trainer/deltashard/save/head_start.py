@@ -19,6 +19,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.attach.attachment import Attachment
 from deltashard.attach.session import Link
+from deltashard.cut import memory
 from deltashard.cut.block_writer import TableCut
 from deltashard.cut.precopy import SMALLEST_BYTES, Precopy, copying_thread, may_be_copied_ahead
 from deltashard.cut.save_stream import StreamAhead
@@ -84,7 +85,12 @@ class HeadStart:
         """Have the copying thread do this, before what it copies next."""
         if self._pool is None:
             self._pool = copying_thread()
-        return self._pool.submit(job)
+
+        def read() -> None:
+            with memory.reading:
+                job()
+
+        return self._pool.submit(read)
 
     @property
     def began_s(self) -> float:

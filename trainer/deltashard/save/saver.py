@@ -497,6 +497,12 @@ class Saver:
             mine = known.get(table)
             if mine is not None and (renewed := mine.renewed(cut, mode)) is not None:
                 found[table] = mine, renewed
+            elif mine is not None and mine.strayed:
+                self._stats.count_faults(1)
+                table.go_over(
+                    "rows copied ahead of a cut were not what is there at it: it is written for a while, without a "
+                    "trace (through .data), and put back"
+                )
         return found
 
     def _write_tables(

@@ -42,7 +42,7 @@ class Glance:
     """Knows the tables of an optimizer as they were right after its last step; of no use once `same` said no."""
 
     __slots__ = (
-        "_entries", "_lookups", "_params", "_places", "_signature", "_signed", "_state", "_states", "_tables",
+        "_entries", "_keys", "_lookups", "_params", "_places", "_signature", "_signed", "_state", "_states", "_tables",
         "_tensors", "_types",
     )  # fmt: skip
 
@@ -54,6 +54,7 @@ class Glance:
         targets = {id(view.target): view.target for table in tables for view in table.views}
         self._states = [(target, target.state, [*target.state.values()]) for target in targets.values()]
         self._entries = [entry for table in tables for entry in table.entries()]
+        self._keys = [*chain.from_iterable(self._entries)]
         values = [*chain.from_iterable(map(_values, self._entries))]
         self._types = [*map(type, values)]
         self._places = [at for at, value in enumerate(values) if isinstance(value, Tensor)]
@@ -108,6 +109,8 @@ class Glance:
             ):
                 return False
         if self._entries:
+            if [*chain.from_iterable(self._entries)] != self._keys:
+                return False
             values: list[Any] = [*chain.from_iterable(map(_values, self._entries))]
             if [*map(type, values)] != self._types:
                 return False

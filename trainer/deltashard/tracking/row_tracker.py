@@ -4,16 +4,18 @@
 - a sparse gradient lists its rows: they are marked, and nothing else needs to be known. This covers functional and
   tied lookups, accumulation, closures and gradients that nobody zeroed, for it is the very gradient that was applied;
 - a dense gradient says nothing cheaply (scanning one costs as much as the step itself), so its rows come from the
-  lookups, with proof that they are all of it. A hook on each lookup's autograd node notes the ids *when the gradient
-  flows* (an eval-mode or detached lookup never counts) and the address of the gradient it made. When the sum of one
+  lookups, with proof that they are all of it. A hook on each lookup's autograd node marks the ids that this very node
+  looked up, *when the gradient flows* (an eval-mode or detached lookup never counts), and notes the address of the
+  gradient it made. When the sum of one
   backward pass reaches the parameter, n lookups account for it exactly if it lies at one of their addresses and was
   added to in place n - 1 times: autograd sums into its first buffer and counts versions. A functional use, another
   owner of a tied weight or another user's hook breaks that count. From there to the step the gradient must stay as
   it was (same memory, one version per backward pass): clipping, unscaling, averaging over ranks and a manual edit are
   seen. Whatever is not proven ends the method for this table: `Untracked`, and the table goes over to hashing.
 
-Rows are marked after the step, not at the lookup: a step that GradScaler skips marks nothing, and a cut between a
-backward pass and its step loses nothing.
+A step that is skipped leaves rows of a dense gradient marked that did not change. A cut takes the marks of what flowed
+before it, though the step may come after it, or come again: so a gradient knows since when rows are added to it, and
+one that is older than the last cut is scanned when it is applied.
 
 **Hashes** (`HashTracker`), for everything else: one 64-bit hash of weights and state per row, kept from cut to cut.
 Exact for any optimizer; costs one read of the table per cut and 8 bytes per row.
@@ -21,8 +23,9 @@ Exact for any optimizer; costs one read of the table per cut and 8 bytes per row
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +41,13 @@ class Untracked(Exception):
     """The rows that changed in this step cannot be proven; the message says why."""
 
 
-_SEEN = "_deltashard_version"
-"""Attribute of a gradient: its version right after backward added to it. A tensor put in its place lacks it, even at
-the same address."""
+_NEVER_SEEN = (None, None, None)
+_LOOKUP_NODES = ("EmbeddingBackward0", "EmbeddingBagBackward0")
+"""They know the ids that were looked up, whatever the module was called with."""
+_FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
+_FLOWS = 8
+"""Backward passes that never reached the parameter (they raised) are remembered for so many others."""
+_numbers = itertools.count()
 
 
 def version(tensor: Tensor) -> int:
@@ -56,13 +63,15 @@ class RowTracker:
         self._marks = marks
         self._handles: list[RemovableHandle] = []
         self._broken: str | None = None
-        # Of the backward pass under way: ids, address of the gradient, of every lookup.
-        self._flowing: list[tuple[Tensor, int]] = []
+        # By backward pass under way: address of the gradient of every lookup.
+        self._flowing: dict[int, list[int]] = {}
         # Address and version that param.grad will have once the gradient under way was added.
         self._expected: tuple[int, int] | None = None
-        # Lookups whose gradients are in param.grad: not marked since the last cut, and marked.
-        self._unmarked: list[Tensor] = []
-        self._marked: list[Tensor] = []
+        # An attribute of this table's gradients: this token (a copied gradient has another), its version right after
+        # backward added to it, and the cut after which rows were first added. What is put in its place lacks it.
+        self._seen = f"_deltashard_seen_{next(_numbers)}"
+        self._token = object()
+        self._cuts = 0
         # The gradient of the step under way, and the rows of a sparse one.
         self._held: Tensor | None = None
         self._held_rows: Tensor | None = None
@@ -106,34 +115,50 @@ class RowTracker:
             return
         if self._broken is not None:
             raise Untracked(self._broken)
-        if grad.__dict__.get(_SEEN) != version(grad):
+        since = self._since(grad)
+        if since is None:
             raise Untracked(
                 "its dense gradient was written outside of backward (clipping, unscaling, averaging, by hand)"
             )
-        for ids in self._unmarked:
-            self._marks.mark(ids)
-        self._marked += self._unmarked
-        self._unmarked = []
-        if sum(ids.numel() for ids in self._marked) > self._marks.rows:
-            self._marked = [torch.unique(torch.cat([ids.view(-1) for ids in self._marked]))]
+        if since != self._cuts:
+            self._marks.mark_where(_rows_of(grad))
+            grad.__dict__[self._seen] = (self._token, version(grad), self._cuts)
 
     def cut_taken(self) -> None:
-        """Marks were moved to pending: if the gradient still in place is applied again, its rows change again."""
-        self._unmarked += self._marked
-        self._marked = []
+        """Marks were moved to pending: if a gradient from before is applied, its rows change again."""
+        self._cuts += 1
+
+    def _since(self, grad: Tensor) -> int | None:
+        """The cut after which rows were first added to a dense gradient; None: not only this table's lookups did."""
+        owner, seen, since = grad.__dict__.get(self._seen, _NEVER_SEEN)
+        return since if owner is self._token and seen == version(grad) else None
 
     def owns(self, node: Any) -> bool:
-        """Whether the autograd node's first input is the table itself."""
+        """Whether the autograd node is a lookup in the table itself."""
         edges = node.next_functions
-        return bool(edges) and getattr(edges[0][0], "variable", None) is self._param
+        return (
+            bool(edges)
+            and getattr(edges[0][0], "variable", None) is self._param
+            and node.name() in _LOOKUP_NODES
+        )
 
-    def gradient_flows(self, ids: Tensor, grad: Tensor | None) -> None:
-        """The autograd node of a lookup of `ids` made the dense gradient `grad`."""
-        # Cloned now: before the step the caller may refill its batch in place.
-        self._flowing.append((ids.clone(), 0 if grad is None else grad.data_ptr()))
+    def gradient_flows(self, ids: Tensor, seen: int, grad: Tensor | None) -> None:
+        """The autograd node of a lookup of `ids`, which were of version `seen`, made the gradient `grad`."""
+        try:
+            if version(ids) != seen:
+                self._broken = "the ids of a lookup were written before its backward pass"
+            # Marked now: before the step the caller may refill its batch in place.
+            self._marks.mark(ids)
+            address = 0 if grad is None or grad.is_sparse else grad.data_ptr()
+        except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the backward pass
+            self._broken = f"the rows of a lookup cannot be told ({type(error).__name__}: {error})"
+            address = 0
+        self._flowing.setdefault(_backward_pass(), []).append(address)
+        while len(self._flowing) > _FLOWS:
+            del self._flowing[next(iter(self._flowing))]
 
     def _gradient_arrives(self, grad: Tensor) -> None:
-        flowing, self._flowing = self._flowing, []
+        flowing = self._flowing.pop(_backward_pass(), [])
         self._expected = None
         if grad.is_sparse:
             return
@@ -141,14 +166,12 @@ class RowTracker:
             self._broken = (
                 "it gets dense gradients that come from no tracked lookup (functional use, compiled)"
             )
-        elif version(grad) != len(flowing) - 1 or all(at != grad.data_ptr() for _, at in flowing):
+        elif version(grad) != len(flowing) - 1 or all(at != grad.data_ptr() for at in flowing):
             self._broken = (
                 "its dense gradient has parts that come from no tracked lookup (functional or tied use)"
             )
         present = self._param.grad
-        if present is None:
-            self._unmarked, self._marked = [], []
-        elif present.__dict__.get(_SEEN) != version(present):
+        if present is not None and self._since(present) is None:
             self._broken = (
                 "its dense gradient was written between two backward passes (zeroed in place, or by hand)"
             )
@@ -158,7 +181,6 @@ class RowTracker:
             if present is None
             else (present.data_ptr(), version(present) + 1)
         )
-        self._unmarked += [ids for ids, _ in flowing]
 
     def _gradient_added(self, param: Tensor) -> None:
         grad = param.grad
@@ -166,7 +188,34 @@ class RowTracker:
             return
         if self._expected != (grad.data_ptr(), version(grad)):
             self._broken = "its dense gradient is rewritten by another hook, or mixed with sparse ones"
-        grad.__dict__[_SEEN] = version(grad)
+        since = grad.__dict__.get(self._seen, _NEVER_SEEN)[2]
+        grad.__dict__[self._seen] = (self._token, version(grad), self._cuts if since is None else since)
+
+
+def _saves_as_is() -> bool:
+    """Whether nothing is hooked in between autograd nodes and the tensors that they save."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001 - torch offers no accessor
+    return top is not None and top(False) is None
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module looks up what it is called with: no other forward is in it, and no hook puts another result."""
+    return (
+        type(module).forward in _FORWARDS
+        and "forward" not in module.__dict__
+        and all(isinstance(hook, _LookupHook) for hook in module._forward_hooks.values())  # noqa: SLF001 - as above
+    )
+
+
+def _backward_pass() -> int:
+    """Tells backward passes apart, on the thread where one runs."""
+    return torch._C._current_graph_task_id()  # noqa: SLF001 - torch offers no accessor
+
+
+def _rows_of(grad: Tensor) -> Tensor:
+    """Where a dense gradient [R, D] has any bit set: bool [R]. To subtract -0 changes a weight that is -0."""
+    bits = grad.detach().contiguous().view(torch.uint8)
+    return bits.view(grad.shape[0], -1).ne(0).any(dim=1)
 
 
 class _LookupHook(ForgetfulHook):
@@ -175,9 +224,7 @@ class _LookupHook(ForgetfulHook):
     def __init__(self, tracker: RowTracker | None = None) -> None:
         self._tracker = tracker
 
-    def __call__(
-        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         tracker = self._tracker
         if tracker is None or torch.compiler.is_compiling() or not isinstance(output, Tensor):
             return
@@ -187,8 +234,17 @@ class _LookupHook(ForgetfulHook):
         # A transformed weight (functional_call, a parametrization) is not this parameter.
         if not tracker.owns(node):
             return
-        ids = args[0] if args else kwargs["input"]
-        node.register_hook(lambda grads, _outer: tracker.gradient_flows(ids, grads[0] if grads else None))
+        if _saves_as_is():
+            ids = cast("Any", node)._saved_indices  # noqa: SLF001 - what its backward reads, not what the module was called with
+        elif _is_plain(module):
+            # To ask the node would run what was hooked in (a checkpointed forward, say).
+            ids = args[0] if args else kwargs["input"]
+        else:
+            return
+        seen = version(ids)
+        node.register_hook(
+            lambda grads, _outer: tracker.gradient_flows(ids, seen, grads[0] if grads else None)
+        )
 
 
 class HashTracker:

@@ -102,6 +102,9 @@ class StepHooks:
                 steps.gradients = None
         if steps.first is not None:
             steps.first.before(optimizer)
+        if optimizer in steps.inside:
+            # Its last step was left by an exception, after it may have changed rows: a fused one leaves no trace.
+            self._rewritten()
         if self.tables:
             reason = why_inexact(optimizer) or why_not_alone(optimizer, args, kwargs)
             if reason is not None or not self._told(Glance.same):
@@ -120,6 +123,8 @@ class StepHooks:
         """The post-hook."""
         steps = self._steps
         steps.stepped = True
+        if optimizer not in steps.inside:
+            self._rewritten()  # nobody looked before this step
         if self.tables:
             self._mark()
         if steps.first is not None:
@@ -127,6 +132,12 @@ class StepHooks:
             if steps.first.over:
                 steps.first = None
         steps.inside.discard(optimizer)  # last of all: without all marks the step is not whole either
+
+    def _rewritten(self) -> None:
+        """Any row of its tables may have changed."""
+        self._glance = None
+        for table in self.tables:
+            table.rewritten()
 
     def _told(self, question: Callable[[Glance], bool]) -> bool:
         """Whether there is a glance, and it says yes."""

@@ -41,7 +41,13 @@ from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from torch import Tensor, nn
 
 from deltashard.optimizer.optimizer_state import OptimizerView, views_of
-from deltashard.optimizer.whitelist import hookable, innermost, why_inexact
+from deltashard.optimizer.whitelist import (
+    hookable,
+    innermost,
+    why_inexact,
+    why_inexact_in,
+    why_replaced,
+)
 from deltashard.sharded.embedding_module import find
 from deltashard.sharded.fused_view import FusedView
 from deltashard.sharded.handed_optimizer import parts_of
@@ -143,6 +149,7 @@ class TrackedTable:
         self.signed: Signed = _UNSIGNED
         """Its weights and state as they were seen last: what differs from that was written from outside."""
         self._pinned: list[Any] = []
+        self._stride = found.param.stride()
         self._schema = self._read_schema()
 
     @property
@@ -211,7 +218,10 @@ class TrackedTable:
         first = self._rows is None and self._hashes is None
         self.views = list(views)[::-1]
         owners = list(owners)
-        self.sole = owners[0] if len(owners) == 1 else None
+        sole = owners[0] if len(owners) == 1 else None
+        if not first and sole is not self.sole:
+            self.marks.mark_all()  # nobody watched the new one's steps before now
+        self.sole = sole
         if self.saver is not None:
             self.reason, self._schema = f"rank {self.saver} saves it", self._read_schema()
             return
@@ -309,6 +319,11 @@ class TrackedTable:
             self.sign()
         if self._rows is not None and self.marks.flags.device != self.param.device:
             self.go_over("it moved to another device")
+        if isinstance(self._rows, RowTracker) and (reason := self._why_not_here(self.sole)) is not None:
+            self.go_over(reason)
+        if self.param.stride() != self._stride:  # which neither versions nor addresses show
+            self._stride = self.param.stride()
+            self.marks.mark_all()
         if self.marks.flags.device != self.param.device:
             self.marks = Marks(self.param.shape[0], self.param.device)
         schema = self._read_schema()
@@ -364,8 +379,8 @@ class TrackedTable:
 
     def audit_check(self, *, ahead: bool = False) -> AuditFault | None:
         """Check the sample, or take what was found ahead; a fault marks everything and ends tracking by gradients."""
-        if self._rows is None:
-            return None
+        if self._rows is None or self._differs():
+            return None  # what was written from outside with a trace is no fault: `refresh` marks all of it
         fault = self._audit.check(self._sections(), self.marks, ahead=ahead)
         if fault is not None:
             self.go_over("an audit found rows that changed unseen")
@@ -458,7 +473,21 @@ class TrackedTable:
         # A wrapper that is no torch optimizer is not on the whitelist either.
         if self._shares is not None:
             return self._why_shared(self._shares)
-        return why_inexact(owners[0]) or why_not_alone(owners[0]) or self._why_not_lookups()
+        return (
+            why_inexact(owners[0])
+            or why_not_alone(owners[0])
+            or self._why_not_lookups()
+            or self._why_not_here(owners[0])
+        )
+
+    def _why_not_here(self, owner: Any) -> str | None:
+        """What is looked at when a cut is due, not at each step."""
+        if self.param.device.type == "cpu" and self.param.is_shared():  # type: ignore[no-untyped-call]
+            return "its memory is shared with other processes"
+        if (reason := why_replaced(owner)) is not None:
+            return reason
+        dense = any(not lookup.sparse for lookup in self.lookups)
+        return why_inexact_in(owner, self.param.dtype) if dense else None
 
     def _why_not_lookups(self) -> str | None:
         if not self.param.requires_grad:
@@ -473,8 +502,9 @@ class TrackedTable:
         return now.versions != seen.versions[part] or now.addresses != seen.addresses[part]
 
     def signable(self) -> list[Tensor]:
-        """What is signed: the weights, and the tensors of the optimizers' state."""
-        return [self.param, *(v for e in self.entries() for v in e.values() if isinstance(v, Tensor))]
+        """What is signed: the weights, and the tensors of the optimizers' state, in the order of their names."""
+        state = [e[key] for e in self.entries() for key in sorted(e, key=str)]
+        return [self.param, *(value for value in state if isinstance(value, Tensor))]
 
     def entries(self) -> list[Mapping[Any, Any]]:
         """The optimizers' state of this table, innermost first."""
@@ -651,6 +681,7 @@ class Tracking:
             self.steps.first = None
         for table in self.tables:
             table.refresh()
+        self._look_at_state()
         self._look_at_hashes()
         self._index()
         counts = [table.marks.counts() for table in self.saved]
@@ -659,6 +690,17 @@ class Tracking:
             baseline=sum(c.baseline for c in counts),
             total=sum(c.total for c in counts),
         )
+
+    def _look_at_state(self) -> None:
+        """State that two tables have in one memory is another's to change: both are hashed."""
+        held: dict[int, TrackedTable] = {}
+        for table in self.tables:
+            for tensor in table.signable()[1:]:
+                address = tensor.data_ptr() if tensor.layout == torch.strided and tensor.dim() else 0
+                other = held.setdefault(address, table)
+                if address and other is not table:
+                    for each, of in ((table, other), (other, table)):
+                        each.shared_with(f"the state of {of.key}")
 
     def _look_at_hashes(self) -> None:
         """Many small tables are looked at together; what a look takes meanwhile (8 bytes a row) is bounded."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from deltashard.cut import precopy
+from deltashard.cut import memory, precopy
 from deltashard.cut.block_writer import BlockWriter, TableCut
-from deltashard.cut.precopy import Precopy, TableAhead, may_be_copied_ahead
+from deltashard.cut.precopy import Precopy, TableAhead, copying_thread, may_be_copied_ahead
 from deltashard.tracking.marks import Marks, RowSelection
 from deltashard_checkpoint.format.schema import Box
 from deltashard_proto.arena_layout import sections
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 ROWS, COLUMNS = 70, 3
 FIRST = 1000
@@ -152,6 +154,7 @@ def play(script):
                 table.marks.mark_all()
         now = "all" if end == "other mode" else mode
         renewed = None if end == "discard" or now != mode else ahead.renewed(table.cut(), now)
+        assert not ahead.strayed, "every write was marked"
         writer.goes_on(block=arena.take, send=arena.send)
         copies = SimpleNamespace(writer=writer, stream=arena, _written=written)
         rows = Precopy.hand_over(copies, [] if renewed is None else [ahead])
@@ -198,6 +201,7 @@ WRITTEN_MEANWHILE = [({1, 2, 40}, "all", [("copy", 9), ("step", {2})], "baseline
 @pytest.mark.parametrize("blind", ["touched", "watch"])
 def test_the_model_sees_rows_of_another_step(monkeypatch, blind):
     """The property is not vacuous: a row written after it was copied must be copied again."""
+    monkeypatch.setattr(precopy, "PROBED", 0)
     play(WRITTEN_MEANWHILE)
     if blind == "touched":
         monkeypatch.setattr(Marks, "touched", lambda _marks: np.empty(0, np.int64))
@@ -225,6 +229,58 @@ def test_only_what_was_touched_is_copied_again():
         table.marks.mark(torch.tensor(sorted(rows)))
     renewed = ahead.renewed(table.cut(), "all")
     assert (renewed.again, renewed.start) == (2, ROWS)
+
+
+@pytest.mark.parametrize("mode", ["all", "since_commit"])
+def test_a_write_without_a_trace_that_is_taken_back_is_noticed(mode):
+    """An evaluation with averaged weights through `.data`, while rows are copied: no mark tells, the live rows do."""
+    table, arena = Table(), Arena()
+    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
+    table.marks.reseed(torch.tensor([], dtype=torch.int64))
+    table.marks.mark(torch.arange(0, ROWS, 2))
+    table.watch()
+    ahead = TableAhead(table, table.cut())
+    kept = table.weights.clone()
+    table.weights.data.copy_(kept + 1)
+    list(ahead.copy(writer, mode))
+    table.weights.data.copy_(kept)
+    assert ahead.renewed(table.cut(), mode) is None
+    assert ahead.strayed
+
+
+def test_memory_that_is_another_for_a_while_is_not_read():
+    """The same by `.data =`: the thread reads what the table was at the boundary."""
+    table, arena = Table(), Arena()
+    table.weights = nn.Parameter(torch.randn(ROWS, COLUMNS))
+    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
+    table.watch()
+    ahead = TableAhead(table, table.cut())
+    kept = table.weights.data
+    table.weights.data = torch.zeros(ROWS, COLUMNS)
+    copied = [batch.sections()[0].view(np.float32) for batch in ahead.copy(writer, "all")]
+    table.weights.data = kept
+    assert ahead.renewed(table.cut(), "all") is not None
+    assert np.array_equal(np.concatenate(copied), kept.numpy())
+
+
+def test_no_memory_is_moved_while_it_is_read():
+    """`share_memory_` swaps the memory under a tensor in place: it waits for the copying thread, and for no other."""
+    pool = copying_thread()
+    tensor = torch.zeros(4)
+    read, moved = threading.Event(), threading.Event()
+
+    def reads() -> None:
+        with memory.reading:
+            read.set()
+            assert not moved.wait(0.05)
+
+    job = pool.submit(reads)
+    assert read.wait(10)
+    tensor.share_memory_()
+    moved.set()
+    job.result(10)
+    assert tensor.is_shared()
+    pool.shutdown()
 
 
 def test_restored_rows_count_as_touched():
