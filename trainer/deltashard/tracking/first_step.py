@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("deltashard.tracking")
 
-_LOOKED_AT = (1 << 13, 1 << 16)
+_LOOKED_AT = (1 << 10, 1 << 13, 1 << 16)
 """So many rows are searched for ones that are worth remembering; more of them where few were found."""
 _FEW, _REMEMBERED = 64, 512
 _COPIED_BYTES = 256 << 20

@@ -62,14 +62,24 @@ class Steps:
 class StepHooks:
     """Those of one optimizer."""
 
-    __slots__ = ("_glance", "_handles", "_steps", "optimizer", "tables")
+    __slots__ = ("_glance", "_handles", "_regrouped", "_sizes", "_steps", "optimizer", "tables")
 
-    def __init__(self, optimizer: Any, steps: Steps, loaded: Callable[[Any], None]) -> None:
-        """`loaded` is called with the optimizer after its `load_state_dict`."""
+    def __init__(
+        self,
+        optimizer: Any,
+        steps: Steps,
+        *,
+        loaded: Callable[[Any], None],
+        regrouped: Callable[[Any], None],
+    ) -> None:
+        """Called with the optimizer: `loaded` after its `load_state_dict`, `regrouped` when its groups have grown."""
         self.optimizer = optimizer
         self.tables: list[TrackedTable] = []
         """Those that it alone owns and that are tracked by gradients."""
         self._steps = steps
+        self._regrouped = regrouped
+        self._sizes = _sizes(optimizer)
+        """How many parameters each of its groups had at the last look."""
         self._glance: Glance | None = None
         """Of `tables` after the last step; None during a step that did not find them so."""
         self._handles = [
@@ -80,7 +90,7 @@ class StepHooks:
 
     def watch(self, tables: list[TrackedTable]) -> None:
         """Set `tables`, which other modules may look up now."""
-        self.tables, self._glance = tables, None
+        self.tables, self._glance, self._sizes = tables, None, _sizes(self.optimizer)
 
     def close(self) -> None:
         """Remove them."""
@@ -105,6 +115,9 @@ class StepHooks:
         if optimizer in steps.inside:
             # Its last step was left by an exception, after it may have changed rows: a fused one leaves no trace.
             self._rewritten()
+        if _sizes(optimizer) != self._sizes:
+            self._sizes = _sizes(optimizer)
+            self._regrouped(optimizer)
         if self.tables:
             reason = why_inexact(optimizer) or why_not_alone(optimizer, args, kwargs)
             if reason is not None or not self._told(Glance.same):
@@ -170,6 +183,10 @@ class StepHooks:
             except Exception as error:  # noqa: BLE001 - as above
                 table.lost(error)
         self._glance = self._look()
+
+
+def _sizes(optimizer: Any) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def why_not_alone(

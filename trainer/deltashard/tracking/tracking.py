@@ -584,7 +584,8 @@ class Tracking:
         """Audit faults since the start."""
         self._audits = 0
         self._sampling: Future[None] | None = None
-        self._grouped: list[Tensor] | None = None
+        self._grouped: list[list[Tensor]] | None = None
+        """Parameters by optimizer, as of the last `_attach`."""
         self._named = self._inventory
         self._install()
         self._attach()
@@ -657,7 +658,7 @@ class Tracking:
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter of the optimizers holds a gradient now."""
-        return any(param.grad is not None for param in _grouped(self.optimizers))
+        return any(param.grad is not None for params in _by_view(self.optimizers) for param in params)
 
     def step_done(self) -> None:
         """The loop body's last statement ran; costs nanoseconds."""
@@ -670,9 +671,8 @@ class Tracking:
             UserError: a table's shape or type changed.
         """
         self._look()
-        grouped = _grouped(self.optimizers)
         known = self._grouped
-        if known is None or [*map(id, grouped)] != [*map(id, known)]:
+        if known is None or _places(_by_view(self.optimizers)) != _places(known):
             self._attach()
         elif [table.param.data_ptr() for table in self.tables] != self._addresses:
             self._share()
@@ -817,7 +817,7 @@ class Tracking:
         return [*views, FusedView(views, inventory)] if inventory.sharded else views
 
     def _attach(self) -> None:
-        self._grouped = _grouped(self.optimizers)
+        self._grouped = _by_view(self.optimizers)
         self._share()
         for table in self.tables:
             owners = [o for o in self._handed if any(_owns(x, table.param) for x in (o, *innermost(o)))]
@@ -846,7 +846,9 @@ class Tracking:
             for optimizer in hookable(handed):
                 if id(optimizer) not in seen:
                     seen.add(id(optimizer))
-                    self._hooks.append(StepHooks(optimizer, self.steps, self._state_loaded))
+                    self._hooks.append(
+                        StepHooks(optimizer, self.steps, loaded=self._state_loaded, regrouped=self._regrouped)
+                    )
 
     def _state_loaded(self, optimizer: Any) -> None:
         if any(view.restoring for view in self.optimizers):
@@ -854,6 +856,12 @@ class Tracking:
         for table in self.tables:
             if table.sole is optimizer:
                 table.mark_outside()
+
+    def _regrouped(self, optimizer: Any) -> None:
+        """Parameters were added to a handed optimizer, which is about to step: it may change another's tables."""
+        for table in self.tables:
+            if table.sole is not optimizer and _owns(optimizer, table.param):
+                table.rewritten()
 
     def _gradient_alive(self, param: Tensor, optimizer: Any) -> None:
         if self._alive_said:
@@ -914,8 +922,13 @@ def _as_list(optimizers: Any) -> list[Any]:
     return list(optimizers)
 
 
-def _grouped(views: Iterable[OptimizerView]) -> list[Tensor]:
-    return [param for view in views for group in view.target.param_groups for param in group["params"]]
+def _by_view(views: Iterable[OptimizerView]) -> list[list[Tensor]]:
+    """Of each optimizer, the parameters of all groups."""
+    return [[param for group in view.target.param_groups for param in group["params"]] for view in views]
+
+
+def _places(grouped: list[list[Tensor]]) -> list[list[int]]:
+    return [[*map(id, params)] for params in grouped]
 
 
 def _owns(optimizer: Any, param: Tensor) -> bool:
