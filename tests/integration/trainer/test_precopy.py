@@ -12,7 +12,7 @@ from typing import Any
 import deltashard
 import pytest
 import torch
-from deltashard.cut import precopy
+from deltashard.cut import memory, precopy
 from deltashard.save import head_start
 from torch import nn
 
@@ -182,6 +182,36 @@ def test_what_happens_while_rows_are_copied(make: Any) -> None:
         program.train_until(lambda before=before: program.ckpt.stats.cuts > before, "its cut")
         program.settle()
     program.check()
+
+
+@pytest.mark.parametrize("how", ["swap", "copy"])
+def test_an_evaluation_with_other_weights_while_rows_are_copied(make: Any, how: str) -> None:
+    """Through `.data` and put back, so that no version tells. What is stored is the step; what was written is noticed."""
+    program = make(every_steps=10)
+    program.train(14)
+    program.settle()
+    weight = program.first.weight
+    averaged = torch.full_like(weight, 7.0)
+    with memory.reading:  # the copy waits for the evaluation to begin
+        program.train_until(lambda: program.copying is not None, "a copy ahead")
+        kept = weight.data if how == "swap" else weight.detach().clone()
+        if how == "swap":
+            weight.data = averaged
+        else:
+            weight.data.copy_(averaged)
+    copying = program.copying
+    eventually(lambda: copying.done, what="the copy")
+    if how == "swap":
+        weight.data = kept
+    else:
+        weight.data.copy_(kept)
+    before = program.ckpt.stats.cuts
+    program.train_until(lambda: program.ckpt.stats.cuts > before, "its cut")
+    program.settle()
+    program.check()
+    tracked = program.ckpt._program.tracking.by_key["first.weight"]
+    assert tracked.tracker == ("gradients" if how == "swap" else "hashes")
+    assert program.ckpt.stats.audit_faults == (0 if how == "swap" else 1)
 
 
 def test_a_save_that_is_asked_for_takes_what_was_copied(make: Any) -> None:

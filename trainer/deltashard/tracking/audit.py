@@ -122,9 +122,10 @@ class Audit:
         changed = self._ahead if ahead else None
         if changed is None:
             changed = self._ids[row_hash.row_hashes(sections, self._seed, rows=self._ids) != self._hashes]
-        wrong = torch.unique(changed[marks.clean(changed)]).tolist()
-        if not wrong:
+        unmarked = changed[marks.clean(changed)]
+        if not unmarked.numel():
             return None
+        wrong = torch.unique(unmarked).tolist()
         checked = int(marks.clean(self._ids).sum())
         return AuditFault(table=self._table, rows=tuple(wrong[:16]), found=len(wrong), checked=checked)
 

@@ -47,6 +47,8 @@ _LOOKUP_NODES = ("EmbeddingBackward0", "EmbeddingBagBackward0")
 _FORWARDS = (nn.Embedding.forward, nn.EmbeddingBag.forward)
 _FLOWS = 8
 """Backward passes that never reached the parameter (they raised) are remembered for so many others."""
+_SCANNED = 1 << 14
+"""Rows of a gradient that are scanned at once: a byte of memory for each of their bytes."""
 _numbers = itertools.count()
 
 
@@ -214,8 +216,11 @@ def _backward_pass() -> int:
 
 def _rows_of(grad: Tensor) -> Tensor:
     """Where a dense gradient [R, D] has any bit set: bool [R]. To subtract -0 changes a weight that is -0."""
-    bits = grad.detach().contiguous().view(torch.uint8)
-    return bits.view(grad.shape[0], -1).ne(0).any(dim=1)
+    found = [
+        piece.contiguous().view(torch.uint8).ne(0).any(dim=1)
+        for piece in torch.split(grad.detach(), _SCANNED)
+    ]
+    return torch.cat(found)
 
 
 class _LookupHook(ForgetfulHook):
@@ -234,14 +239,18 @@ class _LookupHook(ForgetfulHook):
         # A transformed weight (functional_call, a parametrization) is not this parameter.
         if not tracker.owns(node):
             return
-        if _saves_as_is():
-            ids = cast("Any", node)._saved_indices  # noqa: SLF001 - what its backward reads, not what the module was called with
-        elif _is_plain(module):
-            # To ask the node would run what was hooked in (a checkpointed forward, say).
-            ids = args[0] if args else kwargs["input"]
-        else:
+        try:
+            if _saves_as_is():
+                # What its backward reads, whatever the module was called with.
+                ids = cast("Any", node)._saved_indices  # noqa: SLF001 - torch offers no accessor
+            elif _is_plain(module):
+                # To ask the node would run what was hooked in (a checkpointed forward, say).
+                ids = args[0] if args else kwargs["input"]
+            else:
+                return
+            seen = version(ids)
+        except Exception:  # noqa: BLE001 - the forward pass goes on; a gradient of a lookup that nobody tells of is found
             return
-        seen = version(ids)
         node.register_hook(
             lambda grads, _outer: tracker.gradient_flows(ids, seen, grads[0] if grads else None)
         )

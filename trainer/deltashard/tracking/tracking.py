@@ -33,6 +33,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, cast
 
 import torch
@@ -68,6 +69,7 @@ _log = logging.getLogger("deltashard.tracking")
 
 _UNSIGNED: Signed = (Signature([]), slice(None))
 _WHOLE = slice(None)
+_WhyAtACut = Callable[[Any, torch.dtype | None], str | None]
 _JOBS_AT_ONCE = 64
 """Chunks of hashing, of all tables together, before their results are taken."""
 
@@ -300,8 +302,10 @@ class TrackedTable:
         """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
         self.go_over(f"its changed rows cannot be told ({type(error).__name__}: {error})")
 
-    def refresh(self) -> None:
+    def refresh(self, why: _WhyAtACut) -> None:
         """Bring marks and schema up to date for a cut; a look at hashes follows.
+
+        `why` is `_why_at_a_cut`, which may remember what it said at this cut.
 
         Raises:
             UserError: the weight has another shape than when this Checkpointer was built.
@@ -319,7 +323,7 @@ class TrackedTable:
             self.sign()
         if self._rows is not None and self.marks.flags.device != self.param.device:
             self.go_over("it moved to another device")
-        if isinstance(self._rows, RowTracker) and (reason := self._why_not_here(self.sole)) is not None:
+        if isinstance(self._rows, RowTracker) and (reason := self._why_not_here(self.sole, why)) is not None:
             self.go_over(reason)
         if self.param.stride() != self._stride:  # which neither versions nor addresses show
             self._stride = self.param.stride()
@@ -477,17 +481,14 @@ class TrackedTable:
             why_inexact(owners[0])
             or why_not_alone(owners[0])
             or self._why_not_lookups()
-            or self._why_not_here(owners[0])
+            or self._why_not_here(owners[0], _why_at_a_cut)
         )
 
-    def _why_not_here(self, owner: Any) -> str | None:
+    def _why_not_here(self, owner: Any, why: _WhyAtACut) -> str | None:
         """What is looked at when a cut is due, not at each step."""
         if self.param.device.type == "cpu" and self.param.is_shared():  # type: ignore[no-untyped-call]
             return "its memory is shared with other processes"
-        if (reason := why_replaced(owner)) is not None:
-            return reason
-        dense = any(not lookup.sparse for lookup in self.lookups)
-        return why_inexact_in(owner, self.param.dtype) if dense else None
+        return why(owner, None if all(lookup.sparse for lookup in self.lookups) else self.param.dtype)
 
     def _why_not_lookups(self) -> str | None:
         if not self.param.requires_grad:
@@ -679,8 +680,9 @@ class Tracking:
         if self.steps.first is not None:
             self.steps.first.finish()
             self.steps.first = None
+        why = cache(_why_at_a_cut)
         for table in self.tables:
-            table.refresh()
+            table.refresh(why)
         self._look_at_state()
         self._look_at_hashes()
         self._index()
@@ -910,6 +912,11 @@ class Tracking:
             view.watch_attributes(earlier)
         self._grouped = None
         self._named = now
+
+
+def _why_at_a_cut(owner: Any, dense: torch.dtype | None) -> str | None:
+    """Why an optimizer may change rows without a gradient, beside `why_inexact`; `dense`: type of a dense gradient."""
+    return why_replaced(owner) or (None if dense is None else why_inexact_in(owner, dense))
 
 
 def _as_list(optimizers: Any) -> list[Any]:

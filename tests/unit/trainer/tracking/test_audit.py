@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deltashard.tracking.audit import Audit, miss_probability
+from deltashard.tracking.audit import AT_CUT, Audit, miss_probability
 from deltashard.tracking.marks import Marks
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from torch import nn
@@ -74,6 +74,68 @@ def test_a_fault_makes_the_next_cut_full_and_is_counted():
     table.weight.data[17] = 0
     tracking.refresh()
     assert tracking.tables[0].prepare_cut("since_commit").ids.tolist() == [17]
+
+
+def audited(rows: int = 512) -> tuple[nn.Embedding, Tracking]:
+    """A table that was cut whole, and the sample for its next cut."""
+    torch.manual_seed(0)
+    table = nn.Embedding(ROWS, 8, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+    tracking = Tracking(table, optimizer, settings=TrackingSettings(audit_rows=rows))
+    again(tracking, 1)
+    return table, tracking
+
+
+def again(tracking: Tracking, cut: int) -> None:
+    """A cut that commits."""
+    tracking.refresh()
+    tracking.cut_taken(cut, "all")
+    tracking.committed(cut, baseline=True)
+    tracking.audit_sample()
+
+
+def look(tracking: Tracking) -> None:
+    """What the copying thread does right before a cut."""
+    for each in tracking.audit_ahead():
+        each()
+
+
+def test_what_was_compared_ahead_of_a_cut_counts_at_it():
+    """Found by the look ahead, and not looked for again; a row that was marked meanwhile is no fault."""
+    table, tracking = audited()
+    look(tracking)
+    assert tracking.audit_before_commit(ahead=True) == []
+    again(tracking, 2)
+    sampled = tracking.tables[0]._audit._ids
+    table.weight.data[sampled[:2]] += 1
+    look(tracking)
+    tracking.tables[0].marks.mark(sampled[:1])
+    [fault] = tracking.audit_before_commit(ahead=True)
+    assert fault.found == len({int(i) for i in sampled[1:2]} - {int(sampled[0])})
+
+
+def test_a_look_ahead_of_an_older_sample_does_not_count():
+    """It belongs to one sample; whoever asks without one looks at the cut, as always."""
+    table, tracking = audited()
+    look(tracking)
+    again(tracking, 2)
+    table.weight.data += 1
+    assert len(tracking.audit_before_commit(ahead=True)) == 1
+
+
+def test_who_writes_between_that_look_and_the_cut_is_found_at_its_turn():
+    """Every table is compared at the cut itself once in AT_CUT cuts."""
+    table, tracking = audited()
+    found = []
+    for cut in range(2, 2 + AT_CUT):
+        look(tracking)
+        table.weight.data += 1
+        found.append(bool(tracking.audit_before_commit(ahead=True)))
+        if found[-1]:
+            break
+        again(tracking, cut)
+    assert found[-1]
+    assert tracking.tables[0].tracker == "hashes"
 
 
 def test_a_field_that_appears_is_no_fault():
