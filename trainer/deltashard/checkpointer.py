@@ -335,6 +335,8 @@ class Checkpointer:
                 listener=self._listener,
             )
         )
+        self._forked = False
+        """In a child of the process that trains: everything of it is that process's."""
         self._loop = SaveLoop(
             self._program,
             self._shelf,
@@ -466,6 +468,12 @@ class Checkpointer:
             UserError: a pin or metadata that cannot be stored (length, characters).
         """
         self._attempt.refuse_closed("save()")
+        if self._forked:
+            raise UserError(
+                "a forked child trains nothing of this run",
+                where="save()",
+                remedy="save in the process that built the Checkpointer; step() and close() do nothing here",
+            )
         arguments.check_pin(pin)
         handle = SaveHandle(
             reason=reason, pin=pin, metadata=arguments.texts_of(metadata), waiter=self._loop.wait
@@ -526,7 +534,7 @@ class Checkpointer:
             SaveFailed: it is not durable after `deadline_s`; everything is released all the same.
             FencedError: a newer attempt runs.
         """
-        if self._attempt.closed:
+        if self._attempt.closed or self._forked:
             return
         until_s = time.monotonic() + deadline_s
         try:
@@ -559,7 +567,7 @@ class Checkpointer:
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._attempt.closed:
+        elif not self._attempt.closed and not self._forked:
             # A step torn by an exception must not become the newest checkpoint: only let what is in flight end. What
             # waits for a dead rank's part will not, and what does not the sidecar ends alone.
             if error is not None and self._stager is not None:
@@ -641,7 +649,8 @@ def _watch_uncaught() -> None:
 
 def _in_child() -> None:
     for checkpointer in list(_live):
-        checkpointer._clock.forget()  # noqa: SLF001 - same module
+        checkpointer._forked = True  # noqa: SLF001 - same module
+        checkpointer._clock.forget()  # noqa: SLF001
         checkpointer._stance.close()  # noqa: SLF001
 
 

@@ -214,6 +214,35 @@ def test_an_evaluation_with_other_weights_while_rows_are_copied(make: Any, how: 
     assert program.ckpt.stats.audit_faults == (0 if how == "swap" else 1)
 
 
+def test_a_few_rows_that_were_something_else_while_they_were_copied(make: Any) -> None:
+    """Stored wrong once, which the next cut says, counts and mends."""
+    program = make(every_steps=10)
+    program.train(14)
+    program.settle()
+    weight = program.first.weight
+    with torch.no_grad():
+        weight[1:8:2] += 1  # so that all of it is copied ahead: another table, odd rows are never trained
+    with memory.reading:
+        program.train_until(lambda: program.copying is not None, "a copy ahead")
+        kept = weight.detach()[5].clone()
+        weight.data[5] = 7.0
+    copying = program.copying
+    eventually(lambda: copying.done, what="the copy")
+    weight.data[5] = kept
+    cuts = program.ckpt.stats.cuts
+    program.train_until(lambda: program.ckpt.stats.cuts > cuts, "its cut")
+    program.settle()
+    assert program.ckpt.stats.audit_faults == 0
+    program.train_until(lambda: program.ckpt.stats.cuts > cuts + 1, "the next")
+    program.settle()
+    assert program.ckpt.stats.audit_faults == 1
+    assert program.ckpt._program.tracking.by_key["first.weight"].tracker == "hashes"
+    newest = max(program.cuts)
+    with deltashard.open_checkpoint(program.folder / "store", "r", which="latest") as stored:
+        rows = stored.rows("first.weight", torch.arange(program.rows))
+        assert torch.equal(rows.weights, program.cuts[newest][0])
+
+
 def test_a_save_that_is_asked_for_takes_what_was_copied(make: Any) -> None:
     """It waits for no copy; the cut that was due then begins its own."""
     program = make(every_steps=100)

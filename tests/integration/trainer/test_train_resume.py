@@ -266,6 +266,34 @@ def test_forked_workers_every_epoch_during_saves(make: Make) -> None:
     assert ckpt.stats.last_commit.step == 12
 
 
+def test_a_forked_child_leaves_the_run_alone(make: Make) -> None:
+    """It may leave the block, close, and is told that it cannot save; at once, and with a save of the parent in flight."""
+    loop = Loop()
+    ckpt = make(loop)
+    ckpt.restore()
+    loop.train(3, ckpt)
+    handle = ckpt.save()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            with ckpt:
+                ckpt.step()
+                with pytest.raises(UserError, match="forked child"):
+                    ckpt.save()
+            ckpt.close()
+            ckpt.__exit__(KeyboardInterrupt, None, None)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert handle.wait(120).step == 3
+    loop.train(2, ckpt)
+    ckpt.close()
+    assert ckpt.stats.last_commit is not None
+    assert ckpt.stats.last_commit.step == 5
+
+
 def test_an_exception_never_cuts(make: Make) -> None:
     """The step it tore must not become the newest checkpoint."""
     loop = Loop()

@@ -16,7 +16,9 @@ Marks are what this stands on: what may have changed a row unseen marks the whol
 it touched. One thing no mark can tell: a write without a trace (`.data`) that is taken back before the cut, as by an
 evaluation with averaged weights. What the thread read meanwhile is of no step, and the live rows are what they should
 be. So some rows of every batch are compared with the live ones at the cut (`PROBED`); a table where one differs is
-copied whole, and found by hashes from then on. Other memory under a table for a while (`.data = `) is not read at all.
+copied whole, and found by hashes from then on. After the cut every row that was copied ahead is compared, by its hash
+and beside training (`compare`): one that differs, and was not marked since, is a fault that the next cut mends.
+Other memory under a table for a while (`.data = `) is not read at all.
 
 Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an
 accelerator, strided, or small; and all of a Checkpointer that records content hashes, which look at every batch.
@@ -36,6 +38,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from deltashard_checkpoint.codecs import row_kernel
 from deltashard_checkpoint.codecs.row_kernel import replace_rows
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -69,6 +72,8 @@ PROBED = 16
 else is not found with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two."""
 
 Rows = npt.NDArray[np.int64]
+_SEED = 0xA4EAD
+"""Of the hashes of what is copied."""
 
 
 class _Stopped(Exception):
@@ -91,6 +96,18 @@ class Renewed:
     start: int
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Copies:
+    """What a batch had when it was copied."""
+
+    rows: Rows
+    """Of the shard: int64 [n]."""
+    hashes: npt.NDArray[np.uint64]
+    """Of each row."""
+    again: npt.NDArray[np.int64]
+    """Places in the batch that were copied once more, at the cut."""
+
+
 class TableAhead:
     """What is copied ahead of one table: by the copying thread, and after it by the training thread."""
 
@@ -110,6 +127,10 @@ class TableAhead:
         self._marks = table.marks
         self._schema_version = table.schema_version
         self._random = np.random.default_rng()
+        self._copies: list[_Copies] = []
+        """By batch; kept for `compare`, when the batches themselves are the sidecar's."""
+        self.astray: Rows = np.empty(0, np.int64)
+        """Of the shard, what `compare` found."""
         self._upto = 0
         """Rows below were copied, or were not to be when they were listed."""
 
@@ -137,8 +158,36 @@ class TableAhead:
         for batch in writer.batches(replace(self._cut, selection=selection)):
             assert batch is not None  # on the CPU
             self.batches.append(batch)
+            self._copies.append(
+                _Copies(
+                    rows=self._rows_of(batch),
+                    hashes=row_kernel.row_hashes(batch.sections(), _SEED),
+                    again=np.empty(0, np.int64),
+                )
+            )
             self._upto = self._last(batch) + 1
             yield batch
+
+    def _rows_of(self, batch: Batch) -> Rows:
+        """Of the shard."""
+        first = self._cut.box.row_start
+        start = batch.message.rows.row_start
+        return np.arange(start, start + batch.rows) - first if self.whole else batch.ids() - first
+
+    def compare(self) -> None:
+        """After the cut, on the copying thread: find rows that are not what was copied of them ahead of it.
+
+        One that was written since is marked when `astray` is asked for, at a boundary.
+        """
+        found = []
+        while self._copies:
+            each = self._copies.pop()
+            with memory.reading:
+                values = [row_bytes(part).numpy() for part in parts_of(self._cut)]
+                differ = row_kernel.row_hashes(values, _SEED, rows=each.rows) != each.hashes
+            differ[each.again] = False
+            found.append(each.rows[differ])
+        self.astray = np.concatenate([self.astray, *found])
 
     def _last(self, batch: Batch) -> int:
         last = batch.message.rows.row_start + batch.rows - 1 if self.whole else int(batch.ids()[-1])
@@ -157,7 +206,7 @@ class TableAhead:
         first = self._cut.box.row_start
         values = [row_bytes(part).numpy() for part in parts_of(now)]
         at = 0
-        for batch in self.batches:
+        for batch, copies in zip(self.batches, self._copies, strict=True):
             stop = int(np.searchsorted(touched, self._last(batch), side="right"))
             rows, at = touched[at:stop], stop
             if self._strays(batch, values, rows):
@@ -175,6 +224,7 @@ class TableAhead:
                 rows, places = rows[here], places[here]
             for source, target in zip(values, batch.sections(), strict=True):
                 replace_rows(source, rows, target, places)
+            copies.again = places
             again += len(rows)
         if self.whole:
             return Renewed(again=again, rest=now, start=self._upto) if self.rows == self._upto else None

@@ -329,15 +329,22 @@ class Walk:
         for code in _codes(function.__code__):
             if not self._making_now:
                 self.names.update(code.co_names)
-            stored = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
+            done = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+            stored = {name for what, name in done if what == "STORE_GLOBAL"}
+            # `co_names` has attributes too, and those of the same name as a global of the script's are none of ours.
+            named = {name for what, name in done if what in _BY_NAME}
             for name in code.co_names:
-                if name not in function.__globals__:
+                if name not in named or name not in function.__globals__:
                     continue
                 each = function.__globals__[name]
                 if name in stored or not isinstance(each, (*_SCALARS, types.ModuleType, type)):
                     self._add(
                         f"{function.__module__}:{name}", each, _set_item(function.__globals__, name), depth
                     )
+
+
+_BY_NAME = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+"""What code does with a global."""
 
 
 def _foreign_class(kind: type) -> bool:

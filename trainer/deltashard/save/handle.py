@@ -195,7 +195,11 @@ def together(handles: list[SaveHandle], *, several_pins: bool) -> tuple[list[Sav
 
 @dataclass(slots=True, kw_only=True)
 class HeadStarts:
-    """Rows that cuts took, by how they were copied, and what it cost training to copy some ahead."""
+    """Of the cuts for which a copy ahead was begun: rows by how they were copied, and what it cost training.
+
+    Cuts for which none was begun (below 4 MiB of weights and state in tables that may be, or precopy=False) do not
+    count here; the sidecar's metrics have all.
+    """
 
     cuts: int = 0
     """Cuts for which some were copied ahead."""
@@ -208,7 +212,7 @@ class HeadStarts:
     slower_s: float = 0.0
     """By so much, in all, the steps meanwhile took longer than those before."""
     ended: Counter[str] = field(default_factory=Counter)
-    """Copies that were not whole, or not used, by cause."""
+    """Copies that were not whole, or not used, by cause: "stopped" (a cut came before their end), "arena full", ..."""
 
     def used(self, *, ahead: int, again: int, held: int, slower_s: float, why: str) -> None:
         """A cut was handed over for which a copy ahead had begun; `why` that was not whole."""

@@ -85,12 +85,16 @@ class HeadStart:
         """Have the copying thread do this, before what it copies next."""
         if self._pool is None:
             self._pool = copying_thread()
+        return self._pool.submit(job)
+
+    def look_later(self, look: Callable[[], None]) -> Future[None]:
+        """The same with a short look at the program's memory."""
 
         def read() -> None:
             with memory.reading:
-                job()
+                look()
 
-        return self._pool.submit(read)
+        return self.later(read)
 
     @property
     def began_s(self) -> float:

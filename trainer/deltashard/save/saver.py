@@ -15,6 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +50,7 @@ from deltashard.save.request import Requests
 from deltashard.save.setback import Setbacks
 from deltashard.save.step_order import OrderWatch
 from deltashard.state.value import array_of
+from deltashard.tracking.audit import AuditFault
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import DirtyCounts, Mode, RowSelection
 from deltashard.tracking.step_clock import StepClock
@@ -121,6 +123,10 @@ class Saver:
             looks=self._tracking.audit_ahead,
             enabled=precopy and contents is None,
         )
+        self._copied_ahead: list[tuple[TrackedTable, TableAhead]] = []
+        """What the last cut took of rows that were copied ahead of it."""
+        self._comparing: Future[None] | None = None
+        """The comparison of these rows with the live ones."""
         self._flight: Flight | None = None
         self._here: list[Flight] = []
         """Cuts of the step that was cut last, whatever became of them; newest last."""
@@ -299,7 +305,8 @@ class Saver:
         self._flight = flight
         self._tracking.cut_taken(flight.cut, mode, full=full)
         if self.head_start.enabled:
-            self._tracking.audit_sample(self.head_start.later)
+            self._tracking.audit_sample(self.head_start.look_later)
+            self._compare_later()
         self._order.arm()
         self._base.cut_taken()
         stall_s = time.perf_counter() - began_s
@@ -309,9 +316,42 @@ class Saver:
             "cut", step=flight.step, cut=flight.cut, mode=mode, stall_s=stall_s, reason=reason
         )
 
+    def _compare_later(self) -> None:
+        """Whether what was copied ahead is what was there at the cut: told by the next one."""
+        tables = [ahead for _, ahead in self._copied_ahead]
+
+        def compare() -> None:
+            for each in tables:
+                each.compare()
+
+        self._comparing = self.head_start.later(compare) if tables else None
+
+    def _strays(self) -> list[AuditFault]:
+        """Rows that the last cut stored as they were for a while only."""
+        tables, comparing = self._copied_ahead, self._comparing
+        self._copied_ahead, self._comparing = [], None
+        if comparing is None:
+            return []
+        if (failed := comparing.exception()) is not None:
+            log.debug("what was copied ahead of a cut could not be compared", exc_info=failed)
+            return []
+        found = [
+            table.stray_check(torch.from_numpy(ahead.astray)) for table, ahead in tables if len(ahead.astray)
+        ]
+        faults = [fault for fault in found if fault is not None]
+        for fault in faults:
+            log.error(
+                "rows %s of %s are not in the last checkpoint as they were at its step: they were written without a "
+                "trace (through .data) while they were copied, and put back. The save now has them",
+                list(fault.rows[:4]),
+                fault.table,
+            )
+        return faults
+
     def _look(self) -> DirtyCounts:
         """Bring marks up to date, and find out whether rows may have been missed."""
-        faults = self._tracking.audit_before_commit(ahead=self.head_start.looked)
+        strays = self._strays()
+        faults = self._tracking.audit_before_commit(ahead=self.head_start.looked) + strays
         self._stats.count_faults(len(faults))
         if faults:
             self._base.ask_full(faults=len(faults))
@@ -411,6 +451,7 @@ class Saver:
             if ahead is not None and ahead.mode != mode:
                 renewed = {}
             copied = self._write_tables(writer, mode, cuts, ahead, renewed)
+            self._copied_ahead = [(table, mine) for table, (mine, _) in renewed.items()]
             content = None if self._contents is None else self._content(self._contents, writer)
             for name, tree in self._capture.blobs(flight.step, content):
                 writer.blob(name, tree)

@@ -390,6 +390,21 @@ class TrackedTable:
             self.go_over("an audit found rows that changed unseen")
         return fault
 
+    def stray_check(self, rows: Tensor) -> AuditFault | None:
+        """Before `refresh`: `rows` (int64 [n]) were stored at the last cut as something else than they were.
+
+        Those that no mark tells of since are a fault, as `audit_check` has them.
+        """
+        if self._rows is None or self._differs():
+            return None
+        wrong = rows[self.marks.clean(rows)].tolist()
+        if not wrong:
+            return None
+        self.go_over(
+            "rows were copied while it was written without a trace (through .data), and put back since"
+        )
+        return AuditFault(table=self.key, rows=tuple(wrong[:16]), found=len(wrong), checked=len(rows))
+
     def close(self) -> None:
         """Remove the hooks."""
         if self._rows is not None:

@@ -60,3 +60,24 @@ def test_a_list_that_fills_is_a_cache_until_a_value_in_it_changes() -> None:
     assert below.apply(below.capture()) == []
     fresh = Belongings(lambda: {"dataset": Cached()})
     assert fresh.apply(below.capture()) == ["dataset.cache"]
+
+
+history: dict[str, int] = {}
+position = {"at": 0}
+
+
+class Named:
+    """Has an attribute by the name of a global of the script, and uses another global."""
+
+    def __init__(self) -> None:
+        self.history = {"mine": 1}
+
+    def __getitem__(self, i: int) -> int:
+        return self.history["mine"] + position["at"] + i
+
+
+def test_a_global_by_the_name_of_an_attribute_is_none_of_the_loaders() -> None:
+    """It would be written over at a restore; the one that the code names is the loader's."""
+    slots = Walk({"dataset": Named()}).slots
+    assert any(path.endswith(":position") for path in slots)
+    assert not any(path.endswith(":history") for path in slots)
