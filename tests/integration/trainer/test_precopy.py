@@ -84,8 +84,11 @@ class Program:
         return self.ckpt._saver.head_start._now
 
     def settle(self) -> None:
-        """No save in flight."""
+        """No save in flight, and nothing that the copying thread has still to look at."""
         self.ckpt._loop.drain(float("inf"))
+        for job in (self.ckpt._saver._comparing, self.ckpt._program.tracking._sampling):
+            if job is not None:
+                job.exception(60)
 
     def check(self) -> None:
         """Every checkpoint that is there holds what was cut for its step, bit for bit."""
