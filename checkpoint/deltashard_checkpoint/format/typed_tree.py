@@ -257,13 +257,9 @@ class _Writer:
         self.varint(len(items))
         for key, item in items:
             self._path.append(("[{!r:.60}]", key))
-            if type(key) is str:
-                self.out += b"s"
-                self.text(key)
-            else:
-                self._keys += 1
-                self.node(key)
-                self._keys -= 1
+            self._keys += 1
+            self.node(key)
+            self._keys -= 1
             self.node(item)
             self._path.pop()
 

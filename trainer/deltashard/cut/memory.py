@@ -16,15 +16,11 @@ import torch
 reading = threading.RLock()
 """Held while memory of the program's is read, a batch at a time."""
 _MOVES = ("_share_fd_cpu_", "_share_filename_cpu_")
-_guarded = False
 
 
+@functools.cache
 def guard() -> None:
     """From now on nothing moves memory while it is read; once a process."""
-    global _guarded  # noqa: PLW0603 - as global as the methods themselves
-    if _guarded:
-        return
-    _guarded = True
     for name in _MOVES:
         setattr(torch.UntypedStorage, name, _waiting(getattr(torch.UntypedStorage, name)))
 

@@ -39,7 +39,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from deltashard_checkpoint.codecs import row_kernel
-from deltashard_checkpoint.codecs.row_kernel import replace_rows
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -157,15 +156,14 @@ class TableAhead:
     def _copied(self, writer: BlockWriter, selection: RowSelection) -> Iterator[Batch]:
         for batch in writer.batches(replace(self._cut, selection=selection)):
             assert batch is not None  # on the CPU
-            self.batches.append(batch)
-            self._copies.append(
-                _Copies(
-                    rows=self._rows_of(batch),
-                    hashes=row_kernel.row_hashes(batch.sections(), _SEED),
-                    again=np.empty(0, np.int64),
-                )
+            copies = _Copies(
+                rows=self._rows_of(batch),
+                hashes=row_kernel.row_hashes(batch.sections(), _SEED),
+                again=np.empty(0, np.int64),
             )
-            self._upto = self._last(batch) + 1
+            self.batches.append(batch)
+            self._copies.append(copies)
+            self._upto = int(copies.rows[-1]) + 1
             yield batch
 
     def _rows_of(self, batch: Batch) -> Rows:
@@ -189,10 +187,6 @@ class TableAhead:
             found.append(each.rows[differ])
         self.astray = np.concatenate([self.astray, *found])
 
-    def _last(self, batch: Batch) -> int:
-        last = batch.message.rows.row_start + batch.rows - 1 if self.whole else int(batch.ids()[-1])
-        return last - self._cut.box.row_start
-
     def renewed(self, now: TableCut, mode: Mode) -> Renewed | None:
         """Bring the batches up to what the table is now; None: they cannot be, copy it as always."""
         if not self.batches or not self._same(now):
@@ -203,27 +197,25 @@ class TableAhead:
             return None
         missing: list[Rows] = []
         again = 0
-        first = self._cut.box.row_start
         values = [row_bytes(part).numpy() for part in parts_of(now)]
         at = 0
         for batch, copies in zip(self.batches, self._copies, strict=True):
-            stop = int(np.searchsorted(touched, self._last(batch), side="right"))
+            stop = int(np.searchsorted(touched, copies.rows[-1], side="right"))
             rows, at = touched[at:stop], stop
-            if self._strays(batch, values, rows):
+            if self._strays(batch, copies.rows, values, rows):
                 self.strayed = True
                 return None
             if not len(rows):
                 continue
             if self.whole:
-                places = rows + (first - batch.message.rows.row_start)
+                places = rows - copies.rows[0]
             else:
-                ids = batch.ids()
-                places = np.searchsorted(ids, rows + first)
-                here = ids[places] == rows + first
+                places = np.searchsorted(copies.rows, rows)
+                here = copies.rows[places] == rows
                 missing.append(rows[~here])
                 rows, places = rows[here], places[here]
             for source, target in zip(values, batch.sections(), strict=True):
-                replace_rows(source, rows, target, places)
+                row_kernel.replace_rows(source, rows, target, places)
             copies.again = places
             again += len(rows)
         if self.whole:
@@ -235,17 +227,18 @@ class TableAhead:
         selection = RowSelection(all=False, ids=torch.from_numpy(rest))
         return Renewed(again=again, rest=replace(now, selection=selection), start=0)
 
-    def _strays(self, batch: Batch, values: Sequence[npt.NDArray[np.uint8]], touched: Rows) -> bool:
+    def _strays(
+        self, batch: Batch, copied: Rows, values: Sequence[npt.NDArray[np.uint8]], touched: Rows
+    ) -> bool:
         """Whether some rows of a batch that were not touched differ from the live ones."""
         places = self._random.integers(batch.rows, size=PROBED)
-        first = self._cut.box.row_start
-        rows = (places + batch.message.rows.row_start if self.whole else batch.ids()[places]) - first
+        rows = copied[places]
         if len(touched):
             still = touched[np.searchsorted(touched[:-1], rows)] != rows
             rows, places = rows[still], places[still]
         return any(
-            not np.array_equal(live[rows], copied[places])
-            for live, copied in zip(values, batch.sections(), strict=True)
+            not np.array_equal(live[rows], mine[places])
+            for live, mine in zip(values, batch.sections(), strict=True)
         )
 
     def _same(self, now: TableCut) -> bool:
