@@ -232,12 +232,19 @@ class DcpAsyncSave(DcpSave):
         return
 
     def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
-        """Begin a save; the result says whether it is durable."""
+        """Begin a save; the result says whether it is durable, and raises what it failed by."""
         with _quiet():
             future = dcp.async_save(
                 state.as_dict(), storage_writer=self.writer(tag), async_stager=self.stager()
             )
-        return future.done
+
+        def done() -> bool:
+            if future.done():
+                future.result()
+                return True
+            return False
+
+        return done
 
     def save(self, state: TrainingState, tag: str) -> Saved:
         with _quiet():
@@ -313,10 +320,17 @@ class TorchSnapshotAsyncTake(TorchSnapshotTake):
     asynchronous = True
 
     def start(self, state: TrainingState, tag: str) -> Callable[[], bool]:
-        """Begin a save; the result says whether it is durable."""
+        """Begin a save; the result says whether it is durable, and raises what it failed by."""
         with _quiet():
             pending = self.library.Snapshot.async_take(self._url(tag), self._app_state(state))
-        return pending.done
+
+        def done() -> bool:
+            if pending.done():
+                pending.wait()
+                return True
+            return False
+
+        return done
 
     def save(self, state: TrainingState, tag: str) -> Saved:
         with _quiet():

@@ -3,13 +3,14 @@
 A stall that is merely moved into the steps before or after it is seen here. Everybody trains the same state by the same
 steps on a real MinIO. A round:
 
-    the share of rows is touched, ordinary steps follow; these are the round's measure of a step
+    the share of rows is touched, ordinary steps follow; their mean is the round's measure of a step
     a save comes due; steps go on until it is durable
 
 `lost` is by how much all steps from there on, and the stall, took longer than as many ordinary ones: seconds of
 training that one save costs. Ours comes due by the sidecar's timer, as in a run, so that rows may be copied ahead;
-its steps count from the moment the timer could have run out. Processor time is that of this process, of the
-sidecar and of MinIO together, less what as many ordinary steps take.
+its steps count from so long before the cut (`_lead_s`) that no copy can have begun earlier, and those before are the
+ordinary ones. Processor time is that of this process, of the sidecar and of MinIO together, less what as many
+ordinary steps take.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
@@ -37,9 +38,11 @@ from peers import DcpAsyncSave, DcpAsyncSaveReusing, Place, TorchSnapshotAsyncTa
 SHARES = (0.26, 1.0)
 LOOKUPS = 512
 """Rows of each table that an ordinary step touches."""
-ORDINARY = 24
-"""Steps of each round that nothing runs beside."""
-LONGEST_S = 120.0
+ORDINARY = 100
+"""Steps of each round, at least, that nothing runs beside."""
+LONGEST_S = 180.0
+LONGEST_COPY_S = 10.0
+"""A cut waits no longer for what is copied ahead of it."""
 BARS = {DcpAsyncSave.name: 1 / 0.1, DcpAsyncSaveReusing.name: 1 / 0.5}
 """Theirs / ours, of stalls."""
 
@@ -154,32 +157,52 @@ def _peers(
     return found
 
 
+class Steps:
+    """Steps of a round, each with its seconds and the processor time of everybody after it."""
+
+    def __init__(self, loop: Loop, cpu: Callable[[], float], end: Callable[[], object] = lambda: None) -> None:
+        self._loop, self._cpu, self._end = loop, cpu, end
+        self.seconds: list[float] = []
+        self.cpu = [cpu()]
+
+    def step(self) -> None:
+        """One more."""
+        self.seconds.append(self._loop.step(self._end))
+        self.cpu.append(self._cpu())
+
+    def cost(self, ordinary: int, *, stall_s: float, durable_s: float, within: bool) -> Cost:
+        """What was done since the first `ordinary` of them; `within`: the stall is a part of one of the others."""
+        assert ordinary >= ORDINARY, f"{ordinary} steps are too few to measure an ordinary one"
+        rest = self.seconds[ordinary:]
+        step_s = fmean(self.seconds[:ordinary])
+        cpu_step_s = (self.cpu[ordinary] - self.cpu[0]) / ordinary
+        return Cost(
+            stall_s=stall_s,
+            lost_s=sum(rest) - len(rest) * step_s + (0.0 if within else stall_s),
+            cpu_s=self.cpu[-1] - self.cpu[ordinary] - len(rest) * cpu_step_s,
+            durable_s=durable_s,
+            steps=len(rest),
+            step_s=step_s,
+        )
+
+
 def _peer_round(peer: DcpAsyncSave, loop: Loop, turn: int, others: Callable[[], float]) -> Cost:
     loop.state.touch(1.0, seed=turn)
     loop.step()
-    cpu_before = time.process_time() + others()
-    ordinary = [loop.step() for _ in range(ORDINARY)]
-    step_s = median(ordinary)
-    cpu_step_s = (time.process_time() + others() - cpu_before) / ORDINARY
+    steps = Steps(loop, lambda: time.process_time() + others())
+    for _ in range(ORDINARY):
+        steps.step()
     tag = f"slow-{type(peer).__name__}-{turn}"
-    begun, cpu = time.perf_counter(), time.process_time() + others()
+    begun = time.perf_counter()
     done = peer.start(loop.state, tag)
     stall_s = time.perf_counter() - begun
-    steps = 0
-    while not done() and time.perf_counter() - begun < LONGEST_S:
-        loop.step()
-        steps += 1
-    took_s = time.perf_counter() - begun
-    cpu_s = time.process_time() + others() - cpu - steps * cpu_step_s
+    while not done():
+        steps.step()
+        if time.perf_counter() - begun > LONGEST_S:
+            raise TimeoutError(f"not durable within {LONGEST_S} s")
+    durable_s = time.perf_counter() - begun
     peer.place.remove(tag)
-    return Cost(
-        stall_s=stall_s,
-        lost_s=took_s - steps * step_s,
-        cpu_s=cpu_s,
-        durable_s=took_s,
-        steps=steps,
-        step_s=step_s,
-    )
+    return steps.cost(ORDINARY, stall_s=stall_s, durable_s=durable_s, within=False)
 
 
 def _ours(
@@ -188,7 +211,7 @@ def _ours(
     found: dict[float, list[Cost]] = {}
     for share in SHARES:
         # The timer runs out after the rows were touched (4 GB of them take a minute) and the ordinary steps ran.
-        every_s = 3.0 + megabytes / (100 if megabytes < 1000 else 40)
+        every_s = 5.0 + _lead_s(megabytes) + megabytes / (100 if megabytes < 1000 else 40)
         flags = {
             "encoding": "q8",
             "differential": "consecutive",
@@ -203,14 +226,20 @@ def _ours(
             others = lambda sidecar=sidecar: sidecar.cpu_s + minio()  # noqa: E731
             first = 1 + (rounds > 1)
             found[share] = [
-                _our_round(ours, loop, share, turn, others, every_s) for turn in range(rounds + first)
+                _our_round(ours, loop, share, turn, others, _lead_s(megabytes))
+                for turn in range(rounds + first)
             ][first:]
             ours.ckpt.close()
     return found
 
 
+def _lead_s(megabytes: int) -> float:
+    """Seconds before a cut, at least, in which a copy ahead of it may run."""
+    return min(LONGEST_COPY_S, 1.5 + megabytes / 250)
+
+
 def _our_round(
-    ours: Deltashard, loop: Loop, share: float, turn: int, others: Callable[[], float], every_s: float
+    ours: Deltashard, loop: Loop, share: float, turn: int, others: Callable[[], float], lead_s: float
 ) -> Cost:
     """One interval of the timer, which began with the last cut."""
     ckpt = ours.ckpt
@@ -218,25 +247,21 @@ def _our_round(
     ours.touched(share, seed=turn)
     cuts, commits = ckpt.stats.cuts, ckpt.stats.commits
     loop.step(ckpt.step)
-    cpu_before = time.process_time() + others()
-    ordinary = [loop.step(ckpt.step) for _ in range(ORDINARY)]
-    step_s = median(ordinary)
-    cpu_step_s = (time.process_time() + others() - cpu_before) / ORDINARY
-    assert ckpt.stats.cuts == cuts, f"the timer of {every_s} s ran out among the ordinary steps"
-    begun, cpu, steps = time.perf_counter(), time.process_time() + others(), 0
-    while ckpt.stats.commits == commits and time.perf_counter() - begun < LONGEST_S:
-        loop.step(ckpt.step)
-        steps += 1
-    took_s = time.perf_counter() - begun
-    cpu_s = time.process_time() + others() - cpu - steps * cpu_step_s
+    steps = Steps(loop, lambda: time.process_time() + others(), ckpt.step)
+    begun, cut = time.perf_counter(), 0
+    while ckpt.stats.commits == commits:
+        steps.step()
+        if not cut and ckpt.stats.cuts > cuts:
+            cut = len(steps.seconds)
+        if time.perf_counter() - begun > LONGEST_S:
+            raise TimeoutError(f"not durable within {LONGEST_S} s")
+    ordinary, ahead_s = cut - 1, 0.0
+    while ordinary and ahead_s < lead_s:
+        ordinary -= 1
+        ahead_s += steps.seconds[ordinary]
     assert ckpt.stats.last_commit is not None
-    return Cost(
-        stall_s=ckpt.stats.stalls_s[-1],
-        lost_s=took_s - steps * step_s,
-        cpu_s=cpu_s,
-        durable_s=ckpt.stats.last_commit.durable_s,
-        steps=steps,
-        step_s=step_s,
+    return steps.cost(
+        ordinary, stall_s=ckpt.stats.stalls_s[-1], durable_s=ckpt.stats.last_commit.durable_s, within=True
     )
 
 

@@ -74,6 +74,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ),  # a token and little else; gRPC's own limit is a matter of luck from 8 KiB on
     ("grpc.max_concurrent_streams", 8),  # of one connection: a sidecar has one stream
     ("grpc.so_reuseport", 1),  # for the server with the next certificate
+    # Calls that this busy loop did not come to in 30 s gRPC would cancel by itself, and no metric of ours would say so.
+    # Whoever called gives up by a deadline of its own.
+    ("grpc.server_max_unrequested_time_in_server", 600),
     # Heartbeats tell who is dead; pings are for what lies between and forgets quiet connections.
     ("grpc.keepalive_time_ms", 120_000),
     ("grpc.keepalive_timeout_ms", 20_000),
