@@ -122,7 +122,7 @@ def _size(megabytes: int, rounds: int, out: dict[str, object]) -> Found:
         )
         loop = Loop(states.build(megabytes=megabytes))
         minio = _minio(server.pid)
-        found = _peers(place, loop, rounds, minio, out)
+        found = _peers(place, loop, rounds, minio, out, megabytes)
         found["ours"] = _ours(place, loop, rounds, minio, folder, megabytes)
         return found
 
@@ -138,7 +138,7 @@ def _minio(pid: int) -> Callable[[], float]:
 
 
 def _peers(
-    place: Place, loop: Loop, rounds: int, others: Callable[[], float], out: dict[str, object]
+    place: Place, loop: Loop, rounds: int, others: Callable[[], float], out: dict[str, object], megabytes: int
 ) -> Found:
     found: Found = {}
     for kind in (DcpAsyncSave, DcpAsyncSaveReusing, TorchSnapshotAsyncTake):
@@ -149,7 +149,8 @@ def _peers(
                 1.0: [_peer_round(peer, loop, turn, others) for turn in range(rounds + 1)][1:]
             }
         except Exception as error:
-            out["errors"][kind.name] = f"{type(error).__name__}: {error}"[:500]  # type: ignore[index]
+            what = f"{kind.name}, {megabytes} MB"
+            out["errors"][what] = f"{type(error).__name__}: {error}"[-500:]  # type: ignore[index]
             traceback.print_exc(limit=2)
         finally:
             if peer is not None:
@@ -160,7 +161,9 @@ def _peers(
 class Steps:
     """Steps of a round, each with its seconds and the processor time of everybody after it."""
 
-    def __init__(self, loop: Loop, cpu: Callable[[], float], end: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, loop: Loop, cpu: Callable[[], float], end: Callable[[], object] = lambda: None
+    ) -> None:
         self._loop, self._cpu, self._end = loop, cpu, end
         self.seconds: list[float] = []
         self.cpu = [cpu()]

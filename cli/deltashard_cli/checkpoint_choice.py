@@ -22,6 +22,7 @@ from deltashard_cli.target import POLICY, Target
 
 T = TypeVar("T")
 _READERS = 8
+_SHOWN = 16
 
 
 def read_state(target: Target) -> RunState:
@@ -78,14 +79,16 @@ def _retired(target: Target, state: RunState, which: str) -> CheckpointNotFound 
         )
     }
     gone = [(seq, entry) for entry in entries if isinstance(entry, Retired) for seq in entry.checkpoints]
-    live = ", ".join(f"{one.seq} (step {one.step})" for one in state.checkpoints.values())
+    newest = sorted(state.checkpoints.values(), key=lambda one: one.seq)[-_SHOWN:]
+    live = ", ".join(f"{one.seq} (step {one.step})" for one in newest) or "none"
+    some = f", the newest {_SHOWN} of {len(state.checkpoints)}" if len(state.checkpoints) > _SHOWN else ""
     for seq, retired in sorted(gone, key=lambda pair: pair[0], reverse=True):
         if seq in named:
             return CheckpointNotFound(
                 f"checkpoint {seq} (step {named[seq].step}, saved {when(named[seq].at_s)}) was retired by log entry "
                 f"{retired.seq}, {when(retired.at_s)}",
                 where=f"run {state.run}",
-                remedy=f"live are {live or 'none'}",
+                remedy=f"live are{some}: {live}",
             )
     return None
 

@@ -227,6 +227,12 @@ def check_callable(name: str, value: object, *, takes: str) -> None:
         raise _refusal(name, value, takes, f"give the function itself, or leave {name}= out")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raises `UserError` unless `value` is a bool or None."""
+    if value is not None and not isinstance(value, bool):
+        raise _refusal(name, value, "True or False", f"leave {name}= out if in doubt")
+
+
 def check_sidecar(settings: object) -> None:
     """Raises `UserError` unless `settings` is None or a mapping by name."""
     if settings is not None and not (

@@ -157,6 +157,8 @@ class Checkpointer:
             remedy="leave every_steps= out to save by time or on demand only",
         )
         arguments.check_count("keep_last", keep_last, least=1, remedy="keep at least one checkpoint")
+        for name, flag in (("fresh", fresh), ("content_hash", content_hash), ("precopy", precopy)):
+            arguments.check_flag(name, flag)
         terms = arguments.terms_of(recovery, pls_target, planned_steps, grace_s)
         arguments.check_callable("validate", validate, takes="a function that returns a bool")
         arguments.check_callable("on_event", on_event, takes="a function of (name, facts)")

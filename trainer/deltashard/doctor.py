@@ -21,6 +21,10 @@ from deltashard.tracking.tracking import TrackedTable
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _MOST_NAMES = 8
+_MOST_LOOKED_AT = 1_000
+"""Values of a list or dict: one that holds tensors mostly begins with one, and a vocabulary may have millions."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""What torch itself keeps of a module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +122,14 @@ def diagnose(program: Program, loaders: Mapping[str, WrappedLoader]) -> Diagnosi
     )
 
 
+def _held(value: object) -> Iterator[Tensor]:
+    """The tensors of an attribute: itself, or what a list, tuple or dict holds."""
+    values = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+    )
+    return (each for each in itertools.islice(values, _MOST_LOOKED_AT) if isinstance(each, Tensor))
+
+
 def _table(table: TrackedTable) -> TableReport:
     owners = [type(view.target).__name__ for view in table.views]
     schema = table.schema
@@ -159,7 +171,7 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
         plain += [
             f"{inside}{name}"
             for name, value in vars(module).items()
-            if isinstance(value, Tensor) and id(value) not in known
+            if name not in _OF_MODULES and any(id(tensor) not in known for tensor in _held(value))
         ]
     if transient:
         yield Missing(

@@ -110,8 +110,12 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
             f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
         )
     if not found:
-        live = ", ".join(f"seq {c.seq} (step {c.step})" for c in usable[-8:]) or "none"
-        raise CheckpointNotFound(f"no live, valid checkpoint {which}", where=where, remedy=f"live: {live}")
+        newest = usable[-8:]
+        live = ", ".join(f"seq {c.seq} (step {c.step})" for c in newest) or "none"
+        some = f", the newest {len(newest)} of {len(usable)}" if len(newest) < len(usable) else ""
+        raise CheckpointNotFound(
+            f"no live, valid checkpoint {which}", where=where, remedy=f"live{some}: {live}"
+        )
     return found[-1]
 
 

@@ -68,10 +68,19 @@ def test_it_names_what_is_not_saved() -> None:
     model = _model()
     model.top.register_buffer("mask", torch.zeros(3), persistent=False)
     model.top.running = torch.zeros(2)
+    model.top.history = [torch.zeros(2)]
+    model.top.own = [model.top.weight]
     optimizer = torch.optim.SGD(model.top.parameters(), lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
     text = str(_doctor(_program(model, optimizer)))
-    for said in ("top.mask", "top.running", "scheduler of SGD", "optimizer state of items.weight"):
+    assert "top.own" not in text, "it is a parameter, which is saved"
+    for said in (
+        "top.mask",
+        "top.running",
+        "top.history",
+        "scheduler of SGD",
+        "optimizer state of items.weight",
+    ):
         assert said in text
     assert "optimizer was given" in str(_doctor(_program(_model(), ())))
 

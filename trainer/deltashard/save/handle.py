@@ -262,7 +262,7 @@ class Stats:
 
     def count_skip(self, cause: str) -> None:
         """A due cut was not taken."""
-        self.skipped[cause] += 1
+        self.skipped[str(cause)] += 1  # plain text, not a member of an enum: people print this
 
     def count_failure(self, cause: str) -> None:
         """A save failed."""

@@ -238,7 +238,7 @@ def refuse_model(name: str, value: object, inventory: Inventory) -> None:
     )
     for found, tensor in tables_in(inventory, value):
         raise StateError(
-            f"holds table {found.fqn} ({tensor.numel() * tensor.element_size() >> 20} MiB), "
+            f"holds table {found.fqn} ({tensor.numel() * tensor.element_size():,} bytes), "
             "which would be written whole at every save",
             where=f"state[{name!r}]",
             remedy=remedy,
