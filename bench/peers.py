@@ -237,14 +237,7 @@ class DcpAsyncSave(DcpSave):
             future = dcp.async_save(
                 state.as_dict(), storage_writer=self.writer(tag), async_stager=self.stager()
             )
-
-        def done() -> bool:
-            if future.done():
-                future.result()
-                return True
-            return False
-
-        return done
+        return _durable(future.done, future.result)
 
     def save(self, state: TrainingState, tag: str) -> Saved:
         with _quiet():
@@ -323,14 +316,7 @@ class TorchSnapshotAsyncTake(TorchSnapshotTake):
         """Begin a save; the result says whether it is durable, and raises what it failed by."""
         with _quiet():
             pending = self.library.Snapshot.async_take(self._url(tag), self._app_state(state))
-
-        def done() -> bool:
-            if pending.done():
-                pending.wait()
-                return True
-            return False
-
-        return done
+        return _durable(pending.done, pending.wait)
 
     def save(self, state: TrainingState, tag: str) -> Saved:
         with _quiet():
@@ -345,6 +331,18 @@ def _fsspec():
     import torch.distributed.checkpoint._fsspec_filesystem as module
 
     return module
+
+
+def _durable(done: Callable[[], bool], result: Callable[[], object]) -> Callable[[], bool]:
+    """Whether a save is done, and not failed: `result` raises then."""
+
+    def durable() -> bool:
+        if done():
+            result()
+            return True
+        return False
+
+    return durable
 
 
 def _quiet():

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import states
 import torch
 from checkpointing import Row, _environment, _limit, _row
+from deltashard.save.head_start import LONGEST_S as LONGEST_COPY_S
 from minio_server import minio_server
 from ours import Deltashard, Sidecar
 from peers import DcpAsyncSave, DcpAsyncSaveReusing, Place, TorchSnapshotAsyncTake
@@ -41,8 +42,6 @@ LOOKUPS = 512
 ORDINARY = 100
 """Steps of each round, at least, that nothing runs beside."""
 LONGEST_S = 180.0
-LONGEST_COPY_S = 10.0
-"""A cut waits no longer for what is copied ahead of it."""
 BARS = {DcpAsyncSave.name: 1 / 0.1, DcpAsyncSaveReusing.name: 1 / 0.5}
 """Theirs / ours, of stalls."""
 

@@ -234,15 +234,20 @@ def test_only_what_was_touched_is_copied_again():
     assert (renewed.again, renewed.start) == (2, ROWS)
 
 
-@pytest.mark.parametrize("mode", ["all", "since_commit"])
-def test_a_write_without_a_trace_that_is_taken_back_is_noticed(mode):
-    """An evaluation with averaged weights through `.data`, while rows are copied: no mark tells, the live rows do."""
+def _half_marked() -> tuple[Table, BlockWriter, TableAhead]:
+    """A table of which every other row has changed, right before its rows are copied ahead."""
     table, arena = Table(), Arena()
     writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
     table.marks.reseed(torch.tensor([], dtype=torch.int64))
     table.marks.mark(torch.arange(0, ROWS, 2))
     table.watch()
-    ahead = TableAhead(table, table.cut())
+    return table, writer, TableAhead(table, table.cut())
+
+
+@pytest.mark.parametrize("mode", ["all", "since_commit"])
+def test_a_write_without_a_trace_that_is_taken_back_is_noticed(mode):
+    """An evaluation with averaged weights through `.data`, while rows are copied: no mark tells, the live rows do."""
+    table, writer, ahead = _half_marked()
     kept = table.weights.clone()
     table.weights.data.copy_(kept + 1)
     list(ahead.copy(writer, mode))
@@ -255,12 +260,7 @@ def test_a_write_without_a_trace_that_is_taken_back_is_noticed(mode):
 def test_rows_that_were_something_else_for_a_while_are_found_after_the_cut(monkeypatch, mode):
     """Too few for what is compared at the cut: all that was copied is compared after it, without what was copied again."""
     monkeypatch.setattr(precopy, "PROBED", 0)
-    table, arena = Table(), Arena()
-    writer = BlockWriter(arena, block=arena.take, send=arena.send, threads=1)
-    table.marks.reseed(torch.tensor([], dtype=torch.int64))
-    table.marks.mark(torch.arange(0, ROWS, 2))
-    table.watch()
-    ahead = TableAhead(table, table.cut())
+    table, writer, ahead = _half_marked()
     kept = table.weights.clone()
     table.weights.data[[6, 8, 40]] += 1
     list(ahead.copy(writer, mode))
