@@ -8,6 +8,7 @@ rank that sees the same sample chooses the same search.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,11 +73,38 @@ def mean_error(
     encoding: Encoding, weights: npt.NDArray[np.generic], search: Search, *, dtype: str | None = None
 ) -> float:
     """Mean L2 distance between finite rows and what is restored of them; 0 for a block the encoding does not fit."""
+    restored_rows = _restored(encoding, weights, search, dtype=dtype)
+    if restored_rows is None or not len(restored_rows[0]):
+        return 0.0
+    exact, restored = restored_rows
+    return float(np.sqrt(((restored - exact) ** 2).sum(axis=1)).mean())
+
+
+def relative_error(
+    encoding: Encoding, weights: npt.NDArray[np.generic], *, dtype: str | None = None
+) -> float | None:
+    """sqrt(sum |x - x'|^2 / sum |x|^2) over finite rows x and what a save and a restore make of them, x'.
+
+    None where there is nothing to compare: no row but zeros, or a block that the encoding does not fit. A raw encoding's
+    is that of its dtype.
+    """
+    restored_rows = _restored(encoding, weights, None, dtype=dtype)
+    if restored_rows is None:
+        return None
+    exact, restored = restored_rows
+    norm = float((exact**2).sum())
+    return math.sqrt(float(((restored - exact) ** 2).sum()) / norm) if norm else None
+
+
+def _restored(
+    encoding: Encoding, weights: npt.NDArray[np.generic], search: Search | None, *, dtype: str | None
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
+    """(finite rows, what is restored of them), float64 [m, D]; None for a block the encoding does not fit."""
     n, d = weights.shape
     scales, biases, codes = (np.empty(size, np.uint8) for size in section_bytes(encoding, n, d))
     encoded = encode_rows(encoding, weights, scales, biases, codes, dtype=dtype, search=search)
     if not encoded.fits:
-        return 0.0
+        return None
     exact = widened(weights, dtype_name(weights, dtype)).astype(np.float64)
     restored = decode_rows(
         encoding,
@@ -90,8 +118,7 @@ def mean_error(
         dtype="float64",
     )
     finite = np.isfinite(exact).all(axis=1)
-    distance = np.sqrt(((restored[finite].astype(np.float64) - exact[finite]) ** 2).sum(axis=1))
-    return float(distance.mean()) if len(distance) else 0.0
+    return exact[finite], restored[finite].astype(np.float64)
 
 
 def tune(

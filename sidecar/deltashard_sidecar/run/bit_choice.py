@@ -1,0 +1,200 @@
+"""Encodings by table: the user's, the policy's, or chosen by what restores do to each table (`deciding.precision`).
+
+A choice needs errors of a sample of rows, which the first baseline of a process brings; before that everything is stored
+with 8 bit. It is made anew at every cut. Where it asks for more bits than rows are stored with, the cut becomes a
+baseline (`write.differential`); fewer bits begin at the next baseline, so that all rows of a table are stored alike.
+
+Chosen bits are applied to runs of one rank. Of several ranks each sees only its own rows: there they are shown, and
+`encoding` and `tables` hold.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from deltashard_checkpoint.deciding import harm
+from deltashard_checkpoint.deciding.decision import Decision
+from deltashard_checkpoint.deciding.evidence import Rates
+from deltashard_checkpoint.deciding.harm import Harm
+from deltashard_checkpoint.deciding.precision import (
+    BITS,
+    LAST_SHARE,
+    SAFE,
+    Outlook,
+    Precision,
+    TableFacts,
+    by_budget,
+    by_paper,
+    encodings_of,
+    large_tables,
+)
+from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.vocabulary import ENCODINGS
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from deltashard_sidecar.policy import Policy
+from deltashard_sidecar.run.row_error import RowErrors
+from deltashard_sidecar.telemetry.metric import Metrics
+from deltashard_sidecar.telemetry.structured_logging import Logger, explain
+
+HORIZON_S = 86400.0
+"""Restores are expected over so long where the trainer does not say how much is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the choice believes of the time to come."""
+
+    rates: Rates
+    trained_s: float
+    step_s: float
+    """0: not known."""
+
+
+class BitChoice:
+    """The choice of one run, and what it rests on. Thread-safe."""
+
+    def __init__(self, *, metrics: Metrics, log: Logger) -> None:
+        self.errors = RowErrors()
+        self.decision: Decision | None = None
+        """The newest; None: nothing is chosen."""
+        self._harm = Harm()
+        self._judged = False
+        """Whether the losses of this attempt's steps that were trained again were looked at."""
+        self._lock = threading.Lock()
+        self._metrics = metrics
+        self._log = log
+
+    def opened(self, metadata: Mapping[str, str], *, restores: bool) -> None:
+        """An attempt was opened that resumes from a checkpoint with this metadata, or (not `restores`) from none."""
+        found = Harm()
+        text = metadata.get(harm.KEY)
+        if restores and text is not None:
+            try:
+                found = harm.recorded(text)
+            except DeltashardError as error:
+                self._log.warning("harm.unreadable", **explain(error))
+        with self._lock:
+            self._harm = found.restored() if restores else found
+            self._judged = False
+
+    def encodings(
+        self, policy: Policy, tables: Sequence[TableSchema], begin: pb.SaveRequest.Begin, expected: Expected, *, alone: bool
+    ) -> dict[str, str]:
+        """Encodings that a cut shall store tables with; those of `policy.encoding` are left out."""
+        own = encodings_of(policy.tables, where="tables")
+        said = {table.fqn: own.get(table.fqn, policy.encoding) for table in tables}
+        if policy.bits_goal and policy.bits_mode != "off":
+            found = self._chosen(policy, tables, begin, expected, own)
+            holds = policy.bits_mode == "apply" and alone
+            self._decided(policy, found, said, holds=holds, expected=expected, alone=alone)
+            if holds:
+                said = dict(found.encodings)
+        else:
+            self.decision = None
+        return {table: encoding for table, encoding in said.items() if encoding != policy.encoding}
+
+    def _chosen(
+        self,
+        policy: Policy,
+        tables: Sequence[TableSchema],
+        begin: pb.SaveRequest.Begin,
+        expected: Expected,
+        own: Mapping[str, str],
+    ) -> Precision:
+        with self._lock:
+            run = self._harm
+        facts = {
+            table.fqn: TableFacts(
+                raw_bytes=table.rows * table.columns * element_type.by_name(table.dtype).itemsize_bytes,
+                errors=self.errors.of(table.fqn),
+                spent=run.spent.get(table.fqn, 0.0),
+            )
+            for table in tables
+        }
+        left_s = HORIZON_S
+        if begin.planned_steps and expected.step_s:
+            left_s = max(begin.planned_steps - begin.step, 0) * expected.step_s
+        ending = bool(begin.planned_steps) and begin.step >= (1 - LAST_SHARE) * begin.planned_steps
+        outlook = Outlook(
+            restores=expected.rates.restores.quantile(left_s),
+            expected=(expected.trained_s + left_s) / expected.rates.restores.mean_between_s,
+            happened=run.restores,
+            ending=ending or begin.reason == "close",
+            least_bits=max(policy.least_bits, run.alarm, BITS[0]),
+        )
+        rule = by_paper if policy.bits_goal == "check-n-run" else by_budget
+        return rule(facts, outlook, own)
+
+    def _decided(
+        self,
+        policy: Policy,
+        found: Precision,
+        said: Mapping[str, str],
+        *,
+        holds: bool,
+        expected: Expected,
+        alone: bool,
+    ) -> None:
+        would = summary(found.encodings)
+        before = self.decision
+        self.decision = Decision(
+            subject="bits",
+            mode=policy.bits_mode,  # type: ignore[arg-type]  # checked by settings and directives
+            goal=policy.bits_goal,
+            value=would if holds else summary(said),
+            would=would,
+            why=found.why,
+            bound=f"not below {policy.least_bits} bit" if policy.least_bits > BITS[0] else "",
+            evidence=f"{self._harm.restores} restores so far, one expected in {expected.rates.restores.mean_between_s / 3600:.3g} h",
+            unreachable="" if alone or policy.bits_mode != "apply" else "bits are applied to runs of one rank only: shown here",
+        )
+        if before is None or (before.value, before.would) != (self.decision.value, self.decision.would):
+            self._log.info("decided.bits", value=self.decision.value, would=would, why=found.why)
+
+    def heard(self, check: pb.LossCheck, held: Mapping[str, str], encoding: str) -> None:
+        """Losses of steps that were trained again: looked at once an attempt."""
+        with self._lock:
+            if self._judged or not check.steps:
+                return
+            self._judged = True
+            rose = harm.rose(steps=check.steps, mean=check.mean, error=check.error, first=check.first)
+            least = min((ENCODINGS[each].bits for each in (encoding, *held.values())), default=SAFE)
+            if rose and least < SAFE:
+                self._harm = replace(self._harm, alarm=harm.next_bits(least))
+        share = check.mean / check.first if check.first else 0.0
+        say = self._log.warning if rose else self._log.info
+        say("losses.compared", steps=check.steps, rise=round(share, 6), error=check.error, rose=rose, bits=least)
+        self._metrics.loss_rise.set(share)
+
+    def metadata(self, held: Mapping[str, str], encoding: str, tables: Sequence[TableSchema]) -> dict[str, str]:
+        """What a commit says of the harm so far, and of what a restore of it would add."""
+        facts = {
+            table.fqn: TableFacts(
+                raw_bytes=table.rows * table.columns * element_type.by_name(table.dtype).itemsize_bytes
+            )
+            for table in tables
+        }
+        errors = {}
+        for name in large_tables(facts):
+            bits = ENCODINGS[held.get(name, encoding)].bits
+            if (error := self.errors.of(name).get(bits)) is not None:
+                errors[name] = error
+        with self._lock:
+            told = replace(self._harm, error=errors)
+        return {harm.KEY: told.text()} if told.error or told.spent or told.alarm else {}
+
+
+def summary(encodings: Mapping[str, str]) -> str:
+    """Encodings of tables for people: `q8`, or `q4: 3 tables, q8: 23`."""
+    counts = Counter(encodings.values())
+    if len(counts) <= 1:
+        return next(iter(counts), "")
+    ordered = sorted(counts.items(), key=lambda each: ENCODINGS[each[0]].bits)
+    first, *rest = (f"{name}: {count}" for name, count in ordered)
+    return ", ".join([f"{first} table{'s' * (ordered[0][1] != 1)}", *rest])
