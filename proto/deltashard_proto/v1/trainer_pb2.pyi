@@ -283,7 +283,7 @@ class BlobChunk(_message.Message):
 class SaveRequest(_message.Message):
     __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several", "prepare")
     class Begin(_message.Message):
-        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults")
+        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "rebases")
         SESSION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         CUT_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +296,7 @@ class SaveRequest(_message.Message):
         DIRTY_ROWS_BASELINE_FIELD_NUMBER: _ClassVar[int]
         TOTAL_ROWS_FIELD_NUMBER: _ClassVar[int]
         TRACKING_FAULTS_FIELD_NUMBER: _ClassVar[int]
+        REBASES_FIELD_NUMBER: _ClassVar[int]
         session: str
         step: int
         cut: int
@@ -308,7 +309,8 @@ class SaveRequest(_message.Message):
         dirty_rows_baseline: int
         total_rows: int
         tracking_faults: int
-        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ...) -> None: ...
+        rebases: bool
+        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., rebases: _Optional[bool] = ...) -> None: ...
     class Seal(_message.Message):
         __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
         class MetadataEntry(_message.Message):
@@ -380,16 +382,18 @@ class SaveRequest(_message.Message):
 class SaveReply(_message.Message):
     __slots__ = ("begun", "blocks", "staged", "failed", "prepared")
     class Begun(_message.Message):
-        __slots__ = ("covers", "encoding", "stall_budget_s", "state_encoding")
+        __slots__ = ("covers", "encoding", "stall_budget_s", "state_encoding", "rebased")
         COVERS_FIELD_NUMBER: _ClassVar[int]
         ENCODING_FIELD_NUMBER: _ClassVar[int]
         STALL_BUDGET_S_FIELD_NUMBER: _ClassVar[int]
         STATE_ENCODING_FIELD_NUMBER: _ClassVar[int]
+        REBASED_FIELD_NUMBER: _ClassVar[int]
         covers: int
         encoding: str
         stall_budget_s: float
         state_encoding: str
-        def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ...) -> None: ...
+        rebased: bool
+        def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ..., rebased: _Optional[bool] = ...) -> None: ...
     class Prepared(_message.Message):
         __slots__ = ("covers", "refused")
         COVERS_FIELD_NUMBER: _ClassVar[int]

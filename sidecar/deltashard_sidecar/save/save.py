@@ -28,6 +28,7 @@ from typing import Protocol
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
 from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
+from deltashard_checkpoint.write.precision import Precision
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -62,6 +63,12 @@ class Cut:
     state_encoding: str = DEFAULT_STATE_ENCODING
     layout: str = ""
     """Digest of the attempt's layout; empty: none."""
+    rebased: bool = False
+    """The trainer's marks since the baseline count from `covers` from here on."""
+    precision: Precision | None = None
+    """Encodings of its rows; None: it does not say."""
+    chain_precision: Precision | None = None
+    """The coarsest that rows of its chain may have, if it is a delta."""
     follows: str | None = None
     """The controller's directive in force, as it is recorded with the commit."""
 
@@ -76,6 +83,8 @@ class Sealed:
     metadata: dict[str, str]
     pins: tuple[str, ...]
     full: bool
+    slowdown_s: float = 0.0
+    """By so much steps took longer while rows of this cut were copied ahead."""
 
 
 class Sink(Protocol):
@@ -183,6 +192,7 @@ class Save:
             encoding=self.cut.encoding,
             stall_budget_s=self.cut.stall_budget_s,
             state_encoding=self.cut.state_encoding,
+            rebased=self.cut.rebased,
         )
         yield pb.SaveReply(begun=begun)
         while (reply := self._outbox.get()) is not None:
@@ -305,6 +315,7 @@ class Save:
             metadata=dict(seal.metadata),
             pins=tuple(sorted({*seal.pins, *([seal.pin] if seal.HasField("pin") else [])})),
             full=seal.full,
+            slowdown_s=seal.slowdown_s,
         )
         with self._lock:
             self.life = self.life.on(Event.SEAL)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
-from deltashard_checkpoint.vocabulary import PLS_KEY, encoding_named
+from deltashard_checkpoint.vocabulary import PLS_KEY, PRECISION_KEY, encoding_named
 from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
@@ -96,12 +96,14 @@ class PartSink:
     def rows(self, batch: Rows, data: memoryview) -> None:
         """See `save.Sink`."""
         block = batch.block(data)
+        started_s = time.thread_time()
         frame = encode_rows(
             block,
             replace(self._options, search=self._run.searches.of(block, self._options.encoding)),
             step=self._cut.step,
             out=_buffer(frame_bound(block.schema, len(block.columns), len(block))),
         )
+        self._run.measured.encoded(frame.raw_bytes, time.thread_time() - started_s)
         self._writer.add(frame)
         metrics, encoding = self._run.metrics, frame.info.encoding
         metrics.rows.labels("in", encoding).inc(len(block))
@@ -129,6 +131,7 @@ class PartSink:
         part = self._writer.finish()
         stats = self._writer.stats
         assert stats is not None
+        self._run.measured.slowed(stats.raw_bytes, sealed.slowdown_s)
         if stats.rows != sealed.rows:
             raise BadBatch(f"{sealed.rows} rows were sealed, {stats.rows} arrived", where="seal")
         report = PartReport(
@@ -140,7 +143,7 @@ class PartSink:
             stall_s=sealed.stall_s,
             directive=self._cut.directive,
             fingerprint=self._who.fingerprint,
-            metadata=self._metadata(sealed),
+            metadata=self._metadata(sealed, baseline=part.covers is None),
             pins=sealed.pins,
             common_blobs=stats.common_blobs,
         )
@@ -178,10 +181,14 @@ class PartSink:
             deadline_s=deadline_s,
         )
 
-    def _metadata(self, sealed: Sealed) -> dict[str, str]:
-        """The user's, and the directive that this cut followed, for a pod that starts without a controller."""
+    def _metadata(self, sealed: Sealed, *, baseline: bool) -> dict[str, str]:
+        """The user's, the directive that this cut followed, for a pod without a controller, and the bits it has."""
         mine = {} if self._cut.follows is None else {KEY: self._cut.follows}
-        return {name: text for name, text in sealed.metadata.items() if name != KEY} | mine
+        precision = self._cut.precision if baseline else self._cut.chain_precision
+        if precision is not None:
+            mine[PRECISION_KEY] = precision.text()
+        ours = (KEY, PRECISION_KEY)
+        return {name: text for name, text in sealed.metadata.items() if name not in ours} | mine
 
     def abandon(self) -> None:
         """See `save.Sink`."""

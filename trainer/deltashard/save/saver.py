@@ -446,6 +446,9 @@ class Saver:
             begun = stream.begun(hold_s)
             crash_point("cut.begun")
             mode = self._base.mode(begun)
+            if self._base.asks_rebase(begun):
+                self._tracking.rebase()
+                self._base.rebased()
             until_s = min(time.monotonic() + (begun.stall_budget_s or LONGEST_S), latest_s)
             writer = self._writer(link, stream, until_s, ahead, begun)
             if ahead is not None and ahead.mode != mode:

@@ -64,14 +64,23 @@ class CutBase:
         if baseline:
             self._baseline = seq
 
+    def rebased(self) -> None:
+        """Marks since the baseline were made to count from the newest commit."""
+        self._baseline = self._commit
+
     def declare(self, begin: pb.SaveRequest.Begin) -> None:
         """Say in a Begin what the cut could be a delta over, or that it is full."""
         begin.full = self._full
+        begin.rebases = True
         begin.tracking_faults = self._faults
         if self._commit is not None:
             begin.since_commit_seq = self._commit
         if self._baseline is not None:
             begin.since_baseline_seq = self._baseline
+
+    def asks_rebase(self, begun: pb.SaveReply.Begun) -> bool:
+        """Whether marks since the baseline are to count from the commit that this cut covers: our newest."""
+        return begun.rebased and self.mode(begun) == "since_commit"
 
     def mode(self, begun: pb.SaveReply.Begun | pb.SaveReply.Prepared) -> Mode:
         """Which rows the sidecar asks for; a seq that we do not know means all of them."""
