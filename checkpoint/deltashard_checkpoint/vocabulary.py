@@ -180,3 +180,5 @@ FLEET_PROTOCOL = ProtocolVersions(1, 1)
 
 PLS_KEY = "deltashard/pls"
 """The run's portion of lost samples; there once a recovery was partial."""
+PRECISION_KEY = "deltashard/precision"
+"""The coarsest encodings that a row of the checkpoint may be stored with (`write.precision`)."""

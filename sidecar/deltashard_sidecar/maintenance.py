@@ -1,8 +1,9 @@
 """What a sidecar does unasked, on one thread of its own: sweep, prefetch at start, then retention, gc and compaction.
 
-A round begins after a commit of rank 0, not more often than `housekeeping_s`: compact a chain that grew too long, name
-in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and run
-again; a step that fails is counted and logged, and the next round tries anew. Nothing waits for a round.
+A round begins after a commit of rank 0, not more often than `housekeeping_s`: compact a chain that grew too long, or
+that a cut was made to build on (`run.synthetic_baseline`), name in one retire entry what may go, delete what was named
+long enough ago. Every step may be killed at any instant and run again; a step that fails is counted and logged, and the
+next round tries anew. Nothing waits for a round, and a compaction lets saves and restores go first.
 
 At start and in every round pack caches that other, ended runs left beside this one's make room (`cachedirs`), where a
 budget for all of them is set.
@@ -15,17 +16,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from deltashard_checkpoint.cache.cache_dir import sweep
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
-from deltashard_checkpoint.maintenance.compaction import compact, worthwhile
+from deltashard_checkpoint.maintenance.compaction import compact
 from deltashard_checkpoint.maintenance.garbage_collection import collect, debris
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 
+from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
@@ -34,14 +37,29 @@ LEARN_DEADLINE_S = 30.0
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
 """Between looks for a store that does not answer at start."""
+GIVE_WAY_S = 1.0
+"""A compaction waits so long, before each frame, for a save or restore to end. Not longer: a save may itself wait for
+room in the cache, of which the compaction holds a pack."""
+_LOOK_S = 0.02
 
 
 class Housekeeping:
     """The thread and its orders."""
 
-    def __init__(self, run: Run, *, log: Logger) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        log: Logger,
+        policy: Callable[[], Policy],
+        saving: Callable[[], bool],
+    ) -> None:
+        """`policy` is the one in force; `saving`: whether a save is in flight."""
         self._run = run
         self._log = log
+        self._policy = policy
+        self._saving = saving
+        self._restoring = 0
         self._wake = threading.Condition()
         self._named = False
         self._due: RunLog | None = None
@@ -66,11 +84,18 @@ class Housekeeping:
             self._due = log
             self._wake.notify_all()
 
-    def stop_prefetch(self) -> None:
-        """A restore begins: the store and the cache are its own."""
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """A restore is served within: the store and the cache are its own, and nothing is prefetched from then on."""
         with self._wake:
             self._prefetching = False
+            self._restoring += 1
             self._wake.notify_all()
+        try:
+            yield
+        finally:
+            with self._wake:
+                self._restoring -= 1
 
     def stop(self) -> None:
         """No more rounds; one that runs is left alone (it may be killed at any instant)."""
@@ -118,8 +143,7 @@ class Housekeeping:
     def round(self, log: RunLog) -> None:
         """One round on its own handle of the log."""
         settings = self._run.settings
-        if settings.compact_after:
-            self._step("compact", lambda: self._compact(log))
+        self._step("compact", lambda: self._compact(log))
         retention = Retention(keep_last=settings.keep_last, every_steps=settings.keep_every_steps or None)
 
         def retire() -> str | None:
@@ -153,10 +177,24 @@ class Housekeeping:
     def _compact(self, log: RunLog) -> str | None:
         state = log.refresh(deadline_s=ROUND_DEADLINE_S)
         newest = state.newest()
-        if newest is None or not worthwhile(state, newest.seq, longest=self._run.settings.compact_after):
+        found = None if newest is None else self._run.synthetic.at_rest(state, newest.seq, self._policy())
+        if found is None:
             return None
-        entry = compact(log, newest.seq, mover(self._run.cache), deadline_s=ROUND_DEADLINE_S)
-        return None if entry is None else f"checkpoint {entry.replaces}, {entry.stored_bytes} bytes"
+        seq, verdict = found
+        self._log.info("compact.begun", seq=seq, why=verdict.why, figures=verdict.text)
+        entry = compact(
+            log, seq, mover(self._run.cache, give_way=self._give_way), deadline_s=ROUND_DEADLINE_S
+        )
+        if entry is None:
+            return None
+        self._run.metrics.compactions.labels(verdict.why).inc()
+        return f"checkpoint {entry.replaces}, {entry.stored_bytes} bytes, {verdict.why}: {verdict.text}"
+
+    def _give_way(self) -> None:
+        """Let saves and restores go first, for a moment."""
+        until_s = time.monotonic() + GIVE_WAY_S
+        while (self._restoring or self._saving()) and not self._stopped and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
 
     def _prefetch(self, seq: int) -> str | None:
         fetched = self._run.prefetch(seq, lambda: self._prefetching)

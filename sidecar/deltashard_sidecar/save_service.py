@@ -113,7 +113,7 @@ class SaveService:
         if running is not None and not running.life.ended:
             yield _not_prepared("another save of this rank is in flight")
             return
-        covers, _ = self._run.decide(session.who, attempt, begin, self._control.in_force.policy)
+        covers = self._run.decide(session.who, attempt, begin, self._control.in_force.policy).covers
         granted = preparation.grant()
         crash_point("stage.prepared")
         yield pb.SaveReply(prepared=pb.SaveReply.Prepared(covers=covers))
@@ -152,6 +152,8 @@ class SaveService:
         if begin.urgent:
             self._control.hurried(session)
         self._control.direct(session)
+        if begin.HasField("losses") and session.who.rank == 0:
+            self._run.bits.heard(begin.losses)
         if begin.tracking_faults:
             self._activity.tracking_fault(begin.tracking_faults, step=begin.step)
         cut = save.cut
@@ -192,7 +194,11 @@ class SaveService:
         """What the cut holds and how long it may hold training, by the policy in force. No store is asked."""
         in_force = self._control.in_force
         policy = in_force.policy
-        covers, directive = self._run.decide(session.who, attempt, begin, policy)
+        holding = self._run.decide(session.who, attempt, begin, policy)
+        covers = holding.covers
+        if holding.turn is not None:
+            self._metrics.turns.labels(holding.turn.kind).inc()
+            self._log.info("save.decided", cut=begin.cut, covers=covers, why=holding.turn.text)
         waits = session.stalls.wait_out
         if waits:
             self._log.warning("save.waits_out_its_stall", aborted=session.stalls.aborted, cut=begin.cut)
@@ -213,7 +219,11 @@ class SaveService:
             encoding=policy.encoding,
             state_encoding=policy.state_encoding,
             stall_budget_s=0.0 if waits else self._settings.stall_budget_s,
-            directive=directive,
+            directive=holding.directive,
+            rebased=holding.rebased,
+            precision=holding.precision,
+            chain_precision=holding.chain_precision,
+            samples=bool(policy.bits_goal) and policy.bits_mode != "off" and session.who.rank == 0,
             layout=session.attempt.layout,
             follows=None if in_force.directive is None else in_force.directive.text(),
         )

@@ -63,6 +63,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "gc_grace_s": (0, _YEAR_S),
     "housekeeping_s": (-_YEAR_S, _YEAR_S),
     "compact_after": (0, _EXACT),
+    "restore_goal_s": (0, _YEAR_S),
     "metrics_port": (-1, 65535),
     "linger_s": (-1, _YEAR_S),
 }
@@ -156,6 +157,10 @@ class Settings:
     """Shortest time between rounds of retention, gc and compaction; 0: one after every commit; negative: off."""
     compact_after: int = 16
     """A chain of consecutive deltas longer than this is compacted into one part; 0 is off."""
+    restore_goal_s: float = 0.0
+    """A chain that is expected to take longer to restore than this is compacted (one rank); 0: no goal."""
+    synthetic_baselines: bool = True
+    """At one rank, where it costs training less than a cut of all rows, the baseline is made by compaction."""
     prefetch: bool = True
     """At start, bring the newest checkpoint's frames (of one rank) into the local cache before a trainer asks."""
     metrics_port: int = -1

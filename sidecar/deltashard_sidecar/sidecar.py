@@ -69,7 +69,12 @@ class Sidecar:
         self.flights = Flights()
         self.activity = Activity(run.incidents)
         self.closings = Closings(run)
-        self.keeping = Housekeeping(run, log=log)
+        self.keeping = Housekeeping(
+            run,
+            log=log,
+            policy=lambda: self.control.in_force.policy,
+            saving=lambda: bool(self.flights.in_flight()),
+        )
         self.control = TrainerControl(
             settings,
             sessions=self.sessions,
@@ -300,10 +305,9 @@ class Sidecar:
         alive: Callable[[], bool],
     ) -> Iterator[pb.RestoreReply]:
         """Serve the frames of a checkpoint."""
-        self.keeping.stop_prefetch()
         restore = Restore(run=self.run, who=session.who, want=want, keeper=self.keeper, log=self.log)
         try:
-            with session.presence.sign():
+            with self.keeping.restoring(), session.presence.sign():
                 yield from restore.serve(requests, alive)
         finally:
             if restore.source and (want.boxes or not session.who.boxes):  # blobs come first, rows last

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from deltashard_checkpoint.vocabulary import BITS_GOALS, ENCODING_CHOICES
 from torch import nn
 
 from deltashard.errors import UserError
@@ -126,13 +127,14 @@ def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_
             'recovery="full" brings all ranks back to one checkpoint, bit for bit; leave it out if in doubt',
         )
     if recovery == "full":
-        for name, value in (("pls_target", pls_target), ("planned_steps", planned_steps)):
-            if value is not None:
-                raise UserError(
-                    f"{name}= means nothing without partial recovery",
-                    where="Checkpointer()",
-                    remedy=f'leave {name}= out, or say recovery="partial", which is not exact',
-                )
+        if pls_target is not None:
+            raise UserError(
+                "pls_target= means nothing without partial recovery",
+                where="Checkpointer()",
+                remedy='leave pls_target= out, or say recovery="partial", which is not exact',
+            )
+        if planned_steps is not None:
+            check_count("planned_steps", planned_steps, least=1, remedy="give the steps of the whole run")
         return None
     if pls_target is None or planned_steps is None:
         raise UserError(
@@ -231,6 +233,37 @@ def check_flag(name: str, value: object) -> None:
     """Raises `UserError` unless `value` is a bool or None."""
     if value is not None and not isinstance(value, bool):
         raise _refusal(name, value, "True or False", f"leave {name}= out if in doubt")
+
+
+def bits_settings(bits: object, tables: object) -> dict[str, object]:
+    """Settings of the sidecar for how bits are chosen; raises `UserError`."""
+    if bits is not None and bits not in [each for each in BITS_GOALS if each]:
+        raise _refusal(
+            "bits",
+            bits,
+            '"budget" or "check-n-run"',
+            'encoding="q4" stores all tables with 4 bit; leave bits= out then',
+        )
+    if tables is not None and not (
+        isinstance(tables, Mapping)
+        and all(
+            isinstance(name, str) and name and encoding in ENCODING_CHOICES
+            for name, encoding in tables.items()
+        )
+        and not any(sign in name for name in tables for sign in ",=")
+    ):
+        raise _refusal(
+            "tables",
+            tables,
+            "a dict of encodings by table",
+            f'{{"emb.user": "q8"}}, with one of {", ".join(ENCODING_CHOICES)}',
+        )
+    said: dict[str, object] = {}
+    if bits is not None:
+        said |= {"bits_goal": bits, "bits_mode": "apply"}
+    if tables:
+        said["tables"] = ",".join(f"{name}={encoding}" for name, encoding in tables.items())
+    return said
 
 
 def check_sidecar(settings: object) -> None:

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsFloat
 
 import torch
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -45,6 +45,7 @@ from deltashard.partial.sentinel import Sentinel
 from deltashard.partial.stager import Stager
 from deltashard.program import Program
 from deltashard.restore.content_hash import Contents
+from deltashard.restore.loss_book import LossBook
 from deltashard.restore.open_attempt import AttemptOpener, attach_request
 from deltashard.restore.restore import Restored, Restorer, Wish
 from deltashard.save.capture import Capture
@@ -92,6 +93,8 @@ class Checkpointer:
         sidecar: Mapping[str, object] | None = None,
         fresh: bool = False,
         validate: Callable[[], bool] | None = None,
+        bits: str | None = None,
+        tables: Mapping[str, str] | None = None,
         content_hash: bool | None = None,
         precopy: bool | None = None,
         grace_s: float | None = 20.0,
@@ -116,6 +119,9 @@ class Checkpointer:
             encoding: of embedding weights: fp32 fp16 bf16 q8 q4 q3 q2 (the sidecar's default is q8).
             differential: full, one-shot, consecutive or intermittent (default).
             state_encoding: of point-wise optimizer state: fp32 (default) or bf16.
+            bits: choose the encoding of each table by the restores to come: "budget" (what they may do to its rows
+                stays within a budget; small tables keep 8 bit) or "check-n-run" (the paper's). Default: `encoding`.
+            tables: encodings of single tables, before all else: {"emb.user": "q8"}.
             keep_last: how many checkpoints are retained.
             arena_bytes: shared memory between trainer and sidecar.
             metrics_port: Prometheus endpoint of a sidecar started here; 0 picks a free port.
@@ -131,7 +137,8 @@ class Checkpointer:
             recovery: "full" (all ranks go back to the newest checkpoint, bit for bit), or "partial": when some ranks
                 die, the others keep their rows, which is not exact (docs/distributed.md says what it costs, and where).
             pls_target: with "partial": the portion of lost samples (PLS) that the run may come to; beyond it: full.
-            planned_steps: with "partial": steps of the whole run, which PLS is counted by.
+            planned_steps: steps of the whole run: PLS is counted by them, restores to come are expected until then, and
+                in their last tenth nothing is stored with chosen bits below 8.
             tracking: how tables are found and tracked.
             on_event: called on the training thread with (name, facts) for cut, committed, save_failed, skipped,
                 sidecar_lost, attached, restored, fell_back, log_damaged, state_thrown_away, nothing_saved.
@@ -160,6 +167,8 @@ class Checkpointer:
         for name, flag in (("fresh", fresh), ("content_hash", content_hash), ("precopy", precopy)):
             arguments.check_flag(name, flag)
         terms = arguments.terms_of(recovery, pls_target, planned_steps, grace_s)
+        self._planned_steps = 0 if planned_steps is None else int(planned_steps)
+        self._losses = LossBook()
         arguments.check_callable("validate", validate, takes="a function that returns a bool")
         arguments.check_callable("on_event", on_event, takes="a function of (name, facts)")
         self.stats = Stats()
@@ -190,6 +199,7 @@ class Checkpointer:
                 "encoding": encoding,
                 "differential": differential,
                 "state_encoding": state_encoding,
+                **arguments.bits_settings(bits, tables),
                 "keep_last": keep_last,
                 "arena_bytes": arena_bytes,
                 "metrics_port": metrics_port,
@@ -258,7 +268,7 @@ class Checkpointer:
         if precopy is None:
             precopy = os.environ.get("DELTASHARD_PRECOPY", "1") != "0"
         contents = Contents() if content_hash else None
-        base = CutBase()
+        base = CutBase(self._planned_steps)
         setbacks = Setbacks(self._clock, self.stats, self._listener)
         requests = Requests(setbacks)
         recovery = Recovery(self._ground, self._program)
@@ -277,6 +287,7 @@ class Checkpointer:
             validate=validate,
             precopy=precopy,
             said=lambda: self._ground.metadata,
+            losses=self._losses.check,
         )
         self._news = News(
             self._attachment,
@@ -416,8 +427,13 @@ class Checkpointer:
         link = self._session.link
         return None if link is None else str(link.reply.arena_path)
 
-    def step(self) -> None:
+    def step(self, loss: SupportsFloat | None = None) -> None:
         """One step is done: the last statement of the loop body, after optimizer and scheduler.
+
+        Args:
+            loss: of this step, a number or a tensor of one (which is waited for). After a restore the losses of steps
+                that are trained again are compared with those of the first time; where chosen bits were too few for
+                the model, more are taken.
 
         Raises:
             FencedError: a newer attempt has taken this run over; end this process. `TakenOver`: another workload's.
@@ -427,6 +443,15 @@ class Checkpointer:
         if self._clock.tick():
             self._loop.boundary(at_step=True)
         self._clock.tock()
+        if loss is not None:
+            self._losses.note(
+                float(loss.detach() if isinstance(loss, torch.Tensor) else loss),
+                step=self._clock.step,
+                attempt=self.attempt,
+                arena=self.arena_path,
+                run=self.run,
+                rank=self._rank.local,
+            )
 
     def wrap(
         self,
@@ -548,6 +573,7 @@ class Checkpointer:
         finally:
             if self._peers is not None:
                 self._peers.leave()
+            self._losses.close()
             self._release(until_s)
 
     def _say_if_unsaved(self) -> None:

@@ -152,6 +152,13 @@ class PackCache:
         with self._changed:
             return _name(key) in self._entries
 
+    def bytes_of(self, key: str) -> int:
+        """Bytes of a whole pack that is here; 0 for one that is not, or is being filled."""
+        name = _name(key)
+        with self._changed:
+            entry = self._entries.get(name)
+            return 0 if entry is None else entry.bytes
+
     def wake(self) -> None:
         """Let waiting `create` calls look at their `stopped` again."""
         with self._changed:

@@ -85,8 +85,7 @@ def relative_error(
 ) -> float | None:
     """sqrt(sum |x - x'|^2 / sum |x|^2) over finite rows x and what a save and a restore make of them, x'.
 
-    None where there is nothing to compare: no row but zeros, or a block that the encoding does not fit. A raw encoding's
-    is that of its dtype.
+    None where there is nothing to compare: no row but zeros, or a block that the encoding does not fit.
     """
     restored_rows = _restored(encoding, weights, None, dtype=dtype)
     if restored_rows is None:

@@ -104,6 +104,6 @@ def recorded(text: str) -> Profile:
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(value)
-    return float(value)  # type: ignore[arg-type]
+    return float(value)

@@ -67,7 +67,8 @@ class Harm:
             "alarm": self.alarm,
             "restores": self.restores,
             "tables": {
-                name: [_rounded(self.spent.get(name, 0.0)), _rounded(self.error.get(name, 0.0))] for name in names
+                name: [_rounded(self.spent.get(name, 0.0)), _rounded(self.error.get(name, 0.0))]
+                for name in names
             },
         }
         return json.dumps(document, sort_keys=True, separators=(",", ":"))
@@ -77,7 +78,9 @@ def recorded(text: str) -> Harm:
     """The record in a commit's metadata; raises `BadHarm`: whoever can write the bucket wrote it."""
     try:
         found: Any = json.loads(text[: MAX_TEXT + 1])  # what is longer was cut, and is no JSON
-        pairs = {str(name): (_share(spent), _share(error)) for name, (spent, error) in found["tables"].items()}
+        pairs = {
+            str(name): (_share(spent), _share(error)) for name, (spent, error) in found["tables"].items()
+        }
         restores, alarm = found["restores"], found["alarm"]
         if type(restores) is not int or type(alarm) is not int or restores < 0 or alarm not in (0, *BITS):
             raise ValueError(restores)  # noqa: TRY301 - told below, as all that is wrong
@@ -110,9 +113,9 @@ def next_bits(bits: int) -> int:
 
 
 def _share(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:  # type: ignore[arg-type]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
         raise ValueError(value)
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _rounded(value: float) -> float:

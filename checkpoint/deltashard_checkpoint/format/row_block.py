@@ -12,11 +12,12 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from deltashard_checkpoint.codecs.encoding import effective_encoding, section_bytes
 from deltashard_checkpoint.codecs.quantizer import Search
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.schema import TableSchema
-from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, Encoding
+from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, Encoding, stored_state_dtype
 
 Array = npt.NDArray[np.generic]
 
@@ -30,6 +31,18 @@ def raw_row_bytes(table: TableSchema, columns: int) -> int:
     weights = columns * element_type.by_name(table.dtype).itemsize_bytes
     return weights + sum(
         spec.values(columns) * element_type.by_name(spec.dtype).itemsize_bytes for spec in table.fields
+    )
+
+
+def stored_row_bytes(table: TableSchema, columns: int, encoding: Encoding, state_encoding: str) -> int:
+    """Bytes of one row of `columns` columns and its fields, as they are stored; its id and exceptions not counted."""
+    weights = sum(section_bytes(effective_encoding(encoding, table.dtype, columns), 1, columns))
+    return weights + sum(
+        spec.values(columns)
+        * element_type.by_name(
+            stored_state_dtype(state_encoding, pointwise=spec.kind == "pointwise", dtype=spec.dtype)
+        ).itemsize_bytes
+        for spec in table.fields
     )
 
 

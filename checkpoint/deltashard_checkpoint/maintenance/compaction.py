@@ -41,11 +41,9 @@ Mover = Callable[[RunLog, RunState, int, tuple[ChainLink, ...], str], Moved]
 """(log, state, seq, links newest first, token) -> packs and index put; see `row_mover.move_rows`."""
 
 
-def worthwhile(state: RunState, seq: int, *, longest: int = 8) -> bool:
-    """Whether restoring `seq` reads more than `longest` checkpoints, and these could be compacted."""
-    if any(state.checkpoints[at].listed is not None for at in closure(state, (seq,))):
-        return False
-    return len({link.seq for link in chain(state, seq)}) > longest
+def compactable(state: RunState, seq: int) -> bool:
+    """Whether restoring `seq` reads more than one checkpoint, and these are of one rank."""
+    return not _of_several_ranks(state, seq) and any(link.seq != seq for link in chain(state, seq))
 
 
 def compact(
@@ -57,7 +55,7 @@ def compact(
     `move` raise.
     """
     state = log.refresh(deadline_s=deadline_s)
-    if any(state.checkpoints[at].listed is not None for at in closure(state, (seq,))):
+    if _of_several_ranks(state, seq):
         raise UserError(
             f"checkpoint {seq} is of several ranks, and such are not compacted yet",
             where=f"run {log.run}",
@@ -91,3 +89,7 @@ def compact(
     assert sealed is not None
     assert isinstance(sealed.entry, Compacted)
     return sealed.entry
+
+
+def _of_several_ranks(state: RunState, seq: int) -> bool:
+    return any(state.checkpoints[at].listed is not None for at in closure(state, (seq,)))

@@ -12,6 +12,7 @@ baseline ends such a chain anyway.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -65,9 +66,11 @@ class _Provided:
         return mine
 
 
-def mover(cache: PackCache, *, deadline_s: float = DEFAULT_DEADLINE_S) -> Mover:
-    """A `Mover` that spools packs in `cache`."""
-    return partial(move_rows, cache=cache, deadline_s=deadline_s)
+def mover(
+    cache: PackCache, *, give_way: Callable[[], None] = lambda: None, deadline_s: float = DEFAULT_DEADLINE_S
+) -> Mover:
+    """A `Mover` that spools packs in `cache`; before each frame it calls `give_way`, which may wait a moment."""
+    return partial(move_rows, cache=cache, give_way=give_way, deadline_s=deadline_s)
 
 
 def move_rows(
@@ -78,6 +81,7 @@ def move_rows(
     token: str,
     *,
     cache: PackCache,
+    give_way: Callable[[], None] = lambda: None,
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Moved:
     """Write the synthetic baseline of checkpoint `seq` under `data/compact-{token}/`; one part with all its boxes.
@@ -106,6 +110,7 @@ def move_rows(
     provided = _Provided()
     with PartWriter(log.store, target, cache, deadline_s=deadline_s) as writer:
         for fetched in Fetcher(log.store, log.run, cache=cache, deadline_s=deadline_s).fetch(plan):
+            give_way()
             frame = parse_frame(fetched.data, verify=False)
             moved: EncodedFrame | None
             if frame.info.kind is FrameKind.BLOB:

@@ -50,6 +50,8 @@ from deltashard_checkpoint.log.part_list import ListedPart
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, StoreUnavailable
+from deltashard_checkpoint.vocabulary import PRECISION_KEY
+from deltashard_checkpoint.write.precision import coarsest
 
 FORMAT = 2
 """Of a report; 1 did not say whether the part holds blobs for all, which it may."""
@@ -543,7 +545,7 @@ class _Commit:
                 stall_s=max(r.stall_ms for r in reports) / 1000,
                 directive=first.directive,
                 fingerprint=dict(first.fingerprint),
-                metadata={name: text for each in reversed(sayings) for name, text in each.metadata.items()},
+                metadata=_merged([said.metadata for said in sayings]),
                 pins=tuple(sorted({pin for each in sayings for pin in each.pins})),
             ),
             patience,
@@ -744,3 +746,11 @@ def _put(log: RunLog, key: str, data: bytes, patience: Patience) -> None:
                 raise
             continue
         break
+
+
+def _merged(said: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Metadata of all ranks, rank 0 first: its counts where they differ, but for the bits that rows have at least."""
+    merged = {name: text for each in reversed(said) for name, text in each.items()}
+    if (least := coarsest(each[PRECISION_KEY] for each in said if PRECISION_KEY in each)) is not None:
+        merged[PRECISION_KEY] = least.text()
+    return merged

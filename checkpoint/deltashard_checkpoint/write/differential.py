@@ -4,7 +4,7 @@
 - `one-shot`: one baseline, then every cut holds what changed since it. Restore reads two checkpoints; cuts grow.
 - `consecutive`: every cut holds what changed since the last commit. Smallest cuts; restore reads all of them.
 - `intermittent` (default): one-shot, with a predictor that says when a new baseline pays (Check-N-Run, NSDI'22):
-  with S_i the bytes of the i-th increment over the baseline's,
+  with S_i the bytes of the i-th increment over those of all rows,
 
       Fc = 1 + S_1 + ... + S_i     the next i + 1 cuts, if a baseline is taken now and history repeats
       Ic = (i + 1) * S_i           at least the next i + 1 cuts, if not
@@ -12,6 +12,15 @@
 
   The "1 +" is the baseline itself, and history is cleared by a baseline: without either, every increment
   would be followed by a baseline.
+
+S_i counts at the encoding in force, not at those of the past: it is what an increment of these rows, and a baseline,
+would be *now*. Counted as stored, a run that goes from 8 to 2 bits never takes a baseline again, for no increment of
+2 bits comes near a baseline of 8. An entry says its rows and blobs as one sum of bytes before encoding, and not which
+rows: blobs are taken to be as large as the baseline's, and all rows of an increment to shrink as all tables together
+do. Where tables differ in that (few columns, raw dtypes, bits by table) S_i is off by as much as the increment's mix of
+tables differs from the model's.
+
+A compacted checkpoint is a baseline, too, if the newest one is read through it: the base of its chain lies there.
 """
 
 from __future__ import annotations
@@ -19,9 +28,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from deltashard_checkpoint.log.chain import lineage
+from deltashard_checkpoint.format.row_block import raw_row_bytes, stored_row_bytes
+from deltashard_checkpoint.log.chain import closure, lineage
+from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.vocabulary import differential_named
+from deltashard_checkpoint.vocabulary import differential_named, encoding_named
+from deltashard_checkpoint.write.precision import Precision
 
 Decision = Literal["full", "since_baseline", "since_commit"]
 
@@ -31,11 +43,15 @@ class History:
     """What the lineage of the running attempt has committed since its last baseline."""
 
     baseline: int | None = None
-    """Seq of the newest baseline of the lineage; None: none, or not live any more."""
+    """Seq of the newest baseline of the lineage, a compacted one included; None: none, or not live any more."""
     newest: int | None = None
     """Seq of the newest checkpoint of the lineage."""
     increments: tuple[float, ...] = ()
-    """S_1 .. S_i: stored bytes of each checkpoint since then over the baseline's."""
+    """S_1 .. S_i: bytes of each checkpoint since then over those of all rows, at the encoding in force."""
+    full_bytes: int = 0
+    """What a baseline would store now, blobs included."""
+    raw_bytes: int = 0
+    """The same before encoding."""
 
 
 def decide(name: str, history: History, *, force_full: bool = False) -> Decision:
@@ -62,17 +78,61 @@ def baseline_pays(increments: tuple[float, ...]) -> bool:
     return full_cost <= incremental_cost
 
 
-def history(state: RunState, attempt: int) -> History:
-    """The history of the lineage of `attempt`, newest commits included, as the log tells it."""
+def history(state: RunState, attempt: int, precision: Precision) -> History:
+    """The history of the lineage of `attempt`, newest commits included, as the log tells it; `precision` is in force.
+
+    Raises `UnknownWord` for an encoding that is none.
+    """
     newest: int | None = None
-    sizes: list[int] = []
+    deltas: list[Checkpoint] = []
+    reads: frozenset[int] = frozenset()
     for seq in lineage(state, attempt):
         entry = state.checkpoints[seq]
-        newest = seq if newest is None else newest
-        if entry.baseline:
-            base = max(1, entry.stored_bytes)
+        if newest is None:
+            newest, reads = seq, closure(state, (seq,))
+        if entry.baseline or (seq in state.compactions and seq in reads):
+            tables = _Tables.of(state.checkpoints[newest], precision)
+            blobs = _blob_bytes(entry, tables)
+            full = max(1, blobs + tables.stored_bytes)
             return History(
-                baseline=seq, newest=newest, increments=tuple(size / base for size in reversed(sizes))
+                baseline=seq,
+                newest=newest,
+                increments=tuple(
+                    (blobs + tables.stored(delta.raw_bytes - blobs)) / full for delta in reversed(deltas)
+                ),
+                full_bytes=full,
+                raw_bytes=blobs + tables.raw_bytes,
             )
-        sizes.append(entry.stored_bytes)
+        deltas.append(entry)
     return History(newest=newest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tables:
+    """All rows of all tables: how many, and their bytes before encoding and at the encoding in force."""
+
+    rows: int
+    raw_bytes: int
+    stored_bytes: int
+
+    @classmethod
+    def of(cls, entry: Checkpoint, precision: Precision) -> _Tables:
+        stored = sum(
+            table.rows
+            * stored_row_bytes(
+                table, table.columns, encoding_named(precision.of_table(table.fqn)), precision.state
+            )
+            for table in entry.tables
+        )
+        raw = sum(table.rows * raw_row_bytes(table, table.columns) for table in entry.tables)
+        return cls(rows=sum(table.rows for table in entry.tables), raw_bytes=raw, stored_bytes=stored)
+
+    def stored(self, raw_bytes: int) -> float:
+        """What some rows of so many bytes before encoding would be."""
+        return max(0, raw_bytes) * self.stored_bytes / max(1, self.raw_bytes)
+
+
+def _blob_bytes(base: Checkpoint, tables: _Tables) -> int:
+    """Bytes of a cut that are no rows. Of a compacted delta, whose own rows are some: as if all were equally long."""
+    rows = base.rows * tables.raw_bytes // max(1, tables.rows) if not base.baseline else tables.raw_bytes
+    return max(0, base.raw_bytes - rows)

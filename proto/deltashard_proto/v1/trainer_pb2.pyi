@@ -311,7 +311,7 @@ class LossCheck(_message.Message):
 class SaveRequest(_message.Message):
     __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several", "prepare")
     class Begin(_message.Message):
-        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "losses")
+        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "losses", "rebases")
         SESSION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         CUT_FIELD_NUMBER: _ClassVar[int]
@@ -326,6 +326,7 @@ class SaveRequest(_message.Message):
         TRACKING_FAULTS_FIELD_NUMBER: _ClassVar[int]
         PLANNED_STEPS_FIELD_NUMBER: _ClassVar[int]
         LOSSES_FIELD_NUMBER: _ClassVar[int]
+        REBASES_FIELD_NUMBER: _ClassVar[int]
         session: str
         step: int
         cut: int
@@ -340,7 +341,8 @@ class SaveRequest(_message.Message):
         tracking_faults: int
         planned_steps: int
         losses: LossCheck
-        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., losses: _Optional[_Union[LossCheck, _Mapping]] = ...) -> None: ...
+        rebases: bool
+        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., losses: _Optional[_Union[LossCheck, _Mapping]] = ..., rebases: _Optional[bool] = ...) -> None: ...
     class Seal(_message.Message):
         __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
         class MetadataEntry(_message.Message):
@@ -412,16 +414,27 @@ class SaveRequest(_message.Message):
 class SaveReply(_message.Message):
     __slots__ = ("begun", "blocks", "staged", "failed", "prepared")
     class Begun(_message.Message):
-        __slots__ = ("covers", "encoding", "stall_budget_s", "state_encoding")
+        __slots__ = ("covers", "encoding", "stall_budget_s", "state_encoding", "rebased", "encodings")
+        class EncodingsEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: str
+            value: str
+            def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
         COVERS_FIELD_NUMBER: _ClassVar[int]
         ENCODING_FIELD_NUMBER: _ClassVar[int]
         STALL_BUDGET_S_FIELD_NUMBER: _ClassVar[int]
         STATE_ENCODING_FIELD_NUMBER: _ClassVar[int]
+        REBASED_FIELD_NUMBER: _ClassVar[int]
+        ENCODINGS_FIELD_NUMBER: _ClassVar[int]
         covers: int
         encoding: str
         stall_budget_s: float
         state_encoding: str
-        def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ...) -> None: ...
+        rebased: bool
+        encodings: _containers.ScalarMap[str, str]
+        def __init__(self, covers: _Optional[int] = ..., encoding: _Optional[str] = ..., stall_budget_s: _Optional[float] = ..., state_encoding: _Optional[str] = ..., rebased: _Optional[bool] = ..., encodings: _Optional[_Mapping[str, str]] = ...) -> None: ...
     class Prepared(_message.Message):
         __slots__ = ("covers", "refused")
         COVERS_FIELD_NUMBER: _ClassVar[int]

@@ -1,8 +1,8 @@
 """Encodings by table: the user's, the policy's, or chosen by what restores do to each table (`deciding.precision`).
 
-A choice needs errors of a sample of rows, which the first baseline of a process brings; before that everything is stored
-with 8 bit. It is made anew at every cut. Where it asks for more bits than rows are stored with, the cut becomes a
-baseline (`write.differential`); fewer bits begin at the next baseline, so that all rows of a table are stored alike.
+A choice needs errors of a sample of rows, which the first baseline of a process brings; before that everything is
+stored with 8 bit. It is made anew at every cut. Where it asks for more bits than rows are stored with, the cut becomes
+a baseline (`write.precision`); fewer bits begin at the next baseline, so that all rows of a table are stored alike.
 
 Chosen bits are applied to runs of one rank. Of several ranks each sees only its own rows: there they are shown, and
 `encoding` and `tables` hold.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.deciding.decision import Decision
-from deltashard_checkpoint.deciding.evidence import Rates
+from deltashard_checkpoint.deciding.evidence import Evidence, Rates, rates
 from deltashard_checkpoint.deciding.harm import Harm
 from deltashard_checkpoint.deciding.precision import (
     BITS,
@@ -34,7 +34,10 @@ from deltashard_checkpoint.deciding.precision import (
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.schema import TableSchema
-from deltashard_checkpoint.vocabulary import ENCODINGS
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.vocabulary import ENCODINGS, PRECISION_KEY
+from deltashard_checkpoint.write.precision import Precision as Stored
+from deltashard_checkpoint.write.precision import recorded
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
@@ -66,6 +69,8 @@ class BitChoice:
         self._harm = Harm()
         self._judged = False
         """Whether the losses of this attempt's steps that were trained again were looked at."""
+        self._resumed_bits = SAFE
+        """The fewest that any table had in what this attempt resumed."""
         self._lock = threading.Lock()
         self._metrics = metrics
         self._log = log
@@ -79,19 +84,29 @@ class BitChoice:
                 found = harm.recorded(text)
             except DeltashardError as error:
                 self._log.warning("harm.unreadable", **explain(error))
+        said = metadata.get(PRECISION_KEY)
+        stored = None if said is None else recorded(said)
+        bits = SAFE if stored is None else min(ENCODINGS[each].bits for each in stored.weights.values())
         with self._lock:
             self._harm = found.restored() if restores else found
             self._judged = False
+            self._resumed_bits = bits
 
     def encodings(
-        self, policy: Policy, tables: Sequence[TableSchema], begin: pb.SaveRequest.Begin, expected: Expected, *, alone: bool
+        self,
+        policy: Policy,
+        tables: Sequence[TableSchema],
+        begin: pb.SaveRequest.Begin,
+        expected: Expected,
+        *,
+        alone: bool,
     ) -> dict[str, str]:
         """Encodings that a cut shall store tables with; those of `policy.encoding` are left out."""
         own = encodings_of(policy.tables, where="tables")
         said = {table.fqn: own.get(table.fqn, policy.encoding) for table in tables}
         if policy.bits_goal and policy.bits_mode != "off":
             found = self._chosen(policy, tables, begin, expected, own)
-            holds = policy.bits_mode == "apply" and alone
+            holds = self.decides(policy, alone=alone)
             self._decided(policy, found, said, holds=holds, expected=expected, alone=alone)
             if holds:
                 said = dict(found.encodings)
@@ -151,28 +166,45 @@ class BitChoice:
             would=would,
             why=found.why,
             bound=f"not below {policy.least_bits} bit" if policy.least_bits > BITS[0] else "",
-            evidence=f"{self._harm.restores} restores so far, one expected in {expected.rates.restores.mean_between_s / 3600:.3g} h",
-            unreachable="" if alone or policy.bits_mode != "apply" else "bits are applied to runs of one rank only: shown here",
+            evidence=(
+                f"{self._harm.restores} restores so far, one expected in "
+                f"{expected.rates.restores.mean_between_s / 3600:.3g} h"
+            ),
+            unreachable=""
+            if alone or policy.bits_mode != "apply"
+            else "bits are applied to runs of one rank only: shown here",
         )
         if before is None or (before.value, before.would) != (self.decision.value, self.decision.would):
             self._log.info("decided.bits", value=self.decision.value, would=would, why=found.why)
 
-    def heard(self, check: pb.LossCheck, held: Mapping[str, str], encoding: str) -> None:
+    @staticmethod
+    def decides(policy: Policy, *, alone: bool) -> bool:
+        """Whether chosen bits hold."""
+        return bool(policy.bits_goal) and policy.bits_mode == "apply" and alone
+
+    def heard(self, check: pb.LossCheck) -> None:
         """Losses of steps that were trained again: looked at once an attempt."""
         with self._lock:
             if self._judged or not check.steps:
                 return
             self._judged = True
+            least = self._resumed_bits
             rose = harm.rose(steps=check.steps, mean=check.mean, error=check.error, first=check.first)
-            least = min((ENCODINGS[each].bits for each in (encoding, *held.values())), default=SAFE)
             if rose and least < SAFE:
-                self._harm = replace(self._harm, alarm=harm.next_bits(least))
+                self._harm = replace(self._harm, alarm=max(self._harm.alarm, harm.next_bits(least)))
         share = check.mean / check.first if check.first else 0.0
         say = self._log.warning if rose else self._log.info
-        say("losses.compared", steps=check.steps, rise=round(share, 6), error=check.error, rose=rose, bits=least)
+        say(
+            "losses.compared",
+            steps=check.steps,
+            rise=round(share, 6),
+            error=check.error,
+            rose=rose,
+            bits=least,
+        )
         self._metrics.loss_rise.set(share)
 
-    def metadata(self, held: Mapping[str, str], encoding: str, tables: Sequence[TableSchema]) -> dict[str, str]:
+    def metadata(self, held: Stored, tables: Sequence[TableSchema]) -> dict[str, str]:
         """What a commit says of the harm so far, and of what a restore of it would add."""
         facts = {
             table.fqn: TableFacts(
@@ -182,12 +214,22 @@ class BitChoice:
         }
         errors = {}
         for name in large_tables(facts):
-            bits = ENCODINGS[held.get(name, encoding)].bits
+            bits = ENCODINGS[held.of_table(name)].bits
             if (error := self.errors.of(name).get(bits)) is not None:
                 errors[name] = error
         with self._lock:
             told = replace(self._harm, error=errors)
         return {harm.KEY: told.text()} if told.error or told.spent or told.alarm else {}
+
+
+def by_log(state: RunState) -> Expected:
+    """What a run's own log lets one believe: every attempt after the first was a restore."""
+    times = [entry.at_s for entry in state.checkpoints.values()]
+    trained_s = max(times, default=0.0) - min(times, default=0.0)
+    seen = Evidence().trained(trained_s)
+    for _ in range(max(len(state.attempts) - 1, 0)):
+        seen = seen.incident(lossy=True)
+    return Expected(rates=rates(seen, pods=1), trained_s=trained_s, step_s=0.0)
 
 
 def summary(encodings: Mapping[str, str]) -> str:

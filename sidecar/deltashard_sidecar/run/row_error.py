@@ -1,7 +1,7 @@
 """How far rows of each table would be from themselves at few bits, measured on a sample of what a baseline brings.
 
-The first batch of a table in a baseline gives the sample (`SAMPLE_ROWS` rows, or all of them), quantized and decoded as a
-save and a restore would. One number a table and width: the relative L2 error, sqrt(sum |x - x'|^2 / sum |x|^2).
+The first batch of a table in a baseline gives the sample (`SAMPLE_ROWS` rows, or all of them), quantized and decoded as
+a save and a restore would. One number a table and width: the relative L2 error, sqrt(sum |x - x'|^2 / sum |x|^2).
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def _errors(block: RowBlock) -> dict[int, float]:
     sample = np.ascontiguousarray(block.weights[rows])
     found = {}
     for bits in BITS:
-        encoding = effective_encoding(encoding_named(BITS_CHOICES[bits]), block.schema.dtype, len(block.columns))
+        encoding = effective_encoding(
+            encoding_named(BITS_CHOICES[bits]), block.schema.dtype, len(block.columns)
+        )
         error = relative_error(encoding, sample, dtype=block.schema.dtype)
         if error is not None:
             found[bits] = error

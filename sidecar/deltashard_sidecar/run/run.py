@@ -13,7 +13,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.errors import DeltashardError
@@ -32,7 +34,7 @@ from deltashard_checkpoint.stores.abc import AccessDenied, BucketMissing, Store,
 from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import PLS_KEY
-from deltashard_checkpoint.write import differential
+from deltashard_checkpoint.write import differential, precision
 from deltashard_checkpoint.write.attempt import (
     CLOSING_WAIT_S,
     mark_closing,
@@ -41,12 +43,17 @@ from deltashard_checkpoint.write.attempt import (
     unmark_closing,
 )
 from deltashard_checkpoint.write.commit import Pace, Sayings
+from deltashard_checkpoint.write.differential import Decision, History
+from deltashard_checkpoint.write.precision import OTHERS, Precision
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
+from deltashard_sidecar.run.bit_choice import BitChoice, Expected, by_log
 from deltashard_sidecar.run.identity import Identity, identity
+from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.range_search import Searches
 from deltashard_sidecar.run.store_health import StoreHealth
+from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
 from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.incident import Incidents
@@ -77,6 +84,35 @@ def commit_message(entry: Checkpoint, *, durable_s: float = 0.0, baseline: bool 
         raw_bytes=entry.raw_bytes,
         rows=entry.rows,
     )
+
+
+class Turn(NamedTuple):
+    """Why a cut does not hold what its differential alone would have it hold."""
+
+    kind: str
+    """One of `telemetry.metric.TURNS`."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a cut holds, and what to say of it."""
+
+    covers: int | None
+    """Seq since which every changed row is held; None: all rows."""
+    turn: Turn | None
+    """What made it other than its differential alone would have it."""
+    directive: str
+    """What to write of it into the log."""
+    precision: Precision
+    """Encodings of its rows."""
+    chain_precision: Precision
+    """The coarsest that rows of its chain may have."""
+
+    @property
+    def rebased(self) -> bool:
+        """Whether later cuts cover this seq, too: the trainer's marks since the baseline count from it."""
+        return self.turn is not None and self.covers is not None
 
 
 class IndexesAhead:
@@ -118,9 +154,11 @@ class Run:
     def __init__(self, settings: Settings, *, metrics: Metrics, log: Logger) -> None:
         self.settings = settings
         self.incidents = Incidents(metrics, awaited=bool(settings.fleet))
-        self.health = StoreHealth(self.incidents, metrics=metrics, log=log)
+        self.measured = MeasuredRates()
+        self.health = StoreHealth(self.incidents, metrics=metrics, log=log, measured=self.measured)
         self.store: Store = open_store(settings.url, observer=self.health)
         self.cache = PackCache(Path(settings.cache_dir), budget_bytes=settings.cache_bytes)
+        self.synthetic = SyntheticBaselines(settings, self.cache, self.measured)
         self.identity = Identity(run=settings.run, owner=settings.owner)
         self.named = threading.Event()
         """Set once `identity` is what this pod trains; before that nothing of any run is looked at."""
@@ -131,6 +169,7 @@ class Run:
         self.metrics = metrics
         self._shared = SharedReads()
         self.searches = Searches(settings.search)
+        self.bits = BitChoice(metrics=metrics, log=log)
         self._logger = log
         self._lock = threading.Lock()
         self._logs: dict[str, RunLog] = {}
@@ -315,6 +354,7 @@ class Run:
             reply.previous_attempt = max(earlier)
         if opened.voided is not None:
             reply.voided_first, reply.voided_stop = opened.voided
+        self.bits.opened({} if resume is None else resume.metadata, restores=resume is not None)
         if resume is not None:
             self.metrics.resumed(step=resume.step, at_s=resume.at_s)
             self.metrics.lost(resume.metadata.get(PLS_KEY, "0"))
@@ -373,13 +413,21 @@ class Run:
     # Cuts.
 
     def decide(
-        self, who: Attachment, attempt: int, begin: pb.SaveRequest.Begin, policy: Policy
-    ) -> tuple[int | None, str]:
-        """(seq the cut must cover since, None for all rows; what to write of it into the log). No store is asked."""
+        self,
+        who: Attachment,
+        attempt: int,
+        begin: pb.SaveRequest.Begin,
+        policy: Policy,
+    ) -> Holding:
+        """What the cut must hold, and how it is encoded. No store is asked."""
         # Another rank of this pod may have heard of the last commit: the newest that any handle has seen counts.
         log = self.log_of(who)
         state = max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
-        history = differential.history(state, attempt)
+        encodings = self.bits.encodings(
+            policy, who.tables, begin, self.expected(state), alone=who.world_size == 1
+        )
+        asked = Precision.of({OTHERS: policy.encoding, **encodings}, policy.state_encoding)
+        history = differential.history(state, attempt, asked)
         decision = differential.decide(policy.differential, history, force_full=begin.full)
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
         base = begin.since_baseline_seq if begin.HasField("since_baseline_seq") else None
@@ -390,11 +438,49 @@ class Run:
             covers = base
         if decision == "since_commit" and commit is not None and may_cover(state, attempt, commit):
             covers = commit
+        turn: Turn | None = None
+        if (
+            who.world_size == 1
+            and begin.rebases
+            and not begin.full
+            and commit is not None
+            and commit != base
+            and may_cover(state, attempt, commit)
+        ):
+            turn = self._rebases(state, commit, history, policy, decision)
+            covers = covers if turn is None else commit
+        stored = None if covers is None else precision.held(state, covers)
+        if raised := precision.raised(asked, stored):
+            covers, turn, stored = None, Turn("raised", raised), None
+        elif stored is not None and self.bits.decides(policy, alone=who.world_size == 1):
+            asked = precision.finer(asked, stored)  # fewer bits begin with a baseline
         held = "baseline" if covers is None else f"since {covers}"
-        return covers, (
-            f"{begin.reason or 'user'}; {policy.differential}: {held}; {policy.encoding}, "
-            f"state {policy.state_encoding}"
+        why = "" if turn is None else f" ({turn.text})"
+        return Holding(
+            covers=covers,
+            turn=turn,
+            directive=(
+                f"{begin.reason or 'user'}; {policy.differential}: {held}{why}; "
+                f"{policy.encoding}, state {policy.state_encoding}"
+            ),
+            precision=asked,
+            chain_precision=asked if stored is None else precision.coarser(asked, stored),
         )
+
+    def expected(self, state: RunState) -> Expected:
+        """What is believed of failures to come."""
+        return by_log(state)
+
+    def _rebases(
+        self, state: RunState, commit: int, history: History, policy: Policy, decision: Decision
+    ) -> Turn | None:
+        """Why the cut, and the next ones, cover the trainer's newest commit; None: they do not."""
+        if decision == "since_commit" or policy.differential == "full" or history.baseline is None:
+            return None
+        if decision == "since_baseline" and commit in state.compactions:
+            return Turn("compacted", "the newest checkpoint was compacted")
+        verdict = self.synthetic.at_cut(state, commit, history, policy, pays=decision == "full")
+        return None if verdict is None else Turn(verdict.why, f"synthetic baseline: {verdict.text}")
 
     def cache_bytes(self) -> int:
         """Bytes in the cache directory."""

@@ -23,6 +23,7 @@ from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
+from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.telemetry.incident import Incidents
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
@@ -60,8 +61,10 @@ class StoreHealth:
         metrics: Metrics,
         log: Logger,
         clock: Callable[[], float] = time.monotonic,
+        measured: MeasuredRates | None = None,
     ) -> None:
         self._incidents = incidents
+        self._measured = measured
         self._metrics = metrics
         self._log = log
         self._clock = clock
@@ -120,6 +123,8 @@ class StoreHealth:
 
     def finished(self, operation: str, seconds: float, size_bytes: int, error: Exception | None) -> None:
         """See `StoreObserver.finished`."""
+        if self._measured is not None and error is None:
+            self._measured.called(operation, seconds, size_bytes)
 
     def hedged(self, outcome: str) -> None:
         """See `StoreObserver.hedged`."""

@@ -28,6 +28,7 @@ from typing import Protocol
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
 from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
+from deltashard_checkpoint.write.precision import OTHERS, Precision
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -62,8 +63,22 @@ class Cut:
     state_encoding: str = DEFAULT_STATE_ENCODING
     layout: str = ""
     """Digest of the attempt's layout; empty: none."""
+    rebased: bool = False
+    """The trainer's marks since the baseline count from `covers` from here on."""
+    precision: Precision | None = None
+    """Encodings of its rows; None: it does not say."""
+    chain_precision: Precision | None = None
+    """The coarsest that rows of its chain may have, if it is a delta."""
+    samples: bool = False
+    """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
     follows: str | None = None
     """The controller's directive in force, as it is recorded with the commit."""
+
+    @property
+    def tables_stored_otherwise(self) -> dict[str, str]:
+        """Encodings by table that are not `encoding`."""
+        weights = {} if self.precision is None else self.precision.weights
+        return {table: name for table, name in weights.items() if table != OTHERS and name != self.encoding}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +91,8 @@ class Sealed:
     metadata: dict[str, str]
     pins: tuple[str, ...]
     full: bool
+    slowdown_s: float = 0.0
+    """By so much steps took longer while rows of this cut were copied ahead."""
 
 
 class Sink(Protocol):
@@ -183,6 +200,8 @@ class Save:
             encoding=self.cut.encoding,
             stall_budget_s=self.cut.stall_budget_s,
             state_encoding=self.cut.state_encoding,
+            encodings=self.cut.tables_stored_otherwise,
+            rebased=self.cut.rebased,
         )
         yield pb.SaveReply(begun=begun)
         while (reply := self._outbox.get()) is not None:
@@ -305,6 +324,7 @@ class Save:
             metadata=dict(seal.metadata),
             pins=tuple(sorted({*seal.pins, *([seal.pin] if seal.HasField("pin") else [])})),
             full=seal.full,
+            slowdown_s=seal.slowdown_s,
         )
         with self._lock:
             self.life = self.life.on(Event.SEAL)

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
-from deltashard_checkpoint.vocabulary import PLS_KEY, encoding_named
+from deltashard_checkpoint.vocabulary import PLS_KEY, PRECISION_KEY, encoding_named
 from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.precision import Precision
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -69,11 +71,10 @@ class PartSink:
         self._expected = expected
         self._begun_s = time.monotonic()
         self._log = run.log_of(who)
-        self._options = EncodeOptions(
-            encoding=encoding_named(cut.encoding), state_encoding=cut.state_encoding
-        )
+        self._precision = cut.precision or Precision.of(cut.encoding, cut.state_encoding)
         if cut.covers is None:
             run.searches.begin_baseline()
+            run.bits.errors.begin_baseline()
         self._writer = PartWriter(
             run.store,
             PartTarget(
@@ -96,17 +97,26 @@ class PartSink:
     def rows(self, batch: Rows, data: memoryview) -> None:
         """See `save.Sink`."""
         block = batch.block(data)
+        encoding = encoding_named(self._precision.of_table(block.schema.fqn))
+        if self._cut.samples:
+            self._run.bits.errors.offer(block)
+        started_s = time.thread_time()
         frame = encode_rows(
             block,
-            replace(self._options, search=self._run.searches.of(block, self._options.encoding)),
+            EncodeOptions(
+                encoding=encoding,
+                state_encoding=self._cut.state_encoding,
+                search=self._run.searches.of(block, encoding),
+            ),
             step=self._cut.step,
             out=_buffer(frame_bound(block.schema, len(block.columns), len(block))),
         )
+        self._run.measured.encoded(frame.raw_bytes, time.thread_time() - started_s)
         self._writer.add(frame)
-        metrics, encoding = self._run.metrics, frame.info.encoding
-        metrics.rows.labels("in", encoding).inc(len(block))
-        metrics.raw_bytes.labels(encoding).inc(frame.raw_bytes)
-        metrics.frame_bytes.labels("in", encoding).inc(frame.info.length)
+        metrics, held = self._run.metrics, frame.info.encoding
+        metrics.rows.labels("in", held).inc(len(block))
+        metrics.raw_bytes.labels(held).inc(frame.raw_bytes)
+        metrics.frame_bytes.labels("in", held).inc(frame.info.length)
 
     def blob(self, chunk: pb.BlobChunk, data: memoryview) -> None:
         """See `save.Sink`."""
@@ -129,6 +139,7 @@ class PartSink:
         part = self._writer.finish()
         stats = self._writer.stats
         assert stats is not None
+        self._run.measured.slowed(stats.raw_bytes, sealed.slowdown_s)
         if stats.rows != sealed.rows:
             raise BadBatch(f"{sealed.rows} rows were sealed, {stats.rows} arrived", where="seal")
         report = PartReport(
@@ -140,7 +151,7 @@ class PartSink:
             stall_s=sealed.stall_s,
             directive=self._cut.directive,
             fingerprint=self._who.fingerprint,
-            metadata=self._metadata(sealed),
+            metadata=self._metadata(sealed, baseline=part.covers is None),
             pins=sealed.pins,
             common_blobs=stats.common_blobs,
         )
@@ -178,10 +189,16 @@ class PartSink:
             deadline_s=deadline_s,
         )
 
-    def _metadata(self, sealed: Sealed) -> dict[str, str]:
-        """The user's, and the directive that this cut followed, for a pod that starts without a controller."""
+    def _metadata(self, sealed: Sealed, *, baseline: bool) -> dict[str, str]:
+        """The user's, the directive that this cut followed, for a pod without a controller, and the bits it has."""
         mine = {} if self._cut.follows is None else {KEY: self._cut.follows}
-        return {name: text for name, text in sealed.metadata.items() if name != KEY} | mine
+        precision = self._cut.precision if baseline else self._cut.chain_precision
+        if precision is not None:
+            mine[PRECISION_KEY] = precision.text()
+        if self._cut.samples:
+            mine |= self._run.bits.metadata(precision or self._precision, self._who.tables)
+        ours = (KEY, PRECISION_KEY, harm.KEY)
+        return {name: text for name, text in sealed.metadata.items() if name not in ours} | mine
 
     def abandon(self) -> None:
         """See `save.Sink`."""

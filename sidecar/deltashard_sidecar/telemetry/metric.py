@@ -52,6 +52,11 @@ FLEET_CAUSES = frozenset(
     ]
 )
 """Why the controller's heartbeat service did not take this sidecar in."""
+TURNS = ("cheaper", "goal", "compacted", "raised")
+"""Why a cut was not what its differential alone would make it: the baseline is left to a compaction, because that
+costs training less, or a restore would take too long, or it was made already; or it is a baseline for more bits."""
+COMPACTIONS = ("owed", "length", "goal")
+"""Why a chain was compacted: a cut was made to build on what it makes, it was too long, or its restore too slow."""
 STALL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
 
@@ -168,6 +173,18 @@ class Metrics:
             ("task", "outcome"),
             registry=r,
         )
+        self.turns = Counter(
+            "deltashard_cuts_turned",
+            "Cuts that built on a synthetic baseline, or were a baseline for more bits, by why",
+            ("why",),
+            registry=r,
+        )
+        self.compactions = Counter("deltashard_compactions", "Chains compacted, by why", ("why",), registry=r)
+        self.loss_rise = Gauge(
+            "deltashard_loss_rise_share",
+            "Rise of the loss of steps trained again after the newest restore, over the first time's",
+            registry=r,
+        )
         self.fleet_connected = Gauge(
             "deltashard_fleet_connected", "Whether the controller hears this sidecar", registry=r
         )
@@ -190,6 +207,10 @@ class Metrics:
         )
         for when in ("ahead", "again", "held"):
             self.copied_rows.labels(when)
+        for why in TURNS:
+            self.turns.labels(why)
+        for why in COMPACTIONS:
+            self.compactions.labels(why)
         for outcome in OUTCOMES:
             self.hedges.labels(outcome)
         for cause in sorted(FLEET_CAUSES):

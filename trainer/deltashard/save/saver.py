@@ -94,9 +94,14 @@ class Saver:
         validate: Callable[[], bool] | None,
         precopy: bool = True,
         said: Callable[[], Mapping[str, str]] = dict,
+        losses: Callable[[], pb.LossCheck | None] = lambda: None,
     ) -> None:
-        """`said` is metadata that every commit carries; `precopy`: rows may be copied ahead of cuts."""
+        """`said` is metadata that every commit carries; `precopy`: rows may be copied ahead of cuts.
+
+        `losses`: those of steps that were trained again, against the first time's.
+        """
         self._said = said
+        self._losses = losses
         self._capture = capture
         self._program = capture.program
         self._tracking = capture.program.tracking
@@ -446,6 +451,9 @@ class Saver:
             begun = stream.begun(hold_s)
             crash_point("cut.begun")
             mode = self._base.mode(begun)
+            if self._base.asks_rebase(begun):
+                self._tracking.rebase()
+                self._base.rebased()
             until_s = min(time.monotonic() + (begun.stall_budget_s or LONGEST_S), latest_s)
             writer = self._writer(link, stream, until_s, ahead, begun)
             if ahead is not None and ahead.mode != mode:
@@ -490,6 +498,8 @@ class Saver:
             total_rows=counts.total,
         )
         self._base.declare(begin)
+        if (check := self._losses()) is not None:
+            begin.losses.CopyFrom(check)
         return begin
 
     def _writer(
@@ -617,7 +627,7 @@ class Saver:
                 cut.box,
                 ids if isinstance(ids, range) else ids.numpy(),
                 [array_of(part) for part in parts],
-                encoding=begun.encoding,
+                encoding=begun.encodings.get(link.tables[cut.position].fqn, begun.encoding),
                 state_encoding=state_encoding,
             )
 

@@ -14,7 +14,9 @@ from deltashard.tracking.marks import Mode
 class CutBase:
     """Commit and baseline by their seq, and what makes the next cut full whatever they are."""
 
-    def __init__(self) -> None:
+    def __init__(self, planned_steps: int = 0) -> None:
+        """`planned_steps`: of the whole run; 0: nobody says."""
+        self._planned_steps = planned_steps
         self._commit: int | None = None
         self._baseline: int | None = None
         self._full = False
@@ -64,14 +66,24 @@ class CutBase:
         if baseline:
             self._baseline = seq
 
+    def rebased(self) -> None:
+        """Marks since the baseline were made to count from the newest commit."""
+        self._baseline = self._commit
+
     def declare(self, begin: pb.SaveRequest.Begin) -> None:
         """Say in a Begin what the cut could be a delta over, or that it is full."""
         begin.full = self._full
+        begin.rebases = True
+        begin.planned_steps = self._planned_steps
         begin.tracking_faults = self._faults
         if self._commit is not None:
             begin.since_commit_seq = self._commit
         if self._baseline is not None:
             begin.since_baseline_seq = self._baseline
+
+    def asks_rebase(self, begun: pb.SaveReply.Begun) -> bool:
+        """Whether marks since the baseline are to count from the commit that this cut covers: our newest."""
+        return begun.rebased and self.mode(begun) == "since_commit"
 
     def mode(self, begun: pb.SaveReply.Begun | pb.SaveReply.Prepared) -> Mode:
         """Which rows the sidecar asks for; a seq that we do not know means all of them."""

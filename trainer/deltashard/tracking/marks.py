@@ -11,6 +11,7 @@ newest baseline it knows of. A cut moves flags to their pending twins, for its f
                           still holds those rows
     cut failed            pending merged back unless    pending merged back unless another full cut in flight
                           a newer cut holds them        holds them
+    rebased               kept                          set for the rows that are FRESH or pending, else cleared
     restored              cleared                       set for the rows that came from delta frames
 
 Every selection is the flag *or* its pending twin, so a cut taken while another is in flight includes that one's rows.
@@ -169,6 +170,18 @@ class Marks:
             self._merge(FRESH_PENDING)
         if full and not any(o_full and other > cut for other, o_full in self._in_flight.items()):
             self._merge(BASE_PENDING)
+
+    def rebase(self) -> None:
+        """The newest commit takes the baseline's place: what changed since it is what changed since that.
+
+        Rows of a cut in flight are among them, and their flags stand whatever becomes of it.
+        """
+        ids = self.select("since_commit")
+        self.flags.bitwise_and_(0xFF ^ (BASE | BASE_PENDING))
+        if ids.ids is None:
+            self.flags.bitwise_or_(BASE)
+        else:
+            self.flags[ids.ids] |= BASE
 
     def reseed(self, ids: Tensor | None) -> None:
         """After a restore: nothing is fresh, and `ids` (int64 [n]; None: every row) differ from the baseline."""

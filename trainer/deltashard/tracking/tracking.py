@@ -755,6 +755,11 @@ class Tracking:
         for table in self.tables:
             table.marks.committed(cut, baseline=baseline)
 
+    def rebase(self) -> None:
+        """What changed since the newest commit is, from now on, what changed since the baseline."""
+        for table in self.tables:
+            table.marks.rebase()
+
     def failed(self, cut: int) -> None:
         """`cut` failed: its rows are changed rows again."""
         for table in self.tables:

@@ -1,0 +1,140 @@
+"""How many bits the rows of a checkpoint are stored with, at least: said by its commit, and what raises them. Pure.
+
+A delta leaves the other rows as what it covers stored them. So a commit says, under `PRECISION_KEY` in its metadata,
+the coarsest encodings that a row of its whole chain may have been written with: its own for a baseline, for a delta the
+coarser of its own and of what the covered checkpoint says. That stays true when older checkpoints of the chain are
+compacted and retired. It is an upper bound of the harm: all coarse rows may have been overwritten since.
+
+When the policy asks for more bits than that, deltas would keep the coarse rows for as long as nobody touches them, and
+nothing would say so: the next cut is a baseline. Checkpoints of builds before this rule say nothing; of these the text
+of their directive is read, which ends with the encodings of its cut, and one without it raises nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from types import MappingProxyType
+from typing import Any
+
+from deltashard_checkpoint.log.chain import written_closure
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.vocabulary import (
+    DEFAULT_STATE_ENCODING,
+    ENCODINGS,
+    PRECISION_KEY,
+    STATE_ENCODINGS,
+    bits_of,
+)
+
+OTHERS = "*"
+"""Instead of a table's name: every table that is not named."""
+MAX_TEXT = 1 << 16
+_DIRECTIVE_END = re.compile(r"; ([a-z0-9]+), state ([a-z0-9]+)\Z", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Encodings of weights by table, and of point-wise optimizer state."""
+
+    weights: Mapping[str, str]
+    """Table's fully qualified name -> encoding; `OTHERS` is always among them."""
+    state: str = DEFAULT_STATE_ENCODING
+
+    @classmethod
+    def of(cls, weights: str | Mapping[str, str], state: str = DEFAULT_STATE_ENCODING) -> Precision:
+        """One encoding for all tables, or one by table (with `OTHERS`)."""
+        named = {OTHERS: weights} if isinstance(weights, str) else dict(weights)
+        return cls(weights=MappingProxyType(named), state=state)
+
+    def of_table(self, fqn: str) -> str:
+        """Encoding of a table's weights."""
+        return self.weights.get(fqn, self.weights[OTHERS])
+
+    def text(self) -> str:
+        """Its form in a commit's metadata."""
+        document = {"state": self.state, "weights": dict(self.weights)}
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def recorded(text: str) -> Precision | None:
+    """What a commit's metadata says; None when it cannot be read: whoever can write the bucket wrote it."""
+    try:
+        document: Any = json.loads(text[: MAX_TEXT + 1])
+        weights, state = document["weights"], document["state"]
+        found = Precision.of({str(table): str(encoding) for table, encoding in weights.items()}, state)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    known = OTHERS in found.weights and all(name in ENCODINGS for name in found.weights.values())
+    return found if known and state in STATE_ENCODINGS else None
+
+
+def coarser(one: Precision, other: Precision) -> Precision:
+    """The fewer bits of both, for every table."""
+    weights = {
+        table: min(one.of_table(table), other.of_table(table), key=_bits)
+        for table in (*one.weights, *(name for name in other.weights if name not in one.weights))
+    }
+    return Precision.of(weights, min(one.state, other.state, key=_state_bits))
+
+
+def finer(one: Precision, other: Precision) -> Precision:
+    """The weights' more bits of both, for every table; the state of `one`."""
+    weights = {
+        table: max(one.of_table(table), other.of_table(table), key=_bits)
+        for table in (*one.weights, *(name for name in other.weights if name not in one.weights))
+    }
+    return Precision.of(weights, one.state)
+
+
+def coarsest(texts: Iterable[str]) -> Precision | None:
+    """What several ranks say of one checkpoint, together; None when none can be read."""
+    found = [one for one in map(recorded, texts) if one is not None]
+    return reduce(coarser, found) if found else None
+
+
+def held(state: RunState, seq: int) -> Precision | None:
+    """What live checkpoint `seq` says of its rows; None when it says nothing (an older build's, an import's)."""
+    entry = state.checkpoints[seq]
+    if (said := entry.metadata.get(PRECISION_KEY)) is not None:
+        return recorded(said)
+    found = [
+        one
+        for at in sorted(written_closure(state, (seq,)))
+        if (one := _of_entry(state.checkpoints[at])) is not None
+    ]
+    return reduce(coarser, found) if found else None
+
+
+def raised(asked: Precision, stored: Precision | None) -> str:
+    """Why rows stored with `stored` are too coarse for what is `asked`, for people; empty: they are not."""
+    if stored is None:
+        return ""
+    for table in sorted({*asked.weights, *stored.weights}):
+        now, then = asked.of_table(table), stored.of_table(table)
+        if _bits(now) > _bits(then):
+            return f"bits raised: {'' if table == OTHERS else f'{table} '}{then} to {now}"
+    if _state_bits(asked.state) > _state_bits(stored.state):
+        return f"bits raised: state {stored.state} to {asked.state}"
+    return ""
+
+
+def _of_entry(entry: Checkpoint) -> Precision | None:
+    if (said := entry.metadata.get(PRECISION_KEY)) is not None:
+        return recorded(said)
+    match = _DIRECTIVE_END.search(entry.directive)
+    if match is None or match[1] not in ENCODINGS or match[2] not in STATE_ENCODINGS:
+        return None
+    return Precision.of(match[1], match[2])
+
+
+def _bits(encoding: str) -> int:
+    return bits_of(encoding) or 0
+
+
+def _state_bits(state: str) -> int:
+    return 16 if state == "bf16" else 32

@@ -1,0 +1,97 @@
+"""Synthetic baselines as this sidecar sees them: what lies in its cache, what it measured, what its settings want.
+
+The rule is `maintenance.synthetic`; nothing here asks the store.
+"""
+
+from __future__ import annotations
+
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.format.object_key import (
+    compaction_pack_key,
+    pack_key,
+    parse_index_key,
+    run_key,
+)
+from deltashard_checkpoint.log.chain import chain
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance import synthetic
+from deltashard_checkpoint.maintenance.compaction import compactable
+from deltashard_checkpoint.write.differential import History
+
+from deltashard_sidecar.policy import Policy
+from deltashard_sidecar.run.measured_rate import MeasuredRates
+from deltashard_sidecar.settings import Settings
+
+CONSECUTIVE = frozenset({"consecutive", "full"})
+"""Differentials under which the next delta, if any, covers the newest checkpoint."""
+
+
+class SyntheticBaselines:
+    """Of one run's sidecar. Thread-safe."""
+
+    def __init__(self, settings: Settings, cache: PackCache, measured: MeasuredRates) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._measured = measured
+
+    @property
+    def on(self) -> bool:
+        """Whether a cut may leave a baseline to be made by compaction: housekeeping has to make it."""
+        return self._settings.synthetic_baselines and self._settings.housekeeping_s >= 0
+
+    def at_cut(
+        self, state: RunState, commit: int, history: History, policy: Policy, *, pays: bool
+    ) -> synthetic.Verdict | None:
+        """Whether a cut covers `commit`, its trainer's newest, which is compacted then; None: decide without."""
+        if not self.on or policy.differential in CONSECUTIVE or not compactable(state, commit):
+            return None
+        found = self._material(state, commit)
+        if found.checkpoints > 2:
+            return None  # what it builds on is owed its compaction still: it fails, or takes too long
+        full = synthetic.FullCut(raw_bytes=history.raw_bytes, stored_bytes=history.full_bytes)
+        rates = self._measured.rates(
+            raw_bytes=history.raw_bytes, stall_s=_full_stall_s(state, commit, history)
+        )
+        return synthetic.at_cut(found, full, rates, pays=pays, goal_s=self._settings.restore_goal_s)
+
+    def at_rest(self, state: RunState, newest: int, policy: Policy) -> tuple[int, synthetic.Verdict] | None:
+        """(what to compact now, why); None: nothing."""
+        consecutive = policy.differential in CONSECUTIVE
+        owes = self.on and not consecutive
+        seq = synthetic.target(state, newest, consecutive=not owes)
+        if not compactable(state, seq):
+            return None
+        verdict = synthetic.at_rest(
+            self._material(state, seq),
+            self._measured.rates(raw_bytes=0, stall_s=0.0),
+            owes=owes,
+            longest=self._settings.compact_after,
+            goal_s=self._settings.restore_goal_s if consecutive else 0.0,
+        )
+        return None if verdict is None else (seq, verdict)
+
+    def _material(self, state: RunState, seq: int) -> synthetic.Material:
+        return synthetic.material(state, seq, self._cached_bytes(state, seq))
+
+    def _cached_bytes(self, state: RunState, seq: int) -> int:
+        """Bytes of the chain's packs that are here. Packs of a writer with smaller ones may go uncounted."""
+        found = 0
+        for part in {link.part for link in chain(state, seq)}:
+            key = parse_index_key(part.index_key)
+            for n in range(part.stored_bytes // self._settings.pack_bytes + 2):
+                name = (
+                    compaction_pack_key(token=key.token, n=n)
+                    if key.attempt is None or key.cut is None or key.rank is None
+                    else pack_key(attempt=key.attempt, cut=key.cut, rank=key.rank, token=key.token, n=n)
+                )
+                found += self._cache.bytes_of(run_key(state.run, name))
+        return found
+
+
+def _full_stall_s(state: RunState, commit: int, history: History) -> float:
+    """How long a cut of all rows stops training: as the baseline did, or by the bytes of the newest cut."""
+    base = None if history.baseline is None else state.checkpoints.get(history.baseline)
+    if base is not None and base.baseline:
+        return base.stall_s
+    entry = state.checkpoints[commit]
+    return entry.stall_s * history.raw_bytes / max(1, entry.raw_bytes)

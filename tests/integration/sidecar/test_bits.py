@@ -1,0 +1,179 @@
+"""Encodings by table, with the real sidecar: the user's own, and those chosen by the restores to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard_checkpoint.deciding import harm
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.vocabulary import PRECISION_KEY
+from deltashard_checkpoint.write.precision import recorded
+from torch import nn
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+Make = Callable[..., deltashard.Checkpointer]
+LARGE, SMALL, DIM = 4000, 40, 16
+
+
+class Model(nn.Module):
+    """A table that holds 99 % of the bytes, and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Embedding(LARGE, DIM, sparse=True)
+        self.small = nn.Embedding(SMALL, DIM, sparse=True)
+
+
+class Loop:
+    """A model, its optimizer, and steps on random ids."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.net: Any = Model()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    def train(self, ckpt: deltashard.Checkpointer, steps: int = 1, *, loss: float | None = None) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            rows = self.net.large(torch.randint(LARGE, (8,))) + self.net.small(torch.randint(SMALL, (8,)))
+            rows.square().mean().backward()
+            self.optimizer.step()
+            ckpt.step(loss=loss)
+
+    def error(self, other: Loop, table: str) -> float:
+        """Relative L2 distance of a table from another loop's."""
+        mine, theirs = (getattr(each.net, table).weight.detach() for each in (self, other))
+        return float((mine - theirs).norm() / theirs.norm())
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Builds Checkpointers of one store; whatever is still open is let go of at the end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    made: list[deltashard.Checkpointer] = []
+
+    def build(loop: Loop, **options: Any) -> deltashard.Checkpointer:
+        options = {"run": "r", "arena_bytes": 64 << 20, "grace_s": None} | options
+        ckpt = deltashard.Checkpointer(loop.net, loop.optimizer, url=tmp_path / "store", **options)
+        made.append(ckpt)
+        return ckpt
+
+    yield build
+    for ckpt in made:
+        leave(ckpt)
+
+
+def leave(ckpt: deltashard.Checkpointer) -> None:
+    """End as a crash of the program would: nothing is saved."""
+    ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
+def newest(tmp_path: Path) -> Checkpoint:
+    entry = RunLog(open_store(f"file://{tmp_path}/store"), "r").refresh().newest()
+    assert entry is not None
+    return entry
+
+
+def stored(tmp_path: Path) -> dict[str, str]:
+    """Encodings of both tables, as the newest commit says them."""
+    said = recorded(newest(tmp_path).metadata[PRECISION_KEY])
+    assert said is not None
+    return {table: said.of_table(f"{table}.weight") for table in ("large", "small")}
+
+
+def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Path) -> None:
+    """One table at 2 bit, the other at 8: the rows come back so, the commit says so, a content hash agrees."""
+    loop, again = Loop(0), Loop(1)
+    with make(loop, encoding="q2", tables={"small.weight": "q8"}, content_hash=True) as ckpt:
+        loop.train(ckpt, 3)
+    assert set(newest(tmp_path).encodings) >= {"q2", "q8"}
+    assert stored(tmp_path) == {"large": "q2", "small": "q8"}
+    restored = make(again, encoding="q2", tables={"small.weight": "q8"}, content_hash=True).restore()
+    assert restored is not None
+    assert again.error(loop, "small") < 0.01 < 0.1 < again.error(loop, "large")
+
+
+def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, tmp_path: Path) -> None:
+    """Before a sample all is at 8 bit; then the large table has fewer; each restore spends; near the end it is 8 again."""
+    options = {"bits": "budget", "differential": "full", "planned_steps": 100}
+    loop = Loop(0)
+    ckpt = make(loop, **options)
+    loop.train(ckpt, 2)
+    ckpt.save().wait(120)
+    assert stored(tmp_path) == {"large": "q8", "small": "q8"}
+    loop.train(ckpt, 2)
+    ckpt.save().wait(120)
+    chosen = stored(tmp_path)
+    assert chosen["small"] == "q8"
+    assert chosen["large"] in ("q2", "q3", "q4")
+    told = harm.recorded(newest(tmp_path).metadata[harm.KEY])
+    assert told.restores == 0
+    leave(ckpt)
+
+    again = Loop(1)
+    ckpt = make(again, **options)
+    assert ckpt.restore() is not None
+    assert again.error(loop, "large") == pytest.approx(told.error["large.weight"], rel=0.2)
+    again.train(ckpt, 2)
+    ckpt.save().wait(120)
+    told = harm.recorded(newest(tmp_path).metadata[harm.KEY])
+    assert told.restores == 1
+    assert told.spent["large.weight"] == pytest.approx(again.error(loop, "large") ** 2, rel=0.5)
+    again.train(ckpt, 90)
+    ckpt.save().wait(120)
+    assert stored(tmp_path) == {"large": "q8", "small": "q8"}
+
+
+def test_more_bits_begin_with_a_baseline_and_so_do_fewer(make: Make, tmp_path: Path) -> None:
+    """A delta never mixes: fewer bits wait for a baseline, more force one."""
+    options = {"bits": "budget", "differential": "one-shot", "planned_steps": 100}
+    loop = Loop(0)
+    ckpt = make(loop, **options)
+    loop.train(ckpt, 2)
+    assert ckpt.save().wait(120).baseline
+    loop.train(ckpt, 2)
+    assert not ckpt.save().wait(120).baseline
+    assert stored(tmp_path) == {"large": "q8", "small": "q8"}
+    leave(ckpt)
+    ckpt = make(loop, encoding="q2", tables={"small.weight": "q8"}, differential="full", fresh=True)
+    loop.train(ckpt, 2)
+    assert ckpt.save().wait(120).baseline
+    leave(ckpt)
+    again = Loop(1)
+    ckpt = make(again, encoding="q4", differential="one-shot")
+    assert ckpt.restore() is not None
+    again.train(ckpt, 2)
+    assert ckpt.save().wait(120).baseline, "4 bit were asked for over rows of 2"
+    again.train(ckpt, 2)
+    assert not ckpt.save().wait(120).baseline
+
+
+def test_losses_that_rose_after_a_restore_raise_the_bits(make: Make, tmp_path: Path) -> None:
+    """The steps after the checkpoint are trained again, and their losses are worse: more bits for the rest."""
+    options = {"bits": "check-n-run", "differential": "full", "planned_steps": 10_000}
+    loop = Loop(0)
+    ckpt = make(loop, **options)
+    loop.train(ckpt, 2, loss=1.0)
+    ckpt.save().wait(120)
+    before = stored(tmp_path)["large"]
+    loop.train(ckpt, 40, loss=1.0)
+    leave(ckpt)
+    again = Loop(1)
+    ckpt = make(again, **options)
+    assert ckpt.restore() is not None
+    again.train(ckpt, 41, loss=1.01)
+    ckpt.save().wait(120)
+    told = harm.recorded(newest(tmp_path).metadata[harm.KEY])
+    assert told.alarm == harm.next_bits(int(before[1:]))
+    again.train(ckpt, 1)
+    ckpt.save().wait(120)
+    assert int(stored(tmp_path)["large"][1:]) >= told.alarm

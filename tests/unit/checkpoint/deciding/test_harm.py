@@ -1,0 +1,75 @@
+"""What restores did: kept over commits, counted at restores, bounded, and never believed blindly."""
+
+from __future__ import annotations
+
+import pytest
+from deltashard_checkpoint.deciding import harm
+from deltashard_checkpoint.deciding.harm import BadHarm, Harm
+from hypothesis import given
+from hypothesis import strategies as st
+
+shares = st.floats(0, 10, allow_nan=False).map(lambda x: float(f"{x:.4g}"))
+
+
+@given(
+    spent=st.dictionaries(st.text(min_size=1, max_size=20), shares.filter(bool), max_size=8),
+    error=st.dictionaries(st.text(min_size=1, max_size=20), shares.filter(bool), max_size=8),
+    restores=st.integers(0, 10_000),
+    alarm=st.sampled_from([0, 2, 3, 4, 8]),
+)
+def test_a_record_comes_back(spent: dict[str, float], error: dict[str, float], restores: int, alarm: int) -> None:
+    """Text and back is the same, to the digits that are written."""
+    told = Harm(restores=restores, spent=spent, error=error, alarm=alarm)
+    assert harm.recorded(told.text()) == told
+
+
+def test_each_restore_adds_the_squared_error_of_what_was_restored() -> None:
+    """Two restores of a checkpoint with an error of .3 spend .18; a table without one spends nothing more."""
+    told = Harm(spent={"a": 0.01}, error={"b": 0.3})
+    once = told.restored()
+    assert once.restores == 1
+    assert once.spent == pytest.approx({"a": 0.01, "b": 0.09})
+    assert once.error == {}
+    again = Harm(restores=once.restores, spent=once.spent, error={"b": 0.3}).restored()
+    assert again.spent["b"] == pytest.approx(0.18)
+
+
+def test_of_too_many_tables_the_most_harmed_are_told() -> None:
+    """The text stays within its bound, and what is left out is the least."""
+    spent = {f"table.{n:05}": n / 1000 for n in range(1, 5000)}
+    text = Harm(spent=spent).text()
+    found = harm.recorded(text)
+    assert len(text) <= harm.MAX_TEXT
+    assert min(found.spent.values()) > max(spent[name] for name in spent.keys() - found.spent.keys())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"alarm":0,"restores":1,"tables":{"a":[1]}}',
+        '{"alarm":0,"restores":1,"tables":{"a":[1,-1]}}',
+        '{"alarm":0,"restores":1,"tables":{"a":[1,NaN]}}',
+        '{"alarm":5,"restores":1,"tables":{}}',
+        '{"alarm":0,"restores":true,"tables":{}}',
+        "{" * 5000,
+        "x" * 40_000,
+    ],
+)
+def test_what_cannot_be_read_is_refused(text: str) -> None:
+    """Whoever can write the bucket wrote it."""
+    with pytest.raises(BadHarm):
+        harm.recorded(text)
+
+
+def test_losses_rose_only_if_it_is_no_chance_and_no_trifle() -> None:
+    """Three standard errors, a thousandth of the loss, and enough steps."""
+    assert harm.rose(steps=100, mean=0.01, error=0.001, first=0.5)
+    assert not harm.rose(steps=100, mean=0.01, error=0.004, first=0.5)
+    assert not harm.rose(steps=100, mean=0.0001, error=0.00001, first=0.5)
+    assert not harm.rose(steps=5, mean=0.01, error=0.001, first=0.5)
+    assert not harm.rose(steps=100, mean=-0.01, error=0.001, first=0.5)
+    assert not harm.rose(steps=100, mean=float("nan"), error=0.001, first=0.5)
+    assert [harm.next_bits(each) for each in (2, 3, 4, 8)] == [3, 4, 8, 8]
