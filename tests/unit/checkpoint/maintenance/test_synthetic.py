@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.run_builder import Run
-from tests.unit.checkpoint.write.test_differential import compacted
 
 GB = 10**9
 RATES = Rates(read_bytes_per_s=1e8, write_bytes_per_s=1e8, stall_s=0.2)
@@ -120,7 +119,7 @@ def test_what_the_next_cuts_build_on_is_compacted():
         checkpoints=3, chain_bytes=1330, fetch_bytes=1330, base_bytes=1000
     )
     assert material(state, second, 1200).fetch_bytes == 130
-    compacted(run, first)
+    run.compacted(first)
     assert material(run.log.state, second, 0) == Material(
         checkpoints=2, chain_bytes=39, fetch_bytes=39, base_bytes=9
     )

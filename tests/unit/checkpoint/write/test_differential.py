@@ -4,12 +4,11 @@ import pytest
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.row_block import raw_row_bytes, stored_row_bytes
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
-from deltashard_checkpoint.log.entry import Compacted, Part
 from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS
 from deltashard_checkpoint.write.differential import History, baseline_pays, decide, history
 from deltashard_checkpoint.write.precision import Precision
 
-from tests.support.checkpoint.run_builder import WHOLE, Run
+from tests.support.checkpoint.run_builder import Run
 
 PAPER = (0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46, 0.48)
 TABLE = TableSchema(
@@ -119,31 +118,12 @@ def test_bits_by_table_count_by_table():
     assert history(run.log.state, attempt, mixed).full_bytes == 1000 * (32 + 8 + 4) + BLOBS
 
 
-def compacted(run: Run, seq: int) -> None:
-    token = f"{run.log.state.tip:015d}x00000000aaaaaaaa"
-    part = Part(
-        rank=0, index_key=f"data/compact-{token}/{'0' * 32}.index", boxes=(WHOLE,), stored_bytes=9, covers=None
-    )  # fmt: skip
-    run.append(
-        lambda _state, slot, writer: Compacted(
-            seq=slot,
-            previous="",
-            writer=writer,
-            at_s=0.0,
-            replaces=seq,
-            parts=(part,),
-            rows=8,
-            stored_bytes=9,
-        )
-    )
-
-
 def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_through():
     run = Run()
     attempt = run.open().attempt
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
-    compacted(run, first)
+    run.compacted(first)
     seen = history(run.log.state, attempt, Q8)
     assert (seen.baseline, seen.newest, seen.increments) == (first, first, ())
     assert seen.full_bytes == pytest.approx(1000 * 44 + BLOBS, rel=0.01)
@@ -160,7 +140,7 @@ def test_history_passes_over_a_compaction_that_nothing_newer_builds_on():
     base = saved(run, attempt, 1, 1.0)
     first = saved(run, attempt, 2, 0.3, base)
     saved(run, attempt, 3, 0.4, base)
-    compacted(run, first)
+    run.compacted(first)
     seen = history(run.log.state, attempt, Q8)
     assert seen.baseline == base
     assert seen.increments == pytest.approx((at(0.3, Q8), at(0.4, Q8)))

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.checkpoint.run_builder import Run
-from tests.unit.checkpoint.write.test_differential import compacted
 
 encodings = st.sampled_from(ENCODING_CHOICES)
 precisions = st.builds(
@@ -87,7 +86,7 @@ def test_a_compacted_checkpoint_says_what_its_retired_chain_had():
     attempt = run.open().attempt
     base = run.commit(attempt, 1, metadata={PRECISION_KEY: Precision.of("q2").text()})
     delta = run.commit(attempt, 2, base, metadata={PRECISION_KEY: Precision.of("q2").text()})
-    compacted(run, delta)
+    run.compacted(delta)
     run.retire([base])
     assert held(run.log.state, delta) == Precision.of("q2")
 
