@@ -224,6 +224,10 @@ class Rank:
 
     def cut(self, cut: int, step: int, mode: str) -> Job:
         """What this cut holds, and what it covers; the marks it leaves behind."""
+        if mode == "rebased":
+            # The newest commit takes the baseline's place: later deltas build on it, whether or not it gets compacted.
+            self.known_base, mode = self.known_commit, "since_commit"
+            self.base, self.base_pending = self.since_commit(), set()
         if mode == "full" or (self.known_base if mode == "since_baseline" else self.known_commit) is None:
             rows, covers = set(cells_of(self.boxes)), None
         elif mode == "since_baseline":
@@ -960,7 +964,7 @@ class World:
         self.look()
         gang = self.gangs[-1]
         self.move_train(gang, 2)
-        for mode in ("since_commit", "since_baseline", "full"):
+        for mode in ("since_commit", "rebased", "since_baseline", "full"):
             self.move_cut(gang, mode)
             self.drain()
             self.look()
@@ -1015,7 +1019,15 @@ MOVES = {
     "break": 1,
     "late": 1,
 }
-MODES = ("full", "since_baseline", "since_commit", "since_commit", "since_baseline")
+MODES = (
+    "full",
+    "since_baseline",
+    "since_commit",
+    "since_commit",
+    "since_baseline",
+    "since_baseline",
+    "rebased",
+)
 
 
 def act(world: World, move: str) -> None:

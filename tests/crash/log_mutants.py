@@ -221,6 +221,14 @@ def _late_acknowledge(self: Rank, job: Any) -> None:
 _cut = Rank.cut
 
 
+def _rebase_own_marks_only(self: Rank, cut: int, step: int, mode: str) -> Any:
+    """A cut in flight is taken for committed when the newest commit becomes the baseline."""
+    if mode == "rebased":
+        self.known_base, mode = self.known_commit, "since_commit"
+        self.base, self.base_pending = set(self.fresh), set()
+    return _cut(self, cut, step, mode)
+
+
 def _covers_of_rank_0(self: Rank, cut: int, step: int, mode: str) -> Any:
     """One `covers` for the whole cut, as rank 0 knows it; rows by each rank's own marks."""
     job = _cut(self, cut, step, mode)
@@ -433,6 +441,12 @@ MUTANTS = (
         rule="ranks may learn of a commit at different times, or never (a late word drops newer bits)",
         marked=True,
         patches=((Rank, "acknowledge", _late_acknowledge),),
+    ),
+    Mutant(
+        name="marks: rebased without those in flight",
+        rule="what changed since the newest commit takes the place of what changed since the baseline, all of it",
+        marked=True,
+        patches=((Rank, "cut", _rebase_own_marks_only),),
     ),
     Mutant(
         name="covers: rank 0's for all ranks",

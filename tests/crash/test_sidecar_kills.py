@@ -279,6 +279,51 @@ def test_sidecar_killed_while_it_compacts(story: Story, point: str) -> None:
         story.comes_back(again)
 
 
+COMPACTION_POINTS = {
+    "compact.after_packs": False,
+    "compact.after_index": False,
+    "compact.before_log_put": False,
+    "compact.after_log_put": True,
+}
+
+
+@pytest.mark.parametrize(("point", "compacted"), COMPACTION_POINTS.items(), ids=list(COMPACTION_POINTS))
+def test_sidecar_killed_while_it_makes_a_synthetic_baseline(
+    story: Story, point: str, compacted: bool
+) -> None:
+    """A cut built on what was to be compacted, and it is not, or just was. Its trainer goes on building on that."""
+    flags = {"housekeeping-s": 0, "keep-last": 20}
+    process = story.sidecar(crash_at=point, **flags)
+    trainer = Trainer(process.socket, story.model, rebases=True)
+    trainer.restore(trainer.open().resume_seq)
+    with pytest.raises((SaveRefused, grpc.RpcError)):  # noqa: PT012 - whichever notices first
+        for _ in range(12):
+            trainer.committed(story.cut(trainer))
+            if any(event["event"] == "save.decided" for event in process.events()):
+                break  # more cuts, while a slow machine compacts, would end with a full one
+        eventually(lambda: process.poll() is not None)
+        raise SaveRefused("gone", "killed between saves")
+    interrupted(process)
+    state = RunLog(open_store(story.url), "run").refresh()
+    (rebased,) = {event["covers"] for event in process.events() if event["event"] == "save.decided"}
+    assert (rebased in state.compactions) == compacted
+    assert any(rebased in entry.covered for entry in state.checkpoints.values())
+    story.check()
+    with sidecar(story.root, story.url, encoding="fp32", **flags):
+        trainer.attach()
+        commit = trainer.committed(story.cut(trainer))
+        state = RunLog(open_store(story.url), "run").refresh()
+        assert state.checkpoints[commit.seq].covered == (rebased,)
+        eventually(
+            lambda: rebased in RunLog(open_store(story.url), "run").refresh().compactions,
+            what="what was owed is made",
+        )
+        story.check()
+    trainer.close()
+    with sidecar(story.root, story.url, encoding="fp32", **flags) as again:
+        story.comes_back(again)
+
+
 # The trainer dies.
 
 TRAINER = """

@@ -194,6 +194,10 @@ class Table:
     """Rows changed since the last baseline."""
     at_risk: set[int] = field(default_factory=set)
     """... those of a baseline that is not known to be committed yet."""
+    fresh: set[int] = field(default_factory=set)
+    """Rows changed since the newest commit that is known."""
+    sent: set[int] = field(default_factory=set)
+    """... those of a cut that is not known to be committed yet."""
 
     @classmethod
     def make(cls, fqn: str, rows: int, columns: int, rng: np.random.Generator) -> Table:
@@ -258,6 +262,7 @@ class Model:
             table.sums[rows] += 1
             table.averages[rows] *= np.float32(0.9)
             table.dirty.update(int(row) for row in rows)
+            table.fresh.update(int(row) for row in rows)
         self.dense += np.float32(self.step)
 
     def state(self) -> list[np.ndarray]:
@@ -312,11 +317,13 @@ class Trainer:
         world_size: int = 1,
         lock: bool = True,
         consecutive: bool = False,
+        rebases: bool = False,
         attempt: int | None = None,
         layout: str = "",
         local_rank: int | None = None,
     ) -> None:
-        """`attempt`: it trains under one already, with this layout."""
+        """`attempt`: it trains under one already, with this layout; `rebases`: it does as `Begun.rebased` says."""
+        self.rebases = rebases
         self.model = model
         self.rank = rank
         self.local_rank = rank if local_rank is None else local_rank
@@ -401,6 +408,7 @@ class Trainer:
         self.cut += 1
         for table in self.model.tables:
             table.dirty |= table.at_risk
+            table.fresh |= table.sent
         begin = pb.SaveRequest.Begin(
             session=self.reply.session,
             step=self.model.step,
@@ -408,10 +416,11 @@ class Trainer:
             reason=reason,
             urgent=urgent,
             full=full,
+            rebases=self.rebases,
         )
         if self.base_seq is not None and not full:
             begin.since_baseline_seq = self.base_seq
-        if self.commit_seq is not None and self.consecutive and not full:
+        if self.commit_seq is not None and (self.consecutive or self.rebases) and not full:
             begin.since_commit_seq = self.commit_seq
         return Cut(self, begin, together=together)
 
@@ -433,6 +442,8 @@ class Trainer:
             raise SaveRefused(self.failures[number].cause, self.failures[number].message)
         commit = self.commits[number]
         self.commit_seq = commit.seq
+        for table in self.model.tables:
+            table.sent = set()
         if commit.baseline:
             self.base_seq = commit.seq
             for table in self.model.tables:
@@ -507,6 +518,8 @@ class Trainer:
         self.blobs_read = frozenset(names)
         self.model.load_blobs(applier.blobs)
         self.base_seq, self.commit_seq = done.baseline_seq, seq
+        for table in self.model.tables:
+            table.fresh, table.sent = set(), set()
         return done
 
     def stepped(self) -> None:
@@ -647,6 +660,12 @@ class Cut:
         """Every table and blob, as much as `begun.covers` asks for."""
         assert self.begun is not None
         whole = not self.begun.HasField("covers")
+        if self.begun.rebased:
+            assert self.trainer.rebases
+            assert self.begun.covers == self.trainer.commit_seq
+            self.trainer.base_seq = self.trainer.commit_seq
+            for table in self.trainer.model.tables:
+                table.dirty, table.at_risk = set(table.fresh), set()
         for position, table in enumerate(self.trainer.model.tables):
             if whole:
                 self.rows_of(position, None)
@@ -670,6 +689,9 @@ class Cut:
             failed = self.end.failed if self.end is not None else None
             raise SaveRefused(failed.cause if failed else "gone", failed.message if failed else "")
         assert self.begun is not None
+        for table in self.trainer.model.tables:
+            table.sent |= table.fresh
+            table.fresh = set()
         if full or not self.begun.HasField("covers"):
             for table in self.trainer.model.tables:
                 table.at_risk |= table.dirty

@@ -149,8 +149,8 @@ def target(state: RunState, seq: int, *, consecutive: bool) -> int:
 def at_rest(found: Material, rates: Rates, *, owes: bool, longest: int, goal_s: float) -> Verdict | None:
     """Whether the `target` of the newest checkpoint is compacted now; `longest` 0: no chain is too long by itself.
 
-    `owes`: deltas do not build on deltas, so a target that is one was made so at a cut, by `at_cut`, and is owed. The log
-    alone says it, and a sidecar that starts anew sees it there.
+    `owes`: deltas do not build on deltas, so a target that is one was made so at a cut, by `at_cut`, and is owed. The
+    log alone says it, and a sidecar that starts anew sees it there.
     """
     if owes:
         return Verdict(why="owed", text=f"{found.checkpoints} checkpoints under the newest cut")

@@ -247,6 +247,44 @@ def test_deltas_over_many_saves_restore_the_last_state(make: Make) -> None:
     assert torch.equal(again.table()[0], loop.table()[0])
 
 
+def test_a_trainer_that_builds_on_synthetic_baselines_resumes_exactly(make: Make, tmp_path: Path) -> None:
+    """Its marks count from what the sidecar compacts; each resume, and what is trained after it, is exact."""
+    store = open_store(f"file://{tmp_path / 'store'}")
+
+    def log() -> RunLog:
+        read = RunLog(store, "r")
+        read.refresh()
+        return read
+
+    loop = Loop()
+    ckpt = make(loop, content_hash=True, keep_last=100, sidecar={"housekeeping_s": 0})
+    for life in range(3):
+        if life:
+            loop = Loop(seed=life)
+            ckpt = make(loop, content_hash=True, keep_last=100, sidecar={"housekeeping_s": 0})
+        restored = ckpt.restore()
+        assert (restored is None) == (life == 0)
+        assert restored is None or restored.exact
+        made = len(log().state.compactions)
+        for _ in range(40):
+            loop.train(1, ckpt)
+            ckpt.save().wait(120)
+            if len(log().state.compactions) > made + 1:
+                break
+        else:
+            pytest.fail("no baseline was made by compaction")
+        weights, sums = loop.table()
+        ckpt.close()
+        again = Loop(seed=9)
+        reader = make(again, content_hash=True)
+        found = reader.restore()
+        assert found is not None
+        assert found.exact
+        assert torch.equal(again.table()[0], weights)
+        assert torch.equal(again.table()[1], sums)
+        reader.close()
+
+
 def test_forked_workers_every_epoch_during_saves(make: Make) -> None:
     """DataLoader workers are forked while blocks are written and gRPC threads live."""
     loop = Loop()

@@ -13,6 +13,7 @@ from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import (
     Checkpoint,
+    Compacted,
     Entry,
     Part,
     Retired,
@@ -105,6 +106,20 @@ class Run:
         sealed = self.append(build)
         assert sealed is not None
         return sealed.entry.seq
+
+    def compacted(self, seq: int) -> None:
+        """Append an entry that compacts checkpoint `seq`."""
+        token = f"{self.log.state.tip:015d}x{TOKEN}"
+        part = Part(
+            rank=0, index_key=f"data/compact-{token}/{'0' * 32}.index", boxes=(WHOLE,), stored_bytes=9, covers=None
+        )  # fmt: skip
+
+        def build(_state: RunState, slot: int, writer: str) -> Entry:
+            return Compacted(
+                seq=slot, previous="", writer=writer, at_s=0.0, replaces=seq, parts=(part,), rows=8, stored_bytes=9
+            )  # fmt: skip
+
+        self.append(build)
 
     def retire(self, checkpoints: Sequence[int] = (), prefixes: Sequence[str] = ()) -> int:
         def build(state: RunState, seq: int, writer: str) -> Entry:

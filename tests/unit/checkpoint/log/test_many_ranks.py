@@ -19,7 +19,7 @@ from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed, e
 from deltashard_checkpoint.log.manifest import Manifest, Manifests, manifest_key
 from deltashard_checkpoint.log.part_list import ListedPart
 from deltashard_checkpoint.log.replay import EntryRefused, advance
-from deltashard_checkpoint.maintenance.compaction import compact, worthwhile
+from deltashard_checkpoint.maintenance.compaction import compact, compactable
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import (
@@ -204,7 +204,7 @@ def test_several_ranks_are_not_compacted(tmp_path: Path) -> None:
     for step in range(1, 12):
         seq = _save(run, model, HALVES, range(40) if seq is None else model.train(), step, seq)
     assert seq is not None
-    assert not worthwhile(run.log.refresh(), seq, longest=3)
+    assert not compactable(run.log.refresh(), seq)
     with pytest.raises(UserError, match="several ranks"):
         compact(run.log, seq, lambda *_: pytest.fail("moved"))
 

@@ -12,7 +12,7 @@ from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.maintenance import garbage_collection
-from deltashard_checkpoint.maintenance.compaction import CompactionAbandoned, compact, worthwhile
+from deltashard_checkpoint.maintenance.compaction import CompactionAbandoned, compact, compactable
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
@@ -180,10 +180,11 @@ def test_frames_that_lose_nothing_are_copied_verbatim_and_rows_occur_once(cache)
 def test_what_is_a_baseline_already_is_left_alone(cache):
     run = Run()
     _, seqs = a_chain(run, cache)
+    assert compactable(run.log.state, seqs[-1])
     assert compact(run.log, seqs[0], mover(cache)) is None
     assert compact(run.log, seqs[-1], mover(cache)) is not None
     assert compact(run.log, seqs[-1], mover(cache)) is None
-    assert not worthwhile(run.log.state, seqs[-1], longest=1)
+    assert not compactable(run.log.state, seqs[-1])
 
 
 def test_a_compaction_whose_checkpoint_was_retired_meanwhile_changes_nothing(cache):

@@ -1,16 +1,42 @@
-"""Differential policies: the predictor is the paper's, to the letter."""
+"""Differential policies: the predictor is the paper's, to the letter, and counts at the encoding in force."""
 
 import pytest
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.row_block import raw_row_bytes, stored_row_bytes
+from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
+from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS
 from deltashard_checkpoint.write.differential import History, baseline_pays, decide, history
+from deltashard_checkpoint.write.precision import Precision
 
 from tests.support.checkpoint.run_builder import Run
 
 PAPER = (0.26, 0.31, 0.35, 0.385, 0.415, 0.44, 0.46, 0.48)
+TABLE = TableSchema(
+    fqn="t",
+    rows=1000,
+    columns=32,
+    dtype="float32",
+    fields=(FieldSpec(name="sum", kind="rowwise", dtype="float32"),),
+)
+ROW = raw_row_bytes(TABLE, 32)
+BLOBS = 5000
+Q8, Q2 = Precision.of("q8"), Precision.of("q2")
 
 
 def known(*increments: float) -> History:
     return History(baseline=2, newest=9, increments=increments)
+
+
+def saved(run: Run, attempt: int, cut: int, share: float, covers: int | None = None, **more: object) -> int:
+    """A checkpoint with so many of all rows."""
+    rows = round(TABLE.rows * share)
+    return run.commit(attempt, cut, covers, tables=(TABLE,), rows=rows, raw_bytes=rows * ROW + BLOBS, **more)
+
+
+def at(share: float, precision: Precision) -> float:
+    """S of an increment with so many of all rows: by hand."""
+    row = stored_row_bytes(TABLE, 32, ENCODINGS[precision.of_table("t")], precision.state)
+    return (BLOBS + share * 1000 * row) / (BLOBS + 1000 * row)
 
 
 def test_the_papers_run_takes_its_second_baseline_after_the_seventh_increment():
@@ -27,28 +53,97 @@ def test_the_predictor_keeps_the_one_for_the_baseline():
 def test_history_begins_anew_at_a_baseline():
     run = Run()
     attempt = run.open().attempt
-    base = run.commit(attempt, 1, stored_bytes=1000)
+    base = saved(run, attempt, 1, 1.0)
     for cut, size in enumerate(PAPER[:7], start=2):
-        run.commit(attempt, cut, base, stored_bytes=int(1000 * size))
-    seen = history(run.log.state, attempt)
+        saved(run, attempt, cut, size, base)
+    seen = history(run.log.state, attempt, Q8)
     assert seen.baseline == base
-    assert seen.increments == pytest.approx(PAPER[:7])
+    assert seen.increments == pytest.approx([at(size, Q8) for size in PAPER[:7]])
+    assert (seen.raw_bytes, seen.full_bytes) == (1000 * ROW + BLOBS, 1000 * (32 + 8 + 4) + BLOBS)
     assert decide("intermittent", seen) == "full"
-    second = run.commit(attempt, 9, stored_bytes=1100)
-    assert history(run.log.state, attempt) == History(baseline=second, newest=second)
-    third = run.commit(attempt, 10, second, stored_bytes=110)
-    assert history(run.log.state, attempt) == History(baseline=second, newest=third, increments=(0.1,))
-    assert decide("intermittent", history(run.log.state, attempt)) == "since_baseline"
+    second = saved(run, attempt, 9, 1.0)
+    assert history(run.log.state, attempt, Q8).increments == ()
+    third = saved(run, attempt, 10, 0.1, second)
+    seen = history(run.log.state, attempt, Q8)
+    assert (seen.baseline, seen.newest) == (second, third)
+    assert seen.increments == pytest.approx((at(0.1, Q8),))
+    assert decide("intermittent", seen) == "since_baseline"
 
 
 def test_history_follows_the_lineage_of_a_restore_not_log_order():
     run = Run()
     first = run.open().attempt
-    base = run.commit(first, 1)
-    delta = run.commit(first, 2, base, stored_bytes=30)
-    run.commit(first, 3, stored_bytes=500)
+    base = saved(run, first, 1, 1.0)
+    delta = saved(run, first, 2, 0.3, base)
+    saved(run, first, 3, 1.0)
     second = run.open(which=f"seq:{delta}").attempt
-    assert history(run.log.state, second) == History(baseline=base, newest=delta, increments=(0.3,))
+    seen = history(run.log.state, second, Q8)
+    assert (seen.baseline, seen.newest) == (base, delta)
+    assert seen.increments == pytest.approx((at(0.3, Q8),))
+
+
+def test_after_a_change_from_8_to_2_bits_there_are_baselines_as_ever():
+    """Counted as stored, an increment of 2 bits never comes near a baseline of 8: 52 cuts and more went without one."""
+    run = Run()
+    attempt = run.open().attempt
+    base = saved(run, attempt, 1, 1.0, stored_bytes=1000 * 44 + BLOBS)
+    as_stored: list[float] = []
+    cuts = 0
+    while decide("intermittent", history(run.log.state, attempt, Q2)) != "full":
+        cuts += 1
+        share = min(0.26 + 0.05 * cuts**0.7, 0.9)
+        stored = round(1000 * share * 16 + BLOBS)
+        as_stored.append(stored / (1000 * 44 + BLOBS))
+        saved(run, attempt, 1 + cuts, share, base, stored_bytes=stored)
+        assert cuts < 20
+    assert not any(baseline_pays(tuple(as_stored[: n + 1])) for n in range(len(as_stored)))
+
+
+@pytest.mark.parametrize("encoding", ENCODING_CHOICES)
+@pytest.mark.parametrize("state_encoding", ["fp32", "bf16"])
+def test_a_cut_of_all_rows_counts_one_at_every_encoding(encoding, state_encoding):
+    run = Run()
+    attempt = run.open().attempt
+    base = saved(run, attempt, 1, 1.0)
+    saved(run, attempt, 2, 1.0, base)
+    seen = history(run.log.state, attempt, Precision.of(encoding, state_encoding))
+    assert seen.increments == pytest.approx((1.0,))
+
+
+def test_bits_by_table_count_by_table():
+    run = Run()
+    attempt = run.open().attempt
+    saved(run, attempt, 1, 1.0)
+    mixed = Precision.of({"*": "q2", "t": "q8"})
+    assert history(run.log.state, attempt, mixed).full_bytes == 1000 * (32 + 8 + 4) + BLOBS
+
+
+def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_through():
+    run = Run()
+    attempt = run.open().attempt
+    base = saved(run, attempt, 1, 1.0)
+    first = saved(run, attempt, 2, 0.3, base)
+    run.compacted(first)
+    seen = history(run.log.state, attempt, Q8)
+    assert (seen.baseline, seen.newest, seen.increments) == (first, first, ())
+    assert seen.full_bytes == pytest.approx(1000 * 44 + BLOBS, rel=0.01)
+    second = saved(run, attempt, 3, 0.2, first)
+    seen = history(run.log.state, attempt, Q8)
+    assert (seen.baseline, seen.newest) == (first, second)
+    assert seen.increments == pytest.approx((at(0.2, Q8),), rel=0.05)
+
+
+def test_history_passes_over_a_compaction_that_nothing_newer_builds_on():
+    """The trainer's next cut covered the old baseline: it was on its way before the compaction was in the log."""
+    run = Run()
+    attempt = run.open().attempt
+    base = saved(run, attempt, 1, 1.0)
+    first = saved(run, attempt, 2, 0.3, base)
+    saved(run, attempt, 3, 0.4, base)
+    run.compacted(first)
+    seen = history(run.log.state, attempt, Q8)
+    assert seen.baseline == base
+    assert seen.increments == pytest.approx((at(0.3, Q8), at(0.4, Q8)))
 
 
 @pytest.mark.parametrize(
@@ -64,3 +159,8 @@ def test_the_plain_policies(policy, expected):
 def test_an_unknown_policy_is_the_users_error():
     with pytest.raises(UserError, match="unknown differential policy"):
         decide("sometimes", known())
+    run = Run()
+    attempt = run.open().attempt
+    saved(run, attempt, 1, 1.0)
+    with pytest.raises(UserError, match="unknown encoding"):
+        history(run.log.state, attempt, Precision.of("q5"))

@@ -18,6 +18,8 @@ moves = st.one_of(
     # News about any cut ever taken, also repeated, late, out of order, or after a failure was assumed.
     st.tuples(st.just("committed"), st.integers(0, 30)),
     st.tuples(st.just("failed"), st.integers(0, 30)),
+    # The sidecar has the newest commit that is known take the baseline's place.
+    st.tuples(st.just("rebase"), st.none()),
 )
 
 
@@ -53,6 +55,10 @@ def play(script: list[tuple[str, object]]) -> tuple[Marks, Model]:
             marks.cut_taken(cut, full=what == "all")
             model.full[cut] = what == "all"
             model.changed.append(set())
+        elif kind == "rebase":
+            if model.commit:
+                marks.rebase()
+                model.baseline = model.commit
         elif what in model.full:
             if kind == "failed":
                 marks.failed(what)
@@ -74,7 +80,11 @@ def test_a_selection_never_misses_a_changed_row_whatever_news_arrives(script):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(rows_of, st.sampled_from(["all", "since_baseline", "since_commit"])), max_size=12))
+@given(
+    st.lists(
+        st.tuples(rows_of, st.sampled_from(["all", "since_baseline", "since_commit", "rebased"])), max_size=12
+    )
+)
 def test_with_prompt_news_a_selection_is_exactly_what_changed(script):
     """One cut at a time, each acknowledged before the next: nothing is marked that did not change."""
     marks, model = Marks(ROWS), Model()
@@ -87,6 +97,10 @@ def test_with_prompt_news_a_selection_is_exactly_what_changed(script):
         model.changed[-1].update(rows)
         assert selected(marks, "since_commit") == model.since(model.commit)
         assert selected(marks, "since_baseline") == model.since(model.baseline)
+        if mode == "rebased":
+            marks.rebase()
+            model.baseline = model.commit
+            assert selected(marks, "since_baseline") == model.since(model.commit)
         cut = len(model.changed)
         marks.cut_taken(cut, full=mode == "all")
         model.changed.append(set())
@@ -110,6 +124,25 @@ def test_the_model_catches_marks_that_drop_too_early(monkeypatch):
         ("cut", "since_commit"),
         ("committed", 1),
         ("failed", 2),
+    ]
+    with pytest.raises(AssertionError):
+        play(script)
+
+
+def test_the_model_catches_a_rebase_that_forgets_a_cut_in_flight(monkeypatch):
+    """Rows of a cut whose fate is not known have changed since the newest commit as well."""
+
+    def forgetful(self):
+        fresh = self.flags & FRESH
+        self.flags.bitwise_and_(0xFF ^ (4 | 8)).bitwise_or_(fresh * 4)
+
+    monkeypatch.setattr(Marks, "rebase", forgetful)
+    script = [
+        ("cut", "all"),
+        ("committed", 1),
+        ("change", [1]),
+        ("cut", "since_commit"),
+        ("rebase", None),
     ]
     with pytest.raises(AssertionError):
         play(script)

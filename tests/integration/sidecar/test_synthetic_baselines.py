@@ -1,0 +1,223 @@
+"""Baselines that a compaction makes instead of a cut, and baselines because bits were raised: a real sidecar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.log.chain import chain
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.vocabulary import PRECISION_KEY
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, SidecarProcess, Trainer, same, sidecar
+from tests.support.server.fleet_server import Authority, FleetServer
+from tests.support.server.minio_server import MinioServer
+
+FLAGS: dict[str, Any] = {
+    "encoding": "fp32", "differential": "intermittent", "housekeeping-s": 0, "keep-last": 20, "metrics-port": 0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
+def server() -> Iterator[FleetServer]:
+    with FleetServer(Authority()) as one:
+        yield one
+
+
+class Life:
+    """A trainer that saves through a sidecar, and remembers what every checkpoint must restore to."""
+
+    def __init__(self, process: SidecarProcess, url: str, *, rebases: bool = True, run: str = "run") -> None:
+        self.process = process
+        self.url, self.run = url, run
+        self.trainer = Trainer(process.socket, Model(), rebases=rebases)
+        self.trainer.open()
+        self.states: dict[int, list[np.ndarray]] = {}
+
+    def state(self) -> RunState:
+        return RunLog(open_store(self.url), self.run).refresh()
+
+    def save(self, fraction: float = 0.3) -> pb.Commit:
+        """Train, save, and wait for the round that follows: what is owed is made."""
+        model = self.trainer.model
+        model.train(fraction)
+        commit = self.trainer.save_and_commit()
+        self.states[commit.seq] = model.state()
+
+        def kept_house() -> bool:
+            state = self.state()
+            newest = state.newest()
+            assert newest is not None
+            owed = [seq for seq in newest.covered if not state.checkpoints[seq].baseline]
+            return all(seq in state.compactions for seq in owed)
+
+        eventually(kept_house, what="what the cut builds on is compacted")
+        return commit
+
+    def check(self) -> None:
+        """All that is live restores bit for bit; so does the newest through the sidecar."""
+        state = self.state()
+        for seq in state.checkpoints:
+            snapshot = read_checkpoint(open_store(self.url), self.run, f"seq:{seq}", state=state)
+            for i, name in enumerate(("big.weight", "small.weight")):
+                table = snapshot.tables[name]
+                got = [table.weights, table.fields["sum"], table.fields["exp_avg"]]
+                assert same(got, self.states[seq][2 + 3 * i : 5 + 3 * i])
+        newest = max(state.checkpoints)
+        self.trainer.model.wipe()
+        self.trainer.restore(newest)
+        assert same(self.trainer.model.state(), self.states[newest])
+
+    def decided(self) -> list[str]:
+        return [str(event["why"]) for event in self.process.events() if event["event"] == "save.decided"]
+
+
+def test_baselines_are_made_by_compaction_and_no_cut_holds_all_rows_but_the_first(
+    tmp_path: Path, url: str
+) -> None:
+    with sidecar(tmp_path, url, **FLAGS) as process:
+        life = Life(process, url)
+        commits = [life.save() for _ in range(14)]
+        assert [commit.baseline for commit in commits] == [True] + [False] * 13
+        state = life.state()
+        assert len(state.compactions) >= 2
+        assert len({link.seq for link in chain(state, commits[-1].seq)}) == 2
+        assert all(why.startswith("synthetic baseline: ") for why in life.decided())
+        covered = [state.checkpoints[commit.seq].covered for commit in commits[1:]]
+        assert len(set(covered)) == 1 + len(life.decided())
+        page = process.metrics_page()
+        assert f'deltashard_cuts_turned_total{{why="cheaper"}} {len(life.decided())}.0' in page
+        assert f'deltashard_compactions_total{{why="owed"}} {len(state.compactions)}.0' in page
+        life.check()
+        # It has read them through the compaction, and goes on from there.
+        rows = life.save(0.02).rows
+        assert rows < 340 * 0.8
+        life.check()
+        life.trainer.close()
+
+
+@pytest.mark.minio
+def test_the_same_on_minio(tmp_path: Path, own_minio: MinioServer) -> None:
+    url = own_minio.url(own_minio.new_bucket())
+    with sidecar(tmp_path, url, **FLAGS) as process:
+        life = Life(process, url)
+        commits = [life.save() for _ in range(8)]
+        assert [commit.baseline for commit in commits] == [True] + [False] * 7
+        assert life.state().compactions
+        life.check()
+        life.trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "rebases"), [({}, False), ({"synthetic-baselines": "no"}, True), ({"housekeeping-s": -1}, True)]
+)
+def test_an_older_trainer_and_who_will_have_none_take_baselines_as_before(
+    tmp_path: Path, url: str, more: dict[str, Any], rebases: bool
+) -> None:
+    with sidecar(tmp_path, url, **{**FLAGS, **more}) as process:
+        life = Life(process, url, rebases=rebases)
+        assert sum(life.save().baseline for _ in range(7)) == 2
+        assert not life.state().compactions
+        assert not life.decided()
+        life.check()
+        life.trainer.close()
+
+
+@pytest.mark.parametrize("differential", ["one-shot", "consecutive"])
+def test_a_goal_keeps_chains_short(tmp_path: Path, url: str, differential: str) -> None:
+    """Two checkpoints are 0.4 s by assumption, one is 0.2: each chain is compacted, and none for ever."""
+    flags = {**FLAGS, "differential": differential, "restore-goal-s": 0.3}
+    with sidecar(tmp_path, url, **flags) as process:
+        life = Life(process, url)
+        commits = [life.save(0.1) for _ in range(5)]
+        assert [commit.baseline for commit in commits] == [True] + [False] * 4
+        eventually(lambda: life.state().compactions, what="a chain is compacted")
+        label = "deltashard_cuts_turned" if differential == "one-shot" else "deltashard_compactions"
+        eventually(
+            lambda: f'{label}_total{{why="goal"}} 0.0' not in process.metrics_page(), what="it is counted"
+        )
+        life.check()
+        life.trainer.close()
+
+
+def test_raised_bits_make_the_next_cut_a_baseline(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """From 2 to 8 by a directive: what restores is what a run of 8 bits restores; it was 2 bits of every old row."""
+    token = tmp_path / "token"
+    token.write_text("good")
+    flags = {
+        **FLAGS, "encoding": "q2", "fleet": server.address, "fleet-ca": server.authority.pem, "fleet-token-file": token,
+        "pod-name": "pod", "pod-namespace": "ns", "pod-uid": "p", "workload-kind": "Job", "workload-name": "job",
+        "workload-uid": "w", "run": "ns/job", "owner": "ns/job",
+    }  # fmt: skip
+    with sidecar(tmp_path, url, **flags) as process:
+        life = Life(process, url, run="ns/job")
+        life.save()
+        coarse = life.save(0.1)
+        assert (
+            life.state().checkpoints[coarse.seq].metadata[PRECISION_KEY]
+            == '{"state":"fp32","weights":{"*":"q2"}}'
+        )
+        server.tell(directive=fleet.Directive(generation=1, policy=pb.Policy(encoding="q8")))
+        eventually(lambda: server.last.directive == 1, what="the directive is in force")
+        raised = life.save(0.1)
+        assert raised.baseline
+        entry = life.state().checkpoints[raised.seq]
+        assert "baseline (bits raised: q2 to q8)" in entry.directive
+        assert life.decided() == ["bits raised: q2 to q8"]
+        assert 'deltashard_cuts_turned_total{why="raised"} 1.0' in process.metrics_page()
+        delta = life.save(0.1)
+        assert not delta.baseline
+        assert entry.metadata[PRECISION_KEY] == '{"state":"fp32","weights":{"*":"q8"}}'
+        trained = life.states[delta.seq]
+        life.trainer.model.wipe()
+        life.trainer.restore(delta.seq)
+        restored = life.trainer.model.state()
+        life.trainer.close()
+    other = tmp_path / "other"
+    other.mkdir()
+    with sidecar(other, url, encoding="q8", run="eight") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        model = trainer.model
+        model.dense[:], model.step = trained[0], int(trained[1][0])
+        for i, table in enumerate(model.tables):
+            table.weights[:], table.sums[:], table.averages[:] = trained[2 + 3 * i : 5 + 3 * i]
+        commit = trainer.save_and_commit()
+        model.wipe()
+        trainer.restore(commit.seq)
+        assert same(restored, model.state())
+        assert not same(restored, trained)
+        trainer.close()
+
+
+@pytest.mark.parametrize(("differential", "baseline"), [("one-shot", False), ("consecutive", True)])
+def test_bits_lowered_and_raised_again(tmp_path: Path, url: str, differential: str, baseline: bool) -> None:
+    """A delta over the fine baseline has all coarse rows anew; one over the coarse delta would leave them as they are."""
+    said = []
+    for encoding in ("q8", "q2", "q8"):
+        with sidecar(
+            tmp_path, url, **{**FLAGS, "encoding": encoding, "differential": differential}
+        ) as process:
+            trainer = Trainer(process.socket, Model(), rebases=True)
+            if (opened := trainer.open()).HasField("resume_seq"):
+                trainer.restore(opened.resume_seq)
+            trainer.model.train(0.1)
+            commit = trainer.save_and_commit()
+            entry = RunLog(open_store(url), "run").refresh().checkpoints[commit.seq]
+            said.append((commit.baseline, entry.metadata[PRECISION_KEY].split('"')[-2]))
+            trainer.close()
+    assert said == [(True, "q8"), (False, "q2"), (baseline, "q8")]

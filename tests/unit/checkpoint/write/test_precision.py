@@ -1,0 +1,116 @@
+"""What commits say of the bits of their rows, and which policies ask for more."""
+
+import pytest
+from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, PRECISION_KEY
+from deltashard_checkpoint.write import precision
+from deltashard_checkpoint.write.precision import Precision, coarser, coarsest, held, raised, recorded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.checkpoint.run_builder import Run
+
+encodings = st.sampled_from(ENCODING_CHOICES)
+precisions = st.builds(
+    lambda others, tables, state: Precision.of({"*": others, **tables}, state),
+    encodings,
+    st.dictionaries(st.sampled_from(["a", "b"]), encodings, max_size=2),
+    st.sampled_from(["fp32", "bf16"]),
+)
+TABLES = ("a", "b", "c")
+
+
+def bits(of: Precision) -> tuple[int, ...]:
+    return (*(ENCODINGS[of.of_table(table)].bits for table in TABLES), 16 if of.state == "bf16" else 32)
+
+
+@given(precisions, precisions)
+def test_the_coarser_of_two_has_the_fewer_bits_of_every_table(one, other):
+    assert bits(coarser(one, other)) == tuple(map(min, bits(one), bits(other)))
+
+
+@given(precisions)
+def test_what_a_commit_says_is_read_back(said):
+    assert recorded(said.text()) == said
+    assert len(said.text()) < 200
+
+
+@given(precisions, precisions)
+def test_raised_is_said_exactly_when_some_table_asks_for_more(asked, stored):
+    named = {*asked.weights, *stored.weights} - {"*"}
+    more = any(ENCODINGS[asked.of_table(t)].bits > ENCODINGS[stored.of_table(t)].bits for t in (*named, "*"))
+    state = (asked.state, stored.state) == ("fp32", "bf16")
+    assert bool(raised(asked, stored)) == (more or state)
+
+
+def test_the_reason_names_what_was_raised():
+    assert raised(Precision.of("q8"), Precision.of("q2")) == "bits raised: q2 to q8"
+    assert raised(Precision.of({"*": "q2", "hot": "q8"}), Precision.of("q2")) == "bits raised: hot q2 to q8"
+    assert raised(Precision.of("q2", "fp32"), Precision.of("q2", "bf16")) == "bits raised: state bf16 to fp32"
+    assert raised(Precision.of("q2"), Precision.of("q8")) == ""
+    assert raised(Precision.of("fp16"), Precision.of("bf16")) == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"state":"fp32"}', '{"state":"fp32","weights":{"a":"q8"}}', '{"state":"fp32","weights":[]}',
+     '{"state":"fp8","weights":{"*":"q8"}}', '{"state":[],"weights":{"*":"q8"}}', '{"state":"fp32","weights":{"*":"q9"}}',
+     "[" * 100_000],
+)  # fmt: skip
+def test_what_cannot_be_read_says_nothing(text):
+    assert recorded(text) is None
+    assert raised(Precision.of("fp32"), recorded(text)) == ""
+
+
+def test_several_ranks_say_the_coarsest_together():
+    texts = [Precision.of("q8").text(), "rot", Precision.of("q4", "bf16").text()]
+    assert coarsest(texts) == Precision.of("q4", "bf16")
+    assert coarsest(["rot"]) is None
+
+
+def test_of_an_older_build_the_end_of_the_directive_counts():
+    run = Run()
+    attempt = run.open().attempt
+    base = run.commit(attempt, 1, directive="user; intermittent: baseline; q2, state bf16")
+    delta = run.commit(attempt, 2, base, directive="timer; intermittent: since 2; q8, state fp32")
+    silent = run.commit(attempt, 3, directive="full")
+    state = run.log.state
+    assert held(state, delta) == Precision.of("q2", "bf16")
+    assert held(state, silent) is None
+    newer = run.commit(attempt, 4, delta, metadata={PRECISION_KEY: Precision.of("q3").text()})
+    assert held(run.log.state, newer) == Precision.of("q3")
+
+
+def test_a_compacted_checkpoint_says_what_its_retired_chain_had():
+    """The moved rows keep their bits, and nothing else of the chain is left to ask."""
+    run = Run()
+    attempt = run.open().attempt
+    base = run.commit(attempt, 1, metadata={PRECISION_KEY: Precision.of("q2").text()})
+    delta = run.commit(attempt, 2, base, metadata={PRECISION_KEY: Precision.of("q2").text()})
+    run.compacted(delta)
+    run.retire([base])
+    assert held(run.log.state, delta) == Precision.of("q2")
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(precisions, st.sampled_from(["delta", "full", "compact"])), max_size=12))
+def test_no_live_row_has_fewer_bits_than_the_policy_unless_it_was_lowered_since(script):
+    """The sidecar's rule played on a model of rows, each with the policy it was written under.
+
+    After every cut each row of each table has at least the bits of the policy in force; a cut is a baseline for that,
+    or the policy never rose above any row's.
+    """
+    said: Precision | None = None
+    rows: list[Precision] = []
+    for number, (asked, what) in enumerate(script):
+        if what == "compact":
+            continue  # rows move as they are, and the checkpoint says what it said
+        full = what == "full" or said is None or precision.raised(asked, said) != ""
+        if full:
+            rows, said = [asked] * 5, asked
+        else:
+            assert said is not None
+            rows[number % 5] = asked
+            said = coarser(asked, said)
+        for row in rows:
+            assert all(has >= wanted for has, wanted in zip(bits(row), bits(said), strict=True))
+            assert all(has >= wanted for has, wanted in zip(bits(row), bits(asked), strict=True))
