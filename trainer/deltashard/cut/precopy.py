@@ -70,6 +70,10 @@ PROBED = 16
 """Rows of every batch that are compared at the cut: a batch of which a share f was read while the table was something
 else is not found with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two."""
 
+OVERRUN = 1 / 2
+"""Share of a batch that `PROBED` rows do not miss (once in 2 ** 16 batches): if more differs after the cut, it was written
+since."""
+
 Rows = npt.NDArray[np.int64]
 _SEED = 0xA4EAD
 """Of the hashes of what is copied."""
@@ -130,6 +134,8 @@ class TableAhead:
         """By batch; kept for `compare`, when the batches themselves are the sidecar's."""
         self.astray: Rows = np.empty(0, np.int64)
         """Of the shard, what `compare` found."""
+        self.overrun = False
+        """Whether these are so many that they were written after the cut, and not before it."""
         self._upto = 0
         """Rows below were copied, or were not to be when they were listed."""
 
@@ -184,6 +190,7 @@ class TableAhead:
                 values = [row_bytes(part).numpy() for part in parts_of(self._cut)]
                 differ = row_kernel.row_hashes(values, _SEED, rows=each.rows) != each.hashes
             differ[each.again] = False
+            self.overrun |= int(differ.sum()) > OVERRUN * (len(differ) - len(each.again))
             found.append(each.rows[differ])
         self.astray = np.concatenate([self.astray, *found])
 
