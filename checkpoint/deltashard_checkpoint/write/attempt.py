@@ -110,9 +110,7 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
             f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
         )
     if not found:
-        raise CheckpointNotFound(
-            f"no live, valid checkpoint {which}", where=where, remedy=those_live(usable)
-        )
+        raise CheckpointNotFound(f"no live, valid checkpoint {which}", where=where, remedy=those_live(usable))
     return found[-1]
 
 

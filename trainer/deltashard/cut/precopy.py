@@ -17,7 +17,8 @@ it touched. One thing no mark can tell: a write without a trace (`.data`) that i
 evaluation with averaged weights. What the thread read meanwhile is of no step, and the live rows are what they should
 be. So some rows of every batch are compared with the live ones at the cut (`PROBED`); a table where one differs is
 copied whole, and found by hashes from then on. After the cut every row that was copied ahead is compared, by its hash
-and beside training (`compare`): one that differs, and was not marked since, is a fault that the next cut mends.
+and beside training (`compare`): one that differs, and was not marked since, is a fault that the next cut mends, or
+`close` (`save.comparison`).
 Other memory under a table for a while (`.data = `) is not read at all.
 
 Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an
@@ -71,8 +72,8 @@ PROBED = 16
 else is not found with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two."""
 
 OVERRUN = 1 / 2
-"""Share of a batch that `PROBED` rows do not miss (once in 2 ** 16 batches): if more differs after the cut, it was written
-since."""
+"""Share of a batch that `PROBED` rows do not miss (once in 2 ** 16 batches): more was written after
+the cut."""
 
 Rows = npt.NDArray[np.int64]
 _SEED = 0xA4EAD

@@ -53,7 +53,7 @@ class Comparison:
         later: Callable[[Callable[[], None]], Future[None]],
         program: Callable[[bool], Sequence[Tensor]],
     ) -> None:
-        """`later` has the copying thread do something; `program` gives what is saved, looked up anew if it is told so."""
+        """`later` has the copying thread do something; `program` gives what is saved, looked up anew if told so."""
         self._later, self._program = later, program
         self._tables: Sequence[tuple[TrackedTable, TableAhead]] = ()
         self._signature: Signature | None = None

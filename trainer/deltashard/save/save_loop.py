@@ -436,7 +436,7 @@ class SaveLoop:
             self._news.apply()
 
     def _mend(self, until_s: float, *, at_step: bool) -> None:
-        """No cut is to follow the last one: if it is to be doubted, take it once more, or say that it stays as it is."""
+        """No cut is to follow the last one: if it is in doubt, take it once more, or say that it stays as it is."""
         doubt = self._saver.doubt(until_s)
         if doubt is None:
             return
