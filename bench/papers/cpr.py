@@ -32,14 +32,14 @@ SEED = 2021
 
 def measure(quick: bool) -> dict[str, Any]:
     """See the module."""
-    random = np.random.default_rng(SEED)
+    generator = np.random.default_rng(SEED)
     found: dict[str, Any] = {
         "corners": corners(),
         "sensitivities": sensitivities(),
-        "pls": portions(random, runs=2_000 if quick else 50_000),
-        "renewal": renewal(random, failures=100_000 if quick else 2_000_000),
-        "spread": spread(random, repeats=100 if quick else 2_000),
-        "gaps": other_gaps(random, failures=100_000 if quick else 1_000_000),
+        "pls": portions(generator, runs=2_000 if quick else 50_000),
+        "renewal": renewal(generator, failures=100_000 if quick else 2_000_000),
+        "spread": spread(generator, repeats=100 if quick else 2_000),
+        "gaps": other_gaps(generator, failures=100_000 if quick else 1_000_000),
         "quality": quality(quick),
     }
     found["headlines"] = headlines(found)
@@ -106,12 +106,12 @@ def sensitivities() -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: [each["what"] for each in rows].index(row["what"]))
 
 
-def portions(random: np.random.Generator, runs: int) -> list[dict[str, Any]]:
+def portions(generator: np.random.Generator, runs: int) -> list[dict[str, Any]]:
     """E[PLS], drawn, against T_save / (2 T_fail N): the cases of the notes, and the base at PLS 0.02 and 0.1."""
     found = []
     for interval_h, total_h in ((4.0, 1000.0), (14.4, 14.4 * 50), (72.0, 72.0 * 50)):
         drawn = simulation.portions_lost(
-            random,
+            generator,
             interval_s=interval_h * HOUR,
             mtbf_s=MTBF_S,
             shards=SHARDS,
@@ -132,7 +132,7 @@ def portions(random: np.random.Generator, runs: int) -> list[dict[str, Any]]:
     return found
 
 
-def renewal(random: np.random.Generator, failures: int) -> list[dict[str, Any]]:
+def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any]]:
     """The simulator against the exact forms; the first order beside them. Percent."""
     base = costs()
     full_s = young(base.save_s, MTBF_S)
@@ -145,7 +145,7 @@ def renewal(random: np.random.Generator, failures: int) -> list[dict[str, Any]]:
         ("partial", partial_s),
     ):
         run = simulation.Run(interval_s=interval_s, save_s=base.save_s, recover_s=base.load_s)
-        gaps = simulation.exponential_gaps(random, MTBF_S, failures)
+        gaps = simulation.exponential_gaps(generator, MTBF_S, failures)
         if kind == "full":
             drawn = simulation.full_recovery(run, gaps)
             exact = simulation.renewal_overhead(run, MTBF_S)
@@ -168,7 +168,7 @@ def renewal(random: np.random.Generator, failures: int) -> list[dict[str, Any]]:
     return found
 
 
-def spread(random: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
+def spread(generator: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
     """How far full recovery's overhead of so many failures lies from its mean: what a measurement can show at all."""
     base = costs()
     run = simulation.Run(interval_s=young(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.load_s)
@@ -177,7 +177,7 @@ def spread(random: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
         # A fixed number of failures each; a job of fixed length, which CPR ran, differs more still.
         drawn = np.array(
             [
-                simulation.full_recovery(run, simulation.exponential_gaps(random, MTBF_S, failures)).mean
+                simulation.full_recovery(run, simulation.exponential_gaps(generator, MTBF_S, failures)).mean
                 for _ in range(repeats)
             ]
         )
@@ -190,13 +190,13 @@ def spread(random: np.random.Generator, repeats: int) -> list[dict[str, Any]]:
                 "relative_sd": 100 * float(drawn.std(ddof=1) / drawn.mean()),
             }
         )
-    jobs = one_job(random, run, hours=56.0, repeats=10 * repeats)
+    jobs = one_job(generator, run, hours=56.0, repeats=10 * repeats)
     found.append({"hours": 56.0, "low": 100 * jobs[0], "median": 100 * jobs[1], "high": 100 * jobs[2]})
     return found
 
 
 def one_job(
-    random: np.random.Generator, run: simulation.Run, *, hours: float, repeats: int
+    generator: np.random.Generator, run: simulation.Run, *, hours: float, repeats: int
 ) -> tuple[float, float, float]:
     """5 %, 50 % and 95 % of the overhead of one job that trains for so long (useful time, saves and failures apart)."""
     work_s = hours * HOUR
@@ -204,7 +204,7 @@ def one_job(
     for at in range(repeats):
         done_s = spent_s = 0.0
         while True:
-            gap_s = random.exponential(MTBF_S)
+            gap_s = generator.exponential(MTBF_S)
             left_s = work_s - done_s
             need_s = left_s + run.save_s * (np.ceil(left_s / run.interval_s) - 1)
             if gap_s >= need_s:
@@ -217,14 +217,14 @@ def one_job(
     return float(low), float(median), float(high)
 
 
-def other_gaps(random: np.random.Generator, failures: int) -> list[dict[str, Any]]:
+def other_gaps(generator: np.random.Generator, failures: int) -> list[dict[str, Any]]:
     """Full recovery where failures cluster or come regularly, at the same rate."""
     base = costs()
     run = simulation.Run(interval_s=young(base.save_s, MTBF_S), save_s=base.save_s, recover_s=base.load_s)
     found = []
     for name, draw in (("Gamma", simulation.gamma_gaps), ("Weibull", simulation.weibull_gaps)):
         for shape in (0.5, 0.7, 1.0, 2.0):
-            drawn = simulation.full_recovery(run, draw(random, MTBF_S, shape, failures))
+            drawn = simulation.full_recovery(run, draw(generator, MTBF_S, shape, failures))
             found.append(
                 {"gaps": name, "shape": shape, "drawn": 100 * drawn.mean, "error": 100 * drawn.error}
             )

@@ -69,24 +69,24 @@ def partial_renewal_overhead(run: Run, mtbf_s: float) -> float:
     return (1 + run.save_s / run.interval_s) * (1 + run.recover_s / mtbf_s) - 1
 
 
-def exponential_gaps(random: np.random.Generator, mean_s: float, count: int) -> Gaps:
+def exponential_gaps(generator: np.random.Generator, mean_s: float, count: int) -> Gaps:
     """Gaps without memory."""
-    return random.exponential(mean_s, count)
+    return generator.exponential(mean_s, count)
 
 
-def gamma_gaps(random: np.random.Generator, mean_s: float, shape: float, count: int) -> Gaps:
+def gamma_gaps(generator: np.random.Generator, mean_s: float, shape: float, count: int) -> Gaps:
     """Gamma gaps, as CPR fitted; shape 1 is exponential, a smaller one clusters failures."""
-    return random.gamma(shape, mean_s / shape, count)
+    return generator.gamma(shape, mean_s / shape, count)
 
 
-def weibull_gaps(random: np.random.Generator, mean_s: float, shape: float, count: int) -> Gaps:
+def weibull_gaps(generator: np.random.Generator, mean_s: float, shape: float, count: int) -> Gaps:
     """Weibull gaps; shape 1 is exponential, a smaller one clusters failures."""
-    return random.weibull(shape, count) * (mean_s / math.gamma(1 + 1 / shape))
+    return generator.weibull(shape, count) * (mean_s / math.gamma(1 + 1 / shape))
 
 
-def trace_gaps(random: np.random.Generator, seen: Gaps, mean_s: float, count: int) -> Gaps:
+def trace_gaps(generator: np.random.Generator, seen: Gaps, mean_s: float, count: int) -> Gaps:
     """Gaps of a trace, drawn with replacement and scaled to a mean; `seen` has one at least, and they are positive."""
-    return random.choice(seen, count) * (mean_s / float(np.mean(seen)))
+    return generator.choice(seen, count) * (mean_s / float(np.mean(seen)))
 
 
 def full_recovery(run: Run, gaps: Gaps) -> Estimate:
@@ -108,12 +108,18 @@ def lost_work(run: Run, gaps: Gaps) -> Estimate:
 
 
 def portions_lost(
-    random: np.random.Generator, *, interval_s: float, mtbf_s: float, shards: int, total_s: float, runs: int
+    generator: np.random.Generator,
+    *,
+    interval_s: float,
+    mtbf_s: float,
+    shards: int,
+    total_s: float,
+    runs: int,
 ) -> Estimate:
     """PLS of so many runs of `total_s` trained seconds under partial recovery, with exponential gaps."""
-    counts = random.poisson(total_s / mtbf_s, runs)
+    counts = generator.poisson(total_s / mtbf_s, runs)
     # Given their number, failures without memory lie anywhere in the run; saves do not wait for them.
-    since_s = random.uniform(0.0, total_s, int(counts.sum())) % interval_s
+    since_s = generator.uniform(0.0, total_s, int(counts.sum())) % interval_s
     run_of = np.repeat(np.arange(runs), counts)
     return _mean(np.bincount(run_of, since_s, runs) / (total_s * shards))
 
