@@ -1,4 +1,4 @@
-"""`deltashard`: look at, check, restore, export, import and tidy runs on any store.
+"""`deltashard`: plan, look at, check, restore, export, import and tidy runs on any store.
 
 Exit codes: 0 all well; 1 problems were found in what is stored, even when the command could do its work without the
 damaged part (or, for `diff`, differences); 2 the caller's to mend (usage, URL, credentials, output path, no such run or
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from deltashard_cli import read_command, repair_command, write_command
 from deltashard_cli.output import nobody_reads, print_json, warnings
+from deltashard_cli.planning import plan_command
 
 OK = 0
 PROBLEMS = 1
@@ -40,7 +41,7 @@ Exit codes:
 @click.group(epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="deltashard")
 def cli() -> None:
-    """Look at, check, restore, export and tidy deltashard checkpoints.
+    """Plan, look at, check, restore, export and tidy deltashard checkpoints.
 
     URL is a store (s3://bucket/prefix?endpoint=..., file:///dir or a path), or a run in it (URL/RUN).
     Credentials come from AWS_* or MINIO_* variables or the shared credentials file.
@@ -58,7 +59,8 @@ def _end(context: click.Context, /, _result: object, **_options: object) -> None
 for command in (
     read_command.ls,
     read_command.inspect,
-    read_command.plan,
+    read_command.restore_plan,
+    plan_command.plan,
     read_command.verify,
     read_command.diff,
 ):

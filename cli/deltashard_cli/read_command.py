@@ -1,4 +1,4 @@
-"""Commands that only read: ls, inspect, plan, verify, diff."""
+"""Commands that only read: ls, inspect, restore-plan, verify, diff."""
 
 from __future__ import annotations
 
@@ -259,12 +259,12 @@ def _more(count: int) -> str:
     return f"and {number(count)} more: --all" if count > 0 else ""
 
 
-@click.command()
+@click.command(name="restore-plan")
 @run_options
 @which_option
 @click.option("--table", "tables", multiple=True, metavar="FQN", help="Only these tables, and no blobs.")
 @click.option("--weights-only", is_flag=True, help="Without optimizer state.")
-def plan(
+def restore_plan(
     url: str, run: str | None, which: str, tables: tuple[str, ...], *, weights_only: bool, as_json: bool
 ) -> None:
     """Show what a restore would read, and from which checkpoints."""

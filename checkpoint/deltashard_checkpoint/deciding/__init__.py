@@ -1,1 +1,4 @@
-"""How often to save, how precisely, and how to recover: formulas and rules. Pure; no clock, no store, no randomness."""
+"""How often to save, how precisely, and how to recover: formulas and rules.
+
+Pure: no clock, no store, and chance only where a generator is handed in.
+"""

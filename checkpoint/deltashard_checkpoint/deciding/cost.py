@@ -90,20 +90,32 @@ def recorded(text: str) -> Profile:
         found: Any = json.loads(text[: MAX_TEXT + 1])  # what is longer was cut, and is no JSON
         measures = {
             name: Measure(
-                n=int(each["n"]),
+                n=_count(each["n"]),
                 mean=_number(each["mean"]),
-                squares=_number(each["squares"]),
+                squares=_not_negative(each["squares"]),
                 newest=tuple(map(_number, each["newest"]))[-TAIL:],
             )
             for name in ("save", "stall", "durable", "restore", "reschedule")
             for each in (found[name],)
         }
-        return Profile(key=str(found["key"]), step_s=_number(found["step_s"]), **measures)
+        return Profile(key=str(found["key"]), step_s=_not_negative(found["step_s"]), **measures)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise BadProfile("the recorded profile cannot be read", where=KEY) from None
 
 
 def _number(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
         raise ValueError(value)
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _not_negative(value: object) -> float:
+    if (number := _number(value)) < 0:
+        raise ValueError(value)
+    return number
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(value)
+    return value

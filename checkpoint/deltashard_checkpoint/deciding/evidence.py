@@ -84,6 +84,8 @@ class Gamma:
         """The smallest n with P(incidents in `seconds` <= n) >= q."""
         if seconds <= 0:
             return 0
+        if math.isinf(seconds):
+            return LONGEST_COUNT
         p = self.rate_s / (self.rate_s + seconds)
         log_mass = self.shape * math.log(p)
         total, n = math.exp(log_mass), 0

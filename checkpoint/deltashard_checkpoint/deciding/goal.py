@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal, get_args
 
 from deltashard_checkpoint.errors import UserError
@@ -41,13 +42,18 @@ class Goal:
     def __str__(self) -> str:
         match self.aim:
             case "overhead":
-                return f"overhead={100 * self.amount:g}%"
+                return f"overhead={_plain(Decimal(repr(self.amount)) * 100)}%"
             case "lost-work":
-                return f"lost-work={self.amount:g}s"
+                return f"lost-work={_plain(Decimal(repr(self.amount)))}s"
             case "pls":
-                return f"pls={self.amount:g}"
+                return f"pls={_plain(Decimal(repr(self.amount)))}"
             case _:
                 return self.aim
+
+
+def _plain(value: Decimal) -> str:
+    """All its digits and no exponent, so that it is read back as the same number."""
+    return f"{value.normalize():f}"
 
 
 AUTO = Goal(aim="auto")
@@ -61,7 +67,7 @@ def goal(text: str, *, where: str = "goal") -> Goal:
         return Goal(aim=name)  # type: ignore[arg-type]  # one of these
     value = 0.0
     if name == "overhead" and (found := _SHARE.fullmatch(amount)):
-        value = float(found[1]) / 100
+        value = float(Decimal(found[1]) / 100)
         known = 0 < value <= 0.5
     elif name == "lost-work" and _DURATION.fullmatch(amount):
         value = duration_s(amount, where=where)

@@ -130,7 +130,13 @@ def _auto(now: Situation) -> Interval:
         (now.durable_s / IN_FLIGHT_SHARE, f"a save takes {_time(now.durable_s)} to be durable"),
         (FEWEST_STEPS * now.step_s, f"{FEWEST_STEPS} steps"),
     ]
-    return _bounded(free_s, now, why, floors=floors, ceiling=(max(LONGEST_S, best_s), "30 minutes"))
+    return _bounded(
+        free_s,
+        now,
+        why,
+        floors=floors,
+        ceiling=max((LONGEST_S, "30 minutes"), (best_s, "the best interval")),
+    )
 
 
 def _overhead(goal: Goal, now: Situation) -> Interval:

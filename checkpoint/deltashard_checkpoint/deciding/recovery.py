@@ -5,7 +5,8 @@ Full recovery rolls all shards back, partial only the lost one; with M the time 
     full     O_save T_tot / T_save + (O_load + T_save / 2 + O_res) T_tot / M        best at T_save = sqrt(2 O_save M)
     partial  O_save T_tot / T_save + (O_load + O_res) T_tot / M                     as long as the PLS allows
 
-and E[PLS] = T_save / (2 M N) for N shards. First order: the exact renewal form stands in `simulation`.
+and E[PLS] = T_save / (2 M N) for N shards. First order: the exact forms, and failures
+that are drawn, stand in `simulation`.
 """
 
 from __future__ import annotations

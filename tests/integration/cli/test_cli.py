@@ -133,13 +133,13 @@ def test_inspect_and_plan(cli: Cli, url: str, run: WrittenRun) -> None:
         (HALF.fqn, HALF.rows, ["bf16"]),
     ]
     assert set(found["blobs"]) == {"dense/mlp.0.weight", "dense/odd", "meta", "optim/0"}
-    plan = answer(cli, "plan", url)
+    plan = answer(cli, "restore-plan", url)
     assert [line["seq"] for line in plan["lines"]] == [4, 3, 2]
     assert plan["blobs"] == 4
     assert sum(line["bytes"] for line in plan["lines"]) == plan["bytes"]
-    one = answer(cli, "plan", url, "--table", HALF.fqn, "--weights-only")
+    one = answer(cli, "restore-plan", url, "--table", HALF.fqn, "--weights-only")
     assert [(line["seq"], line["rows"]) for line in one["lines"] if line["rows"]] == [(2, HALF.rows)]
-    for command in ("inspect", "plan"):
+    for command in ("inspect", "restore-plan"):
         code, text = cli(command, url)
         assert code == 0
         assert ITEMS.fqn in text or "requests" in text
@@ -165,7 +165,7 @@ def test_blobs_of_single_ranks_are_shown_checked_and_compared_but_not_taken_for_
     assert own.splitlines()[2].split()[:2] == ["rng", "2"], own
     assert "rank/1/rng" not in shown
     assert "rank/1/rng" in cli("inspect", file_url, "-c", "2", "--all")[1]
-    assert answer(cli, "plan", file_url)["blobs"] == 5
+    assert answer(cli, "restore-plan", file_url)["blobs"] == 5
     assert cli("restore", file_url, tmp_path / "out")[0] == 0
     assert "rng" in (held := json.loads((tmp_path / "out" / "manifest.json").read_text())["blobs"])
     assert not any(name.startswith("rank/") for name in held)
@@ -294,7 +294,7 @@ def test_no_command_is_silent_about_a_damaged_log(
             ("ls", at(file_url)),
             ("ls", file_url),
             ("inspect", file_url),
-            ("plan", file_url),
+            ("restore-plan", file_url),
             ("diff", file_url, "2", "2"),
             ("restore", file_url, tmp_path / "restored{}"),
             ("export", file_url, tmp_path / "exported{}.safetensors"),
@@ -323,7 +323,7 @@ def test_a_log_without_its_first_entry_is_a_damaged_run_not_none(
     for arguments in (
         ("ls", at(url)),
         ("inspect", url),
-        ("plan", url, "--run", RUN),
+        ("restore-plan", url, "--run", RUN),
         ("gc", at(url), "--dry-run"),
     ):
         code, text = cli(*arguments)
@@ -331,7 +331,12 @@ def test_a_log_without_its_first_entry_is_a_damaged_run_not_none(
     found = answer(cli, "verify", at(url))
     assert [problem["object"] for problem in found["problems"]] == [entry_key(0)]
     run.store.delete([info.key for info in run.store.list(f"{RUN}/log/fold-")])
-    for arguments in (("ls", at(url)), ("inspect", url), ("plan", url, "--run", RUN), ("gc", at(url))):
+    for arguments in (
+        ("ls", at(url)),
+        ("inspect", url),
+        ("restore-plan", url, "--run", RUN),
+        ("gc", at(url)),
+    ):
         code, text = cli(*arguments)
         assert code == 3, text
         assert "log entry 0 is missing" in text
@@ -548,7 +553,7 @@ def test_what_the_caller_got_wrong_is_2(
         (("verify", file_url), "another, team/run-1"),
         (("verify", file_url, "--run", "typo"), "another, team/run-1"),
         (("verify", file_url, "--run", "../up"), "cannot name a run"),
-        (("plan", at(file_url), "--table", "nope"), ITEMS.fqn),
+        (("restore-plan", at(file_url), "--table", "nope"), ITEMS.fqn),
         (("gc", file_url, "--run", RUN, "--grace", "nan"), "no finite number"),
         (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "inf"), "no finite number"),
         (("gc", file_url, "--run", RUN, "--keep-last", "1", "--every-hours", "0"), "not in the range"),
@@ -576,6 +581,17 @@ def test_ls_of_what_is_not_there(cli: Cli, url: str, run: WrittenRun, minio_url:
             assert "exist" in text or "nothing is stored here" in text or "no run" in text
     if "minio" not in url and "s3" not in url:
         assert cli("ls", minio_url)[0] == 0
+
+
+def test_a_run_that_is_not_in_a_store_that_is_there(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
+    """Its directory was to be a run: the others are named. Where there is no store, that is said."""
+    code, text = cli("inspect", at(file_url, "absent"))
+    assert code == 2
+    assert "no run 'absent'" in text
+    assert RUN in text
+    code, text = cli("inspect", at(file_url, "no/where"))
+    assert code == 2
+    assert "directory does not exist" in text
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
@@ -618,7 +634,7 @@ def test_a_bug_is_4(cli: Cli, file_url: str, file_run: WrittenRun, monkeypatch: 
         raise ZeroDivisionError("oops")
 
     monkeypatch.setattr(read_command, "find_run", broken)
-    code, text = cli("plan", file_url)
+    code, text = cli("restore-plan", file_url)
     assert code == 4
     assert "Traceback" in text
     assert "report" in text
@@ -664,7 +680,7 @@ def test_the_installed_command(file_url: str, file_run: WrittenRun, tmp_path: Pa
     for command in (
         "ls",
         "inspect",
-        "plan",
+        "restore-plan",
         "verify",
         "diff",
         "restore",

@@ -1,0 +1,141 @@
+"""What failures cost a run, exactly and by drawing them: the oracle of the first-order formulas. Pure.
+
+A run trains T seconds, saves for c, and so on; failures come after gaps of trained time, and each costs R seconds
+until training goes on. Nothing fails during those R.
+
+**Full recovery** goes back to the newest checkpoint that was durable. For exponential gaps of mean M its overhead is
+
+    M (e^{(T+c)/M} - 1) e^{(d-c)/M} (1 + R/M) / T - 1
+
+where d >= c are the seconds from trigger to durable (d = c: a save is durable when training goes on). **Partial
+recovery** loses no time but R: (1 + c/T) (1 + R/M) - 1; what it loses are samples of one shard of N, as CPR (MLSys'21)
+counts them: PLS += (trained since the last save) / (total N), so E[PLS] = T / (2 M N).
+
+The same is drawn here from any gaps: exponential, Gamma, Weibull, or those of a trace. Whoever calls brings the random
+generator, so the same seed gives the same figures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Gaps: TypeAlias = npt.NDArray[np.float64]
+"""Trained seconds from the start, or one failure, to the next."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is simulated. Seconds."""
+
+    interval_s: float
+    """T: trained between two saves."""
+    save_s: float
+    """c: what a save costs the trainer."""
+    recover_s: float
+    """R: from a failure until training goes on, without what is trained again."""
+    durable_s: float = 0.0
+    """From trigger to durable; less than `save_s` counts as that."""
+
+    @property
+    def lag_s(self) -> float:
+        """How long after the end of a save's stall a failure still loses it."""
+        return max(self.durable_s - self.save_s, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean and its standard error."""
+
+    mean: float
+    error: float
+
+
+def renewal_overhead(run: Run, mtbf_s: float) -> float:
+    """Full recovery's overhead, exactly, for exponential gaps: a share of useful training. Infinite if none is left."""
+    try:
+        grown = math.expm1((run.interval_s + run.save_s) / mtbf_s) * math.exp(run.lag_s / mtbf_s)
+    except OverflowError:
+        return math.inf
+    return mtbf_s * grown * (1 + run.recover_s / mtbf_s) / run.interval_s - 1
+
+
+def partial_renewal_overhead(run: Run, mtbf_s: float) -> float:
+    """Partial recovery's overhead, exactly, whatever the gaps' distribution."""
+    return (1 + run.save_s / run.interval_s) * (1 + run.recover_s / mtbf_s) - 1
+
+
+def exponential_gaps(generator: np.random.Generator, mean_s: float, count: int) -> Gaps:
+    """Gaps without memory."""
+    return generator.exponential(mean_s, count)
+
+
+def gamma_gaps(generator: np.random.Generator, mean_s: float, shape: float, count: int) -> Gaps:
+    """Gamma gaps, as CPR fitted; shape 1 is exponential, a smaller one clusters failures."""
+    return generator.gamma(shape, mean_s / shape, count)
+
+
+def weibull_gaps(generator: np.random.Generator, mean_s: float, shape: float, count: int) -> Gaps:
+    """Weibull gaps; shape 1 is exponential, a smaller one clusters failures."""
+    return generator.weibull(shape, count) * (mean_s / math.gamma(1 + 1 / shape))
+
+
+def trace_gaps(generator: np.random.Generator, seen: Gaps, mean_s: float, count: int) -> Gaps:
+    """Gaps of a trace, drawn with replacement and scaled to a mean; `seen` has one at least, and they are positive."""
+    return generator.choice(seen, count) * (mean_s / float(np.mean(seen)))
+
+
+def full_recovery(run: Run, gaps: Gaps) -> Estimate:
+    """Overhead of full recovery over these gaps; infinite where no checkpoint was ever reached."""
+    reached = np.floor(np.maximum(gaps - run.lag_s, 0.0) / (run.interval_s + run.save_s))
+    return _ratio(gaps + run.recover_s, reached * run.interval_s)
+
+
+def partial_recovery(run: Run, gaps: Gaps) -> Estimate:
+    """Overhead of partial recovery over these gaps: all that is trained counts, at the pace that saves leave."""
+    return _ratio(gaps + run.recover_s, gaps * (run.interval_s / (run.interval_s + run.save_s)))
+
+
+def lost_work(run: Run, gaps: Gaps) -> Estimate:
+    """Trained seconds that a failure costs under full recovery: the mean of these gaps."""
+    reached = np.floor(np.maximum(gaps - run.lag_s, 0.0) / (run.interval_s + run.save_s))
+    lost = gaps - reached * (run.interval_s + run.save_s)
+    return _mean(lost)
+
+
+def portions_lost(
+    generator: np.random.Generator,
+    *,
+    interval_s: float,
+    mtbf_s: float,
+    shards: int,
+    total_s: float,
+    runs: int,
+) -> Estimate:
+    """PLS of so many runs of `total_s` trained seconds under partial recovery, with exponential gaps."""
+    counts = generator.poisson(total_s / mtbf_s, runs)
+    # Given their number, failures without memory lie anywhere in the run; saves do not wait for them.
+    since_s = generator.uniform(0.0, total_s, int(counts.sum())) % interval_s
+    run_of = np.repeat(np.arange(runs), counts)
+    return _mean(np.bincount(run_of, since_s, runs) / (total_s * shards))
+
+
+def _mean(values: npt.NDArray[np.float64]) -> Estimate:
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Estimate(mean=float(np.mean(values)), error=error)
+
+
+def _ratio(spent_s: Gaps, useful_s: Gaps) -> Estimate:
+    """Overhead of all together, with the error of a ratio of means (to first order)."""
+    useful = float(useful_s.sum())
+    if useful <= 0:
+        return Estimate(mean=math.inf, error=math.inf)
+    ratio = float(spent_s.sum()) / useful
+    count = len(spent_s)
+    off = spent_s - ratio * useful_s
+    error = math.sqrt(float((off**2).sum()) * count / max(count - 1, 1)) / useful
+    return Estimate(mean=ratio - 1, error=error if count > 1 else math.inf)

@@ -1,0 +1,134 @@
+"""What a run's log says of its model, its saves and its failures. Pure: from entries to numbers.
+
+The log does not say why an attempt ended: each later attempt that resumed is taken for a failure that lost steps. Time
+is that of the writers' clocks, from an attempt's beginning to its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+from deltashard_checkpoint.deciding.cost import KEY, BadProfile, Profile, recorded
+from deltashard_checkpoint.deciding.evidence import NONE, Evidence
+from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry
+from deltashard_checkpoint.vocabulary import ENCODINGS
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRun:
+    """What was found; None where the log does not say it."""
+
+    rows: int
+    columns: int
+    """A row's values, on average over all tables."""
+    state_bytes: int
+    dense_bytes: float
+    ranks: int
+    checkpoints: int
+    attempts: int
+    interval_s: float | None
+    step_s: float | None
+    encoding: str | None
+    """The one of the fewest bits."""
+    touched: tuple[tuple[float, float], ...]
+    """(seconds, share of rows) of each increment."""
+    stall_s: float | None
+    stored_bytes: float
+    """Of a checkpoint, on average."""
+    profile: Profile
+    evidence: Evidence
+    gaps: tuple[float, ...]
+
+
+def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
+    """The run of these log entries, oldest first; None while nothing is committed."""
+    known = list(entries)
+    checkpoints = [each for each in known if isinstance(each, Checkpoint)]
+    if not checkpoints:
+        return None
+    newest = checkpoints[-1]
+    rows = sum(table.rows for table in newest.tables)
+    values = sum(table.rows * table.columns for table in newest.tables)
+    state = sum(table.rows * _state_bytes(table) for table in newest.tables)
+    of_tables = state + sum(t.rows * t.columns * _DTYPE_BYTES.get(t.dtype, 4) for t in newest.tables)
+    baselines = [each.raw_bytes - of_tables for each in checkpoints if each.baseline and each.rows >= rows]
+    at = {each.seq: each.at_s for each in checkpoints}
+    touched = [
+        (each.at_s - at[each.covered[0]], each.rows / max(rows, 1))
+        for each in checkpoints
+        if len(each.covers) == len(each.covered) == 1 and each.covered[0] in at
+    ]
+    between = [
+        (after.at_s - before.at_s, after.step - before.step)
+        for before, after in pairwise(checkpoints)
+        if before.attempt == after.attempt and after.at_s > before.at_s
+    ]
+    steps = [seconds / count for seconds, count in between if count > 0]
+    stalls = [each.stall_s for each in checkpoints if each.stall_s > 0]
+    encodings = [name for name in newest.encodings if name in ENCODINGS]
+    interval_s = statistics.median(seconds for seconds, _ in between) if between else None
+    evidence, gaps = _failures(known, interval_s or 0.0)
+    return RecordedRun(
+        rows=rows,
+        columns=round(values / max(rows, 1)),
+        state_bytes=round(state / max(rows, 1)),
+        dense_bytes=float(max(baselines[-1], 0)) if baselines else 0.0,
+        ranks=newest.world_size,
+        checkpoints=len(checkpoints),
+        attempts=sum(isinstance(each, AttemptOpened) for each in known),
+        interval_s=interval_s,
+        step_s=statistics.median(steps) if steps else None,
+        encoding=min(encodings, key=lambda name: ENCODINGS[name].bits) if encodings else None,
+        touched=tuple((seconds, share) for seconds, share in touched if seconds > 0 and 0 < share < 1),
+        stall_s=statistics.fmean(stalls) if stalls else None,
+        stored_bytes=statistics.fmean(each.stored_bytes for each in checkpoints),
+        profile=_profile(checkpoints),
+        evidence=evidence,
+        gaps=gaps,
+    )
+
+
+def _state_bytes(table: TableSchema) -> int:
+    """Of one row."""
+    return sum(
+        _DTYPE_BYTES.get(spec.dtype, 4) * (table.columns if spec.kind == "pointwise" else 1)
+        for spec in table.fields
+    )
+
+
+def _profile(checkpoints: Sequence[Checkpoint]) -> Profile:
+    """The newest that can be read."""
+    for each in reversed(checkpoints):
+        if KEY in each.metadata:
+            with suppress(BadProfile):
+                return recorded(each.metadata[KEY])
+    return Profile()
+
+
+def _failures(entries: Sequence[Entry], interval_s: float) -> tuple[Evidence, tuple[float, ...]]:
+    """Faded as a run fades it; a failure lies half an interval after the last checkpoint before it."""
+    evidence, gaps = NONE, []
+    begun_s: float | None = None
+    newest_s = 0.0
+    for each in entries:
+        match each:
+            case AttemptOpened():
+                if begun_s is not None and each.resumes_from is not None:
+                    gap = max(newest_s - begun_s, 0.0) + interval_s / 2
+                    gaps.append(gap)
+                    evidence = evidence.trained(gap).incident(lossy=True)
+                begun_s = newest_s = each.at_s
+            case Checkpoint():
+                newest_s = max(newest_s, each.at_s)
+            case _:
+                pass
+    if begun_s is not None:
+        evidence = evidence.trained(newest_s - begun_s)
+    return evidence, tuple(gap for gap in gaps if gap > 0)

@@ -1,0 +1,159 @@
+"""`deltashard plan`: from sizes, from a trace, and from the log of a real run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
+from deltashard_checkpoint.deciding.interval import fewest_saves
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_cli.main import main
+
+from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
+
+Cli = Callable[..., tuple[int, str]]
+RUN = "team/run-1"
+SIZED = ("plan", "--bytes", "400GiB", "--pods", "16", "--ranks", "128", "--mtbf", "20h")
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the entry point; (exit code, stdout and stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        shown = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, shown.out + shown.err
+
+    return run
+
+
+def answer(cli: Cli, *arguments: object) -> Any:
+    code, text = cli(*arguments, "--json")
+    assert code == 0, text
+    return json.loads(text)
+
+
+def profile() -> str:
+    def measured(value: float) -> Measure:
+        return Measure().sampled(value).sampled(value)
+
+    return Profile(
+        key="k", step_s=0.01, save=measured(0.04), stall=measured(0.01), durable=measured(0.5)
+    ).text()
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> str:
+    """A run of two attempts, three checkpoints in a chain and one after a failure, with a profile. Its store's URL."""
+    url = f"file://{tmp_path}/store"
+    run = WrittenRun(open_store(url), RUN, tmp_path)
+    first = run.save(step=100)
+    second = run.save(run.train(), step=200, covers=first, encoding="q8")
+    third = run.save(run.train(), step=300, covers=second, encoding="q8")
+    run.attempt = open_attempt(RunLog(run.store, RUN), owner="tests", which=f"seq:{third}").attempt
+    run.cut = 0
+    run.save(run.train(), step=400, covers=third, encoding="q8", metadata={KEY: profile()})
+    run.close()
+    return url
+
+
+def test_the_example_of_the_help(cli: Cli) -> None:
+    found = answer(cli, *SIZED, "--hours", 168, "--stall", "100ms", "--slowdown", "900ms")
+    plan = found["plan"]
+    assert plan["cost_s"] == pytest.approx(1.0)
+    assert plan["chosen"]["interval_s"] == pytest.approx(min(1800, fewest_saves(1.0, 72000)))
+    assert plan["encoding"] == "q4"
+    assert [each["name"] for each in plan["goals"]] == [
+        "auto", "overhead 1 %", "lost work", "Check-N-Run", "Young/Daly",
+    ]  # fmt: skip
+    assert {each["source"] for each in found["assumptions"]} >= {"said"}
+    assert found["run"] is found["now"] is None
+    code, text = cli(*SIZED)
+    assert code == 0
+    for shown in (
+        "auto: save every",
+        "q4",
+        "Goals side by side",
+        "Check-N-Run",
+        "assumed: say --bandwidth",
+        "@ auto",
+    ):
+        assert shown in text
+    assert text.isascii()
+    assert "--trace" in cli("plan", "--help")[1]
+
+
+def test_a_trace(cli: Cli, tmp_path: Path) -> None:
+    trace = tmp_path / "failures.csv"
+    trace.write_text(
+        "start,end,cause\n" + "".join(f"{at * 36000},{at * 36000 + 600},oom\n" for at in range(100))
+    )
+    found = answer(cli, "plan", "--model", "1e8x32x4", "--pods", 8, "--trace", trace)
+    assert found["plan"]["mtbf_s"] == pytest.approx(35400, rel=0.1)
+    restart = next(each for each in found["assumptions"] if each["name"].startswith("restart"))
+    assert restart["value"] == "10 min"
+    trace.write_text("start\n5\nlater\n")
+    code, text = cli("plan", "--bytes", "1GiB", "--trace", trace)
+    assert code == 2
+    assert "failures.csv, line 3" in text
+    assert "'later'" in text
+
+
+def test_a_real_run_says_what_it_is_and_what_would_change(cli: Cli, written: str) -> None:
+    found = answer(cli, "plan", written, "--run", RUN)
+    run = found["run"]
+    assert run["rows"] == ITEMS.rows + HALF.rows
+    assert (run["checkpoints"], run["attempts"], run["encoding"]) == (4, 2, "q8")
+    assert [share for _, share in run["touched"]] == pytest.approx([0.086] * 3, abs=0.02)
+    assert run["evidence"]["lossy"] == pytest.approx(1, abs=0.01)
+    assert found["plan"]["cost_s"] == pytest.approx(0.04)
+    assert found["now"]["interval_s"] == pytest.approx(run["interval_s"])
+    assert found["now"]["overhead"] > found["plan"]["chosen"]["overhead"]
+    code, text = cli("plan", written)
+    assert code == 0
+    assert "Now it saves every" in text
+    assert "n now" in text
+    assert answer(cli, "plan", written, "--stall", "9s", "--slowdown", "0s")["plan"][
+        "cost_s"
+    ] == pytest.approx(9)
+
+
+def test_a_run_without_checkpoints_and_no_run(cli: Cli, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    open_attempt(RunLog(open_store(url), "young"), owner="tests")
+    code, text = cli("plan", url)
+    assert code == 2
+    assert "no checkpoint yet" in text
+    assert cli("plan", url, "--run", "none")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ((), "how large"),
+        (("--bytes", "lots"), "no size"),
+        (("--bytes", "1GiB", "--model", "5x5x5"), "same thing"),
+        (("--bytes", "1GiB", "--mtbf", "0s"), "--mtbf is 0"),
+        (("--bytes", "1GiB", "--mtbf", "1h", "--failures-per-day", "2"), "same thing"),
+        (("--bytes", "1GiB", "--trace-span", "1d"), "--trace, which is missing"),
+        (("--run", "x"), "which is missing"),
+        (("--bytes", "1GiB", "--goal", "fixed"), "nothing to choose"),
+        (("--bytes", "1GiB", "--goal", "soon"), "the goal is"),
+        (("--bytes", "1GiB", "--dirty", "0%"), "no share"),
+        (("--bytes", "1GiB", "--trace", "/does/not/exist"), "No such file"),
+    ],
+)
+def test_usage(cli: Cli, arguments: tuple[str, ...], what: str) -> None:
+    code, text = cli("plan", *arguments)
+    assert code == 2
+    assert what in text

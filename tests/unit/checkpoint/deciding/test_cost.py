@@ -1,0 +1,124 @@
+"""Measures are the moments of their samples; a recorded profile is read back, or refused and nothing else."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+import pytest
+from deltashard_checkpoint.deciding.cost import MAX_TEXT, TAIL, BadProfile, Measure, Profile, recorded
+from hypothesis import given
+from hypothesis import strategies as st
+
+finite = st.floats(-1e6, 1e6)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["n", "mean", "squares", "newest", "x"]), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+def measure(values: list[float]) -> Measure:
+    found = Measure()
+    for value in values:
+        found = found.sampled(value)
+    return found
+
+
+measures = st.lists(finite, max_size=40).map(measure)
+profiles = st.builds(
+    Profile,
+    key=st.text(max_size=200),
+    step_s=st.floats(0, 1e4),
+    save=measures,
+    stall=measures,
+    durable=measures,
+    restore=measures,
+    reschedule=measures,
+)
+
+
+@given(st.lists(finite, min_size=2, max_size=60))
+def test_moments(values):
+    found = measure(values)
+    assert found.n == len(values)
+    assert found.mean == pytest.approx(statistics.fmean(values), abs=1e-6)
+    assert found.error**2 * len(values) == pytest.approx(statistics.variance(values), rel=1e-6, abs=1e-4)
+    assert found.newest == tuple(values[-TAIL:])
+    assert found.p95 in values
+
+
+def test_what_is_not_finite_is_no_sample_and_few_samples_know_no_error():
+    once = measure([1.0])
+    assert once.sampled(float("nan")) is once.sampled(float("inf")) is once
+    assert once.error == Measure().error == float("inf")
+    assert Measure().p95 == 0.0
+    assert measure([float(n) for n in range(1, 21)]).p95 == 19.0
+
+
+@given(profiles)
+def test_a_profile_is_read_back(profile):
+    assert recorded(profile.text()) == profile
+
+
+def test_the_longest_profile_fits():
+    worst = measure([-1.2345678901234567e-300 * n for n in range(1, 50)])
+    profile = Profile(
+        key="k" * 512, step_s=0.1, save=worst, stall=worst, durable=worst, restore=worst, reschedule=worst
+    )
+    assert len(profile.text()) <= MAX_TEXT
+
+
+def test_history_begins_anew_with_the_newest_sample():
+    profile = Profile(save=measure([1.0, 2.0, 3.0]), stall=measure([0.5]))
+    again = profile.restarted()
+    assert (again.save.n, again.save.newest, again.stall) == (0, (3.0,), profile.stall)
+
+
+@given(profiles, st.sampled_from(["save", "key", "step_s", "stall", "restore"]), json_values)
+def test_garbage_in_a_field_is_refused_or_harmless(profile, name, value):
+    text = json.dumps(json.loads(profile.text()) | {name: value})
+    try:
+        found = recorded(text)
+    except BadProfile:
+        return
+    assert found.save.squares >= 0
+    assert found.save.n >= 0
+    assert found.step_s >= 0
+    assert isinstance(found.save.error, float)
+    assert isinstance(found.save.p95, float)
+
+
+@given(
+    st.text()
+    | json_values.map(json.dumps)
+    | profiles.flatmap(lambda p: st.integers(0, 80).map(lambda n: p.text()[:n]))
+)
+def test_garbage_raises_bad_profile_only(text):
+    with pytest.raises(BadProfile):
+        recorded(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 5000,
+        '{"n":' * 3000,
+        "9" * 5000,
+        Profile(key="k" * MAX_TEXT).text(),
+        Profile().text().replace('"n":0', '"n":' + "9" * 400),
+        Profile().text().replace('"squares":0.0', '"squares":-1.0'),
+        Profile().text().replace('"mean":0.0', '"mean":NaN'),
+        Profile().text().replace('"mean":0.0', '"mean":1' + "0" * 400),
+        Profile().text().replace('"n":0', '"n":true'),
+    ],
+)
+def test_hostile_profiles(text):
+    try:
+        found = recorded(text)
+    except BadProfile:
+        return
+    assert found.save.n > 0  # only a count of 400 digits is a number like another

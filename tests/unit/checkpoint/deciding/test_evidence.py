@@ -1,0 +1,108 @@
+"""Evidence fades evenly, and rates are what it and the prior say."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from deltashard_checkpoint.deciding.evidence import (
+    HALF_LIFE_S,
+    LONGEST_COUNT,
+    LOSSY_WEIGHT_S,
+    NONE,
+    POD_MTBF_S,
+    RESTORE_MEAN_S,
+    Evidence,
+    Gamma,
+    lossy_prior,
+    rates,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+spans = st.floats(0, 100 * 86400)
+evidences = st.builds(
+    Evidence, exposure_s=st.floats(0, 1e7), lossy=st.floats(0, 100), restores=st.floats(0, 100)
+)
+
+
+def same(one: Evidence, other: Evidence) -> None:
+    assert one.exposure_s == pytest.approx(other.exposure_s, rel=1e-9, abs=1e-6)
+    assert one.lossy == pytest.approx(other.lossy, abs=1e-9)
+    assert one.restores == pytest.approx(other.restores, abs=1e-9)
+
+
+@given(evidences, spans, st.floats(0, 1))
+def test_splitting_a_span_changes_nothing(seen, span_s, at):
+    same(seen.trained(span_s), seen.trained(span_s * at).trained(span_s * (1 - at)))
+
+
+@given(evidences, evidences, spans)
+def test_fading_is_linear(one, other, span_s):
+    both = one.plus(other).trained(span_s)
+    same(both, one.trained(span_s).plus(other.trained(span_s)).plus(_less(NONE.trained(span_s))))
+
+
+def _less(seen: Evidence) -> Evidence:
+    return Evidence(exposure_s=-seen.exposure_s, lossy=-seen.lossy, restores=-seen.restores)
+
+
+def test_half_is_left_after_a_half_life_and_exposure_never_exceeds_its_bound():
+    seen = NONE.incident(lossy=True).incident(lossy=False).trained(HALF_LIFE_S)
+    assert (seen.lossy, seen.restores) == (0.5, 1.0)
+    assert NONE.trained(60.0).exposure_s == pytest.approx(60.0, rel=1e-3)
+    assert NONE.trained(1e12).exposure_s == pytest.approx(HALF_LIFE_S / math.log(2))
+    assert NONE.trained(-5.0) == NONE
+
+
+@pytest.mark.parametrize(("pods", "hours"), [(1, 720), (8, 90), (32, 22.5), (128, 5.625)])
+def test_without_evidence_a_pod_fails_once_in_30_days(pods, hours):
+    prior = lossy_prior(pods)
+    assert prior.mean_between_s == pytest.approx(hours * 3600)
+    assert prior.rate_s == pytest.approx(min(POD_MTBF_S / pods, LOSSY_WEIGHT_S))
+    assert prior.shape == pytest.approx(prior.rate_s * pods / POD_MTBF_S)
+
+
+def test_a_pools_failures_come_first_and_a_runs_own_then():
+    pool = Evidence(exposure_s=99 * POD_MTBF_S, lossy=999.0)
+    assert lossy_prior(10, pool).mean_between_s == pytest.approx(POD_MTBF_S / 100)
+    seen = Evidence(exposure_s=2000 * 3600.0, lossy=200.0, restores=300.0)
+    found = rates(seen, pods=10)
+    assert found.mtbf_s == pytest.approx(10 * 3600, rel=0.1)
+    assert found.restores.mean_between_s == pytest.approx(2000 * 3600 / 300, rel=0.02)
+    assert rates(NONE, pods=10).restores.mean_between_s == pytest.approx(RESTORE_MEAN_S)
+
+
+def test_pods_lost_together_are_one_incident():
+    """32 pods lost at once must not turn 22 h into an hour."""
+    seen = Evidence(exposure_s=90 * 3600.0).incident(lossy=True)
+    assert rates(seen, pods=32).mtbf_s > 15 * 3600
+
+
+def direct(gamma: Gamma, seconds: float, n: int) -> float:
+    """P(incidents = n), a Poisson of a Gamma rate, by its closed form."""
+    p = gamma.rate_s / (gamma.rate_s + seconds)
+    return math.exp(
+        math.lgamma(gamma.shape + n) - math.lgamma(gamma.shape) - math.lgamma(n + 1)
+        + gamma.shape * math.log(p) + n * math.log1p(-p)
+    )  # fmt: skip
+
+
+@given(st.floats(0.01, 50), st.floats(10, 1e6), st.floats(1, 1e6), st.floats(0.5, 0.99))
+def test_the_quantile_is_that_of_a_direct_sum(shape, rate_s, seconds, q):
+    gamma = Gamma(shape=shape, rate_s=rate_s)
+    if seconds > 30 * rate_s:
+        return  # a direct sum of thousands of terms
+    n = gamma.quantile(seconds, q)
+    below = math.fsum(direct(gamma, seconds, k) for k in range(n))
+    assert below < q + 1e-9
+    assert below + direct(gamma, seconds, n) >= q - 1e-9
+
+
+def test_the_quantiles_ends():
+    gamma = Gamma(shape=0.5, rate_s=100.0)
+    assert gamma.quantile(0.0) == gamma.quantile(-1.0) == 0
+    assert gamma.quantile(1e-300) == 0
+    assert gamma.quantile(math.inf) == LONGEST_COUNT
+    assert gamma.quantile(1e12) == LONGEST_COUNT
+    assert Gamma(shape=1e6, rate_s=1e6).quantile(3.0) == 6  # a known rate: Poisson of mean 3

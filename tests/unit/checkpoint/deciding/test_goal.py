@@ -1,0 +1,71 @@
+"""Goals are read back as they were said, and nothing else is read."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+import pytest
+from deltashard_checkpoint.deciding.goal import AIMS, AUTO, PATTERN, BadGoal, Goal, duration_s, goal
+from hypothesis import given
+from hypothesis import strategies as st
+
+amounts = {
+    "overhead": st.floats(1e-9, 0.5),
+    "lost-work": st.floats(1e-6, 604800),
+    "pls": st.floats(1e-9, 1),
+}
+
+
+@given(st.sampled_from(AIMS).flatmap(lambda aim: st.tuples(st.just(aim), amounts.get(aim, st.just(0.0)))))
+def test_a_goal_is_read_back_from_its_own_words(pair):
+    aim, amount = pair
+    said = Goal(aim=aim, amount=amount)
+    assert goal(str(said)) == said
+    assert re.fullmatch(PATTERN, str(said))
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "again"),
+    [
+        ("auto", AUTO, "auto"),
+        (" overhead=1% ", Goal(aim="overhead", amount=0.01), "overhead=1%"),
+        ("overhead=7%", Goal(aim="overhead", amount=0.07), "overhead=7%"),
+        ("lost-work=5m", Goal(aim="lost-work", amount=300), "lost-work=300s"),
+        ("lost-work=7d", Goal(aim="lost-work", amount=604800), "lost-work=604800s"),
+        ("pls=0.02", Goal(aim="pls", amount=0.02), "pls=0.02"),
+        ("check-n-run", Goal(aim="check-n-run"), "check-n-run"),
+    ],
+)
+def test_words(text, found, again):
+    assert goal(text) == found
+    assert str(found) == again
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "soon", "auto=1", "overhead", "overhead=", "overhead=1", "overhead=0%", "overhead=51%", "overhead=-1%",
+        "overhead=nan%", "overhead=1e-3%", "lost-work=5", "lost-work=0s", "lost-work=8d", "lost-work=" + "9" * 400 + "d",
+        "pls=0", "pls=1.1", "pls=inf", "pls=٣", "fixed=3", "check-n-run=",
+    ],
+)  # fmt: skip
+def test_what_is_no_goal_says_what_would_be(text):
+    with pytest.raises(BadGoal) as refused:
+        goal(text, where="policy")
+    assert refused.value.where == "policy"
+    assert "overhead=1%" in refused.value.remedy or "90s" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("250ms", 0.25), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)]
+)
+def test_durations(text, seconds):
+    assert duration_s(text, where="x") == seconds
+
+
+@given(st.text())
+def test_any_text_is_a_goal_or_refused(text):
+    with suppress(BadGoal):
+        found = goal(text)
+        assert goal(str(found)) == found

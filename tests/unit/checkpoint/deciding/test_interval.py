@@ -1,0 +1,225 @@
+"""Intervals: the special cases of the formulas, and bounds that hold whatever is asked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from deltashard_checkpoint.deciding.cost import Measure
+from deltashard_checkpoint.deciding.goal import AIMS, FIXED, Goal, goal
+from deltashard_checkpoint.deciding.interval import (
+    BAND,
+    ENOUGH,
+    FEWEST_STEPS,
+    IN_FLIGHT_SHARE,
+    LONGEST_S,
+    PLS_SHARE,
+    SHORTEST_S,
+    SLACK,
+    Basis,
+    Interval,
+    Situation,
+    checkfreq_steps,
+    chosen,
+    fewest_saves,
+    share,
+    worth_changing,
+    young,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+costs = st.floats(-1, 1e4)
+mtbfs = st.floats(60, 1e8)
+amounts = {"overhead": st.floats(1e-6, 0.5), "lost-work": st.floats(1e-3, 604800), "pls": st.floats(1e-6, 1)}
+goals = st.sampled_from([aim for aim in AIMS if aim != "fixed"]).flatmap(
+    lambda aim: amounts.get(aim, st.just(0.0)).map(lambda amount: Goal(aim=aim, amount=amount))
+)
+situations = st.builds(
+    Situation,
+    cost_s=costs,
+    durable_s=st.floats(0, 1e5),
+    step_s=st.one_of(st.just(0.0), st.floats(1e-3, 100)),
+    mtbf_s=mtbfs,
+    shards=st.integers(1, 4096),
+    partial=st.booleans(),
+    left_s=st.one_of(st.just(math.inf), st.floats(1, 1e8)),
+    least_s=st.floats(0, 1e5),
+    most_s=st.one_of(st.just(math.inf), st.floats(1, 1e6)),
+)
+
+
+def quiet(**changes: float) -> Situation:
+    """One in which no bound binds, by itself."""
+    return replace(Situation(cost_s=1.0, durable_s=0.0, step_s=0.0, mtbf_s=10 * 3600.0), **changes)
+
+
+# -- formulas ---------------------------------------------------------------------------------------------------
+
+
+@given(costs, mtbfs)
+def test_without_slack_the_fewest_saves_are_youngs(cost_s, mtbf_s):
+    assert fewest_saves(cost_s, mtbf_s, 0.0) == pytest.approx(young(cost_s, mtbf_s), rel=1e-6)
+
+
+@given(mtbfs)
+def test_saves_that_cost_nothing_come_as_rarely_as_the_slack_allows(mtbf_s):
+    for cost_s in (0.0, -0.5, 1e-15):
+        assert fewest_saves(cost_s, mtbf_s) == pytest.approx(2 * SLACK * mtbf_s, rel=1e-4)
+
+
+@given(st.floats(1e-6, 1e4), mtbfs, st.floats(1e-5, 0.1))
+def test_the_fewest_saves_stay_within_the_slack_and_no_longer_interval_does(cost_s, mtbf_s, slack):
+    interval_s = fewest_saves(cost_s, mtbf_s, slack)
+    best_s = young(cost_s, mtbf_s)
+    best = share(best_s, cost_s, mtbf_s)
+    assert best <= min(share(best_s * by, cost_s, mtbf_s) for by in (0.5, 0.99, 1.01, 2)) * (1 + 1e-12)
+    assert best == pytest.approx(math.sqrt(2 * cost_s / mtbf_s))
+    assert interval_s >= best_s * (1 - 1e-12)
+    assert share(interval_s, cost_s, mtbf_s) == pytest.approx(best + slack, rel=1e-6)
+    assert share(interval_s * 1.01, cost_s, mtbf_s) > best + slack
+
+
+def test_checkfreqs_k():
+    assert checkfreq_steps(0.0, 0.0, 0.25, 0.01) == 1
+    assert checkfreq_steps(0.25, 0.0, 0.25, 0.05) == 20  # the paper's notes: one step at 5 %
+    assert checkfreq_steps(0.25, 100.0, 0.25, 0.05) == 400
+    assert checkfreq_steps(-3.0, 0.1, 0.25, 0.05) == 1
+
+
+# -- goals ------------------------------------------------------------------------------------------------------
+
+
+def test_auto_where_no_bound_binds():
+    found = chosen(goal("auto"), quiet())
+    assert found.seconds == pytest.approx(fewest_saves(1.0, 36000.0))
+    assert found.bound == found.unreachable == ""
+    assert "1 s" in found.why
+    assert "10 h" in found.why
+
+
+@pytest.mark.parametrize(
+    ("changes", "seconds", "bound"),
+    [
+        ({"cost_s": 0.0, "mtbf_s": 3600.0}, SHORTEST_S, "a minute"),
+        ({"durable_s": 100.0}, 100.0 / IN_FLIGHT_SHARE, "durable"),
+        ({"step_s": 60.0}, 60.0 * FEWEST_STEPS, "10 steps"),
+        ({"cost_s": 0.1, "mtbf_s": 1e6}, LONGEST_S, "30 minutes"),
+        ({"cost_s": 100.0, "mtbf_s": 1e6}, young(100.0, 1e6), "the best"),
+        ({"least_s": 1000.0}, 1000.0, "the user allows"),
+        ({"most_s": 90.0}, 90.0, "the user allows"),
+        ({"most_s": 90.0, "durable_s": 100.0}, 500.0, "durable"),
+    ],
+)
+def test_autos_bounds(changes, seconds, bound):
+    found = chosen(goal("auto"), quiet(**changes))
+    assert found.seconds == pytest.approx(seconds)
+    assert bound in found.bound
+
+
+@given(st.floats(0, 1e3), st.floats(0, 1e3), st.floats(1e-3, 0.5))
+def test_overhead_is_checkfreqs_in_seconds_and_in_whole_steps(cost_s, durable_s, allowed):
+    wanted = Goal(aim="overhead", amount=allowed)
+    found = chosen(wanted, quiet(cost_s=cost_s, durable_s=durable_s))
+    assert found.seconds == pytest.approx(max(durable_s, cost_s / allowed, 0.001))
+    stepped = chosen(wanted, quiet(cost_s=cost_s, durable_s=durable_s, step_s=0.5))
+    assert stepped.seconds / 0.5 == pytest.approx(checkfreq_steps(cost_s, durable_s, 0.5, allowed))
+    assert cost_s <= allowed * stepped.seconds * (1 + 1e-9)
+
+
+def test_check_n_run_is_half_an_hour_whatever_it_costs():
+    assert chosen(goal("check-n-run"), quiet()).seconds == 1800
+    assert chosen(goal("check-n-run"), quiet(cost_s=90.0, mtbf_s=600.0)).seconds == 1800
+    assert chosen(goal("check-n-run"), quiet(durable_s=2000.0)).seconds == 2000
+
+
+def test_gemini_saves_as_soon_as_the_save_before_is_durable():
+    """Its interval is the copy's own time: what an overhead that anything meets comes to."""
+    assert chosen(Goal(aim="overhead", amount=0.5), quiet(cost_s=0.0, durable_s=12.0)).seconds == 12.0
+
+
+@given(st.floats(1, 604800), situations)
+def test_lost_work_is_kept_or_said_to_be_out_of_reach(most_s, now):
+    found = chosen(Goal(aim="lost-work", amount=most_s), now)
+    worst_s = found.seconds + now.durable_s
+    if found.unreachable:
+        assert worst_s > most_s
+    else:
+        assert worst_s <= most_s * (1 + 1e-6)
+
+
+def test_lost_work_out_of_reach_says_why():
+    found = chosen(goal("lost-work=5m"), quiet(durable_s=200.0))
+    assert found.seconds == 200.0
+    assert "5 min" in found.unreachable
+    assert "durable" in found.unreachable
+
+
+def test_pls():
+    now = quiet(partial=True, shards=18, mtbf_s=20 * 3600.0)
+    assert chosen(goal("pls=0.02"), now).seconds == pytest.approx(14.4 * 3600)
+    assert chosen(goal("pls=0.1"), now).seconds == pytest.approx(72 * 3600)
+    late = chosen(goal("pls=0.1"), replace(now, left_s=36000.0))
+    assert late.seconds == pytest.approx(PLS_SHARE * 36000)
+    assert "tenth" in late.bound
+    full = chosen(goal("pls=0.1"), replace(now, partial=False))
+    assert full.seconds == chosen(goal("auto"), now).seconds
+    assert "partial recovery" in full.unreachable
+
+
+def test_a_fixed_interval_is_not_chosen():
+    with pytest.raises(ValueError, match="fixed"):
+        chosen(FIXED, quiet())
+
+
+@given(goals, situations)
+def test_bounds_hold_and_the_lower_one_wins(aim, now):
+    found = chosen(aim, now)
+    auto = aim.aim == "auto" or (aim.aim == "pls" and not now.partial)
+    low_s = max(now.durable_s, now.step_s, 0.001, now.least_s)
+    high_s = now.most_s
+    if auto:
+        low_s = max(SHORTEST_S, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.least_s)
+        high_s = min(high_s, max(LONGEST_S, young(now.cost_s, now.mtbf_s)))
+    elif aim.aim == "pls":
+        high_s = min(high_s, PLS_SHARE * now.left_s)
+    assert math.isfinite(found.seconds)
+    assert found.seconds >= low_s * (1 - 1e-12)
+    assert found.seconds <= max(low_s, high_s) * (1 + 1e-12)
+    assert found.why
+    if found.bound:
+        assert found.seconds in (pytest.approx(low_s), pytest.approx(high_s))
+
+
+# -- when it changes --------------------------------------------------------------------------------------------
+
+
+def measured(*values: float) -> Measure:
+    found = Measure()
+    for value in values:
+        found = found.sampled(value)
+    return found
+
+
+STEADY = measured(*[1.0, 1.1, 0.9, 1.0] * 3)
+BASIS = Basis(seconds=300.0, cost_s=1.0, mtbf_s=36000.0)
+
+
+@pytest.mark.parametrize(
+    ("basis", "costs", "seconds", "changes", "changed"),
+    [
+        (BASIS, measured(*[9.0] * (ENOUGH - 1)), 900.0, {}, False),  # too few saves
+        (BASIS, measured(*[9.0, 9.1] * ENOUGH), 300.0 * BAND[1], {}, False),  # too little to gain
+        (BASIS, measured(*[9.0, 9.1] * ENOUGH), 900.0, {}, True),
+        (BASIS, measured(*[0.1, 0.12] * ENOUGH), 100.0, {}, True),
+        (BASIS, STEADY, 900.0, {}, False),  # a chance
+        (BASIS, measured(*[0.0] * ENOUGH, 30.0), 900.0, {}, False),  # one outlier is no news
+        (BASIS, STEADY, 900.0, {"mtbf_s": 80000.0}, True),
+        (BASIS, STEADY, 200.0, {"mtbf_s": 17000.0}, True),
+        (BASIS, STEADY, 900.0, {"mtbf_s": 60000.0}, False),
+        (BASIS, STEADY, 900.0, {"durable_s": 301.0}, True),  # saves overlap
+    ],
+)
+def test_only_what_is_no_chance_changes_an_interval(basis, costs, seconds, changes, changed):
+    assert worth_changing(basis, Interval(seconds=seconds), costs, quiet(**changes)) is changed

@@ -1,0 +1,151 @@
+"""Bits: the budget is kept, small tables keep 8 bit, and Gaussian rows give what the formulas promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from deltashard_checkpoint.deciding.precision import (
+    BITS,
+    BUDGET,
+    GAUSSIAN_ERRORS,
+    BadTables,
+    Outlook,
+    TableFacts,
+    by_budget,
+    by_paper,
+    check_n_run_bits,
+    encodings_of,
+    large_tables,
+    raised,
+)
+from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODING_CHOICES, ENCODINGS, bits_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.checkpoint.codecs.support import store
+
+errors = st.lists(st.floats(0, 2), min_size=4, max_size=4).map(
+    lambda found: dict(zip(BITS, sorted(found, reverse=True), strict=True))
+)
+facts = st.builds(
+    TableFacts,
+    raw_bytes=st.integers(1, 10**12),
+    errors=st.one_of(st.just({}), errors),
+    spent=st.floats(0, 0.3),
+)
+tables = st.dictionaries(st.text(min_size=1, max_size=3), facts, min_size=1, max_size=8)
+outlooks = st.builds(
+    Outlook,
+    restores=st.integers(0, 5000),
+    expected=st.floats(0, 200),
+    happened=st.integers(0, 50),
+    ending=st.booleans(),
+    least_bits=st.integers(0, 8),
+)
+
+
+def real_error(bits: int, columns: int = 64) -> float:
+    """Relative L2 error of Gaussian rows under the real codec."""
+    rows = np.random.default_rng(7).standard_normal((2000, columns)).astype(np.float32)
+    restored = store(BITS_CHOICES[bits], rows).restored()
+    return float(np.linalg.norm(rows - restored) / np.linalg.norm(rows))
+
+
+def test_the_errors_of_gaussian_rows_are_the_codecs():
+    for bits in BITS:
+        assert GAUSSIAN_ERRORS[bits] == pytest.approx(real_error(bits), rel=0.01)
+
+
+def test_gaussian_rows_bear_1_3_16_and_3900_restores():
+    """The paper's tolerances for 2, 3, 4 and 8 bit are 1, 3, 20 and over 100."""
+    found = {}
+    for restores in range(6000):
+        large = {"t": TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS)}
+        bits = bits_of(by_budget(large, Outlook(restores=restores, expected=0), {}).encodings["t"])
+        if restores * GAUSSIAN_ERRORS[bits] ** 2 <= BUDGET:
+            found[bits] = restores
+    assert [found[bits] for bits in (2, 3, 4)] == [1, 3, 16]
+    assert found[8] == pytest.approx(3900, rel=0.03)
+
+
+@given(tables, outlooks)
+def test_the_budget_is_kept_and_small_tables_have_8_bit(model, outlook):
+    found = by_budget(model, outlook, {})
+    assert found.encodings.keys() == model.keys()
+    large = large_tables(model)
+    for name, encoding in found.encodings.items():
+        bits = bits_of(encoding)
+        assert bits in BITS
+        assert bits >= min(outlook.least_bits, 8)
+        if bits < 8:
+            assert name in large
+            assert not outlook.ending
+            assert model[name].spent + outlook.restores * model[name].errors[bits] ** 2 <= BUDGET
+    assert found.why
+
+
+@given(tables)
+def test_the_large_tables_are_the_fewest_that_hold_nine_tenths(model):
+    large = large_tables(model)
+    total = sum(each.raw_bytes for each in model.values())
+    held = sum(model[name].raw_bytes for name in large)
+    assert held >= 0.9 * total
+    smallest = min(model[name].raw_bytes for name in large)
+    assert held - smallest < 0.9 * total
+    assert all(each.raw_bytes <= smallest for name, each in model.items() if name not in large)
+
+
+@given(tables, outlooks, st.sampled_from(ENCODING_CHOICES))
+def test_the_users_own_encoding_of_a_table_stands(model, outlook, encoding):
+    name = next(iter(model))
+    for rule in (by_budget, by_paper):
+        assert rule(model, outlook, {name: encoding}).encodings[name] == encoding
+
+
+@given(tables, outlooks)
+def test_check_n_run_is_one_width_for_all(model, outlook):
+    found = set(by_paper(model, outlook, {}).encodings.values())
+    assert len(found) == 1
+    bits = bits_of(found.pop())
+    assert bits >= max(check_n_run_bits(outlook.expected, outlook.happened), min(outlook.least_bits, 8))
+
+
+@pytest.mark.parametrize(
+    ("expected", "happened", "bits"),
+    [(0.5, 0, 2), (1, 1, 2), (1, 2, 8), (3, 3, 3), (20, 4, 4), (21, 4, 8), (0, 0, 2), (2.5, 3, 8)],
+)
+def test_check_n_runs_table(expected, happened, bits):
+    assert check_n_run_bits(expected, happened) == bits
+
+
+def test_past_restores_count_at_the_bits_they_read():
+    error = GAUSSIAN_ERRORS[4]
+    spent = TableFacts(raw_bytes=1, errors=GAUSSIAN_ERRORS, spent=10 * error**2)
+    for restores, bits in ((6, 4), (7, 8)):
+        assert (
+            by_budget({"t": spent}, Outlook(restores=restores, expected=0), {}).encodings["t"] == f"q{bits}"
+        )
+
+
+def test_raised_means_more_bits_of_a_table_that_was_there():
+    assert raised({"a": "q2", "b": "q8"}, {"a": "q8", "b": "q2"})
+    assert raised({"a": "q8"}, {"a": "bf16"})
+    assert not raised({"a": "q8"}, {"a": "q2", "b": "fp32"})
+    assert not raised({"a": "fp16"}, {"a": "bf16"})
+    assert not raised({}, {"a": "q8"})
+
+
+@given(
+    st.dictionaries(st.from_regex(r"[a-z][a-z.=]{0,8}", fullmatch=True), st.sampled_from(ENCODING_CHOICES))
+)
+def test_encodings_of_tables_are_read_back(wanted):
+    text = ", ".join(f"{table}={encoding}" for table, encoding in wanted.items())
+    assert encodings_of(text, where="tables") == wanted
+
+
+@pytest.mark.parametrize("text", ["emb", "emb=", "=q8", "emb=q5", "emb=fp64", "emb=q8,emb=q4"])
+def test_what_is_no_encoding_of_a_table_is_refused(text):
+    with pytest.raises(BadTables) as refused:
+        encodings_of(text, where="tables")
+    assert refused.value.where == "tables"
+    assert ENCODINGS["q8"].name in refused.value.remedy

@@ -1,0 +1,95 @@
+"""What a log says of a run: its intervals, rows, failures and measured costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
+from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
+from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed
+from deltashard_cli.planning.assumption import Said, settled
+from deltashard_cli.planning.recorded_run import recorded_run
+
+TABLE = TableSchema(
+    fqn="emb", rows=1000, columns=16, dtype="float32",
+    fields=(FieldSpec(name="sum", kind="rowwise", dtype="float32"),),
+)  # fmt: skip
+HALF = TableSchema(fqn="half", rows=1000, columns=8, dtype="bfloat16")
+ROW_BYTES = 1000 * (16 * 4 + 4) + 1000 * 8 * 2
+BASE = {"previous": "", "writer": "w"}
+
+
+def opened(seq: int, at_s: float, resumes_from: int | None = None) -> AttemptOpened:
+    return AttemptOpened(seq=seq, at_s=at_s, world_size=2, resumes_from=resumes_from, owner="o", **BASE)
+
+
+def saved(seq: int, at_s: float, *, attempt: int, covers: int | None, rows: int, **more) -> Checkpoint:
+    listed = Listed(layout="l", world_size=2, manifest="m", covers=(covers,))
+    return Checkpoint(
+        seq=seq, at_s=at_s, attempt=attempt, cut=seq, step=10 * seq, tables=(TABLE, HALF), encodings=("bf16", "q8"),
+        rows=rows, raw_bytes=ROW_BYTES + 500 if covers is None else 1000, stored_bytes=4000, stall_s=0.02,
+        listed=listed, **BASE, **more,
+    )  # fmt: skip
+
+
+LOG = [
+    opened(1, 0.0),
+    saved(2, 100.0, attempt=1, covers=None, rows=2000),
+    saved(3, 200.0, attempt=1, covers=2, rows=200),
+    saved(4, 300.0, attempt=1, covers=2, rows=400),
+    opened(5, 1000.0, resumes_from=4),
+    saved(6, 1100.0, attempt=5, covers=4, rows=220),
+]
+
+
+def test_a_log_of_two_attempts():
+    found = recorded_run(LOG)
+    assert found is not None
+    assert (found.rows, found.columns, found.state_bytes, found.dense_bytes) == (2000, 12, 2, 500)
+    assert (found.ranks, found.checkpoints, found.attempts) == (2, 4, 2)
+    assert (found.interval_s, found.step_s, found.encoding) == (100.0, 10.0, "q8")
+    assert found.stall_s == pytest.approx(0.02)
+    assert found.touched == ((100.0, 0.1), (200.0, 0.2), (800.0, 0.11))
+    assert found.gaps == (350.0,)  # half an interval after the last checkpoint
+    assert found.evidence.lossy == pytest.approx(1, rel=0.01)
+    assert found.evidence.restores == found.evidence.lossy
+    assert found.evidence.exposure_s == pytest.approx(450, rel=0.01)
+
+
+def test_a_run_without_checkpoints_says_nothing():
+    assert recorded_run([]) is None
+    assert recorded_run(LOG[:1]) is None
+    found = recorded_run(LOG[:2])
+    assert found is not None
+    assert (found.interval_s, found.step_s, found.touched, found.gaps) == (None, None, (), ())
+
+
+def measured(value: float) -> Measure:
+    return Measure().sampled(value).sampled(value)
+
+
+def test_the_profile_in_a_commit_is_taken_before_what_entries_say():
+    profile = Profile(
+        key="k",
+        step_s=0.25,
+        save=measured(0.5),
+        stall=measured(0.125),
+        durable=measured(2.0),
+        reschedule=measured(60.0),
+    )
+    log = [*LOG[:-1], replace(LOG[-1], metadata={KEY: profile.text()})]
+    known, notes = settled(Said(), recorded_run(log))
+    assert (known.stall_s, known.slowdown_s, known.step_s, known.restart_s) == (0.125, 0.375, 0.25, 60.0)
+    assert known.bandwidth == pytest.approx(4000 / 2)
+    assert known.ranks == 2
+    assert all("log" in each.source for each in notes if each.name in {"a step", "a save's slowdown"})
+    spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
+    known, _ = settled(Said(), recorded_run(spoiled))
+    assert (known.stall_s, known.step_s) == (pytest.approx(0.02), 10.0)
+
+
+def test_what_is_said_stands_over_the_log():
+    known, _ = settled(Said(stall_s=3.0, step_s=1.0, ranks=7, dirty=((60.0, 0.5),)), recorded_run(LOG))
+    assert (known.stall_s, known.step_s, known.ranks) == (3.0, 1.0, 7)
+    assert known.growth.touched(60) == pytest.approx(0.5)
