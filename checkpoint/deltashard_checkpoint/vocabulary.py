@@ -180,3 +180,5 @@ FLEET_PROTOCOL = ProtocolVersions(1, 1)
 
 PLS_KEY = "deltashard/pls"
 """The run's portion of lost samples; there once a recovery was partial."""
+LINEAGE_KEY = "deltashard/lineage"
+"""Of a run under partial recovery, in every commit."""

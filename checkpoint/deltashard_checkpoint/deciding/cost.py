@@ -14,6 +14,8 @@ TAIL = 20
 KEY = "deltashard/profile"
 """Name of the profile in a commit's metadata."""
 MAX_TEXT = 4096
+_MOST = 1e12
+"""No recorded count or number of seconds is larger."""
 
 
 class BadProfile(UserError):
@@ -43,6 +45,16 @@ class Measure:
             squares=self.squares + delta * (value - mean),
             newest=(*self.newest, value)[-TAIL:],
         )
+
+    def within(self, most: int) -> Measure:
+        """Weighing no more than so many samples, so that the mean follows what changes.
+
+        From there on each new sample counts 1 / `most` and the others fade. Their mean is then as exact as that of
+        twice as many, so that `error`, which counts `most`, errs to the careful side.
+        """
+        if self.n <= most:
+            return self
+        return replace(self, n=most, squares=self.squares * (most - 1) / (self.n - 1))
 
     @property
     def error(self) -> float:
@@ -90,20 +102,27 @@ def recorded(text: str) -> Profile:
         found: Any = json.loads(text[: MAX_TEXT + 1])  # what is longer was cut, and is no JSON
         measures = {
             name: Measure(
-                n=int(each["n"]),
+                n=int(_not_negative(each["n"])),
                 mean=_number(each["mean"]),
-                squares=_number(each["squares"]),
+                squares=_not_negative(each["squares"]),
                 newest=tuple(map(_number, each["newest"]))[-TAIL:],
             )
             for name in ("save", "stall", "durable", "restore", "reschedule")
             for each in (found[name],)
         }
-        return Profile(key=str(found["key"]), step_s=_number(found["step_s"]), **measures)
+        return Profile(key=str(found["key"]), step_s=_not_negative(found["step_s"]), **measures)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise BadProfile("the recorded profile cannot be read", where=KEY) from None
 
 
 def _number(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+    if type(value) not in (int, float) or not abs(value) <= _MOST:  # type: ignore[arg-type]  # nor is NaN
         raise ValueError(value)
     return float(value)  # type: ignore[arg-type]
+
+
+def _not_negative(value: object) -> float:
+    number = _number(value)
+    if number < 0:
+        raise ValueError(value)
+    return number

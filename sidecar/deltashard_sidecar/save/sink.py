@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
+from deltashard_checkpoint.deciding import cost
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
@@ -179,9 +180,11 @@ class PartSink:
         )
 
     def _metadata(self, sealed: Sealed) -> dict[str, str]:
-        """The user's, and the directive that this cut followed, for a pod that starts without a controller."""
-        mine = {} if self._cut.follows is None else {KEY: self._cut.follows}
-        return {name: text for name, text in sealed.metadata.items() if name != KEY} | mine
+        """The user's; for whoever starts next the directive that this cut followed, and what was measured."""
+        mine = {KEY: self._cut.follows, cost.KEY: self._cut.profile}
+        return {name: text for name, text in sealed.metadata.items() if name not in mine} | {
+            name: text for name, text in mine.items() if text is not None
+        }
 
     def abandon(self) -> None:
         """See `save.Sink`."""

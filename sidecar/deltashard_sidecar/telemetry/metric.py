@@ -52,6 +52,9 @@ FLEET_CAUSES = frozenset(
     ]
 )
 """Why the controller's heartbeat service did not take this sidecar in."""
+DECIDED_CAUSES = ("measured", "cost", "failures", "durable", "policy")
+"""What a chosen interval follows from: the first saves measured, what saves cost, how often steps are lost, a save that
+takes longer than the interval, another goal or bound."""
 STALL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
 
@@ -188,6 +191,30 @@ class Metrics:
             "Incidents that went before the controller had taken them",
             registry=r,
         )
+        self.interval = Gauge(
+            "deltashard_interval_seconds",
+            "Save interval in force (0: none by time) and as the decider would have it (0: it has none)",
+            ("which",),
+            registry=r,
+        )
+        self.cost = Gauge(
+            "deltashard_save_cost_seconds",
+            "Trainer seconds that a save costs, the mean as measured",
+            registry=r,
+        )
+        self.mtbf = Gauge(
+            "deltashard_lossy_failure_mtbf_seconds",
+            "Trained seconds between failures that lose steps, as believed",
+            registry=r,
+        )
+        self.trained = Counter(
+            "deltashard_trained_seconds", "Seconds that trainers of rank 0 trained", registry=r
+        )
+        self.decided = Counter(
+            "deltashard_intervals_decided", "Intervals chosen, by what had changed", ("cause",), registry=r
+        )
+        for cause in DECIDED_CAUSES:
+            self.decided.labels(cause)
         for when in ("ahead", "again", "held"):
             self.copied_rows.labels(when)
         for outcome in OUTCOMES:
