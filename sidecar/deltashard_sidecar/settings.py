@@ -350,7 +350,7 @@ def reference() -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, kind, default, doc in entries():
-        meaning = doc.replace("|", "\\|")
+        meaning = " ".join(doc.split()).replace("|", "\\|")
         flag, variable = f"--{name.replace('_', '-')}", variable_of(name)
         span = " to ".join(str(int(limit)) for limit in RANGES.get(name, ()))
         typed = kind.replace("|", "or")

@@ -61,6 +61,8 @@ class TrainerControl:
         self._log = log
         self._lock = threading.Lock()
         self._in_force = InForce(started_with=Policy.of(settings))
+        self._told = self._in_force.policy
+        """What trainers were told last."""
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
         """Local rank -> (attempt, how its last save ended): for a session that comes too late to be told."""
 
@@ -95,8 +97,9 @@ class TrainerControl:
         """An attempt was opened for a session; the decider knows of it already."""
         with self._lock:
             session.opened(reply)
-            self._pace()
+            sessions = self._pace()
             session.timer.opened(now_s=time.monotonic(), step=reply.step, phase=self._decider.phase())
+        self._tell(sessions)
 
     # What the controller says.
 
@@ -112,7 +115,7 @@ class TrainerControl:
             return
         self._metrics.directives.inc()
         self._log.info("directive.followed", generation=directive.generation, policy=str(after.policy))
-        self._tell(sessions)
+        self._tell(sessions, anew=True)
 
     def decided(self) -> None:
         """The decider chose other timers: they hold at once, counted from where the current interval began."""
@@ -127,9 +130,13 @@ class TrainerControl:
             session.timer.paced(every_s=policy.every_s, every_steps=policy.every_steps)
         return sessions
 
-    def _tell(self, sessions: list[Session]) -> None:
+    def _tell(self, sessions: list[Session], *, anew: bool = False) -> None:
+        """Tell trainers the policy, where it is another one than they were told last, or `anew`."""
+        told, self._told = self._told, self.policy
+        if self._told == told and not anew:
+            return
         for session in sessions:
-            session.notices.post(notices.policy(self.policy.message()))
+            session.notices.post(notices.policy(self._told.message()))
             self.direct(session)
 
     def adopt(self, session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Which interval a run has, and when another one replaces it: from its policy, what was measured and what was seen. Pure.
+"""Which interval a run has, and when another one replaces it: from what was measured and seen. Pure.
 
     nothing to decide    no goal, `fixed`, or the mode is off: the timers as they are said
     measuring            until `interval.ENOUGH` saves were measured: as they are said, else a minute

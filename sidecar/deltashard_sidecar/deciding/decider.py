@@ -32,7 +32,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from deltashard_sidecar.deciding.choice import Choice, Held, choose, cost_of, terms_of
+from deltashard_sidecar.deciding.choice import CAUSES, Choice, Held, choose, cost_of, terms_of
 from deltashard_sidecar.deciding.history import Past, ends, past
 from deltashard_sidecar.deciding.record import Record, recorded
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
@@ -143,6 +143,8 @@ class Decider:
         self._partial = False
         self._left_steps = math.inf
         self._saves = 0
+        for cause in CAUSES:
+            metrics.decided.labels(cause)
 
     # What holds.
 
@@ -204,7 +206,7 @@ class Decider:
             elif self._profile.key != key:
                 self._profile, self._held = Profile(key=key), None
             self._begin, self._left_steps = None, math.inf
-            self._meter = self._meter.began(opening.reading)
+            self._meter = self._meter.began(None)
             self._restoring = opening.resumed
             newest = state.newest()
             self._partial = newest is not None and LINEAGE_KEY in newest.metadata
@@ -283,8 +285,8 @@ class Decider:
         """One look at rank 0's control line, once a tick; True when the timers are other ones."""
         with self._lock:
             opening = self._opening
-            if opening is None:
-                return False
+            if opening is None or reading.step <= opening.reading.step:
+                return False  # what the line says of time is not this attempt's yet
             prepares = self._clock() - self._disturbed_s < PREPARED_S
             before_s = self._meter.trained_s
             self._meter = self._meter.read(reading, quiet=self._begin is None and not prepares)
@@ -307,7 +309,7 @@ class Decider:
 
     def _restored(self, opening: Opening, reading: Reading) -> None:
         """The first step after a restore: what it took from open to there, without the steps seen since."""
-        if not self._restoring or reading.step <= opening.reading.step:
+        if not self._restoring:
             return
         self._restoring = False
         since = (reading.step - opening.reading.step - 1) * self._profile.step_s
@@ -371,8 +373,8 @@ class Decider:
             most_s=terms.most_s,
         )
         evidence = (
-            f"{self._saves} saves measured by this sidecar, {profile.save.n} in the mean; {seen.lossy:.3g} lossy failures "
-            f"and {seen.restores:.3g} restores in {seen.exposure_s / 3600:.3g} h of training"
+            f"{self._saves} saves measured by this sidecar, {profile.save.n} in the mean; {seen.lossy:.3g} lossy "
+            f"failures and {seen.restores:.3g} restores in {seen.exposure_s / 3600:.3g} h of training"
         )
         choice = choose(terms, profile, now, self._held, evidence)
         if choice.cause is not None:

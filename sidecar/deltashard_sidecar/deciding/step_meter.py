@@ -50,8 +50,8 @@ class StepMeter:
     trained_s: float = 0.0
     """Seconds in which steps ended, saves and pauses included."""
 
-    def began(self, reading: Reading) -> Self:
-        """A trainer begins, or goes on, here."""
+    def began(self, reading: Reading | None) -> Self:
+        """A trainer begins, or goes on, here; None: where it is read next."""
         return replace(self, last=reading)
 
     def read(self, reading: Reading, *, quiet: bool) -> Self:
@@ -65,14 +65,13 @@ class StepMeter:
         if window.seconds <= 0:  # the clock was set
             return after
         after = replace(after, trained_s=after.trained_s + min(window.seconds, LONGEST_S))
-        return after._quiet(window) if quiet else after
-
-    def _quiet(self, window: Window) -> Self:
-        if self._is_pause(window):
-            if self.odd + 1 < FEWEST_WINDOWS:
-                return replace(self, odd=self.odd + 1)
-            return replace(self, windows=(window,), odd=0)
-        return replace(self, windows=(*self.windows, window)[-WINDOWS:], odd=0)
+        if not quiet:
+            return after
+        if not self._is_pause(window):
+            return replace(after, windows=(*self.windows, window)[-WINDOWS:], odd=0)
+        if self.odd + 1 < FEWEST_WINDOWS:
+            return replace(after, odd=self.odd + 1)
+        return replace(after, windows=(window,), odd=0)
 
     def _is_pause(self, window: Window) -> bool:
         if len(self.windows) < FEWEST_WINDOWS or window.seconds < SHORTEST_PAUSE_S:

@@ -1,9 +1,9 @@
 """What a sidecar tells the controller, and when; and when it comes back after the stream ended. Pure.
 
-A heartbeat is worth sending at once when anything but steps, sizes and measured numbers changed, though not more often than once a
-second, and in any case every `heartbeat_s`. After a stream ended the next one begins after a random part of a pause
-that doubles from failure to failure: a controller that restarts meets its sidecars spread over seconds, and one that
-is away costs a connection a minute.
+A heartbeat is worth sending at once when anything but steps, sizes and measured numbers changed, though not more often
+than once a second, and in any case every `heartbeat_s`. After a stream ended the next one begins after a random part
+of a pause that doubles from failure to failure: a controller that restarts meets its sidecars spread over seconds, and
+one that is away costs a connection a minute.
 """
 
 from __future__ import annotations

@@ -52,9 +52,6 @@ FLEET_CAUSES = frozenset(
     ]
 )
 """Why the controller's heartbeat service did not take this sidecar in."""
-DECIDED_CAUSES = ("measured", "cost", "failures", "durable", "policy")
-"""What a chosen interval follows from: the first saves measured, what saves cost, how often steps are lost, a save that
-takes longer than the interval, another goal or bound."""
 STALL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0)
 
@@ -213,8 +210,6 @@ class Metrics:
         self.decided = Counter(
             "deltashard_intervals_decided", "Intervals chosen, by what had changed", ("cause",), registry=r
         )
-        for cause in DECIDED_CAUSES:
-            self.decided.labels(cause)
         for when in ("ahead", "again", "held"):
             self.copied_rows.labels(when)
         for outcome in OUTCOMES:
