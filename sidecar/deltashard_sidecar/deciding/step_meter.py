@@ -6,7 +6,6 @@ and nothing else, whatever their number: what is computed of them is off by no p
 
 from __future__ import annotations
 
-import statistics
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -45,6 +44,9 @@ class StepMeter:
     last: Reading | None = None
     windows: tuple[Window, ...] = ()
     """Quiet ones, oldest first: no save was in flight."""
+    steps: int = 0
+    """Of all windows."""
+    seconds: float = 0.0
     odd: int = 0
     """Windows in a row that were left out as pauses."""
     trained_s: float = 0.0
@@ -68,22 +70,30 @@ class StepMeter:
         if not quiet:
             return after
         if not self._is_pause(window):
-            return replace(after, windows=(*self.windows, window)[-WINDOWS:], odd=0)
+            return after.and_quiet(window)
         if self.odd + 1 < FEWEST_WINDOWS:
             return replace(after, odd=self.odd + 1)
-        return replace(after, windows=(window,), odd=0)
+        return replace(after, windows=(), steps=0, seconds=0.0).and_quiet(window)
+
+    def and_quiet(self, window: Window) -> Self:
+        """After one more quiet window."""
+        gone = self.windows[:1] if len(self.windows) == WINDOWS else ()
+        return replace(
+            self,
+            windows=(*self.windows[len(gone) :], window),
+            steps=self.steps + window.steps - sum(each.steps for each in gone),
+            seconds=self.seconds + window.seconds - sum(each.seconds for each in gone),
+            odd=0,
+        )
 
     def _is_pause(self, window: Window) -> bool:
-        if len(self.windows) < FEWEST_WINDOWS or window.seconds < SHORTEST_PAUSE_S:
-            return False
-        usual_s = statistics.median(each.seconds / each.steps for each in self.windows)
-        return window.seconds > PAUSE * usual_s * window.steps
+        usual_s = self.step_s if len(self.windows) >= FEWEST_WINDOWS else 0.0
+        return 0 < PAUSE * usual_s * window.steps < window.seconds > SHORTEST_PAUSE_S
 
     @property
     def step_s(self) -> float:
         """Of a quiet step, the mean; 0: too few were seen."""
-        steps = sum(each.steps for each in self.windows)
-        return sum(each.seconds for each in self.windows) / steps if steps >= FEWEST_STEPS else 0.0
+        return self.seconds / self.steps if self.steps >= FEWEST_STEPS else 0.0
 
 
 def lost_s(since: Reading, until: Reading, *, step_s: float, in_flight_s: float) -> float | None:

@@ -197,6 +197,7 @@ def test_a_cost_is_exact_wherever_looks_and_commits_fall(
     life.open()
     life.train(max(quiet_s, 40 * step_s), looks=7)
     life.save(stall_s=stall_s, slower_s=slower_s, durable_s=stall_s + slower_s + more_s)
+    life.train(3 * step_s)  # a step may end just when the commit does
     measured = life.decider.measured()
     assert measured is not None
     assert measured.cost_s == pytest.approx(
@@ -264,15 +265,15 @@ def test_failures_shorten_the_interval_and_ends_in_good_order_do_not() -> None:
     life.open()
     life.saves(2 * ENOUGH, lambda: 0.5)
     assert life.every_s == 1800.0
-    for reason, lossy in (("close", 0.0), ("timer", 1.0)):
+    for reason, lossy in (("close", 0.0), ("timer", 1.0), ("timer", 2.0), ("timer", 3.0)):
         text = life.decider.text(closing=reason == "close")
         assert text is not None
         life.open(log_of({KEY: text}, reason=reason, step=life.step), attempt=life.cut + 2, resumed=True)
         (decision,) = life.decider.decisions()
-        assert f"{lossy:g} lossy failures" in decision.evidence
+        assert round(float(decision.evidence.partition("; ")[2].split()[0])) == lossy, "they fade a little"
         life.saves(ENOUGH, lambda: 0.5)
-    assert life.changed("failures") == 1
-    assert life.every_s < 1000.0
+        assert (life.changed("failures") > 0) == (lossy > 1)
+    assert life.every_s < 1200.0
 
 
 def test_a_crash_loop_is_one_failure_and_what_the_arena_saw_decides() -> None:
@@ -296,7 +297,7 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
     first = Life()
     first.open()
     first.saves(ENOUGH, lambda: 0.2)
-    text = first.decider.text(closing=False)
+    text = first.decider.text(closing=True)
     assert text is not None
     assert recorded(text).held is not None
     state = log_of({KEY: text}, attempt=3)
@@ -304,7 +305,7 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
     again.open(state, attempt=5, resumed=True)
     assert again.every_s == first.every_s == 1800.0
     assert again.changes == 0, "nothing was decided anew"
-    assert "1 lossy failures" in again.decider.decisions()[0].evidence
+    assert "0 lossy failures and 1 restores" in again.decider.decisions()[0].evidence
     other = Life()
     other.decider.opened(
         Opening(
@@ -313,7 +314,7 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
         state,
     )
     assert other.every_s == 60.0
-    assert "1 lossy failures" in other.decider.decisions()[0].evidence
+    assert "0 lossy failures and 1 restores" in other.decider.decisions()[0].evidence
 
 
 def test_a_commit_that_says_nonsense_is_passed_over() -> None:
@@ -339,7 +340,7 @@ def test_the_controllers_count_takes_the_place_of_ours() -> None:
     ):
         life.decider.told(fleet.Evidence(**nonsense))  # type: ignore[arg-type]
     assert life.decider.measured() == before
-    life.decider.told(fleet.Evidence(exposure_s=36000.0, lossy=10.0, restores=12.0, pods=8))
+    life.decider.told(fleet.Evidence(exposure_s=36000.0, lossy=100.0, restores=120.0, pods=8))
     measured = life.decider.measured()
     assert measured is not None
     assert measured.mtbf_s < 3 * 3600.0
@@ -351,14 +352,14 @@ def test_another_goal_or_bound_is_followed_at_once_without_measuring_anew() -> N
     """The choice is made anew from what is known."""
     life = Life()
     life.open()
-    life.saves(2 * ENOUGH, lambda: 1.0)
+    life.saves(2 * ENOUGH, lambda: 0.5)
     assert life.every_s == 1800.0
     life.policy = replace(life.policy, most_s=120.0)
     life.decider.governed(life.policy)
     assert life.every_s == 120.0
     life.policy = replace(life.policy, goal="overhead=2%", most_s=0.0)
     life.decider.governed(life.policy)
-    assert life.every_s == pytest.approx(50.0, rel=0.05)
+    assert life.every_s == pytest.approx(25.0, rel=0.05)
     assert life.changed("policy") == 2
     life.policy = replace(life.policy, interval_mode="off", every_s=30.0)
     life.decider.governed(life.policy)
