@@ -159,6 +159,7 @@ def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: L
         flights=sidecar.flights,
         keeper=sidecar.keeper,
         activity=sidecar.activity,
+        decider=sidecar.decider,
         in_force=lambda: sidecar.control.in_force,
         stopping=lambda: sidecar.stopping,
     )
@@ -170,6 +171,7 @@ def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: L
             asked.reason, urgent=asked.urgent, deadline_s=asked.deadline_s
         ),
         acknowledge=sidecar.activity.incidents.acknowledge,
+        evidence=sidecar.evidence,
         metrics=metrics,
         log=log,
     )

@@ -17,6 +17,8 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
+from deltashard_sidecar.deciding.decider import Cost, Decider
+from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.handoff import Closings
 from deltashard_sidecar.maintenance import Housekeeping
@@ -25,7 +27,7 @@ from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.joint_commit import JointCommits
 from deltashard_sidecar.save.preparation import Preparation
 from deltashard_sidecar.save.save import Cut, Save
-from deltashard_sidecar.save.sink import PartSink, decline
+from deltashard_sidecar.save.sink import PERIODIC, PartSink, decline
 from deltashard_sidecar.session.attachment import Attachment
 from deltashard_sidecar.session.capacity import raw_bytes
 from deltashard_sidecar.session.session import Session, Sessions
@@ -70,6 +72,7 @@ class SaveService:
         keeping: Housekeeping,
         keeper: ArenaKeeper,
         run: Run,
+        decider: Decider,
         metrics: Metrics,
         log: Logger,
     ) -> None:
@@ -87,6 +90,7 @@ class SaveService:
         self._keeping = keeping
         self._keeper = keeper
         self._run = run
+        self._decider = decider
         self._metrics = metrics
         self._log = log
 
@@ -113,8 +117,12 @@ class SaveService:
         if running is not None and not running.life.ended:
             yield _not_prepared("another save of this rank is in flight")
             return
-        covers = self._run.decide(session.who, attempt, begin, self._control.in_force.policy).covers
+        covers = self._run.decide(
+            session.who, attempt, begin, self._control.in_force.policy, self._decider.expected()
+        ).covers
         granted = preparation.grant()
+        if session.who.rank == 0:
+            self._decider.prepares()
         crash_point("stage.prepared")
         yield pb.SaveReply(prepared=pb.SaveReply.Prepared(covers=covers))
         yield pb.SaveReply(blocks=pb.SaveReply.Blocks(granted=granted))
@@ -188,13 +196,19 @@ class SaveService:
             ended=self._ended,
         )
         self._control.begins(session, attempt, step=begin.step)
+        if session.who.rank == 0:
+            # Its boundary of that step waits for us: the control line stands still.
+            reading = Reading(begin.step, self._keeper.step_time_s(session.who.local_rank))
+            self._decider.save_begins(
+                cut.cut, reading, planned_steps=begin.planned_steps, timed=cut.reason in PERIODIC
+            )
         return save
 
     def _decided(self, session: Session, attempt: int, begin: pb.SaveRequest.Begin) -> Cut:
         """What the cut holds and how long it may hold training, by the policy in force. No store is asked."""
         in_force = self._control.in_force
         policy = in_force.policy
-        holding = self._run.decide(session.who, attempt, begin, policy)
+        holding = self._run.decide(session.who, attempt, begin, policy, self._decider.expected())
         covers = holding.covers
         if holding.turn is not None:
             self._metrics.turns.labels(holding.turn.kind).inc()
@@ -226,6 +240,9 @@ class SaveService:
             samples=bool(policy.bits_goal) and policy.bits_mode != "off" and session.who.rank == 0,
             layout=session.attempt.layout,
             follows=None if in_force.directive is None else in_force.directive.text(),
+            profile=self._decider.text(closing=begin.urgent or begin.reason == "close")
+            if session.who.rank == 0
+            else None,
         )
 
     def _expected(self, cut: Cut) -> set[int]:
@@ -279,6 +296,8 @@ class SaveService:
             )
         self._activity.ended(save)
         self._control.ended(save)
+        if save.who.rank == 0:
+            self._measure(save)
         # In this order: a save that begins is in flight before its wish is taken back.
         awaited = self._control.awaits_urgent(cut.attempt)
         if not awaited and all(
@@ -287,6 +306,22 @@ class SaveService:
             self._closings.end(cut.attempt)
         if commit is not None and save.who.rank == 0:
             self._keeping.committed(self._run.log_of(save.who))
+
+    def _measure(self, save: Save) -> None:
+        """The decider hears what a save of rank 0 cost, as far as that is known at its end."""
+        commit, sealed = save.commit, save.sealed
+        if commit is None or sealed is None:
+            self._decider.save_failed(save.cut.cut)
+            return
+        entry = self._run.log_of(save.who).state.checkpoints.get(commit.seq)
+        self._decider.committed(
+            save.cut.cut,
+            Cost(
+                stall_s=sealed.stall_s if entry is None else entry.stall_s,  # of the slowest rank
+                slower_s=sealed.slower_s,
+                durable_s=commit.durable_s,
+            ),
+        )
 
 
 def _not_prepared(why: str) -> pb.SaveReply:

@@ -111,6 +111,9 @@ class Settings:
     """Shortest interval that may be chosen, in seconds; 0: no bound of the user's."""
     most_s: float = 0.0
     """Longest interval that may be chosen, in seconds; 0: no bound of the user's."""
+    profile_key: str = ""
+    """Names image and node type: what saves cost is remembered from commit to commit, and counts where this, the world
+    size and the version are the same; nothing: the number of processors."""
     bits_goal: str = ""
     """How bits of weights are chosen, by table: budget or check-n-run; nothing: as `encoding` says."""
     bits_mode: str = DEFAULT_BITS_MODE
@@ -352,7 +355,7 @@ def reference() -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, kind, default, doc in entries():
-        meaning = doc.replace("|", "\\|")
+        meaning = " ".join(doc.split()).replace("|", "\\|")
         flag, variable = f"--{name.replace('_', '-')}", variable_of(name)
         span = " to ".join(str(int(limit)) for limit in RANGES.get(name, ()))
         typed = kind.replace("|", "or")

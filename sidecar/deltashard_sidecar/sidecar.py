@@ -21,10 +21,13 @@ from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.write.commit import FencedError
 from deltashard_proto.arena_layout import LINES
 from deltashard_proto.cause import Cause
+from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.arena.block import MIN_BLOCKS_PER_RANK, Use
+from deltashard_sidecar.deciding.decider import Decider, Opening
+from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.handoff import Closings
 from deltashard_sidecar.maintenance import Housekeeping
@@ -75,6 +78,7 @@ class Sidecar:
             policy=lambda: self.control.in_force.policy,
             saving=lambda: bool(self.flights.in_flight()),
         )
+        self.decider = Decider(settings, metrics=metrics, log=log)
         self.control = TrainerControl(
             settings,
             sessions=self.sessions,
@@ -82,6 +86,7 @@ class Sidecar:
             closings=self.closings,
             keeper=keeper,
             run=run,
+            decider=self.decider,
             metrics=metrics,
             log=log,
         )
@@ -95,6 +100,7 @@ class Sidecar:
             keeping=self.keeping,
             keeper=keeper,
             run=run,
+            decider=self.decider,
             metrics=metrics,
             log=log,
         )
@@ -130,7 +136,10 @@ class Sidecar:
         attempt = session.attempt.number
         if attempt is not None:
             session.attempt.found(self.run.resume(session.who, attempt))
+            self._found(session, attempt)
             self.control.adopt(session)
+        elif session.who.rank == 0:
+            self.decider.came()
         self.activity.attached()
         self.log.info(
             "trainer.attached",
@@ -149,7 +158,7 @@ class Sidecar:
             session=session.id,
             has_checkpoint=self.run.has_checkpoint(),
             last_commit=session.attempt.last_commit,
-            policy=self.control.in_force.policy.message(),
+            policy=self.control.policy.message(),
             run=self.run.name,
             url=self.settings.url,
             several_pins=True,
@@ -267,6 +276,7 @@ class Sidecar:
         except FencedError as error:
             self.activity.fenced(Cause(error.cause), str(error), step=step_seen)
             raise
+        self._begins(session, reply)
         self.control.opened(session, reply)
         self.control.adopt(session)
         self.activity.opened(reply)
@@ -274,6 +284,56 @@ class Sidecar:
         self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=session.who.rank)
         self.control.direct(session)
         return reply
+
+    def _begins(self, session: Session, reply: pb.OpenReply) -> None:
+        """Rank 0 begins an attempt: its sidecar decides how often the run saves."""
+        who = session.who
+        reading = Reading(reply.step, session.attempt.asked_at_s)
+        self.decider.opened(
+            Opening(
+                run=self.run.name,
+                attempt=reply.attempt,
+                world_size=who.world_size,
+                ranks_here=len(self.sessions.all()),
+                reading=reading,
+                resumed=reply.HasField("resume_seq"),
+                step_seen=reply.last_step_seen,
+            ),
+            self.run.log_of(who).state,
+        )
+
+    def _found(self, session: Session, attempt: int) -> None:
+        """A trainer goes on in the middle of its attempt, with a sidecar that was started since."""
+        who = session.who
+        if who.rank == 0:
+            self.decider.opened(
+                Opening(
+                    run=self.run.name,
+                    attempt=attempt,
+                    world_size=who.world_size,
+                    ranks_here=len(self.sessions.all()),
+                    reading=self._reading(session),
+                ),
+                self.run.log_of(who).state,
+            )
+            self.control.decided()
+
+    def _reading(self, session: Session) -> Reading:
+        rank = session.who.local_rank
+        return Reading(self.keeper.step_of(rank), self.keeper.step_time_s(rank))
+
+    def _look(self) -> None:
+        """Let the decider see how rank 0 gets on."""
+        for session in self.sessions.all():
+            if session.who.rank == 0 and session.attempt.number is not None:
+                if self.decider.look(self._reading(session)):
+                    self.control.decided()
+                return
+
+    def evidence(self, said: fleet.Evidence) -> None:
+        """The controller has counted this run's failures."""
+        self.decider.told(said)
+        self.control.decided()
 
     @contextlib.contextmanager
     def stream(self, session_id: str, cancel: Callable[[], None]) -> Iterator[Session]:
@@ -319,6 +379,7 @@ class Sidecar:
         """Once in a while: timers, dead trainers, silent streams. False when a lingering sidecar may exit."""
         self.keeper.sweep()
         self.control.direct_all()
+        self._look()
         self._reap()
         now_s = time.monotonic()
         for save in self.flights.staging():
@@ -342,6 +403,8 @@ class Sidecar:
 
     def _lost(self, session: Session) -> None:
         """A trainer went without a word; what it had staged goes on."""
+        if session.who.rank == 0:
+            self.decider.gone()
         self.activity.lost(session, step=self.keeper.step_of(session.who.local_rank))
         self._stopped_saving(session)
 

@@ -19,6 +19,7 @@ from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
+from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.fleet.activity import FENCED
 from deltashard_sidecar.handoff import Closings
 from deltashard_sidecar.policy import KEY, Directive, InForce, Policy, recorded
@@ -45,6 +46,7 @@ class TrainerControl:
         closings: Closings,
         keeper: ArenaKeeper,
         run: Run,
+        decider: Decider,
         metrics: Metrics,
         log: Logger,
     ) -> None:
@@ -54,10 +56,13 @@ class TrainerControl:
         self._closings = closings
         self._keeper = keeper
         self._run = run
+        self._decider = decider
         self._metrics = metrics
         self._log = log
         self._lock = threading.Lock()
         self._in_force = InForce(started_with=Policy.of(settings))
+        self._told = self._in_force.policy
+        """What trainers were told last."""
         self._outcomes: dict[int, tuple[int, pb.Notice]] = {}
         """Local rank -> (attempt, how its last save ended): for a session that comes too late to be told."""
 
@@ -66,13 +71,18 @@ class TrainerControl:
         """Policy and directive that hold now."""
         return self._in_force
 
+    @property
+    def policy(self) -> Policy:
+        """What trainers are told: the policy in force, with the timers that the decider chose."""
+        return self._decider.over(self._in_force.policy)
+
     # Trainers that come.
 
     def admit(self, request: pb.AttachRequest) -> Session:
         """A new session, under the policy in force; the rank's older one must have been closed."""
         rank = request.local_rank
         with self._lock:  # a directive comes before all of this or finds the session
-            policy, now_s = self._in_force.policy, time.monotonic()
+            policy, now_s = self.policy, time.monotonic()
             schedule = Schedule(every_s=policy.every_s, every_steps=policy.every_steps, anchor_s=now_s)
             if request.HasField("attempt"):
                 schedule = schedule.opened(now_s=now_s, step=self._keeper.step_of(rank))
@@ -84,10 +94,12 @@ class TrainerControl:
         return session
 
     def opened(self, session: Session, reply: pb.OpenReply) -> None:
-        """An attempt was opened for a session."""
+        """An attempt was opened for a session; the decider knows of it already."""
         with self._lock:
             session.opened(reply)
-            session.timer.opened(now_s=time.monotonic(), step=reply.step)
+            sessions = self._pace()
+            session.timer.opened(now_s=time.monotonic(), step=reply.step, phase=self._decider.phase())
+        self._tell(sessions)
 
     # What the controller says.
 
@@ -96,15 +108,35 @@ class TrainerControl:
         with self._lock:
             before = self._in_force
             self._in_force = after = before.after(directive)
-            sessions = self._sessions.all()
-            for session in sessions:
-                session.timer.paced(every_s=after.policy.every_s, every_steps=after.policy.every_steps)
+            if after is not before:
+                self._decider.governed(after.policy)
+            sessions = self._pace()
         if after is before:
             return
         self._metrics.directives.inc()
         self._log.info("directive.followed", generation=directive.generation, policy=str(after.policy))
+        self._tell(sessions, anew=True)
+
+    def decided(self) -> None:
+        """The decider chose other timers: they hold at once, counted from where the current interval began."""
+        with self._lock:
+            sessions = self._pace()
+        self._tell(sessions)
+
+    def _pace(self) -> list[Session]:
+        """Set every session's timer to the policy; the lock is held."""
+        policy, sessions = self.policy, self._sessions.all()
         for session in sessions:
-            session.notices.post(notices.policy(after.policy.message()))
+            session.timer.paced(every_s=policy.every_s, every_steps=policy.every_steps)
+        return sessions
+
+    def _tell(self, sessions: list[Session], *, anew: bool = False) -> None:
+        """Tell trainers the policy, where it is another one than they were told last, or `anew`."""
+        told, self._told = self._told, self.policy
+        if self._told == told and not anew:
+            return
+        for session in sessions:
+            session.notices.post(notices.policy(self._told.message()))
             self.direct(session)
 
     def adopt(self, session: Session) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from deltashard_checkpoint.deciding.goal import goal as goal_of
 from deltashard_checkpoint.vocabulary import BITS_GOALS, ENCODING_CHOICES
 from torch import nn
 
@@ -115,6 +116,15 @@ def check_count(name: str, value: object, *, least: int, remedy: str) -> None:
         count = least - 1
     if count < least or isinstance(value, bool):
         raise _refusal(name, value, f"a whole number, {least} or more", remedy)
+
+
+def check_goal(goal: object) -> None:
+    """Raises `UserError` unless `goal` is None or says what the interval is chosen for."""
+    if goal is None:
+        return
+    if not isinstance(goal, str):
+        raise _refusal("goal", goal, "text", 'goal="auto" chooses how often to save; or leave goal= out')
+    goal_of(goal, where="Checkpointer(goal=)")
 
 
 def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_s: object) -> Terms | None:

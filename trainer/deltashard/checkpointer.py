@@ -84,6 +84,7 @@ class Checkpointer:
         run: str | None = None,
         every_s: float | None = None,
         every_steps: int | None = None,
+        goal: str | None = None,
         encoding: str | None = None,
         differential: str | None = None,
         state_encoding: str | None = None,
@@ -116,6 +117,9 @@ class Checkpointer:
             run: name of the logical training job.
             every_s: save every so many seconds.
             every_steps: save every so many steps.
+            goal: what the interval is chosen for, from what saves are measured to cost and how often the run fails:
+                "auto", "overhead=1%", "lost-work=5m", "pls=0.02", "check-n-run", or "fixed" (as every_s and every_steps
+                say, as without a goal); docs/deciding.md says which to take. `doctor()` shows the interval in force.
             encoding: of embedding weights: fp32 fp16 bf16 q8 q4 q3 q2 (the sidecar's default is q8).
             differential: full, one-shot, consecutive or intermittent (default).
             state_encoding: of point-wise optimizer state: fp32 (default) or bf16.
@@ -163,6 +167,7 @@ class Checkpointer:
             least=0,
             remedy="leave every_steps= out to save by time or on demand only",
         )
+        arguments.check_goal(goal)
         arguments.check_count("keep_last", keep_last, least=1, remedy="keep at least one checkpoint")
         for name, flag in (("fresh", fresh), ("content_hash", content_hash), ("precopy", precopy)):
             arguments.check_flag(name, flag)
@@ -196,6 +201,7 @@ class Checkpointer:
             {
                 "every_s": every_s,
                 "every_steps": every_steps,
+                "goal": goal,
                 "encoding": encoding,
                 "differential": differential,
                 "state_encoding": state_encoding,
@@ -551,8 +557,11 @@ class Checkpointer:
                 self._saver.ready()
 
     def doctor(self) -> Diagnosis:
-        """How each table is tracked and why, what is in the checkpoint, what is not and what that means: print it."""
-        return diagnose(self._program, self._shelf.loaders)
+        """How each table is tracked and why, what is in the checkpoint, what is not and what that means: print it.
+
+        And how often the sidecar saves, as it last said.
+        """
+        return diagnose(self._program, self._shelf.loaders, self._attachment.policy)
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         """Cut at the last step boundary if that step is not saved yet, wait until it is durable, detach.

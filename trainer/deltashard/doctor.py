@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import Tensor, nn
 
 from deltashard.loader.wrapped_loader import WrappedLoader
@@ -66,6 +67,8 @@ class Diagnosis:
     saved: tuple[str, ...]
     """What is in the checkpoint beside the tables, a line for each kind."""
     missing: tuple[Missing, ...]
+    timer: str = ""
+    """How often the sidecar saves, and whether that was chosen."""
 
     @property
     def line(self) -> str:
@@ -93,11 +96,21 @@ class Diagnosis:
         lines.append("Not in the checkpoint:" if self.missing else "Nothing is known to be missing.")
         for each in self.missing:
             lines += [f"  {each.what}", f"    {each.meaning}"]
+        if self.timer:
+            lines.append(f"Saved {self.timer}.")
         return "\n".join(lines)
 
 
-def diagnose(program: Program, loaders: Mapping[str, WrappedLoader]) -> Diagnosis:
-    """Look at everything that a cut would take now, and at what it would not; `loaders`: the wrapped ones by name."""
+def diagnose(
+    program: Program, loaders: Mapping[str, WrappedLoader], policy: pb.Policy | None = None
+) -> Diagnosis:
+    """Look at everything that a cut would take now, and at what it would not.
+
+    Args:
+        program: what trains.
+        loaders: the wrapped ones by name.
+        policy: the sidecar's, as it last told.
+    """
     tracking, contracts = program.tracking, program.contracts
     dense = tracking.dense()
     named = {contract.source.name for contract in contracts}
@@ -119,7 +132,20 @@ def diagnose(program: Program, loaders: Mapping[str, WrappedLoader]) -> Diagnosi
         tables=tuple(_table(table) for table in tracking.tables),
         saved=tuple(saved),
         missing=tuple(_missing(program, loaders)),
+        timer="" if policy is None else timer_of(policy),
     )
+
+
+def timer_of(policy: pb.Policy) -> str:
+    """How often a sidecar saves, in words, and under which goal."""
+    said = [f"every {policy.every_s:.4g} s"] if policy.every_s else []
+    if policy.every_steps:
+        said.append(f"every {policy.every_steps} steps")
+    timer = " and ".join(said) or "on demand only"
+    if not policy.goal or policy.goal == "fixed":
+        return timer
+    held = {"advise": "which is only advised about", "off": "which is switched off"}
+    return f"{timer} (goal {policy.goal}{', ' * (policy.interval_mode in held)}{held.get(policy.interval_mode, '')})"
 
 
 def _held(value: object) -> Iterator[Tensor]:

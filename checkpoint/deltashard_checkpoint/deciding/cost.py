@@ -14,6 +14,8 @@ TAIL = 20
 KEY = "deltashard/profile"
 """Name of the profile in a commit's metadata."""
 MAX_TEXT = 4096
+_MOST = 1e12
+"""No recorded count or number of seconds is larger."""
 
 
 class BadProfile(UserError):
@@ -43,6 +45,16 @@ class Measure:
             squares=self.squares + delta * (value - mean),
             newest=(*self.newest, value)[-TAIL:],
         )
+
+    def within(self, most: int) -> Measure:
+        """Weighing no more than so many samples, so that the mean follows what changes.
+
+        From there on each new sample counts 1 / `most` and the others fade. Their mean is then as exact as that of
+        twice as many, so that `error`, which counts `most`, errs to the careful side.
+        """
+        if self.n <= most:
+            return self
+        return replace(self, n=most, squares=self.squares * (most - 1) / (self.n - 1))
 
     @property
     def error(self) -> float:
@@ -92,7 +104,7 @@ def recorded(text: str) -> Profile:
             name: Measure(
                 n=_count(each["n"]),
                 mean=_number(each["mean"]),
-                squares=_not_negative(each["squares"]),
+                squares=_not_negative(each["squares"], most=_MOST**2),
                 newest=tuple(map(_number, each["newest"]))[-TAIL:],
             )
             for name in ("save", "stall", "durable", "restore", "reschedule")
@@ -103,14 +115,14 @@ def recorded(text: str) -> Profile:
         raise BadProfile("the recorded profile cannot be read", where=KEY) from None
 
 
-def _number(value: object) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
+def _number(value: object, most: float = _MOST) -> float:
+    if type(value) not in (int, float) or not abs(value) <= most:  # type: ignore[arg-type]  # nor is NaN
         raise ValueError(value)
     return float(value)  # type: ignore[arg-type]
 
 
-def _not_negative(value: object) -> float:
-    if (number := _number(value)) < 0:
+def _not_negative(value: object, most: float = _MOST) -> float:
+    if (number := _number(value, most)) < 0:
         raise ValueError(value)
     return number
 

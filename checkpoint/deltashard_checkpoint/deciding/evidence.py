@@ -109,6 +109,17 @@ class Rates:
         return self.lossy.mean_between_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What is believed of a run now."""
+
+    rates: Rates
+    trained_s: float
+    """Exposure that it rests on."""
+    step_s: float
+    """Of an ordinary step; 0: not known."""
+
+
 def lossy_prior(pods: int, pool: Evidence = NONE) -> Gamma:
     """Of a run of so many pods; `pool`: pods' exposure and failures of earlier runs of its namespace and node pool.
 

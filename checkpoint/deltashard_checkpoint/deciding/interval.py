@@ -126,7 +126,8 @@ def _auto(now: Situation) -> Interval:
         f"within {100 * SLACK:g} % of training of the best (every {_time(best_s)})"
     )
     floors = [
-        (SHORTEST_S, "a minute"),
+        # A taste, unlike the others: the user's own bounds take its place.
+        (0.0 if now.least_s else min(SHORTEST_S, now.most_s), "a minute"),
         (now.durable_s / IN_FLIGHT_SHARE, f"a save takes {_time(now.durable_s)} to be durable"),
         (FEWEST_STEPS * now.step_s, f"{FEWEST_STEPS} steps"),
     ]

@@ -112,7 +112,7 @@ class _Stream:
 
 
 class Fleet:
-    """The client; `beat`, `follow`, `save_now` and `acknowledge` are the sidecar's."""
+    """The client; `beat`, `follow`, `save_now`, `acknowledge` and `evidence` are the sidecar's."""
 
     def __init__(
         self,
@@ -124,6 +124,7 @@ class Fleet:
         acknowledge: Callable[[int], None],
         metrics: Metrics,
         log: Logger,
+        evidence: Callable[[fleet.Evidence], None] = lambda _: None,
         back_off: BackOff | None = None,
     ) -> None:
         self._settings = settings
@@ -131,6 +132,7 @@ class Fleet:
         self._follow = follow
         self._save_now = save_now
         self._acknowledge = acknowledge
+        self._evidence = evidence
         self._metrics = metrics
         self._log = log
         self._back_off = back_off or BackOff()
@@ -265,6 +267,8 @@ class Fleet:
                 self._log.error("directive.refused", **explain(error))
         elif kind == "save_now":
             self._save_now(reply.save_now)
+        elif kind == "evidence":
+            self._evidence(reply.evidence)
 
 
 def _version() -> str:

@@ -1,9 +1,9 @@
 """What a sidecar tells the controller, and when; and when it comes back after the stream ended. Pure.
 
-A heartbeat is worth sending at once when anything but steps and sizes changed, though not more often than once a
-second, and in any case every `heartbeat_s`. After a stream ended the next one begins after a random part of a pause
-that doubles from failure to failure: a controller that restarts meets its sidecars spread over seconds, and one that
-is away costs a connection a minute.
+A heartbeat is worth sending at once when anything but steps, sizes and measured numbers changed, though not more often
+than once a second, and in any case every `heartbeat_s`. After a stream ended the next one begins after a random part
+of a pause that doubles from failure to failure: a controller that restarts meets its sidecars spread over seconds, and
+one that is away costs a connection a minute.
 """
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ def news(beat: fleet.Heartbeat) -> bytes:
     told.stored_bytes = told.checkpoints = 0
     if told.HasField("last_commit"):
         told.last_commit.durable_s = 0.0
+    told.ClearField("measured")
+    for decision in told.decisions:
+        # Their numbers change with every save; that there is a bound, or a goal that cannot be had, is news.
+        decision.why = decision.evidence = ""
+        decision.bound = "bound" if decision.bound else ""
+        decision.unreachable = "unreachable" if decision.unreachable else ""
     return told.SerializeToString(deterministic=True)
 
 

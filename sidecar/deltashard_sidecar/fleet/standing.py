@@ -7,12 +7,15 @@ handle has seen.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
+from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.log.chain import held_bytes
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
+from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.fleet import heartbeat as heartbeats
 from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.policy import InForce
@@ -32,6 +35,7 @@ class Standing:
         flights: Flights,
         keeper: ArenaKeeper,
         activity: Activity,
+        decider: Decider,
         in_force: Callable[[], InForce],
         stopping: Callable[[], bool],
     ) -> None:
@@ -40,6 +44,7 @@ class Standing:
         self._flights = flights
         self._keeper = keeper
         self._activity = activity
+        self._decider = decider
         self._in_force = in_force
         self._stopping = stopping
         self._sizes: tuple[int, int, int] = (-1, 0, 0)
@@ -67,7 +72,7 @@ class Standing:
                 for who in (s.who for s in sessions)
             ],
             attempt=max((s.attempt.number or 0 for s in opened), default=0),
-            policy=in_force.policy.message(),
+            policy=self._decider.over(in_force.policy).message(),
             saves_failed=activity.saves_failed,
             saves_failed_in_a_row=activity.failed_in_a_row,
             restores=activity.restores,
@@ -75,6 +80,8 @@ class Standing:
             credentials_ok=run.health.credentials_ok,
             directive=in_force.generation,
             incidents=activity.incidents.kept(),
+            measured=self._decider.measured(),
+            decisions=[fleet.Decision(**asdict(each)) for each in self._decisions()],
         )
         beat.stored_bytes, beat.checkpoints = self._held(state)
         newest = state.newest()
@@ -86,6 +93,10 @@ class Standing:
             beat.last_commit.CopyFrom(mine if own and mine is not None else commit_message(newest))
             beat.last_commit_at_s = newest.at_s
         return beat
+
+    def _decisions(self) -> list[Decision]:
+        bits = self._run.bits.decision
+        return [*self._decider.decisions(), *([] if bits is None else [bits])]
 
     def _restores_now(self, session: Session) -> bool:
         """Until every row is there; a trainer that steps has what it wanted."""

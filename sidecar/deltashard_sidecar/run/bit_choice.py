@@ -13,11 +13,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.deciding.decision import Decision
-from deltashard_checkpoint.deciding.evidence import Evidence, Rates, rates
+from deltashard_checkpoint.deciding.evidence import Expected
 from deltashard_checkpoint.deciding.harm import Harm
 from deltashard_checkpoint.deciding.precision import (
     BITS,
@@ -34,7 +34,6 @@ from deltashard_checkpoint.deciding.precision import (
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format import element_type
 from deltashard_checkpoint.format.schema import TableSchema
-from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import ENCODINGS, PRECISION_KEY
 from deltashard_checkpoint.write.precision import Precision as Stored
 from deltashard_checkpoint.write.precision import recorded
@@ -47,16 +46,6 @@ from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 HORIZON_S = 86400.0
 """Restores are expected over so long where the trainer does not say how much is left."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What the choice believes of the time to come."""
-
-    rates: Rates
-    trained_s: float
-    step_s: float
-    """0: not known."""
 
 
 class BitChoice:
@@ -220,16 +209,6 @@ class BitChoice:
         with self._lock:
             told = replace(self._harm, error=errors)
         return {harm.KEY: told.text()} if told.error or told.spent or told.alarm else {}
-
-
-def by_log(state: RunState) -> Expected:
-    """What a run's own log lets one believe: every attempt after the first was a restore."""
-    times = [entry.at_s for entry in state.checkpoints.values()]
-    trained_s = max(times, default=0.0) - min(times, default=0.0)
-    seen = Evidence().trained(trained_s)
-    for _ in range(max(len(state.attempts) - 1, 0)):
-        seen = seen.incident(lossy=True)
-    return Expected(rates=rates(seen, pods=1), trained_s=trained_s, step_s=0.0)
 
 
 def summary(encodings: Mapping[str, str]) -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.deciding.evidence import Expected
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.blob_name import read_by
 from deltashard_checkpoint.format.index import Index, table_message
@@ -48,7 +49,7 @@ from deltashard_checkpoint.write.precision import OTHERS, Precision
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
-from deltashard_sidecar.run.bit_choice import BitChoice, Expected, by_log
+from deltashard_sidecar.run.bit_choice import BitChoice
 from deltashard_sidecar.run.identity import Identity, identity
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.range_search import Searches
@@ -418,14 +419,13 @@ class Run:
         attempt: int,
         begin: pb.SaveRequest.Begin,
         policy: Policy,
+        expected: Expected,
     ) -> Holding:
         """What the cut must hold, and how it is encoded. No store is asked."""
         # Another rank of this pod may have heard of the last commit: the newest that any handle has seen counts.
         log = self.log_of(who)
         state = max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
-        encodings = self.bits.encodings(
-            policy, who.tables, begin, self.expected(state), alone=who.world_size == 1
-        )
+        encodings = self.bits.encodings(policy, who.tables, begin, expected, alone=who.world_size == 1)
         asked = Precision.of({OTHERS: policy.encoding, **encodings}, policy.state_encoding)
         history = differential.history(state, attempt, asked)
         decision = differential.decide(policy.differential, history, force_full=begin.full)
@@ -466,10 +466,6 @@ class Run:
             precision=asked,
             chain_precision=asked if stored is None else precision.coarser(asked, stored),
         )
-
-    def expected(self, state: RunState) -> Expected:
-        """What is believed of failures to come."""
-        return by_log(state)
 
     def _rebases(
         self, state: RunState, commit: int, history: History, policy: Policy, decision: Decision

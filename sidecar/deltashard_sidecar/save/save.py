@@ -73,6 +73,8 @@ class Cut:
     """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
     follows: str | None = None
     """The controller's directive in force, as it is recorded with the commit."""
+    profile: str | None = None
+    """What this sidecar measured and decided, as it is recorded with the commit."""
 
     @property
     def tables_stored_otherwise(self) -> dict[str, str]:
@@ -91,8 +93,8 @@ class Sealed:
     metadata: dict[str, str]
     pins: tuple[str, ...]
     full: bool
-    slowdown_s: float = 0.0
-    """By so much steps took longer while rows of this cut were copied ahead."""
+    slower_s: float = 0.0
+    """By so much steps took longer while rows were copied ahead."""
 
 
 class Sink(Protocol):
@@ -163,6 +165,7 @@ class Save:
         self.heard_s = self.begun_s
         self.commit: pb.Commit | None = None
         self.failure: tuple[Cause, str] = (Cause.ERROR, "")
+        self.sealed: Sealed | None = None
         self.stream_over = threading.Event()
         self.over = threading.Event()
         self._stalls = stalls
@@ -178,7 +181,6 @@ class Save:
         self._drained = threading.Condition(self._lock)
         self._pending = 0
         self._stopped_copying = False
-        self._sealed = False
         self._open_block: int | None = None
         self._held: list[Callable[[], None]] | None = []
         """Batches received and not given to the pool yet; None: they are given as they come."""
@@ -324,11 +326,11 @@ class Save:
             metadata=dict(seal.metadata),
             pins=tuple(sorted({*seal.pins, *([seal.pin] if seal.HasField("pin") else [])})),
             full=seal.full,
-            slowdown_s=seal.slowdown_s,
+            slower_s=seal.slowdown_s,
         )
         with self._lock:
             self.life = self.life.on(Event.SEAL)
-            self._sealed = True
+            self.sealed = sealed
         self._stop_granting()
         self._metrics.stall.observe(sealed.stall_s)
         self._metrics.copied(
@@ -365,7 +367,7 @@ class Save:
         if staging:
             self._end(Event.BREAK, Cause.BROKEN, "the stream ended before the seal")
         self._keeper.on_free(self.who.local_rank, None)
-        if not self._sealed:
+        if self.sealed is None:
             if self._stopped_copying:
                 self._keeper.surrender(self.who.local_rank)
             else:

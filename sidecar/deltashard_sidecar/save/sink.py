@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
-from deltashard_checkpoint.deciding import harm
+from deltashard_checkpoint.deciding import cost, harm
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
@@ -139,7 +139,7 @@ class PartSink:
         part = self._writer.finish()
         stats = self._writer.stats
         assert stats is not None
-        self._run.measured.slowed(stats.raw_bytes, sealed.slowdown_s)
+        self._run.measured.slowed(stats.raw_bytes, sealed.slower_s)
         if stats.rows != sealed.rows:
             raise BadBatch(f"{sealed.rows} rows were sealed, {stats.rows} arrived", where="seal")
         report = PartReport(
@@ -190,15 +190,19 @@ class PartSink:
         )
 
     def _metadata(self, sealed: Sealed, *, baseline: bool) -> dict[str, str]:
-        """The user's, the directive that this cut followed, for a pod without a controller, and the bits it has."""
-        mine = {} if self._cut.follows is None else {KEY: self._cut.follows}
+        """The user's; for whoever starts next the directive that this cut followed, what was measured, and its bits."""
         precision = self._cut.precision if baseline else self._cut.chain_precision
-        if precision is not None:
-            mine[PRECISION_KEY] = precision.text()
+        mine = {
+            KEY: self._cut.follows,
+            cost.KEY: self._cut.profile,
+            PRECISION_KEY: None if precision is None else precision.text(),
+            harm.KEY: None,
+        }
         if self._cut.samples:
             mine |= self._run.bits.metadata(precision or self._precision, self._who.tables)
-        ours = (KEY, PRECISION_KEY, harm.KEY)
-        return {name: text for name, text in sealed.metadata.items() if name not in ours} | mine
+        return {name: text for name, text in sealed.metadata.items() if name not in mine} | {
+            name: text for name, text in mine.items() if text is not None
+        }
 
     def abandon(self) -> None:
         """See `save.Sink`."""

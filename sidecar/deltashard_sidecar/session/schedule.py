@@ -30,9 +30,10 @@ class Schedule:
         """The policy changed: the current interval goes on from where it began."""
         return replace(self, every_s=every_s, every_steps=every_steps)
 
-    def opened(self, *, now_s: float, step: int) -> Schedule:
-        """A trainer opened its attempt at `step`: the first interval begins."""
-        return replace(self, anchor_s=now_s, anchor_step=step, running=True, busy=False)
+    def opened(self, *, now_s: float, step: int, phase: float = 0.0) -> Schedule:
+        """A trainer opened its attempt at `step`: the first interval begins, by this share of it longer."""
+        anchor_s = now_s + phase * self.every_s
+        return replace(self, anchor_s=anchor_s, anchor_step=step, running=True, busy=False)
 
     def closed(self) -> Schedule:
         """The trainer is gone."""
@@ -86,9 +87,9 @@ class Timer:
         """The policy changed."""
         self.schedule = self.schedule.paced(every_s=every_s, every_steps=every_steps)
 
-    def opened(self, *, now_s: float, step: int) -> None:
-        """A trainer opened its attempt at `step`."""
-        self.schedule = self.schedule.opened(now_s=now_s, step=step)
+    def opened(self, *, now_s: float, step: int, phase: float = 0.0) -> None:
+        """A trainer opened its attempt at `step`; see `Schedule.opened`."""
+        self.schedule = self.schedule.opened(now_s=now_s, step=step, phase=phase)
 
     def hurry(self, reason: str) -> None:
         """A save is wanted at the next step."""

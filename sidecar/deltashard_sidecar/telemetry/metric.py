@@ -205,6 +205,28 @@ class Metrics:
             "Incidents that went before the controller had taken them",
             registry=r,
         )
+        self.interval = Gauge(
+            "deltashard_interval_seconds",
+            "Save interval in force (0: none by time) and as the decider would have it (0: it has none)",
+            ("which",),
+            registry=r,
+        )
+        self.cost = Gauge(
+            "deltashard_save_cost_seconds",
+            "Trainer seconds that a save costs, the mean as measured",
+            registry=r,
+        )
+        self.mtbf = Gauge(
+            "deltashard_lossy_failure_mtbf_seconds",
+            "Trained seconds between failures that lose steps, as believed",
+            registry=r,
+        )
+        self.trained = Counter(
+            "deltashard_trained_seconds", "Seconds that trainers of rank 0 trained", registry=r
+        )
+        self.decided = Counter(
+            "deltashard_intervals_decided", "Intervals chosen, by what had changed", ("cause",), registry=r
+        )
         for when in ("ahead", "again", "held"):
             self.copied_rows.labels(when)
         for why in TURNS:

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from deltashard_checkpoint.vocabulary import PLS_KEY
+from deltashard_checkpoint.vocabulary import LINEAGE_KEY, PLS_KEY
 
 from deltashard.attach.rank import Rank
 from deltashard.partial.rule import Terms
 
 RECOVERIES_KEY = "deltashard/partial-recoveries"
 """Name in a commit's metadata: how many recoveries were."""
-LINEAGE_KEY = "deltashard/lineage"
-"""Name in a commit's metadata: what no other run has, were it of the same name in the same store."""
 
 
 class Ground:

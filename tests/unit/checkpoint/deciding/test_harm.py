@@ -17,7 +17,9 @@ shares = st.floats(0, 10, allow_nan=False).map(lambda x: float(f"{x:.4g}"))
     restores=st.integers(0, 10_000),
     alarm=st.sampled_from([0, 2, 3, 4, 8]),
 )
-def test_a_record_comes_back(spent: dict[str, float], error: dict[str, float], restores: int, alarm: int) -> None:
+def test_a_record_comes_back(
+    spent: dict[str, float], error: dict[str, float], restores: int, alarm: int
+) -> None:
     """Text and back is the same, to the digits that are written."""
     told = Harm(restores=restores, spent=spent, error=error, alarm=alarm)
     assert harm.recorded(told.text()) == told

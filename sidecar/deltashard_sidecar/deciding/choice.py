@@ -1,0 +1,184 @@
+"""Which interval a run has, and when another one replaces it: from what was measured and seen. Pure.
+
+    nothing to decide    no goal, `fixed`, or the mode is off: the timers as they are said
+    measuring            until `interval.ENOUGH` saves were measured: as they are said, else a minute
+    held                 the choice, with what it follows from, until `interval.worth_changing`
+
+In mode `advise` the same goes on, and only the timers stay as they are said: what would be is as steady as what is.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from deltashard_checkpoint.deciding.cost import Profile
+from deltashard_checkpoint.deciding.decision import Decision
+from deltashard_checkpoint.deciding.goal import Goal, goal
+from deltashard_checkpoint.deciding.interval import (
+    ENOUGH,
+    EVIDENCE_RATIO,
+    Basis,
+    Interval,
+    Situation,
+    chosen,
+    worth_changing,
+)
+from deltashard_checkpoint.vocabulary import DecisionMode
+
+from deltashard_sidecar.policy import Policy
+
+MEASURING_S = 60.0
+"""Interval until saves were measured, where none is said."""
+Cause = Literal["measured", "cost", "failures", "durable", "policy"]
+"""Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
+interval; another goal or bound."""
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What of a policy an interval is chosen by."""
+
+    goal: Goal
+    mode: DecisionMode
+    every_s: float
+    every_steps: int
+    least_s: float
+    most_s: float
+    """Infinite: the user has no such bound."""
+
+    @property
+    def name(self) -> str:
+        """Goal and bounds: a choice under others is made anew."""
+        return f"{self.goal} {self.least_s:g} {self.most_s:g}"
+
+    @property
+    def said(self) -> bool:
+        """Whether the user has a timer."""
+        return self.every_s > 0 or self.every_steps > 0
+
+
+def terms_of(policy: Policy) -> Terms | None:
+    """The terms of a policy, which was checked; None: there is nothing to decide."""
+    if not policy.goal or policy.interval_mode == "off":
+        return None
+    aim = goal(policy.goal)
+    if aim.aim == "fixed":
+        return None
+    return Terms(
+        goal=aim,
+        mode="advise" if policy.interval_mode == "advise" else "apply",
+        every_s=policy.every_s,
+        every_steps=policy.every_steps,
+        least_s=policy.least_s,
+        most_s=policy.most_s or math.inf,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A choice in force, or advised."""
+
+    basis: Basis
+    goal: str
+    """Name of the terms that it was chosen under."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What holds now."""
+
+    held: Held | None
+    """None while saves are measured."""
+    every_s: float
+    every_steps: int
+    decision: Decision
+    cause: Cause | None = None
+    """Why `held` is another one than before; None: it is not."""
+
+
+def choose(terms: Terms, profile: Profile, now: Situation, held: Held | None, evidence: str) -> Choice:
+    """The choice now, after `held` before; `evidence`: what it rests on, for people."""
+    if held is None and profile.save.n < ENOUGH:
+        return _measuring(terms, profile, evidence)
+    found = chosen(terms.goal, now)
+    cause = _cause(terms, profile, now, held, found)
+    if held is None or cause is not None:
+        basis = Basis(seconds=found.seconds, cost_s=now.cost_s, mtbf_s=now.mtbf_s)
+        held = Held(basis=basis, goal=terms.name)
+    return _held(terms, held, found, evidence, cause)
+
+
+def cost_of(profile: Profile, held: Held | None) -> float:
+    """What a save costs, in trainer seconds: as measured, and right after a change as it was measured for that."""
+    if held is not None and profile.save.n < ENOUGH:
+        return held.basis.cost_s
+    return profile.save.mean
+
+
+def _cause(
+    terms: Terms, profile: Profile, now: Situation, held: Held | None, found: Interval
+) -> Cause | None:
+    if held is None:
+        return "measured"
+    if held.goal != terms.name:
+        return "policy"
+    if not worth_changing(held.basis, found, profile.save, now):
+        return None
+    if held.basis.seconds < now.durable_s:
+        return "durable"
+    news = now.mtbf_s / held.basis.mtbf_s
+    return "cost" if 1 / EVIDENCE_RATIO < news < EVIDENCE_RATIO else "failures"
+
+
+def _measuring(terms: Terms, profile: Profile, evidence: str) -> Choice:
+    every_s, every_steps = terms.every_s, terms.every_steps
+    if terms.mode == "apply" and not terms.said:
+        every_s = min(max(MEASURING_S, terms.least_s), terms.most_s)
+    return Choice(
+        held=None,
+        every_s=every_s,
+        every_steps=every_steps,
+        decision=Decision(
+            subject="interval",
+            mode=terms.mode,
+            goal=str(terms.goal),
+            value=timers(every_s, every_steps),
+            would="",
+            why=f"what saves cost is being measured: {profile.save.n} of {ENOUGH} saves",
+            evidence=evidence,
+        ),
+    )
+
+
+def _held(terms: Terms, held: Held, found: Interval, evidence: str, cause: Cause | None) -> Choice:
+    applied = terms.mode == "apply"
+    every_s = held.basis.seconds if applied else terms.every_s
+    every_steps = 0 if applied else terms.every_steps
+    return Choice(
+        held=held,
+        every_s=every_s,
+        every_steps=every_steps,
+        decision=Decision(
+            subject="interval",
+            mode=terms.mode,
+            goal=str(terms.goal),
+            value=timers(every_s, every_steps),
+            would=timers(held.basis.seconds, 0),
+            why=found.why,
+            bound=found.bound,
+            evidence=evidence,
+            unreachable=found.unreachable,
+        ),
+        cause=cause,
+    )
+
+
+def timers(every_s: float, every_steps: int) -> str:
+    """Timers in words."""
+    said = [f"{every_s:.4g} s"] if every_s > 0 else []
+    if every_steps > 0:
+        said.append(f"{every_steps} steps")
+    return f"every {' or '.join(said)}" if said else "on demand"

@@ -1,0 +1,85 @@
+"""What of the decider rides in every commit's metadata, beside the directive: who starts next goes on from there. Pure.
+
+It is the profile's document with three names more: `held`, `evidence` and `closing`. Only under a goal is anything
+written. Where image, node type or world size differ (`Profile.key`), what was measured counts for nothing, and only the
+evidence goes on: failures are the run's.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from deltashard_checkpoint.deciding import cost
+from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, BadProfile, Profile
+from deltashard_checkpoint.deciding.evidence import Evidence
+from deltashard_checkpoint.deciding.interval import Basis
+
+from deltashard_sidecar.deciding.choice import Held
+
+MOST = 1e12
+"""No number of seconds or incidents is larger."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """As of one commit."""
+
+    profile: Profile
+    held: Held | None = None
+    """The choice in force; None: none yet."""
+    evidence: Evidence = field(default_factory=Evidence)
+    closing: bool = False
+    """Whether the trainer's end asked for this save: a restart from it lost nothing."""
+
+    def text(self) -> str:
+        """Its form in a commit's metadata."""
+        document = json.loads(self.profile.text()) | {
+            "held": None if self.held is None else {"goal": self.held.goal, **asdict(self.held.basis)},
+            "evidence": asdict(self.evidence),
+            "closing": self.closing,
+        }
+        return json.dumps(document, sort_keys=True, separators=(",", ":"))
+
+
+def recorded(text: str) -> Record:
+    """The record in a commit's metadata; raises `BadProfile`: whoever can write the bucket wrote it."""
+    profile = cost.recorded(text)
+    try:
+        found: Any = json.loads(text[: MAX_TEXT + 1])
+        said = found["held"]
+        held = None
+        if said is not None:
+            basis = Basis(
+                seconds=_positive(said["seconds"]),
+                cost_s=_number(said["cost_s"]),
+                mtbf_s=_positive(said["mtbf_s"]),
+            )
+            held = Held(basis=basis, goal=str(said["goal"]))
+        counts = {name: _at_least_0(found["evidence"][name]) for name in ("exposure_s", "lossy", "restores")}
+        return Record(
+            profile=profile, held=held, evidence=Evidence(**counts), closing=found["closing"] is True
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise BadProfile("the recorded decision cannot be read", where=KEY) from None
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not abs(value) <= MOST:  # type: ignore[arg-type]  # nor is NaN
+        raise ValueError(value)
+    return float(value)  # type: ignore[arg-type]
+
+
+def _at_least_0(value: object) -> float:
+    number = _number(value)
+    if number < 0:
+        raise ValueError(value)
+    return number
+
+
+def _positive(value: object) -> float:
+    number = _number(value)
+    if number <= 0:
+        raise ValueError(value)
+    return number

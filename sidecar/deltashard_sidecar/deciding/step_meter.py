@@ -1,0 +1,108 @@
+"""How long steps take, from what the trainer's control line shows: a step, and when it ended. Pure.
+
+A line is read whenever it suits, so a reading tells the newest step that is over. Between two readings lie whole steps
+and nothing else, whatever their number: what is computed of them is off by no part of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+WINDOWS = 256
+"""Quiet windows that are remembered: what lies next to a save."""
+FEWEST_STEPS = 10
+"""Steps before their mean is one."""
+PAUSE = 10.0
+"""So many times as long as is usual: no step but a pause (an evaluation, an export)."""
+SHORTEST_PAUSE_S = 1.0
+FEWEST_WINDOWS = 8
+"""Windows before anything is usual; as many odd ones in a row are the new usual."""
+LONGEST_S = 600.0
+"""Between two readings, of which more was no training (a suspended laptop, a clock that was set)."""
+
+
+class Reading(NamedTuple):
+    """One look at a control line."""
+
+    step: int
+    at_s: float
+    """When that step ended, Unix seconds."""
+
+
+class Window(NamedTuple):
+    """What lies between two readings."""
+
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMeter:
+    """Readings of one trainer, in order."""
+
+    last: Reading | None = None
+    windows: tuple[Window, ...] = ()
+    """Quiet ones, oldest first: no save was in flight."""
+    steps: int = 0
+    """Of all windows."""
+    seconds: float = 0.0
+    odd: int = 0
+    """Windows in a row that were left out as pauses."""
+    trained_s: float = 0.0
+    """Seconds in which steps ended, saves and pauses included."""
+
+    def began(self, reading: Reading | None) -> Self:
+        """A trainer begins, or goes on, here; None: where it is read next."""
+        return replace(self, last=reading)
+
+    def read(self, reading: Reading, *, quiet: bool) -> Self:
+        """After one more reading; `quiet`: no save was in flight since the one before."""
+        if self.last is None or reading.step < self.last.step:
+            return self.began(reading)
+        window = Window(reading.step - self.last.step, reading.at_s - self.last.at_s)
+        if window.steps == 0:
+            return self
+        after = replace(self, last=reading)
+        if window.seconds <= 0:  # the clock was set
+            return after
+        after = replace(after, trained_s=after.trained_s + min(window.seconds, LONGEST_S))
+        if not quiet:
+            return after
+        if not self._is_pause(window):
+            return after.and_quiet(window)
+        if self.odd + 1 < FEWEST_WINDOWS:
+            return replace(after, odd=self.odd + 1)
+        return replace(after, windows=(), steps=0, seconds=0.0).and_quiet(window)
+
+    def and_quiet(self, window: Window) -> Self:
+        """After one more quiet window."""
+        gone = self.windows[:1] if len(self.windows) == WINDOWS else ()
+        return replace(
+            self,
+            windows=(*self.windows[len(gone) :], window),
+            steps=self.steps + window.steps - sum(each.steps for each in gone),
+            seconds=self.seconds + window.seconds - sum(each.seconds for each in gone),
+            odd=0,
+        )
+
+    def _is_pause(self, window: Window) -> bool:
+        usual_s = self.step_s if len(self.windows) >= FEWEST_WINDOWS else 0.0
+        return 0 < PAUSE * usual_s * window.steps < window.seconds > SHORTEST_PAUSE_S
+
+    @property
+    def step_s(self) -> float:
+        """Of a quiet step, the mean; 0: too few were seen."""
+        return self.seconds / self.steps if self.steps >= FEWEST_STEPS else 0.0
+
+
+def lost_s(since: Reading, until: Reading, *, step_s: float, in_flight_s: float) -> float | None:
+    """Seconds by which the steps between two readings took longer than quiet ones; None: not by the save alone.
+
+    From the step that was cut to the first one that ended after the commit. It may be negative, and has to be: noise
+    that is cut off at 0 would add up to a cost. A save that was in flight for so long cannot have cost more than that,
+    and noise hardly another as much as the steps themselves: then something else held training, or the clock was set.
+    """
+    quiet_s = (until.step - since.step) * step_s
+    lost = until.at_s - since.at_s - quiet_s
+    return lost if abs(lost) <= in_flight_s + quiet_s else None

@@ -1,0 +1,211 @@
+"""A real sidecar and a real trainer under a goal: the interval follows what saves cost, says why, and outlives both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard_checkpoint.deciding.cost import KEY
+from deltashard_checkpoint.deciding.interval import ENOUGH
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_proto.v1 import fleet_pb2 as fleet
+from deltashard_proto.v1 import trainer_pb2 as pb
+from deltashard_sidecar.deciding.record import Record, recorded
+from torch import nn
+
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import SidecarProcess, sidecar
+from tests.support.server.fleet_server import Authority, FleetServer
+
+# torch's own optimizers build sparse tensors without saying whether to check them.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+
+@pytest.fixture
+def server() -> Iterator[FleetServer]:
+    with FleetServer(Authority(), heartbeat_s=1.0) as one:
+        yield one
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]:
+    """Of a sidecar in a pod."""
+    token = tmp_path / "token"
+    token.write_text("good")
+    return {
+        "fleet": server.address, "fleet-ca": server.authority.pem, "fleet-token-file": token, "run": "r",
+        "workload-uid": "w-1", "encoding": "fp32", "profile-key": "image on this machine", **more,
+    }  # fmt: skip
+
+
+class Dear:
+    """State whose copy takes as long as the test says: that is what a save costs."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def state_dict(self) -> dict[str, int]:
+        time.sleep(self.seconds)
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"n": 1}
+
+
+class Training:
+    """A small model that trains on, a step whenever the test looks."""
+
+    def __init__(self, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.EmbeddingBag(200, 8, sparse=True), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.dear = Dear()
+        self.ckpt = deltashard.Checkpointer(
+            self.net, self.optimizer, state={"dear": self.dear}, grace_s=None, **options
+        )
+        self.ckpt.restore()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.net(torch.randint(200, (4, 3))).square().mean().backward()
+        self.optimizer.step()
+        self.ckpt.step()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        def trained() -> object:
+            self.step()
+            return condition()
+
+        eventually(trained, what=what)
+
+    def drop(self) -> None:
+        """The program ends by an error: nothing is saved any more."""
+        self.ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
+def decided(process: SidecarProcess) -> list[dict[str, object]]:
+    return [each for each in process.events() if each["event"] == "decided"]
+
+
+def newest(url: str) -> Record:
+    found = RunLog(open_store(url), "r").refresh().newest()
+    assert found is not None
+    return recorded(found.metadata[KEY])
+
+
+def decision(server: FleetServer) -> fleet.Decision:
+    return server.last.decisions[0] if server.last.decisions else fleet.Decision()
+
+
+def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
+    tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured first, at the interval that is said; then as long as the user allows; and no second measuring after."""
+    said = flags(tmp_path, server, goal="auto", every_s=0.1, most_s=300, metrics_port=0)
+    with sidecar(tmp_path, url, **said) as process:
+        monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
+        training = Training()
+        training.until(lambda: "is being measured" in decision(server).why, "it says that it measures")
+        assert decision(server).value == "every 0.1 s"
+        training.until(lambda: decision(server).value == "every 300 s", "a choice")
+        shown = decision(server)
+        assert (shown.subject, shown.mode, shown.goal, shown.would) == (
+            "interval",
+            "apply",
+            "auto",
+            "every 300 s",
+        )
+        assert shown.bound == "not above 5 min (the longest that the user allows)"
+        assert "a save costs" in shown.why
+        assert server.last.policy.every_s == 300.0
+        assert server.last.measured.saves >= ENOUGH
+        (line,) = decided(process)
+        assert (line["cause"], line["interval"], line["why"]) == ("measured", "every 300 s", line["why"])
+        page = process.metrics_page()
+        assert 'deltashard_interval_seconds{which="in_force"} 300.0' in page
+        assert 'deltashard_intervals_decided_total{cause="measured"} 1.0' in page
+        training.until(
+            lambda: "every 300 s (goal auto)" in str(training.ckpt.doctor()), "the trainer is told"
+        )
+
+        # The controller's word: the kill switch and back, and its own count of failures.
+        off = fleet.Directive(generation=1, policy=pb.Policy(interval_mode="off"))
+        server.tell(directive=off)
+        training.until(lambda: server.last.policy.every_s == 0.1 and not server.last.decisions, "it is off")
+        server.tell(directive=fleet.Directive(generation=2, policy=pb.Policy(interval_mode="apply")))
+        training.until(
+            lambda: decision(server).value == "every 300 s", "it is on, and nothing is measured anew"
+        )
+        before_s = server.last.measured.mtbf_s
+        server.tell(evidence=fleet.Evidence(exposure_s=36000.0, lossy=1.0, restores=2.0, pods=1))
+        training.until(lambda: 0 < server.last.measured.mtbf_s < before_s / 2, "it hears of a failure")
+
+        training.ckpt.save().wait(120)
+        assert newest(url).held is not None
+        assert newest(url).evidence.lossy == pytest.approx(1.0, rel=1e-3)
+        training.drop()
+        process.kill()
+    server.beats.clear()
+    again = tmp_path / "again"
+    again.mkdir()
+    with sidecar(again, url, **said) as process:
+        monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
+        training = Training()
+        training.until(lambda: decision(server).value == "every 300 s", "the choice of before")
+        assert not any("is being measured" in d.why for beat in server.beats for d in beat.decisions)
+        assert server.last.measured.saves >= ENOUGH
+        assert [each["event"] for each in process.events() if each["event"] == "profile.adopted"] != []
+        assert "measured" not in {each["cause"] for each in decided(process)}
+        training.ckpt.close()
+        assert newest(url).closing
+        assert newest(url).evidence.restores > 2.5
+        process.terminate()
+
+
+def test_the_interval_grows_when_saves_become_dear(
+    tmp_path: Path, url: str, server: FleetServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of training for saves: half a second of stall each is no longer to be had several times a second."""
+    said = flags(tmp_path, server, goal="overhead=10%", every_s=0.1, least_s=0.2, most_s=60)
+    with sidecar(tmp_path, url, **said) as process:
+        monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
+        training = Training()
+        training.until(lambda: decision(server).would, "a first choice")
+        before_s = server.last.policy.every_s
+        assert before_s >= 0.2
+        training.dear.seconds = 0.5 + before_s / 2  # five times what that interval allows, at least
+        training.until(lambda: len(decided(process)) > 1, "another choice")
+        after = decided(process)[-1]
+        assert after["cause"] in ("cost", "durable")
+        training.until(lambda: server.last.policy.every_s > before_s, "a longer interval")
+        training.drop()
+
+
+def test_a_goal_is_an_argument_of_the_checkpointer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sidecar that it starts; `doctor()` says what became of it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    training = Training(
+        url=tmp_path / "store",
+        run="r",
+        goal="check-n-run",
+        every_s=0.1,
+        arena_bytes=64 << 20,
+        encoding="fp32",
+    )
+    training.until(
+        lambda: training.ckpt.doctor().timer == "every 1800 s (goal check-n-run)", "the paper's half hour"
+    )
+    training.ckpt.close()
+    with pytest.raises(deltashard.errors.UserError, match="the goal is 'cheap'"):
+        Training(url=tmp_path / "store", run="r", goal="cheap")

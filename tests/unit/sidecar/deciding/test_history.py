@@ -1,0 +1,52 @@
+"""What a log tells of a run's failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.run_state import Attempt, RunState
+from deltashard_sidecar.deciding.history import ends, past
+
+
+def attempt(last_seq: int | None, last_step: int | None, resumes: int | None = None) -> Attempt:
+    return Attempt(
+        world_size=1, resumes_from=None, resumes_attempt=resumes, last_seq=last_seq, last_step=last_step
+    )
+
+
+def checkpoint(seq: int, directive: str, **fields: Any) -> Checkpoint:
+    return Checkpoint(
+        seq=seq, previous="", writer="", at_s=0.0, attempt=1, cut=1, step=1, tables=(), encodings=(), rows=0,
+        raw_bytes=0, stored_bytes=0, stall_s=0.0, directive=directive, **fields,
+    )  # fmt: skip
+
+
+def test_steps_and_ends_of_attempts() -> None:
+    """Crash loops count once, an eviction lost nothing, a retired end counts as lost, and the open one not at all."""
+    state = RunState(
+        run="r",
+        attempt=30,
+        attempts={
+            1: attempt(5, 100),
+            6: attempt(None, 100, 1),
+            7: attempt(None, 100, 1),
+            8: attempt(12, 250, 1),
+            20: attempt(25, 300, 8),
+            30: attempt(None, 300, 20),
+        },
+        checkpoints={12: checkpoint(12, "eviction; x"), 25: checkpoint(25, "timer; x")},
+    )
+    seen = past(state, open_attempt=20)
+    assert (seen.steps, seen.lossy, seen.restores) == (300, 1, 2)
+    assert past(state, open_attempt=None).lossy == 2
+    evidence = seen.evidence(0.5)
+    assert (evidence.exposure_s, evidence.lossy, evidence.restores) == (150.0, 1, 2)
+    assert seen.evidence(0.0).lossy == 0, "failures without their time would be a rate of nothing"
+
+
+def test_which_saves_a_trainers_end_asks_for() -> None:
+    """Whatever reason is none of ordinary saves is the word of an eviction or a drain."""
+    assert [ends(checkpoint(1, f"{reason}; full: baseline")) for reason in ("timer", "user", "close", "drain")] == [
+        False, False, True, True,
+    ]  # fmt: skip

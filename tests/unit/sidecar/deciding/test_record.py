@@ -1,0 +1,73 @@
+"""What of the decider rides in commits, and what is made of what stands there."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from deltashard_checkpoint.deciding import cost
+from deltashard_checkpoint.deciding.cost import MAX_TEXT, BadProfile, Measure, Profile
+from deltashard_checkpoint.deciding.evidence import Evidence
+from deltashard_checkpoint.deciding.interval import Basis
+from deltashard_sidecar.deciding.choice import Held
+from deltashard_sidecar.deciding.record import Record, recorded
+
+
+def measure(seed: int) -> Measure:
+    found, rng = Measure(), random.Random(seed)
+    for _ in range(50):
+        found = found.sampled(float(f"{rng.lognormvariate(0, 3):.4g}"))
+    return found
+
+
+FULL = Record(
+    profile=Profile(
+        key="k" * 200, step_s=0.1234, save=measure(1), stall=measure(2), durable=measure(3), restore=measure(4),
+        reschedule=measure(5),
+    ),
+    held=Held(basis=Basis(seconds=123.456789, cost_s=-0.001, mtbf_s=1e6), goal="lost-work=300s 0.1 1e+06"),
+    evidence=Evidence(exposure_s=123456.789, lossy=1.23456789, restores=2.3456789),
+    closing=True,
+)  # fmt: skip
+
+
+def test_it_comes_back_as_it_was_and_has_room() -> None:
+    """Also to a reader that knows the profile alone."""
+    text = FULL.text()
+    assert len(text) < MAX_TEXT * 3 / 4
+    assert recorded(text) == FULL
+    assert cost.recorded(text) == FULL.profile
+    assert recorded(Record(profile=Profile()).text()) == Record(profile=Profile())
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("held", "seconds"), 0),
+        (("held", "seconds"), "60"),
+        (("held", "mtbf_s"), float("inf")),
+        (("held",), 3),
+        (("evidence", "lossy"), -1),
+        (("evidence", "lossy"), True),
+        (("evidence",), None),
+        (("save", "n"), -1),
+        (("save", "squares"), -1.0),
+        (("save", "mean"), 1e300),
+        (("step_s",), -1.0),
+        (("durable", "newest"), ["x"]),
+    ],
+)
+def test_nonsense_is_refused(where: tuple[str, ...], value: object) -> None:
+    """Whoever can write the bucket wrote it: nothing of it may end a sidecar."""
+    document = json.loads(FULL.text())
+    *path, last = where
+    at = document
+    for each in path:
+        at = at[each]
+    at[last] = value
+    with pytest.raises(BadProfile, match="cannot be read"):
+        recorded(json.dumps(document))
+    for text in ("", "[]", "null", "[" * 3000, FULL.text()[:-1]):
+        with pytest.raises(BadProfile):
+            recorded(text)
