@@ -30,8 +30,14 @@ WIDTHS = (16, 32, 64, 128)
 CHECKPOINTS = 16
 """Two of the periods that `intermittent` comes to: a baseline and seven increments."""
 PERIOD = 8
-SWEEP_BYTES = 24e6
+SWEEP_BYTES = 12e6
 """Of a table with its state in memory. Bytes are linear in rows; what is not (index, entry) weighs more in small ones."""
+PAIR_ROWS = 1 << 18
+"""Of the baskets' largest table; the demo's own has four times as many."""
+BASKET_CHECKPOINTS = 15
+"""Three periods: there, a baseline and four increments."""
+BASKET_STEPS = 36
+"""Of 128 samples, to an interval: about a quarter of the rows."""
 ORACLE = {
     16: {8: (5.3, 1.8), 4: (9.3, 3.2), 3: (10.6, 3.7), 2: (12.3, 4.3)},
     32: {8: (6.6, 2.3), 4: (12.0, 4.1), 3: (14.4, 5.0), 2: (18.0, 6.2)},
@@ -196,8 +202,8 @@ def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
     import torch
     from deltashard.optim import RowWiseAdagrad
 
-    steps, count = (6, 5) if quick else (BASKET_STEPS, CHECKPOINTS)
-    before, demo.PAIR_ROWS = demo.PAIR_ROWS, 1 << 15 if quick else demo.PAIR_ROWS
+    steps, count, rows = (6, 4, 1 << 15) if quick else (BASKET_STEPS, BASKET_CHECKPOINTS, PAIR_ROWS)
+    before, demo.PAIR_ROWS = demo.PAIR_ROWS, rows
     try:
         retail = baskets.load()
         torch.manual_seed(1)
@@ -264,17 +270,11 @@ def _baskets(folder: Path, *, quick: bool) -> tuple[Found, np.ndarray]:
         demo.PAIR_ROWS = before
 
 
-BASKET_STEPS = 150
-"""An interval: about a quarter of the rows."""
-
-
 def _living(name: str, parameter: Any, optimizer: Any) -> LiveTable:
     """The table of a parameter: the very memory that is trained."""
     weights = parameter.detach().numpy()
-    state = optimizer.state[parameter]
-    (key,) = (key for key, value in state.items() if getattr(value, "numel", lambda: 0)() == len(weights))
     made = _table(name, weights)
-    made.fields = {"sum": state[key].numpy().reshape(-1)}
+    made.fields = {"sum": optimizer.state[parameter]["sum"].numpy()}
     return made
 
 
