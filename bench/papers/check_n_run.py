@@ -7,6 +7,7 @@ reuse (`reuse`) at four widths of a row. Beside every mean of the trace stands w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import tempfile
 import time
@@ -31,7 +32,7 @@ CHECKPOINTS = 16
 """Two of the periods that `intermittent` comes to: a baseline and seven increments."""
 PERIOD = 8
 SWEEP_BYTES = 12e6
-"""Of a table with its state in memory. Bytes are linear in rows; what is not (index, entry) weighs more in small ones."""
+"""Of a table with its state. Bytes are linear in rows but for index and entry, which weigh more in a small one."""
 PAIR_ROWS = 1 << 18
 """Of the baskets' largest table; the demo's own has four times as many."""
 BASKET_CHECKPOINTS = 15
@@ -44,7 +45,7 @@ ORACLE = {
     64: {8: (7.5, 2.6), 4: (14.3, 4.9), 3: (17.8, 6.1), 2: (23.7, 8.2)},
     128: {8: (8.1, 2.8), 4: (15.8, 5.4), 3: (20.3, 6.9), 2: (28.3, 9.7)},
 }
-"""Columns -> bits -> (write reduction, mean capacity reduction), from S, 4 bytes of row state, bitmap ids and our scales."""
+"""Columns -> bits -> (write, capacity): what S, 4 bytes of row state, bitmap ids and our scales come to."""
 TOLERANCE = 0.05
 PAPER_WRITE, PAPER_CAPACITY = (6.0, 17.0), (2.5, 8.0)
 """At 8 and at 2 bits."""
@@ -54,7 +55,7 @@ ERROR_ORACLE = {
     },
     "student": {2: (0.389, 0.242, 0.142, 0.676), 4: (0.0642, 0.0487, 0.0386, 0.939)},
 }  # fmt: skip
-"""Rows -> bits -> mean row L2 of symmetric, asymmetric, k-means, and greedy(25, .6) over asymmetric; 4,000 rows of 64."""
+"""Rows -> bits -> mean L2 of symmetric, asymmetric, k-means, and greedy(25, .6) over asymmetric; 4,000 rows of 64."""
 ERROR_TOLERANCE = 0.03
 ORDER = ("k-means", "adaptive", "asymmetric", "symmetric")
 PAGE_YEAR = "2022"
@@ -63,8 +64,11 @@ PAGE_YEAR = "2022"
 
 def measure(quick: bool) -> Found:
     """All figures of the part."""
-    found: Found = {"kernels": active().__name__.rpartition(".")[2], "trace": _trace(20_000 if quick else 1_000_000)}
-    widths = (16, 64) if quick else WIDTHS
+    found: Found = {
+        "kernels": active().__name__.rpartition(".")[2],
+        "trace": _trace(20_000 if quick else 1_000_000),
+    }
+    widths = (64,) if quick else WIDTHS
     found["sweep"] = {}
     for columns in widths:
         _say(f"a trace at D = {columns}")
@@ -82,7 +86,11 @@ def measure(quick: bool) -> Found:
 
 
 def _trace(rows: int) -> Found:
-    out: Found = {"rows": rows, "wanted": reuse.S, "growth": reuse.growth(rows, reuse.Locality.published(PAGE_YEAR))}
+    out: Found = {
+        "rows": rows,
+        "wanted": reuse.S,
+        "growth": reuse.growth(rows, reuse.Locality.published(PAGE_YEAR)),
+    }
     for year in reuse.LOCALITY:
         wanted = reuse.Locality.published(year)
         one = next(reuse.intervals(rows, 1, wanted))
@@ -106,9 +114,10 @@ def _sweep(columns: int, *, quick: bool) -> Found:
     rng = np.random.default_rng(columns)
     live = _table("table", reference.rows_like("gaussian", rows, columns, seed=columns))
     count = PERIOD if quick else CHECKPOINTS
-    with _runs([live]) as runs, StoreRun(
-        tables=[live], policy="intermittent", bits=8, keep_last=3, remembers=False
-    ) as shipped:
+    with (
+        _runs([live]) as runs,
+        StoreRun(tables=[live], policy="intermittent", bits=8, keep_last=3, remembers=False) as shipped,
+    ):
         changed = np.empty(0, np.int64)
         for interval in [None, *reuse.intervals(rows, count - 1, reuse.Locality.published(PAGE_YEAR))]:
             if interval is not None:
@@ -176,7 +185,7 @@ def _cost_of(saved: Sequence[Saved], full: float) -> Found:
 
 
 def _restored(runs: Mapping[tuple[str, int], StoreRun], tables: Sequence[LiveTable]) -> Found:
-    """Bits -> whether every policy's newest checkpoint restores the same rows and exact state; fp32: the living ones."""
+    """Bits -> whether every policy's newest checkpoint restores the same rows and exact state; fp32: the live ones."""
     out: Found = {}
     for bits in BITS:
         known = [(t.weights, t.fields) for t in tables] if bits == 32 else runs["full", bits].restored()
@@ -376,7 +385,9 @@ def _headlines(found: Found) -> list[Found]:
 
 def _why(source: str) -> str:
     if "D = 16" in source:
-        return "8 bytes of scale and bias (4 at 4 bits and fewer) and 4 of state beside 16 or 4 bytes of codes"
+        return (
+            "8 bytes of scale and bias (4 at 4 bits and fewer) and 4 of state beside 16 or 4 bytes of codes"
+        )
     if "D = 32" in source and "trace" in source:
         return "scales and state of a short row weigh too much"
     if "baskets" in source:
@@ -412,7 +423,7 @@ def check(found: Found) -> list[str]:
     for kind in ("gaussian", "student", "baskets"):
         for bits in LOW_BITS:
             had = found["quantizers"][kind][str(bits)]["errors"]
-            if not all(had[a] < had[b] for a, b in zip(ORDER, ORDER[1:], strict=False)):
+            if not all(had[a] < had[b] for a, b in itertools.pairwise(ORDER)):
                 wrong.append(f"{kind}, {bits} bit: errors are not in the order {' < '.join(ORDER)}: {had}")
     for kind, by_bits in ERROR_ORACLE.items():
         for bits, (symmetric, asymmetric, k_means, greedy) in by_bits.items():
@@ -423,13 +434,17 @@ def check(found: Found) -> list[str]:
             }  # fmt: skip
             for name, value in wanted.items():
                 if abs(had[name] / value - 1) > ERROR_TOLERANCE:
-                    wrong.append(f"{kind}, {bits} bit: {name} has an error of {had[name]:.4f}, not {value:.4f}")
+                    wrong.append(
+                        f"{kind}, {bits} bit: {name} has an error of {had[name]:.4f}, not {value:.4f}"
+                    )
     return wrong
 
 
 def _orders(of: Found) -> list[str]:
     """Of one source's cells."""
-    wrong = [f"{bits} bit: policies restore different rows" for bits, same in of["restored"].items() if not same]
+    wrong = [
+        f"{bits} bit: policies restore different rows" for bits, same in of["restored"].items() if not same
+    ]
     cells = of["cells"]
     for policy in POLICIES:
         for key in ("write", "capacity"):
@@ -450,3 +465,303 @@ def _orders(of: Found) -> list[str]:
 
 def _say(what: str) -> None:
     print(f"  {what} ...", file=sys.stderr, flush=True)
+
+
+# The page
+
+
+def page(found: Found) -> str:
+    """The section of docs/papers.md."""
+    sweep = found["sweep"]
+    columns = "64"
+    one = sweep[columns]
+    return "\n\n".join(
+        [
+            "## Check-N-Run: bytes",
+            _how(found),
+            "### The trace, by width of a row",
+            (
+                f"`intermittent`, means over {one['checkpoints']} checkpoints: what full fp32 checkpoints of "
+                "the same tables take, over "
+                "what was written and over what the store must hold; in brackets what arithmetic expects of "
+                "these S, "
+                f"and CI holds within {TOLERANCE:.0%}. Measured by counting bytes in the store; they are "
+                "linear in rows, and tables of "
+                f"{_count(found)} rows stand for larger ones."
+            ),
+            _widths(sweep),
+            "![write bandwidth and capacity by width of a row](papers/check_n_run_widths.svg)",
+            _verdicts(found),
+            "### The trace, by policy",
+            (
+                f"D = {columns}, {one['rows']:,} rows, {one['full_bytes'] / 1e6:.1f} MB a full fp32 checkpoint. "
+                "Each cell: write, capacity; how many times less than with full fp32 checkpoints."
+            ),
+            _policies(one),
+            "![bytes of each checkpoint, and of what must be held](papers/check_n_run_policies.svg)",
+            _beyond(one),
+            "### The baskets",
+            _of_baskets(found["baskets"]),
+            _policies(found["baskets"]),
+            "## Check-N-Run: quantizers",
+            _of_quantizers(found),
+            _errors_table(found["quantizers"]),
+            "![error and processor time of a row](papers/check_n_run_quantizers.svg)",
+            (
+                "Processor time of a row of 64 columns on one thread, rows a second, and hours of one thread "
+                "for a table of 1 TB of fp32 weights. "
+                "Hours are extrapolated from these rows, and nothing else is:"
+            ),
+            _latency_table(found["quantizers"]["latency_ns"]),
+        ]
+    )
+
+
+def _how(found: Found) -> str:
+    trace = found["trace"]
+    distances = "; ".join(
+        f"{year}: {trace[year]['by_rows']:.5f} of the rows and {trace[year]['by_lookups']:.3f} of the "
+        "lookups lie in another bin, "
+        f"{trace[year]['mean']:.1f} lookups a row ({trace[year]['wanted_mean']:g} published)"
+        for year in reuse.LOCALITY
+    )
+    growth = " ".join(f"{share:.3f}" for share in trace["growth"][: len(reuse.S)])
+    wanted = " ".join(f"{s:g}" for s in reuse.S)
+    return f"""{HOW}
+
+- *S_i*: bytes of the i-th increment over those of its baseline. *Write*: bytes of full fp32 checkpoints over the bytes
+  of as many of ours.
+- *Capacity* is the paper's: a baseline and its newest increment (`consecutive`: and all between), which is what a
+  restore reads, with the log. Its mean is taken over the same checkpoints. *Held* is what the store really has with
+  `keep_last=1`: retention keeps a second chain, so that one rotten baseline does not take every checkpoint with it.
+  Both are compared with one full fp32 checkpoint.
+- *The trace* touches {reuse.HOT + reuse.DRAWN:.0%} of the rows in an interval, {reuse.HOT:.0%} in every one. Shares
+  touched since the baseline came to {growth} (aimed at: {wanted}), and to {trace["growth"][10]:.2f} after eleven
+  intervals, where the paper has .52. How often a touched row is looked up follows the histograms that Meta published
+  with its lookups (facebookresearch/dlrm_datasets); with {trace["rows"]:,} rows, {distances}. Bytes depend on which
+  rows changed and not on how often: the histogram makes the rows' values, S the figures.
+- No dense parameters: they are a constant, and not what is compared."""
+
+
+HOW = """Every byte is counted that lands in the store: packs, indexes, entries of the log. They come of the product's
+own write path (`bench/papers/store_run.py`: what a save holds is the word of `differential.decide`; then codecs, part
+writer, commit, retention and garbage collection) on a store in memory. The newest checkpoint of every run is read back
+from it: all policies restore the same rows, and at 32 bit those of the living table."""
+
+
+def _count(found: Found) -> str:
+    counts = [each["rows"] for each in found["sweep"].values()]
+    return f"{min(counts):,} to {max(counts):,}"
+
+
+def _widths(sweep: Mapping[str, Found]) -> str:
+    rows = []
+    for columns, each in sweep.items():
+        cells = each["cells"]["intermittent"]
+        for key, name in (("write", "write"), ("capacity", "capacity"), ("held", "held")):
+            row = [f"D = {columns}, {name}", f"{cells['32'][key]:.2f} x"]
+            for bits in BITS[1:]:
+                wanted = ORACLE[int(columns)][bits]
+                said = {"write": f" ({wanted[0]:g})", "capacity": f" ({wanted[1]:g})"}.get(key, "")
+                row.append(f"{cells[str(bits)][key]:.1f} x{said}")
+            rows.append(row)
+    return table(["", *(f"{bits} bit" for bits in BITS)], rows)
+
+
+def _verdicts(found: Found) -> str:
+    lines = []
+    for columns, each in found["sweep"].items():
+        cells = each["cells"]["intermittent"]
+        said = [
+            f"{name} {cells['8'][key]:.1f} x at 8 bit ({_verdict(cells['8'][key], low)}), "
+            f"{cells['2'][key]:.1f} x at 2 bit ({_verdict(cells['2'][key], high)})"
+            for name, key, (low, high) in (
+                ("write", "write", PAPER_WRITE),
+                ("capacity", "capacity", PAPER_CAPACITY),
+            )
+        ]
+        lines.append(f"- D = {columns}: {'; '.join(said)}")
+    head = "Against the paper's 6 to 17 x and 2.5 to 8 x, whose ends are its 8 bit and its 2 bit, as means:"
+    return head + "\n\n" + "\n".join(lines)
+
+
+def _policies(one: Found) -> str:
+    rows = []
+    for policy in POLICIES:
+        cells = one["cells"][policy]
+        rows.append(
+            [f"`{policy}`", *(f"{cells[str(b)]['write']:.2f}, {cells[str(b)]['capacity']:.2f}" for b in BITS)]
+        )
+    return table(["write, capacity", *(f"{bits} bit" for bits in BITS)], rows)
+
+
+def _beyond(one: Found) -> str:
+    fp32 = one["cells"]["consecutive"]["32"]
+    eleven = fp32["chain"][11] if len(fp32["chain"]) > 11 else fp32["chain"][-1]
+    at = one["cells"]["intermittent"]["4"]
+    shipped = one["shipped"]
+    return (
+        f"`consecutive` at 32 bit holds {eleven:.1f} times the model after eleven intervals (the paper: 4 "
+        "times). "
+        f"The predictor takes a new baseline at checkpoints {_listed(at['baselines'])}, at S = "
+        f"{at['s'][at['baselines'][1] - 1]:.2f} "
+        if len(at["baselines"]) > 1
+        else "The predictor takes no new baseline in so few checkpoints "
+    ) + (
+        "(the paper: around interval 8). It knows here the sizes of all increments since the baseline. A "
+        "sidecar's predictor knows "
+        "those that the log still lists, and retention (`keep_last=3`, the default) takes older ones "
+        "away: the same trace, so "
+        f"saved at 8 bit, has baselines at checkpoints {_listed(shipped['baselines'])} only, writes "
+        f"{shipped['write']:.2f} x less instead of "
+        f"{one['cells']['intermittent']['8']['write']:.2f} x and needs {shipped['capacity']:.2f} x less "
+        "instead of "
+        f"{one['cells']['intermittent']['8']['capacity']:.2f} x."
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(str(n) for n in numbers)
+
+
+def _of_baskets(of: Found) -> str:
+    said = of["checkpointer"]
+    s = ", ".join(f"{x:.2f}" for x in of["cells"]["one-shot"]["32"]["s"][1:6])
+    return (
+        f"The demo's model on real shopping baskets (tables of {_listed_rows(of['rows'])} rows of "
+        f"{of['columns']} columns, row-wise AdaGrad), "
+        f"{of['checkpoints']} checkpoints {of['steps']} steps of 128 samples apart. Which rows changed was "
+        "found by comparing the tables. "
+        f"Since the baseline it is {s}, ... of the rows: pairs of items repeat less than production's ids, "
+        "so an increment soon is as large as "
+        "a baseline, and `intermittent` has baselines at checkpoints "
+        f"{_listed(of['cells']['intermittent']['8']['baselines'])}. The same training was saved by "
+        "`deltashard.Checkpointer` and its sidecar to a directory (8 bit, intermittent): "
+        f"{said['row_bytes']:,} bytes beside "
+        f"{sum(said['blob_bytes']):,} of dense parameters, loader and generators, against "
+        f"{said['our_bytes']:,} counted here "
+        f"({abs(said['our_bytes'] / said['row_bytes'] - 1):.2%} apart), of "
+        f"{'the same' if said['rows'] == said['our_rows'] else 'not the same'} rows each."
+    )
+
+
+def _listed_rows(rows: Sequence[int]) -> str:
+    return ", ".join(f"{n:,}" for n in rows)
+
+
+def _of_quantizers(found: Found) -> str:
+    quantizers = found["quantizers"]
+    chosen = "; ".join(
+        f"{bits} bit: {quantizers['gaussian'][bits]['chosen']} (of the paper's grid of bins and ratios: "
+        f"{quantizers['gaussian'][bits]['chosen_of_grid']})"
+        for bits in map(str, LOW_BITS)
+    )
+    return (
+        "Mean L2 distance of a row and what is decoded of it: 4,000 rows of 64 columns of two "
+        "distributions (CI compares with their known errors), and "
+        "trained rows of the baskets (32 columns). *k-means* is Lloyd's algorithm within a row "
+        f"({ITERATIONS} iterations, centroids at first "
+        "uniform, compiled by numba); *greedy* the paper's range search with 25 bins and ratio 0.6; "
+        "*adaptive* what the product's auto-tune chooses on its sample "
+        f"(Gaussian rows, {chosen}). Kernels: {found['kernels']}."
+    )
+
+
+def _errors_table(of: Found) -> str:
+    names = ("symmetric", "asymmetric", "greedy", "adaptive", "k-means")
+    rows = []
+    for kind in ("gaussian", "student", "baskets"):
+        for bits in map(str, LOW_BITS):
+            had = of[kind][bits]["errors"]
+            rows.append([f"{kind}, {bits} bit", *(f"{had[name]:.4f}" for name in names)])
+    return table(["", *names], rows)
+
+
+def _latency_table(of: Found) -> str:
+    rows = []
+    for bits, by_name in of.items():
+        for name in ("symmetric", "asymmetric", "greedy", "adaptive", "k-means"):
+            ns = by_name[name]
+            rows.append([f"{name}, {bits} bit", f"{ns:,.0f} ns", f"{1e9 / ns:,.0f}", f"{hours(ns, 64):.2f}"])
+    return table(["", "a row", "rows/s", "hours of 1 TB"], rows)
+
+
+# Pictures
+
+COLOURS = {32: "#444444", 8: "#1f77b4", 4: "#2ca02c", 3: "#ff7f0e", 2: "#d62728"}
+POLICY_COLOURS = {
+    "full": "#444444", "one-shot": "#1f77b4", "consecutive": "#ff7f0e", "intermittent": "#2ca02c",
+}  # fmt: skip
+
+
+def plot(found: Found, folder: Path) -> None:
+    """Three pictures: by width, by policy, and the quantizers."""
+    from matplotlib import pyplot as plt
+
+    for name, draw in (
+        ("widths", _draw_widths),
+        ("policies", _draw_policies),
+        ("quantizers", _draw_quantizers),
+    ):
+        figure, axes = plt.subplots(1, 2)
+        draw(found, axes)
+        figure.savefig(folder / f"check_n_run_{name}.svg", metadata={"Date": None})
+        plt.close(figure)
+
+
+def _draw_widths(found: Found, axes: Any) -> None:
+    widths = list(found["sweep"])
+    places = np.arange(len(widths))
+    for ax, key, which, paper in (
+        (axes[0], "write", 0, PAPER_WRITE),
+        (axes[1], "capacity", 1, PAPER_CAPACITY),
+    ):
+        ax.axhspan(*paper, color="#dddddd", alpha=0.6, lw=0, label="the paper's range")
+        for i, bits in enumerate(BITS[1:]):
+            at = places + (i - 1.5) * 0.2
+            made = [found["sweep"][w]["cells"]["intermittent"][str(bits)][key] for w in widths]
+            ax.bar(at, made, 0.18, color=COLOURS[bits], label=f"{bits} bit")
+            wanted = [ORACLE[int(w)][bits][which] for w in widths]
+            ax.plot(at, wanted, "_", color="black", ms=9, label="expected" if i == 3 else None)
+        ax.set_xticks(places, [f"D = {w}" for w in widths])
+        ax.set_title(f"{key}: times less than full fp32", fontsize=9)
+        ax.grid(axis="x", visible=False)
+    axes[0].legend(frameon=False, fontsize=7, loc="upper left")
+
+
+def _draw_policies(found: Found, axes: Any) -> None:
+    cells = found["sweep"]["64"]["cells"]
+    for ax, key, title in (
+        (axes[0], "written", "bytes of each checkpoint, 32 bit"),
+        (axes[1], "chain", "bytes that a restore of it needs, 32 bit"),
+    ):
+        for policy in POLICIES:
+            made = cells[policy]["32"][key]
+            ax.plot(range(len(made)), made, ".-", color=POLICY_COLOURS[policy], label=policy)
+        ax.set_title(f"{title} (full = 1)", fontsize=9)
+        ax.set_xlabel("checkpoint")
+        ax.set_ylim(0)
+    axes[1].legend(frameon=False, fontsize=7, loc="upper left")
+
+
+def _draw_quantizers(found: Found, axes: Any) -> None:
+    of = found["quantizers"]
+    marks = {"symmetric": "v", "asymmetric": "s", "greedy": "^", "adaptive": "o", "k-means": "*"}
+    for bits in LOW_BITS:
+        had, ns = of["gaussian"][str(bits)]["errors"], of["latency_ns"][str(bits)]
+        for name, mark in marks.items():
+            axes[0].plot(ns[name], had[name], mark, color=COLOURS[bits], label=name if bits == 2 else None)
+    axes[0].set_xscale("log")
+    axes[0].set_yscale("log")
+    axes[0].set_xlabel("ns a row, one thread")
+    axes[0].set_ylabel("mean L2 error of a row")
+    axes[0].set_title("Gaussian rows: 2 bit red, 3 orange, 4 green", fontsize=9)
+    axes[0].legend(frameon=False, fontsize=7, loc="lower left")
+    kinds = ("gaussian", "student", "baskets")
+    for i, name in enumerate(marks):
+        made = [of[kind]["2"]["errors"][name] / of[kind]["2"]["errors"]["symmetric"] for kind in kinds]
+        axes[1].bar(np.arange(3) + (i - 2) * 0.16, made, 0.14, label=name)
+    axes[1].set_xticks(range(3), kinds)
+    axes[1].grid(axis="x", visible=False)
+    axes[1].set_title("2 bit: error over that of symmetric", fontsize=9)
+    axes[1].legend(frameon=False, fontsize=7, ncols=2, loc="lower left")

@@ -51,7 +51,7 @@ def measure(quick: bool) -> Found:
 
 
 def _bytes(folder: Path, *, quick: bool) -> Found:
-    """Encoding -> state encoding -> optimizer -> stored bytes of a row, of a checkpoint of one model with all of them."""
+    """Encoding -> state encoding -> optimizer -> stored bytes of a row; one model has a table under each optimizer."""
     out: Found = {"rows": 4_000 if quick else 40_000, "columns": ROW_COLUMNS, "stored": {}}
     for encoding in ("fp32", "q4") if quick else ENCODINGS:
         for state in STATES:
@@ -77,7 +77,13 @@ def _stored(folder: Path, run: str, encoding: str, state: str, rows: int) -> dic
         torch.optim.SparseAdam([model["adam"].weight], lr=0.1),
     ]
     ckpt = deltashard.Checkpointer(
-        model, optimizers, url=folder / "store", run=run, encoding=encoding, state_encoding=state, grace_s=None
+        model,
+        optimizers,
+        url=folder / "store",
+        run=run,
+        encoding=encoding,
+        state_encoding=state,
+        grace_s=None,
     )
     with ckpt:
         ckpt.restore()
@@ -240,10 +246,11 @@ def _shardings(folder: Path, *, quick: bool) -> Found:
     if done.returncode:
         raise RuntimeError(f"ranks ended with {done.returncode}: {done.stderr[-3000:]}")
     pairs = []
+    said = {name: f"{sharding}, {world}" for what, name, sharding, world, _ in stages if what == "save"}
     for what, name, sharding, world, source in stages:
         if what == "restore":
             was, now = gathered(work, source), gathered(work, name)
-            pairs.append({"saved": source.removeprefix("saved-"), "restored": f"{sharding}-{world}"} | compared(was, now))
+            pairs.append({"saved": said[source], "restored": f"{sharding}, {world}"} | compared(was, now))
     return {"tables": BAGS, "columns": COLUMNS, "pairs": pairs}
 
 
@@ -263,7 +270,9 @@ def gathered(folder: Path, name: str) -> dict[str, np.ndarray]:
             (a, b), (c, d) = (map(int, each.split(":")) for each in (rows, columns))
             height = BAGS[fqn.split(".")[-2]]
             if values.ndim == 2:
-                whole.setdefault(f"{fqn}|{section}", np.full((height, COLUMNS), np.nan, np.float32))[a:b, c:d] = values
+                whole.setdefault(f"{fqn}|{section}", np.full((height, COLUMNS), np.nan, np.float32))[
+                    a:b, c:d
+                ] = values
             else:
                 held = whole.setdefault(f"{fqn}|{section}", np.zeros(height, np.float64))
                 held[a:b] += values.astype(np.float64) * ((d - c) / COLUMNS)
@@ -299,7 +308,8 @@ def _headlines(found: Found) -> list[Found]:
     equal = [pair for pair in pairs if pair["weights_equal"]]
     return [
         {
-            "what": f"Neo, state of 12 T weights, row-wise AdaGrad and {encoding} weights against AdaGrad and fp32",
+            "what": f"Neo, state of 12 T weights, row-wise AdaGrad and {encoding} weights against AdaGrad "
+            "and fp32",
             "paper": f"{PAPER_TB[0]:.0f} to about {PAPER_TB[1]:.0f} TB",
             "ours": f"{naive:.0f} to {lean:.1f} TB in the store; "
             f"{_terabytes(stored[fewest]['fp32']['row-wise AdaGrad']):.1f} TB at {fewest}",
@@ -337,7 +347,9 @@ def check(found: Found) -> list[str]:
             for optimizer, stored in by_optimizer.items():
                 wanted = expected_bytes(optimizer, encoding, state)
                 if not wanted <= stored <= 1.01 * wanted + 0.1:
-                    wrong.append(f"{optimizer}, {encoding}, state {state}: {stored:.2f} bytes a row, {wanted} expected")
+                    wrong.append(
+                        f"{optimizer}, {encoding}, state {state}: {stored:.2f} bytes a row, {wanted} expected"
+                    )
     resume = found["resume"]
     if resume["uninterrupted"] != resume["resumed"] or not resume["losses_equal"]:
         wrong.append("a resumed training under exact row-wise AdaGrad is not the uninterrupted one")
@@ -347,10 +359,126 @@ def check(found: Found) -> list[str]:
         if not pair["weights_equal"]:
             wrong.append(f"rows saved as {pair['saved']} are others when restored as {pair['restored']}")
         if pair["state"] > (1e-6 if "column" in pair["saved"] + pair["restored"] else 0):
-            wrong.append(f"state saved as {pair['saved']} is {pair['state']:.2g} off when restored as {pair['restored']}")
+            wrong.append(
+                f"state saved as {pair['saved']} is {pair['state']:.2g} off when restored as "
+                f"{pair['restored']}"
+            )
         if not pair["trained_rows"]:
             wrong.append(f"no row had been trained that was saved as {pair['saved']}")
     return wrong
+
+
+def page(found: Found) -> str:
+    """The section of docs/papers.md."""
+    return "\n\n".join(
+        [
+            "## Neo: optimizer state",
+            (
+                f"Stored bytes of a row of {ROW_COLUMNS} columns, row ids and headers of frames included, in a "
+                "checkpoint of one model that a `deltashard.Checkpointer` saved: "
+                f"a table of {found['bytes']['rows']:,} rows under each optimizer, every row trained once. "
+                "Measured from the index of that checkpoint, and "
+                "held by CI to what the format says. Row-wise state is always exact; bf16 narrows state by "
+                "weight."
+            ),
+            _bytes_table(found["bytes"]["stored"]),
+            f"A model of 12 T weights in rows of {ROW_COLUMNS} (extrapolated: these bytes, times its rows):",
+            _terabytes_table(found["bytes"]["stored"]),
+            "![stored bytes of a row](papers/neo_bytes.svg)",
+            "## Neo: bit-exact resume",
+            _of_resume(found["resume"]),
+            "## Neo: other shardings",
+            _of_shardings(found["shardings"]),
+            _pairs_table(found["shardings"]["pairs"]),
+        ]
+    )
+
+
+def _bytes_table(stored: Found) -> str:
+    rows = [
+        [f"weights {encoding}, state {state}", *(f"{by_optimizer[name]:.1f}" for name in STATE_VALUES)]
+        for encoding, by_state in stored.items()
+        for state, by_optimizer in by_state.items()
+    ]
+    return table(["bytes a row", *STATE_VALUES], rows)
+
+
+def _terabytes_table(stored: Found) -> str:
+    rows = [
+        [
+            f"weights {encoding}, state {state}",
+            *(f"{_terabytes(by_optimizer[name]):.1f} TB" for name in STATE_VALUES),
+        ]
+        for encoding, by_state in stored.items()
+        for state, by_optimizer in by_state.items()
+    ]
+    return table(["", *STATE_VALUES], rows)
+
+
+def _of_resume(of: Found) -> str:
+    equal = of["uninterrupted"] == of["resumed"]
+    return (
+        f"The demo's model (pairs: {of['pairs'][0]:,} rows of {of['pairs'][1]}) under exact row-wise "
+        "AdaGrad, duplicates of a row summed before its accumulator sees them, "
+        "and Adam for the dense half, with dropout and random negatives. It was saved in fp32 at step "
+        f"{of['saved_at']} and ended by an exception at step {of['died_at']}; a new "
+        f"model of other initial values and another seed restored step {of['resumed_at']} through a new "
+        f"`Checkpointer` and trained on to step {of['steps']}. "
+        f"SHA-256 of all parameters, all optimizer state and torch's generator: `{of['resumed'][:16]}`, "
+        f"{'that of' if equal else 'not that of'} the training that was never interrupted "
+        f"(`{of['uninterrupted'][:16]}`); losses of the steps between "
+        f"{'are equal, too' if of['losses_equal'] else 'differ'}. Trainings killed by SIGKILL, under "
+        "twenty optimizers: "
+        "`tests/integration/trainer/test_train_resume.py`."
+    )
+
+
+def _of_shardings(of: Found) -> str:
+    tables = ", ".join(f"{rows:,}" for rows in of["tables"].values())
+    return (
+        f"Real TorchRec on CPUs, one process a rank over gloo: tables of {tables} rows of {of['columns']} "
+        "columns with fused exact row-wise AdaGrad, trained for three steps and "
+        "saved after two of them (a baseline and an increment) in one sharding, restored in another into "
+        "a model of other values, and compared cell by cell. "
+        "Where a table is split by columns each shard has an accumulator of its own: from there on the "
+        "whole one is their mean, weighted by columns, and its difference is "
+        "that of rounding such a mean. All shardings at two and four ranks, host-wise ones too: "
+        "`tests/integration/trainer/ranks/test_sharded_group.py`."
+    )
+
+
+def _pairs_table(pairs: list[Found]) -> str:
+    rows = [
+        [
+            f"{pair['saved']} -> {pair['restored']}",
+            f"{pair['rows']:,} {'equal' if pair['weights_equal'] else '**not equal**'}",
+            "equal" if pair["state"] == 0 else f"within {pair['state']:.1e}",
+        ]
+        for pair in pairs
+    ]
+    return table(["sharding, ranks", "rows", "accumulators"], rows)
+
+
+def plot(found: Found, folder: Path) -> None:
+    """One picture: bytes of a row by optimizer, weights and state."""
+    from matplotlib import pyplot as plt
+
+    stored = found["bytes"]["stored"]
+    figure, ax = plt.subplots()
+    bars = [(encoding, state) for encoding in stored for state in stored[encoding]]
+    for i, (encoding, state) in enumerate(bars):
+        at = np.arange(len(STATE_VALUES)) + (i - (len(bars) - 1) / 2) * 0.8 / len(bars)
+        colour = plt.get_cmap("viridis")(list(stored).index(encoding) / len(stored))
+        ax.bar(
+            at, [stored[encoding][state][name] for name in STATE_VALUES], 0.75 / len(bars),
+            color=colour, alpha=1 if state == "fp32" else 0.5, label=f"{encoding}, state {state}",
+        )  # fmt: skip
+    ax.set_xticks(range(len(STATE_VALUES)), list(STATE_VALUES))
+    ax.grid(axis="x", visible=False)
+    ax.set_ylabel(f"stored bytes of a row, D = {ROW_COLUMNS}")
+    ax.legend(frameon=False, fontsize=7, ncols=2)
+    figure.savefig(folder / "neo_bytes.svg", metadata={"Date": None})
+    plt.close(figure)
 
 
 def _say(what: str) -> None:

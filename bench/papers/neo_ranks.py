@@ -3,11 +3,12 @@
 STAGES is JSON: lists of [what, name, sharding, world, source], `what` being "save" (train three steps, save after the
 second and after the third, so that a restore reads a baseline and an increment) or "restore" (run `source` into a model
 with other rows). Every rank writes what its shards hold then to FOLDER/NAME-RANK.npz. One process imports TorchRec
-and forks the ranks of each stage, as torchrun would start them; the whole ends with the exit code 0 only if all of them did.
+and forks the ranks of each stage, as torchrun would start them; it ends with the exit code 0 only if all of them did.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -30,8 +31,11 @@ def main() -> int:
     """Run the stages, one after the other."""
     folder, stages = Path(sys.argv[1]), json.loads(sys.argv[2])
     warnings.simplefilter("ignore")
-    import torch._dynamo  # what an optimizer's first use imports: seconds, and each rank would do it
-    import torchrec.distributed.planner  # noqa: F401
+    for heavy in (
+        "torch._dynamo",
+        "torchrec.distributed.planner",
+    ):  # seconds, and each rank would import them
+        importlib.import_module(heavy)
 
     for number, (what, name, sharding, world, source) in enumerate(stages):
         children = []
@@ -107,7 +111,7 @@ def _model(sharding: str, world: int) -> tuple[Any, Any]:
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     class Sharder(EmbeddingBagCollectionSharder):
-        def sharding_types(self, compute_device_type: str) -> list[str]:
+        def sharding_types(self, compute_device_type: str) -> list[str]:  # noqa: ARG002
             return [kind.value for kind in ShardingType]
 
     class Model(nn.Module):

@@ -30,7 +30,7 @@ TABLE_BYTES = 1e12
 
 @numba.njit(cache=True)  # type: ignore[untyped-decorator]
 def k_means_rows(x, levels, iterations, codes, books):
-    """Lloyd's algorithm in each row, centroids at first uniform between min and max; they stay sorted, so a bisection finds the nearest."""
+    """Lloyd's algorithm in each row, centroids at first uniform; they stay sorted, so a bisection finds the nearest."""
     n, d = x.shape
     sums, counts, borders = np.empty(levels), np.empty(levels), np.empty(levels - 1)
     for r in range(n):
@@ -69,7 +69,7 @@ def symmetric_rows(x, top, codes, scales):
 
 
 def tunings(x: F32, bits: int) -> dict[str, Tuning]:
-    """What the product's auto-tune chooses on its sample of the table `x`, and what it chooses from the paper's grid."""
+    """What the product's auto-tune chooses on its sample of the table `x`, and what from the paper's grid."""
     sample = np.ascontiguousarray(x[sample_positions(len(x), seed=0)])
     encoding = ENCODINGS[f"q{bits}"]
     return {
@@ -101,7 +101,7 @@ def k_means(x: F32, bits: int) -> npt.NDArray[np.float64]:
 
 
 def latencies(x: F32, bits: int, tuned: Search, *, seconds: float) -> dict[str, float]:
-    """Nanoseconds of processor time a row, best of the turns that fit into `seconds` (three at least); they take turns."""
+    """Processor time of a row in ns, best of as many turns as fit into `seconds`, at least three; they take turns."""
     n = len(x)
     few = np.ascontiguousarray(x[: max(64, n // 64)])  # k-means is slow; each row costs the same
     codes, scales = np.empty(x.shape, np.uint8), np.empty(n, np.float32)

@@ -10,15 +10,15 @@ from typing import Any
 
 HEAD = """# The papers, measured
 
-Four systems claim what this project sets out to do, and this page holds their claims against it: Check-N-Run (Eisenman et al., NSDI 2022),
-CheckFreq (Mohan et al., FAST 2021), CPR (Maeng et al., MLSys 2021) and Neo (Mudigere et al., ISCA 2022). `make papers` computes every
-figure here anew and writes the page; each section says how its figures were measured. All of them are in
-[measured/papers.json](measured/papers.json).
+Four systems claim what this project sets out to do, and this page holds their claims against it: Check-N-Run (Eisenman
+et al., NSDI 2022), CheckFreq (Mohan et al., FAST 2021), CPR (Maeng et al., MLSys 2021) and Neo (Mudigere et al., ISCA
+2022). `make papers` computes every figure here anew and writes this page; each section says how its figures were
+measured. All of them are in [measured/papers.json](measured/papers.json).
 """
 
 
 def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path) -> Path:
-    """Write page, pictures and figures under `docs`; the page. `parts` are the modules of `found["parts"]`, in order."""
+    """Write page, pictures and figures under `docs`; the page. `parts` are the modules of what was found, in order."""
     pictures = docs / "papers"
     pictures.mkdir(exist_ok=True)
     sections = []
@@ -45,7 +45,8 @@ def measured(found: Mapping[str, Any]) -> str:
         f"{name} {record['date']}, {record['took_s']:.0f} s" for name, record in found["parts"].items()
     )
     return (
-        f"Measured by `{found['command']}` on {on['cores']} cores of {on['cpu']} (load {on['load']} when it began), "
+        f"Measured by `{found['command']}` on {on['cores']} cores of {on['cpu']} (load {on['load']} when "
+        "it began), "
         f"Python {on['python']}, {versions}. Parts: {took}."
     )
 

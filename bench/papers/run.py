@@ -7,9 +7,10 @@ A part is a module of this folder, named in `PARTS`:
     check(found) -> list       what must hold whatever the machine and does not, as sentences; never timings
     plot(found, folder)        optional: pictures, SVG files of its own names in `folder`
 
-Under "headlines" a part's figures may list rows for the table at the top of the page: dicts with `what`, `paper`, `ours`
-(text), `met` (True, False, or None where nothing can be said) and `why` (text, when it is missed). A part that fails
-stands in the result with its error, and the others still run. 1 is returned if one failed or an order does not hold.
+Under "headlines" a part's figures may list rows for the table at the top of the page: dicts with `what`, `paper` and
+`ours` (text), `met` (True, False, or None where nothing can be said) and `why` (text, when it is not met). A part that
+fails stands in the result with its error, and the others still run. 1 is returned if one failed or an order does not
+hold.
 
     bench/papers/run.py                        all parts in full: 25 minutes on two cores; writes docs/papers.md
     bench/papers/run.py --quick                small, for CI: does it run, and do the orders hold; writes no page
@@ -19,7 +20,7 @@ stands in the result with its error, and the others still run. 1 is returned if 
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import importlib
 import importlib.metadata
 import importlib.util
@@ -73,7 +74,7 @@ def main() -> int:
             continue
         print(f"{name} ...", flush=True)
         begun = time.monotonic()
-        record: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")}
+        record: dict[str, Any] = {"date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")}
         try:
             # As it stands in the file: keys are text, and what is not JSON fails here.
             record["found"] = json.loads(json.dumps(part.measure(args.quick)))

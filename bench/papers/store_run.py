@@ -113,13 +113,13 @@ class StoreRun:
 
     def save(self, changed: Sequence[np.ndarray]) -> Saved:
         """Commit a checkpoint; `changed` are the rows (int64, ascending) of each table that changed since the last."""
-        for marks, ids in zip((*self._since_commit, *self._since_baseline), (*changed, *changed), strict=True):
+        for marks, ids in zip(
+            (*self._since_commit, *self._since_baseline), (*changed, *changed), strict=True
+        ):
             marks[ids] = True
         known = history(self.log.state, self.attempt)
         if self.remembers:
-            known = History(
-                baseline=known.baseline, newest=known.newest, increments=tuple(self._increments)
-            )
+            known = History(baseline=known.baseline, newest=known.newest, increments=tuple(self._increments))
         what = decide(self.policy, known)
         rows: list[np.ndarray | range]
         if what == "full":
