@@ -23,7 +23,7 @@ from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.chain import closure, prefixes_of
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import prefix_of
+from deltashard_checkpoint.log.entry import Checkpoint, prefix_of
 from deltashard_checkpoint.maintenance.garbage_collection import collect
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
@@ -75,7 +75,7 @@ class Saved:
     baseline: bool
     rows: int
     written_bytes: int
-    """Put for it: packs, index, the log's entry."""
+    """Put for it: packs, index, entries of the log, also that by which older ones are retired."""
     chain_bytes: int
     """Of what a restore of it reads: its own objects and those it covers, and the whole log."""
     held_bytes: int
@@ -129,21 +129,20 @@ class StoreRun:
         else:
             covers, rows = known.newest, [np.flatnonzero(marks) for marks in self._since_commit]
         before = self.store.put_bytes
-        entry_rows = self._commit(rows, covers)
-        written = self.store.put_bytes - before
+        entry = self._commit(rows, covers)
         for marks in (*self._since_commit, *(self._since_baseline if covers is None else ())):
             marks[:] = False
         if covers is None:
-            self._increments, self._baseline_bytes = [], written
+            self._increments, self._baseline_bytes = [], entry.stored_bytes
         else:
-            self._increments.append(written / self._baseline_bytes)
+            self._increments.append(entry.stored_bytes / self._baseline_bytes)
         append_retirement(self.log, Retention(keep_last=self.keep_last))
         collect(self.log, grace_s=0)
         self.saved.append(
             Saved(
                 baseline=covers is None,
-                rows=entry_rows,
-                written_bytes=written,
+                rows=entry.rows,
+                written_bytes=self.store.put_bytes - before,
                 chain_bytes=self._chain_bytes(),
                 held_bytes=sum(info.size_bytes for info in self.store.list("")),
             )
@@ -159,7 +158,7 @@ class StoreRun:
         found = {table.schema.fqn: (table.weights, table.fields) for table in opened.tables()}
         return [found[table.schema.fqn] for table in self.tables]
 
-    def _commit(self, rows: Sequence[np.ndarray | range], covers: int | None) -> int:
+    def _commit(self, rows: Sequence[np.ndarray | range], covers: int | None) -> Checkpoint:
         cut = len(self.saved) + 1
         schemas = tuple(table.schema for table in self.tables)
         boxes = tuple(
@@ -191,8 +190,9 @@ class StoreRun:
             part=part, tables=schemas, encodings=stats.encodings, rows=stats.rows,
             raw_bytes=stats.raw_bytes, stall_s=0.0,
         )  # fmt: skip
-        commit_part(self.log, attempt=self.attempt, cut=cut, step=cut, world_size=1, report=report)
-        return stats.rows
+        return commit_part(
+            self.log, attempt=self.attempt, cut=cut, step=cut, world_size=1, report=report
+        ).entry
 
     def _chain_bytes(self) -> int:
         state = self.log.state
