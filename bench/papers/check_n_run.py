@@ -65,7 +65,7 @@ PAGE_YEAR = "2022"
 def measure(quick: bool) -> Found:
     """All figures of the part."""
     found: Found = {
-        "kernels": active().__name__.rpartition(".")[2],
+        "kernels": _kernels(),
         "trace": _trace(20_000 if quick else 1_000_000),
     }
     widths = (64,) if quick else WIDTHS
@@ -80,6 +80,13 @@ def measure(quick: bool) -> Found:
     found["quantizers"] = _quantizers(trained, quick=quick)
     found["headlines"] = _headlines(found)
     return found
+
+
+def _kernels() -> str:
+    """Whose kernels serve, and for which instructions."""
+    kernels = active()
+    level = f" ({kernels.LEVELS[kernels.choose_level()]})" if hasattr(kernels, "LEVELS") else ""
+    return f"{kernels.__name__.rpartition('.')[2]}{level}"
 
 
 # The trace
@@ -384,15 +391,12 @@ def _headlines(found: Found) -> list[Found]:
 
 
 def _why(source: str) -> str:
-    if "D = 16" in source:
-        return (
-            "8 bytes of scale and bias (4 at 4 bits and fewer) and 4 of state beside 16 or 4 bytes of codes"
-        )
-    if "D = 32" in source and "trace" in source:
-        return "scales and state of a short row weigh too much"
     if "baskets" in source:
-        return "the pairs of a basket are drawn more evenly than production's rows: an increment is larger"
-    return ""
+        return "pairs of items repeat less than production's ids, so increments are larger; and D = 32"
+    return {
+        "a trace at D = 16": "28 bytes of a row are stored at 8 bit, 12 at 2 bit; scale, bias and state are 12 and 8 of them",
+        "a trace at D = 32": "44 bytes of a row are stored at 8 bit, 16 at 2 bit; scale, bias and state are 12 and 8 of them",
+    }.get(source, "an increment is larger than expected")
 
 
 def _verdict(ours: float, paper: float) -> str:
@@ -510,7 +514,7 @@ def page(found: Found) -> str:
             (
                 "Processor time of a row of 64 columns on one thread, rows a second, and hours of one thread "
                 "for a table of 1 TB of fp32 weights. "
-                "Hours are extrapolated from these rows, and nothing else is:"
+                "Hours are extrapolated from these rows:"
             ),
             _latency_table(found["quantizers"]["latency_ns"]),
         ]
@@ -737,7 +741,10 @@ def _draw_policies(found: Found, axes: Any) -> None:
     ):
         for policy in POLICIES:
             made = cells[policy]["32"][key]
-            ax.plot(range(len(made)), made, ".-", color=POLICY_COLOURS[policy], label=policy)
+            under = (
+                {"lw": 4, "alpha": 0.5} if policy == "one-shot" else {}
+            )  # until a baseline both are the same
+            ax.plot(range(len(made)), made, ".-", color=POLICY_COLOURS[policy], label=policy, **under)
         ax.set_title(f"{title} (full = 1)", fontsize=9)
         ax.set_xlabel("checkpoint")
         ax.set_ylim(0)
@@ -756,7 +763,7 @@ def _draw_quantizers(found: Found, axes: Any) -> None:
     axes[0].set_xlabel("ns a row, one thread")
     axes[0].set_ylabel("mean L2 error of a row")
     axes[0].set_title("Gaussian rows: 2 bit red, 3 orange, 4 green", fontsize=9)
-    axes[0].legend(frameon=False, fontsize=7, loc="lower left")
+    axes[0].legend(frameon=False, fontsize=7, loc="upper right")
     kinds = ("gaussian", "student", "baskets")
     for i, name in enumerate(marks):
         made = [of[kind]["2"]["errors"][name] / of[kind]["2"]["errors"]["symmetric"] for kind in kinds]
@@ -764,4 +771,5 @@ def _draw_quantizers(found: Found, axes: Any) -> None:
     axes[1].set_xticks(range(3), kinds)
     axes[1].grid(axis="x", visible=False)
     axes[1].set_title("2 bit: error over that of symmetric", fontsize=9)
-    axes[1].legend(frameon=False, fontsize=7, ncols=2, loc="lower left")
+    axes[1].set_ylim(0, 1.3)
+    axes[1].legend(frameon=False, fontsize=7, ncols=3, loc="upper center")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +17,11 @@ et al., NSDI 2022), CheckFreq (Mohan et al., FAST 2021), CPR (Maeng et al., MLSy
 2022). `make papers` computes every figure here anew and writes this page; each section says how its figures were
 measured. All of them are in [measured/papers.json](measured/papers.json).
 """
+
+
+LINE = 150
+AS_IS = ("|", "#", "!", "    ")
+"""How a block begins that is not wrapped."""
 
 
 def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path) -> Path:
@@ -30,9 +37,11 @@ def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path)
         if hasattr(part, "plot"):
             with _style():
                 part.plot(record["found"], pictures)
-        sections.append(part.page(record["found"]).strip())
+        sections.append(wrapped(part.page(record["found"]).strip()))
     page = docs / "papers.md"
-    page.write_text("\n".join([HEAD, measured(found), "", headlines(found, parts), "", *spaced(sections)]))
+    page.write_text(
+        "\n".join([HEAD, wrapped(measured(found)), "", headlines(found, parts), "", *spaced(sections)])
+    )
     (docs / "measured" / "papers.json").write_text(json.dumps(found, indent=1) + "\n")
     return page
 
@@ -65,6 +74,27 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table, its first column to the left and the others to the right."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs and items of lists in lines of at most `LINE` characters; tables, code and pictures as they are."""
+    out, code = [], False
+    for block in re.split(r"\n{2,}", text):
+        fences = block.count("```")
+        if code or fences or block.startswith(AS_IS):
+            out.append(block)
+            code ^= fences % 2 == 1
+            continue
+        items = re.split(r"\n(?=- )", block)
+        out.append("\n".join(_filled(item) for item in items))
+    return "\n\n".join(out)
+
+
+def _filled(text: str) -> str:
+    later = "  " if text.startswith("- ") else ""
+    return textwrap.fill(
+        " ".join(text.split()), LINE, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def spaced(sections: list[str]) -> list[str]:

@@ -14,7 +14,9 @@ hold.
 
     bench/papers/run.py                        all parts in full: 25 minutes on two cores; writes docs/papers.md
     bench/papers/run.py --quick                small, for CI: does it run, and do the orders hold; writes no page
-    bench/papers/run.py --only check_n_run,neo only these; what --out has of the others stays, and the page has it
+    bench/papers/run.py --only check_n_run,neo
+                                               only these; what --out has of the others stays, and the page has it
+    bench/papers/run.py --page                 measures nothing: the page anew, of what --out has
 """
 
 from __future__ import annotations
@@ -53,7 +55,16 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small, for CI; writes no page")
     parser.add_argument("--only", help=f"some of {','.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "papers.json")
+    parser.add_argument(
+        "--page", action="store_true", help="measure nothing, write the page of what --out has"
+    )
     args = parser.parse_args()
+    if args.page:
+        known = _before(args.out, quick=False)
+        if not known:
+            parser.error(f"{args.out} has no figures of a full run")
+        print(_page(known))
+        return 0
     names = tuple(args.only.split(",")) if args.only else PARTS
     if unknown := set(names) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
@@ -93,11 +104,15 @@ def main() -> int:
     for sentence in violated:
         print(f"VIOLATED: {sentence}")
     if not args.quick:
-        import report
-
-        known = {name: part for name in PARTS if name in parts and (part := module(name)) is not None}
-        print(report.write(found, known, ROOT / "docs"))
+        print(_page(found))
     return int(failed or bool(violated))
+
+
+def _page(found: dict[str, Any]) -> Path:
+    import report
+
+    parts = {name: part for name in PARTS if name in found["parts"] and (part := module(name)) is not None}
+    return report.write(found, parts, ROOT / "docs")
 
 
 def module(name: str) -> ModuleType | None:

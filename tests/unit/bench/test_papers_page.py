@@ -48,6 +48,24 @@ def test_a_page_of_parts(papers, tmp_path):
     assert json.loads((tmp_path / "measured" / "papers.json").read_text()) == found
 
 
+def test_paragraphs_are_wrapped_and_nothing_else(papers):
+    report = papers("report")
+    words = " ".join(["word"] * 60)
+    row = "| " + " | ".join(["cell"] * 60) + " |"
+    code = "```sh\n" + "x" * 200 + "\n\n" + words + "\n```"
+    text = "\n\n".join(["## " + words, words, f"- {words}\n- {words}", row, code, words])
+    found = report.wrapped(text)
+    assert found.split() == text.split()
+    assert "## " + words in found
+    assert row in found
+    assert code in found
+    lines = found.split("\n")
+    assert sum(len(line) > report.LINE for line in lines) == 4
+    assert sum(line.startswith("- ") for line in lines) == 2
+    assert sum(line.startswith("  word") for line in lines) >= 2
+    assert report.wrapped(found) == found
+
+
 def neo_found(neo):
     stored = {
         encoding: {
