@@ -394,8 +394,8 @@ def _why(source: str) -> str:
     if "baskets" in source:
         return "pairs of items repeat less than production's ids, so increments are larger; and D = 32"
     return {
-        "a trace at D = 16": "28 bytes of a row are stored at 8 bit, 12 at 2 bit; scale, bias and state are 12 and 8 of them",
-        "a trace at D = 32": "44 bytes of a row are stored at 8 bit, 16 at 2 bit; scale, bias and state are 12 and 8 of them",
+        "a trace at D = 16": "of the 28 and 12 bytes that a row has, 12 and 8 are its scale, bias and state",
+        "a trace at D = 32": "of the 44 and 16 bytes that a row has, 12 and 8 are its scale, bias and state",
     }.get(source, "an increment is larger than expected")
 
 

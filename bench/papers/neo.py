@@ -30,7 +30,7 @@ MODEL_WEIGHTS = 12e12
 """Of the largest model that Neo trains: what terabytes are extrapolated to."""
 PAPER_TB = (96.0, 24.0)
 """fp32 with AdaGrad, and fp16 with row-wise AdaGrad: Neo's own account of that model."""
-RESHARD_S = 400.0
+RESHARD_S = 900.0
 
 
 def measure(quick: bool) -> Found:
