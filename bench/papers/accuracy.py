@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from basket_training import (
     COLUMNS,
+    SHALLOW,
     F32,
     STEPS,
     TABLES,
@@ -26,7 +28,9 @@ from basket_training import (
     Task,
     Training,
     at_once,
+    compile_kernels,
     mean_and_error,
+    paragraph,
     task,
 )
 from deltashard_checkpoint.codecs.decoder import decode_rows
@@ -135,8 +139,10 @@ def measure(quick: bool) -> dict[str, Any]:
     steps, seeds = (400, 2) if quick else (STEPS, SEEDS)
     schedules = _schedules(steps, (1, 10) if quick else RESTORES, PLACEMENTS[1:2] if quick else PLACEMENTS)
     arms = [arm for arm in ARMS if not (quick and arm == "2 bit, small tables 8")]
-    _compile()
-    by_seed = at_once([lambda seed=seed: _one_seed(seed, steps, schedules, arms) for seed in range(1, seeds + 1)])
+    compile_kernels()
+    by_seed = at_once(
+        [lambda seed=seed: _one_seed(seed, steps, schedules, arms) for seed in range(1, seeds + 1)]
+    )
     cells = []
     for arm in arms:
         for name, at in schedules.items():
@@ -146,7 +152,9 @@ def measure(quick: bool) -> dict[str, Any]:
                     "arm": arm,
                     "schedule": name,
                     "restores": len(at),
-                    "changes": {metric: [run["change"][metric] for run in runs] for metric in runs[0]["change"]},
+                    "changes": {
+                        metric: [run["change"][metric] for run in runs] for metric in runs[0]["change"]
+                    },
                     "bits": [run["bits"] for run in runs],
                     "squared_error": [run["squared_error"] for run in runs],
                     "smaller": [run["smaller"] for run in runs],
@@ -158,7 +166,8 @@ def measure(quick: bool) -> dict[str, Any]:
         "seeds": seeds,
         "pair_rows": PAIR_ROWS,
         "twins": [
-            {"progressive": twin.progressive, "held_out": twin.held_out, "auc": twin.auc} for twin, _ in by_seed
+            {"progressive": twin.progressive, "held_out": twin.held_out, "auc": twin.auc}
+            for twin, _ in by_seed
         ],
         "cells": cells,
         "wall_s": time.perf_counter() - began,
@@ -177,14 +186,6 @@ def _schedules(steps: int, restores: Sequence[int], placements: Sequence[float])
     return found
 
 
-def _compile() -> None:
-    """Before the clock and the threads."""
-    small = task(0, pair_count=1 << 10, steps=1)
-    training = Training(small, small.first.copy())
-    training.run(1)
-    training.quality()
-
-
 def _one_seed(
     seed: int, steps: int, schedules: Mapping[str, list[int]], arms: Sequence[str]
 ) -> tuple[Quality, dict[tuple[str, str], dict[str, Any]]]:
@@ -201,7 +202,9 @@ def _one_seed(
     return best, found
 
 
-def _interrupted(training: Training, at: Sequence[int], steps: int, rule: Rule | None, twin: Quality) -> dict[str, Any]:
+def _interrupted(
+    training: Training, at: Sequence[int], steps: int, rule: Rule | None, twin: Quality
+) -> dict[str, Any]:
     """The rest of a pass with restores before the steps `at`."""
     of = training.task
     tables = [training.model.weights[first:last] for first, last in of.bounds]
@@ -210,7 +213,9 @@ def _interrupted(training: Training, at: Sequence[int], steps: int, rule: Rule |
     for i, step in enumerate(at):
         training.run(step)
         if rule is None:
-            noise = np.random.default_rng((of.seed, step)).standard_normal(training.model.weights.shape, np.float32)
+            noise = np.random.default_rng((of.seed, step)).standard_normal(
+                training.model.weights.shape, np.float32
+            )
             training.model.weights *= 1 + np.float32(PLACEBO) * noise
             continue
         # The others are as the last restore left them, and as they lie in the store.
@@ -254,7 +259,7 @@ def check(found: Mapping[str, Any]) -> list[str]:
     wrong = [
         f"{most} restores at {fewer} bit harm the progressive loss by {harm[fewer]:.4f} %, "
         f"not more than at {more} bit, {harm[more]:.4f} %"
-        for fewer, more in zip(BITS, BITS[1:], strict=False)
+        for fewer, more in pairwise(BITS)
         if not harm[fewer] > harm[more]
     ]
     one = _harm(found, "2 bit", 1)[0]
@@ -268,7 +273,9 @@ def check(found: Mapping[str, Any]) -> list[str]:
     return wrong
 
 
-def _harm(found: Mapping[str, Any], arm: str, restores: int, metric: str = "progressive") -> tuple[float, float]:
+def _harm(
+    found: Mapping[str, Any], arm: str, restores: int, metric: str = "progressive"
+) -> tuple[float, float]:
     """Change in % and its standard error over seeds; placements of a single restore are averaged within a seed."""
     return mean_and_error(_changes(found, arm, restores, metric))
 
@@ -299,7 +306,9 @@ def page(found: Mapping[str, Any]) -> str:
         head = "| restores | " + " | ".join(map(str, counts)) + " |"
         rows = [
             f"| {arm} | "
-            + " | ".join("{:+.{d}f} ± {:.{d}f}".format(*_harm(found, arm, n, metric), d=digits) for n in counts)
+            + " | ".join(
+                "{:+.{d}f} ± {:.{d}f}".format(*_harm(found, arm, n, metric), d=digits) for n in counts
+            )
             + " |"
             for arm in arms
         ]
@@ -309,20 +318,25 @@ def page(found: Mapping[str, Any]) -> str:
         [
             "## Accuracy after restores from quantized checkpoints",
             "",
-            f"One pass of {found['steps']:,} steps over real baskets, a shallow model of three tables of {COLUMNS} columns"
-            f" ({found['pair_rows']:,} rows of pairs, 4,070 each of items and candidates: 5.8 % of the bytes),"
-            f" row-wise AdaGrad, {found['seeds']} seeds. At a restore the tables go through this project's codec and back;"
-            " accumulators and dense parameters stay float32. Each run is compared with the uninterrupted twin of its seed,"
-            " which sees the same samples, negatives and first weights. A single restore comes after .1, .5 and .9 of the pass"
-            " (the mean of the three is shown), several are spread evenly. The placebo's restores change every weight by"
-            f" {PLACEBO:g} of itself. Twins: progressive log loss {twin('progressive')}, held-out {twin('held_out')},"
-            f" AUC {twin('auc')}.",
+            paragraph(
+                f"One pass of {found['steps']:,} steps over real baskets, {SHALLOW}",
+                f"({found['pair_rows']:,} rows of pairs, 4,070 each of items and candidates: 5.8 % of the bytes),",
+                f"{found['seeds']} seeds. At a restore the tables go through this project's codec and back;",
+                "accumulators and dense parameters stay float32. Each run is compared with the uninterrupted twin of",
+                "its seed, which sees the same samples, negatives and first weights. A single restore comes after",
+                "a tenth, half and nine tenths of the pass (the mean of the three is shown); several are spread evenly.",
+                f"The placebo's restores change every weight by {PLACEBO:g} of itself. Twins: progressive log loss",
+                f"{twin('progressive')}, held-out {twin('held_out')}, AUC {twin('auc')}.",
+            ),
             "",
-            "**Progressive log loss** (mean over all batches before their update), change in %, ± standard error over seeds:",
+            "**Progressive log loss** (of all batches, before their update), change in %, ± standard error over seeds:",
             "",
             *table("progressive", 4),
             "",
-            "The paper's bound is .01 % lost over a job's life, with 2, 3, 4 and 8 bits for at most 1, 3, 20 and 100 restores:",
+            paragraph(
+                "The paper's bound is .01 % lost over a job's life, with 2, 3, 4 and 8 bits for at most 1, 3, 20",
+                "and 100 restores:",
+            ),
             "",
             *_claims(found, counts),
             "",
@@ -345,8 +359,10 @@ def page(found: Mapping[str, Any]) -> str:
 
 def _claims(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
     lines = [
-        "| restores | bits in the paper | uniform, % | < .01 % | budget's bits of the big table | smaller than float32 |"
-        " budget, % | < .01 % |",
+        paragraph(
+            "| restores | bits in the paper | uniform, % | < .01 % | the big table's bits in the budget |",
+            "smaller than float32 | budget, % | < .01 % |",
+        ),
         "|---:|---:|---:|---|---|---:|---:|---|",
     ]
     for bits, restores in PAPER.items():
@@ -375,11 +391,13 @@ def _why(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
         return []
     shares = [100 * _harm(found, arm, n)[0] / _harm(found, "2 bit", n)[0] for n in counts]
     return [
-        "The budget rule gives every table the fewest bits by which the sum of its restores' relative squared errors, past"
-        f" and planned, stays within {BUDGET}; below 8 bits only the largest tables that hold {BIG_SHARE:.0%} of the bytes go."
-        " Most of the harm is done in the small tables, whose rows every sample reads: with these alone at 8 bits,"
-        f" 2 bits do {', '.join(f'{s:.0f}' for s in shares)} % of the uniform harm at"
-        f" {', '.join(map(str, counts))} restores.",
+        paragraph(
+            "The budget rule gives every table the fewest bits by which the sum of its restores' relative squared",
+            f"errors, past and planned, stays within {BUDGET}; below 8 bits go only the largest tables that hold",
+            f"{BIG_SHARE:.0%} of the bytes. The small tables' rows are read by every sample: with these alone at 8 bits,",
+            f"2 bits do {', '.join(f'{s:.0f}' for s in shares)} % of the uniform harm at",
+            f"{', '.join(map(str, counts))} restores.",
+        )
     ]
 
 
@@ -414,12 +432,13 @@ def _resolution(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
         if arm != "placebo" and 2 * _harm(found, arm, n, "held_out")[1] > BEARABLE
     ]
     return [
-        f"Resolution: the placebo moves the progressive loss by at most {floor['progressive']:.5f} %, the held-out loss by"
-        f" {floor['held_out']:.5f} % and the AUC by {floor['auc']:.5f} % (mean and two standard errors), so chaos of the training"
-        " itself hides nothing. What differs from seed to seed is the harm. Two standard errors of the held-out change exceed"
-        f" .01 % for {len(blurred)} cells ({'; '.join(blurred) or 'none'}): there the held-out loss alone could not judge the"
-        " paper's bound. A change below 0 is a loss that got better: quantization also acts as a regularizer of rows that were"
-        " seen a few times.",
+        paragraph(
+            f"Resolution: the placebo moves the progressive loss by at most {floor['progressive']:.5f} %, the held-out",
+            f"loss by {floor['held_out']:.5f} %, the AUC by {floor['auc']:.5f} % (mean and two standard errors): what",
+            "the training makes of any small disturbance. The rest of the spread is harm that differs from seed to seed.",
+            f"Two standard errors of the held-out change exceed .01 % for {len(blurred)} cells",
+            f"({'; '.join(blurred) or 'none'}): there the held-out loss alone could not judge the paper's bound.",
+        )
     ]
 
 

@@ -1,9 +1,10 @@
-"""A real training that a bench can run hundreds of times: the demo's baskets, a shallow model of three tables, one pass.
+"""A real training that a bench can run hundreds of times: the demo's baskets, a shallow model, one pass.
 
-The model is the demo's without its hidden layers and dropout. Four vectors of 32 floats: the basket's size (a line in its
-logarithm), the mean of its items' rows, the candidate's row, the mean of the rows of all (candidate, item) pairs, hashed
-as in the demo. The logit is a learned weighting of their sum of elements and of their six dot products. So it is smooth:
-a change of the weights shows in the loss as what it is, not as chaos (a deep one with dropout moves by .1 % when its weights move by 1e-7).
+The model is the demo's without its hidden layers and dropout. Four vectors of 32 floats: the basket's size (a line
+in its logarithm), the mean of its items' rows, the candidate's row, the mean of the rows of all (candidate, item)
+pairs, hashed as in the demo. The logit is a learned weighting of their elements and of their six dot products. So it
+is smooth: a change of the weights shows in the loss as what it is, not as chaos (the loss of a deep model with dropout
+moves by .1 % when its weights move by 1e-7).
 
 Tables are updated by exact row-wise AdaGrad, the 199 dense parameters by AdaGrad. One thread, one order of additions:
 two runs of the same seed are equal bit for bit. Runs of one seed see the same samples, negatives and first weights.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,6 +44,7 @@ TABLE_RATE, DENSE_RATE = 0.1, 0.02
 EPS = 1e-10
 TABLES = ("items", "candidates", "pairs")
 WORKERS = 2
+SHALLOW = "a shallow model of three tables of 32 columns, row-wise AdaGrad"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +74,21 @@ class Task:
     held_out: Samples
     first: Model
 
-    def steps_rows(self, start: int, stop: int) -> Rows:
-        """The rows that steps [start, stop) look up, and so change: int64, with repeats."""
+    def steps_rows(self, start: int, stop: int, table: int | None = None) -> Rows:
+        """The rows that steps [start, stop) look up, and so change: int64, with repeats.
+
+        Of all tables, counted through; or of one of `TABLES`, counted from its own first.
+        """
         s, at = self.samples, slice(start * BATCH, stop * BATCH)
         items = np.arange(s.context.shape[1])[None, :] < s.sizes[at, None]
-        found = (
-            s.context[at][items],
-            s.candidates[at].ravel(),
-            s.pairs[at][np.broadcast_to(items[:, None, :], s.pairs[at].shape)],
+        look_ups = (
+            lambda: s.context[at][items],
+            lambda: s.candidates[at].ravel(),
+            lambda: s.pairs[at][np.broadcast_to(items[:, None, :], s.pairs[at].shape)],
         )
-        return np.concatenate([rows.astype(np.int64) for rows in found])
+        if table is not None:
+            return look_ups[table]().astype(np.int64) - self.bounds[table][0]
+        return np.concatenate([rows().astype(np.int64) for rows in look_ups])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,7 +154,7 @@ def _samples(batch: Any, pair_count: int, starts: Sequence[int]) -> Samples:
 
 
 def task(seed: int, *, pair_count: int, steps: int = STEPS) -> Task:
-    """The first `steps` steps of a pass in the order of `seed`; `pair_count`, a power of 2 up to 2^20: rows of `pairs`."""
+    """The first `steps` steps of the pass of `seed`; `pair_count`: rows of `pairs`, a power of 2 up to 2^20."""
     import torch
 
     retail = _retail()
@@ -173,7 +181,7 @@ def task(seed: int, *, pair_count: int, steps: int = STEPS) -> Task:
     )
     return Task(
         seed=seed,
-        bounds=tuple(zip(starts, starts[1:], strict=False)),
+        bounds=tuple(pairwise(starts)),
         samples=_samples(batch, pair_count, starts),
         held_out=_samples(held_out, pair_count, starts),
         first=first,
@@ -219,6 +227,19 @@ class Training:
             held_out=float(losses.mean() / 2),
             auc=float(below.sum() / (2 * len(ranks) ** 2)),
         )
+
+
+def compile_kernels() -> None:
+    """Before the threads, which would both do it."""
+    small = task(0, pair_count=1 << 10, steps=1)
+    training = Training(small, small.first.copy())
+    training.run(1)
+    training.quality()
+
+
+def paragraph(*sentences: str) -> str:
+    """One line of a page."""
+    return " ".join(sentences)
 
 
 def at_once(jobs: Sequence[Callable[[], Found]], workers: int = WORKERS) -> list[Found]:

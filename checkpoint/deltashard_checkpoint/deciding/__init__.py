@@ -1,0 +1,1 @@
+"""What to decide from what was seen: pure functions of numbers, for every part and the benches."""
