@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from basket_training import (
     COLUMNS,
-    SHALLOW,
     F32,
+    SHALLOW,
     STEPS,
     TABLES,
     Quality,
@@ -323,8 +323,8 @@ def page(found: Mapping[str, Any]) -> str:
                 f"({found['pair_rows']:,} rows of pairs, 4,070 each of items and candidates: 5.8 % of the bytes),",
                 f"{found['seeds']} seeds. At a restore the tables go through this project's codec and back;",
                 "accumulators and dense parameters stay float32. Each run is compared with the uninterrupted twin of",
-                "its seed, which sees the same samples, negatives and first weights. A single restore comes after",
-                "a tenth, half and nine tenths of the pass (the mean of the three is shown); several are spread evenly.",
+                "its seed, which has the same samples, negatives and first weights. A single restore comes after",
+                "a tenth, half and nine tenths of the pass (shown: the mean of the three); several are spread evenly.",
                 f"The placebo's restores change every weight by {PLACEBO:g} of itself. Twins: progressive log loss",
                 f"{twin('progressive')}, held-out {twin('held_out')}, AUC {twin('auc')}.",
             ),
@@ -394,7 +394,7 @@ def _why(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
         paragraph(
             "The budget rule gives every table the fewest bits by which the sum of its restores' relative squared",
             f"errors, past and planned, stays within {BUDGET}; below 8 bits go only the largest tables that hold",
-            f"{BIG_SHARE:.0%} of the bytes. The small tables' rows are read by every sample: with these alone at 8 bits,",
+            f"{BIG_SHARE:.0%} of the bytes. Every sample reads rows of the small tables: with these alone at 8 bits,",
             f"2 bits do {', '.join(f'{s:.0f}' for s in shares)} % of the uniform harm at",
             f"{', '.join(map(str, counts))} restores.",
         )
@@ -435,7 +435,7 @@ def _resolution(found: Mapping[str, Any], counts: Sequence[int]) -> list[str]:
         paragraph(
             f"Resolution: the placebo moves the progressive loss by at most {floor['progressive']:.5f} %, the held-out",
             f"loss by {floor['held_out']:.5f} %, the AUC by {floor['auc']:.5f} % (mean and two standard errors): what",
-            "the training makes of any small disturbance. The rest of the spread is harm that differs from seed to seed.",
+            "the training makes of any small disturbance. The rest of the spread is harm that differs by seed.",
             f"Two standard errors of the held-out change exceed .01 % for {len(blurred)} cells",
             f"({'; '.join(blurred) or 'none'}): there the held-out loss alone could not judge the paper's bound.",
         )

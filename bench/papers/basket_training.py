@@ -83,7 +83,7 @@ class Task:
         items = np.arange(s.context.shape[1])[None, :] < s.sizes[at, None]
         look_ups = (
             lambda: s.context[at][items],
-            lambda: s.candidates[at].ravel(),
+            s.candidates[at].ravel,
             lambda: s.pairs[at][np.broadcast_to(items[:, None, :], s.pairs[at].shape)],
         )
         if table is not None:

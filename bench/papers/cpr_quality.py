@@ -1,10 +1,11 @@
-"""Part 4's real training: what partial recovery costs in quality, and what priority saves win back (CPR, section 4 on).
+"""Part 4's real training: what partial recovery costs in quality, and what priority saves win back (CPR).
 
-One pass over shopping baskets (`basket_training`), its tables cut by rows into 8 shards. At random steps a shard dies, every
-one once: its rows and accumulators fall back to what was last saved of them, everything else goes on. Plain partial
-recovery saves all rows every T. At the same bytes the priority variants save r N rows every r T: the two small tables
-whole, the rest from the table of pairs, chosen by SCAR, MFU or SSU as the product's `deciding.priority` scores them.
-Differential saves, at the same bytes again, take all changed rows as often as that allows, in float32 and at 8 bits.
+One pass over shopping baskets (`basket_training`), its tables cut by rows into 8 shards. At random steps a shard dies,
+every one once: its rows and accumulators fall back to what was last saved of them, everything else goes on. Plain
+partial recovery saves all rows every T. At the same bytes the priority variants save r N rows every r T: the two small
+tables whole, the rest from the table of pairs, chosen by SCAR, MFU or SSU as the product's `deciding.priority` scores
+them. Differential saves, at the same bytes again, take all changed rows as often as that allows. These and MFU are
+measured at 8 bits, too, which are three times as many rows for the same bytes.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import numpy as np
 from accuracy import through_codec
 from basket_training import (
     COLUMNS,
+    F32,
     SHALLOW,
     STEPS,
     TABLES,
-    F32,
     Model,
     Rows,
     Task,
@@ -46,8 +47,10 @@ QUANTIZED_ROW = COLUMNS + 8 + 4
 """The same with the row at 8 bits, its scale and bias in float32."""
 PAIRS = TABLES.index("pairs")
 PLAIN, SCAR, MFU, SSU = "all rows (plain)", "SCAR", "MFU", "SSU"
-CHANGED, CHANGED_8 = "changed rows", "changed rows, 8 bit"
-ARMS = (PLAIN, SCAR, MFU, SSU, CHANGED, CHANGED_8)
+CHANGED = "changed rows"
+MFU_8, CHANGED_8 = "MFU, 8 bit", "changed rows, 8 bit"
+ARMS = (PLAIN, SCAR, MFU, SSU, CHANGED, MFU_8, CHANGED_8)
+QUANTIZED = (MFU_8, CHANGED_8)
 
 
 class Priority(Protocol):
@@ -56,7 +59,7 @@ class Priority(Protocol):
     def steps(self, of: Task, start: int, stop: int) -> None:
         """Steps [start, stop) were trained."""
 
-    def choose(self, weights: F32, saved: F32, k: int) -> Rows:
+    def choose(self, now: F32, saved: F32, k: int) -> Rows:
         """At most k rows, which are saved now."""
 
 
@@ -66,9 +69,9 @@ class ByDistance:
     def steps(self, of: Task, start: int, stop: int) -> None:
         """Nothing: the weights tell."""
 
-    def choose(self, weights: F32, saved: F32, k: int) -> Rows:
+    def choose(self, now: F32, saved: F32, k: int) -> Rows:
         """Those that moved farthest."""
-        return top(scar(weights, saved), k)
+        return top(scar(now, saved), k)
 
 
 class ByCounts:
@@ -81,7 +84,7 @@ class ByCounts:
         """Count."""
         self.counts.read(of.steps_rows(start, stop, PAIRS))
 
-    def choose(self, weights: F32, saved: F32, k: int) -> Rows:
+    def choose(self, now: F32, saved: F32, k: int) -> Rows:  # noqa: ARG002 (weights do not tell)
         """Those read most."""
         chosen = self.counts.top(k)
         self.counts.saved(chosen)
@@ -99,7 +102,7 @@ class BySample:
         for step in range(start, stop):
             self.sample.read(of.steps_rows(step, step + 1, PAIRS))
 
-    def choose(self, weights: F32, saved: F32, k: int) -> Rows:
+    def choose(self, now: F32, saved: F32, k: int) -> Rows:  # noqa: ARG002 (weights do not tell)
         """The sample."""
         return self.sample.take()[:k]
 
@@ -159,7 +162,7 @@ def _one_seed(seed: int, steps: int, intervals: Sequence[int]) -> dict[tuple[str
                 "change": run.training.quality().change(best),
                 "pls": run.pls,
                 "interval": run.interval,
-                "bytes": run.bytes / _plain_bytes(of, every, steps),
+                "bytes": run.bytes / run.saved_at / _plain_rate(of, every),
             }
     return found
 
@@ -171,22 +174,26 @@ class _Run:
         self.of, self.arm, self.stop = of, arm, steps
         self.training = Training(of, of.first.copy())
         self.saved: Model = of.first.copy()
-        rows = of.bounds[-1][1]
         self.first_pair = of.bounds[PAIRS][0]
-        self.k = int(R * rows) - self.first_pair
-        self.priority: Priority | None = {
-            SCAR: ByDistance, MFU: ByCounts, SSU: lambda: BySample(self.k, of.seed),
-        }.get(arm, lambda: None)()  # fmt: skip
+        self.row_bytes = QUANTIZED_ROW if arm in QUANTIZED else RAW_ROW
+        self.k = min(int(R * of.bounds[-1][1]) * RAW_ROW // self.row_bytes - self.first_pair, PAIR_ROWS)
+        self.priority = self._priority()
         if self.priority is not None:
             self.interval = int(R * every)
         elif arm == PLAIN:
             self.interval = every
         else:
-            size = QUANTIZED_ROW if arm == CHANGED_8 else RAW_ROW
-            self.interval = _affordable(of, size, _plain_bytes(of, every, steps), every, steps)
+            self.interval = _affordable(of, self.row_bytes, every, steps)
         self.bytes = 0.0
         self.pls = 0.0
         self.saved_at = 0
+
+    def _priority(self) -> Priority | None:
+        if self.arm in {MFU, MFU_8}:
+            return ByCounts()
+        if self.arm == SSU:
+            return BySample(self.k, self.of.seed)
+        return ByDistance() if self.arm == SCAR else None
 
     def train(self, losses: Mapping[int, int]) -> None:
         """To the end; `losses` are the shards that die, by step."""
@@ -213,10 +220,9 @@ class _Run:
             )
             rows = np.concatenate([np.arange(self.first_pair), self.first_pair + pairs])
         values = now.weights[rows]
-        quantized = self.arm == CHANGED_8
-        saved.weights[rows] = through_codec(values, 8) if quantized else values
+        saved.weights[rows] = through_codec(values, 8) if self.arm in QUANTIZED else values
         saved.sums[rows] = now.sums[rows]
-        self.bytes += len(rows) * (QUANTIZED_ROW if quantized else RAW_ROW)
+        self.bytes += len(rows) * self.row_bytes
         if self.arm != PLAIN:
             self.bytes += _id_bytes(len(rows), len(now.weights))
         self.saved_at = step
@@ -230,27 +236,30 @@ class _Run:
         self.pls += (step - self.saved_at) / (self.stop * SHARDS)
 
 
-def _id_bytes(count: int, rows: int) -> float:
+def _id_bytes(count: int | np.integer, rows: int) -> float:
     """Of so many saved rows' ids: a bitmap, or 4 bytes each."""
     return min(rows / 8, 4 * count)
 
 
-def _plain_bytes(of: Task, every: int, steps: int) -> int:
-    return len(range(every, steps, every)) * of.bounds[-1][1] * RAW_ROW
+def _plain_rate(of: Task, every: int) -> float:
+    """Bytes per step of saves of all rows."""
+    return of.bounds[-1][1] * RAW_ROW / every
 
 
-def _affordable(of: Task, row_bytes: int, budget: float, every: int, steps: int) -> int:
-    """The shortest interval (of the tried ones) in which saves of all changed rows take no more bytes than plain's."""
+def _affordable(of: Task, row_bytes: int, every: int, steps: int) -> int:
+    """The shortest interval, from T / 1.125 on, in which saves of all changed rows take no more bytes than plain's."""
     rows = of.bounds[-1][1]
     best = every
-    for parts in range(9, 64):  # of an eighth of T: 1.125, 1.25, ... times as often
-        interval = every * 8 // parts
+    for eighths in range(9, 65):
+        interval = every * 8 // eighths
+        windows = list(pairwise(range(0, steps, interval)))
         spent = 0.0
-        for start, stop in pairwise(range(0, steps, interval)):
+        for start, stop in windows:
             changed = np.zeros(rows, np.bool_)
             changed[of.steps_rows(start, stop)] = True
-            spent += np.count_nonzero(changed) * row_bytes + _id_bytes(rows, rows)
-        if spent > budget or interval < 4:
+            count = np.count_nonzero(changed)
+            spent += count * row_bytes + _id_bytes(count, rows)
+        if spent / windows[-1][1] > _plain_rate(of, every):
             break
         best = interval
     return best
@@ -311,12 +320,14 @@ def quality_page(found: Mapping[str, Any]) -> str:
             "### Quality after partial recovery",
             "",
             paragraph(
-                f"One pass of {found['steps']:,} steps, {SHALLOW}, {found['pair_rows']:,} rows of pairs, {found['seeds']} seeds.",
-                f"{found['shards']} row shards, each lost once in a pass, at random steps; the same losses for every variant of a seed.",
-                "A lost shard's rows and accumulators fall back to their last saved values; dense parameters live on.",
-                f"Priority variants save r N rows every r T (r = {found['r']:g}): the small tables whole and the rest chosen among the pairs.",
-                "All variants write the bytes of plain recovery or fewer (below). Change in % against the twin of the seed that",
-                "loses nothing, ± standard error over seeds.",
+                f"One pass of {found['steps']:,} steps over real baskets, {SHALLOW},",
+                f"{found['pair_rows']:,} rows of pairs, {found['seeds']} seeds. {found['shards']} row shards, each lost",
+                "once in a pass, at random steps; the losses are the same for every variant of a seed. A lost shard's",
+                "rows and accumulators fall back to their last saved values; dense parameters live on. Plain",
+                f"recovery saves all rows every T steps; priority variants save r N rows every r T (r = {found['r']:g}), the",
+                "small tables whole, the rest chosen among the pairs; differential saves take all changed rows as often as",
+                "the bytes allow. Saves at 8 bits (this project's codec) have three times the rows for the same",
+                "bytes. Change in % against the twin of the seed that loses nothing, ± standard error over seeds.",
             ),
             "",
             "**Progressive log loss**:",
@@ -338,7 +349,8 @@ def quality_page(found: Mapping[str, Any]) -> str:
             *(row(f"bytes, plain = 1: {arm}", _cells(found, arm), "bytes", ".2f") for arm in ARMS[1:]),
             "",
             paragraph(
-                "The paper: loss grows linearly with PLS, correlation .8764. Here, over all seeds and T of plain recovery:",
+                "The paper: the loss of quality is linear in PLS, correlation .8764. Here, over all seeds and T of",
+                "plain recovery:",
                 f"{found['correlation']['progressive']:.3f} for the progressive loss,",
                 f"{found['correlation']['held_out']:.3f} for the held-out loss.",
             ),
@@ -353,17 +365,24 @@ def _verdict(found: Mapping[str, Any], intervals: Sequence[int]) -> str:
     """Priority against differential saves, in the figures' own words."""
     sentences = []
     for i, every in enumerate(intervals):
-        pairs = {arm: np.array(_cells(found, arm)[i]["changes"]["progressive"]) for arm in ARMS}
-        whole = float(pairs[PLAIN].mean())
-        left = {arm: 100 * float(pairs[arm].mean()) / whole for arm in ARMS[1:]}
-        best = min((SCAR, MFU, SSU), key=lambda arm: left[arm])
-        mean, error = mean_and_error(pairs[CHANGED_8] - pairs[best])
-        word = (
-            "more than" if mean > 2 * error else "less than" if mean < -2 * error else "not told apart from"
-        )
-        sentences.append(
-            f"T = {every}: of plain recovery's harm "
-            + ", ".join(f"{arm} leaves {left[arm]:.0f} %" for arm in ARMS[1:])
-            + f"; changed rows at 8 bits are {word} the best priority ({best}): {mean:+.3f} ± {error:.3f} %."
-        )
+        harm = {arm: np.array(_cells(found, arm)[i]["changes"]["progressive"]) for arm in ARMS}
+        left = ", ".join(f"{arm} {100 * harm[arm].mean() / harm[PLAIN].mean():.0f} %" for arm in ARMS[1:])
+        best = min((SCAR, MFU, SSU), key=lambda arm: harm[arm].mean())
+        sentences += [
+            f"T = {every}: of plain recovery's harm to the progressive loss is left with {left}.",
+            f"{_compared(harm, CHANGED, best)} {_compared(harm, CHANGED_8, MFU_8)}",
+        ]
     return paragraph(*sentences)
+
+
+def _compared(harm: Mapping[str, Any], one: str, other: str) -> str:
+    """Paired over seeds, two standard errors."""
+    mean, error = mean_and_error(harm[one] - harm[other])
+    word = (
+        "are worse than"
+        if mean > 2 * error
+        else "are better than"
+        if mean < -2 * error
+        else "cannot be told apart from"
+    )
+    return f"Saves of {one} {word} {other} ({mean:+.3f} ± {error:.3f} %)."
