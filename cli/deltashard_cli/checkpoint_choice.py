@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from deltashard_checkpoint.errors import FormatError
 from deltashard_checkpoint.format.index import Index
-from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.chain import CheckpointNotFound, those_live
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint, Retired, Sealed
 from deltashard_checkpoint.log.run_state import RunState
@@ -22,7 +22,6 @@ from deltashard_cli.target import POLICY, Target
 
 T = TypeVar("T")
 _READERS = 8
-_SHOWN = 16
 
 
 def read_state(target: Target) -> RunState:
@@ -79,16 +78,13 @@ def _retired(target: Target, state: RunState, which: str) -> CheckpointNotFound 
         )
     }
     gone = [(seq, entry) for entry in entries if isinstance(entry, Retired) for seq in entry.checkpoints]
-    newest = sorted(state.checkpoints.values(), key=lambda one: one.seq)[-_SHOWN:]
-    live = ", ".join(f"{one.seq} (step {one.step})" for one in newest) or "none"
-    some = f", the newest {_SHOWN} of {len(state.checkpoints)}" if len(state.checkpoints) > _SHOWN else ""
     for seq, retired in sorted(gone, key=lambda pair: pair[0], reverse=True):
         if seq in named:
             return CheckpointNotFound(
                 f"checkpoint {seq} (step {named[seq].step}, saved {when(named[seq].at_s)}) was retired by log entry "
                 f"{retired.seq}, {when(retired.at_s)}",
                 where=f"run {state.run}",
-                remedy=f"live are{some}: {live}",
+                remedy=those_live(state.checkpoints.values()),
             )
     return None
 

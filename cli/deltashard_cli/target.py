@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -17,7 +17,7 @@ from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.format.canonical_json import load
 from deltashard_checkpoint.format.object_key import run_key, validate_run
 from deltashard_checkpoint.log.entry import entry_key, seq_of
-from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
+from deltashard_checkpoint.stores.abc import BucketMissing, ObjectNotFound, Store
 from deltashard_checkpoint.stores.retry import RetryPolicy
 from deltashard_checkpoint.stores.url import open_store
 
@@ -59,7 +59,10 @@ def find_run(url: str, run: str | None) -> Target:
     Raises:
         NoSuchRun: there is none, or the root has several and none was chosen; the message lists them.
     """
-    store = open_root(url)
+    try:
+        store = open_root(url)
+    except BucketMissing as error:
+        raise _no_such_run(url) or error from None
     if run is not None:
         if _is_run(store, validate_run(run)):
             return Target(store=store, run=run)
@@ -72,6 +75,20 @@ def find_run(url: str, run: str | None) -> Target:
     name = said[0] if said else base.rpartition("/")[2]
     store.close()
     return Target(store=open_root(base[: -len(name)].rstrip("/") + question + query), run=name)
+
+
+def _no_such_run(url: str) -> NoSuchRun | None:
+    """For a directory that is not there, in a store that holds runs: it was to be one of them."""
+    base, question, query = url.partition("?")
+    above, slash, name = base.rstrip("/").rpartition("/")
+    try:
+        store = open_root((above if slash else ".") + question + query)
+    except BucketMissing:
+        return None
+    with closing(store):
+        if next(runs_of(store), None) is None:
+            return None
+        return NoSuchRun(f"no run {name!r}", where=store.url, remedy=_known(store))
 
 
 def _said_names(store: Store) -> Iterator[str]:

@@ -19,6 +19,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from deltashard_checkpoint.deciding.goal import goal
+from deltashard_checkpoint.deciding.precision import encodings_of
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.vocabulary import CHOICES
 from deltashard_proto.v1 import fleet_pb2 as fleet
@@ -30,6 +32,11 @@ KEY = "deltashard/directive"
 """Name in a commit's metadata; the prefix `deltashard/` is not the user's."""
 MAX_TEXT = 4096
 _MAX_INT = (1 << 63) - 1
+_CHOSEN = ("encoding", "differential", "state_encoding", "interval_mode", "bits_goal", "bits_mode")
+"""Fields that take a word of `CHOICES`."""
+_WORDS = (*_CHOSEN, "goal", "tables")
+_SECONDS = ("every_s", "least_s", "most_s")
+_COUNTS = ("every_steps", "least_bits")
 
 
 class BadDirective(UserError):
@@ -45,6 +52,14 @@ class Policy:
     encoding: str = ""
     differential: str = ""
     state_encoding: str = ""
+    goal: str = ""
+    interval_mode: str = ""
+    least_s: float = 0.0
+    most_s: float = 0.0
+    bits_goal: str = ""
+    bits_mode: str = ""
+    least_bits: int = 0
+    tables: str = ""
 
     @classmethod
     def of(cls, source: Settings | pb.Policy) -> Policy:
@@ -133,10 +148,10 @@ def recorded(text: str) -> Directive:
         )
     except (ValueError, TypeError, KeyError, RecursionError):
         raise BadDirective("the recorded directive cannot be read", where=KEY) from None
-    words = (policy.encoding, policy.differential, policy.state_encoding, directive.workload)
+    words = (*(getattr(policy, name) for name in _WORDS), directive.workload)
     if (
-        type(policy.every_s) not in (int, float)
-        or type(policy.every_steps) is not int
+        any(type(getattr(policy, name)) not in (int, float) for name in _SECONDS)
+        or any(type(getattr(policy, name)) is not int for name in _COUNTS)
         or type(directive.generation) is not int
         or type(directive.timers) is not bool
         or not all(type(word) is str for word in words)
@@ -147,7 +162,7 @@ def recorded(text: str) -> Directive:
 
 def _checked(directive: Directive) -> Directive:
     policy = directive.policy
-    for name in ("encoding", "differential", "state_encoding"):
+    for name in _CHOSEN:
         value, known = getattr(policy, name), CHOICES[name]
         if value and value not in known:
             raise BadDirective(
@@ -155,11 +170,16 @@ def _checked(directive: Directive) -> Directive:
                 where=f"directive {directive.generation}",
                 remedy=f"one of {', '.join(known)}; is this sidecar older than the controller?",
             )
+    try:
+        if policy.goal:
+            goal(policy.goal, where=f"directive {directive.generation}")
+        encodings_of(policy.tables, where=f"directive {directive.generation}")
+    except UserError as error:
+        raise BadDirective(error.what, where=error.where, remedy=error.remedy) from error
     numbers_fit = (
         0 < directive.generation <= _MAX_INT
-        and 0 <= policy.every_steps <= _MAX_INT
-        and math.isfinite(policy.every_s)
-        and policy.every_s >= 0
+        and all(0 <= getattr(policy, name) <= _MAX_INT for name in _COUNTS)
+        and all(math.isfinite(getattr(policy, name)) and getattr(policy, name) >= 0 for name in _SECONDS)
     )
     if not numbers_fit:
         raise BadDirective("a number is out of range", where=f"directive {directive.generation}")

@@ -18,12 +18,16 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from deltashard_checkpoint.cache.pack_spool import MAX_PACK_BYTES
+from deltashard_checkpoint.deciding.goal import goal as goal_of
+from deltashard_checkpoint.deciding.precision import encodings_of
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.object_key import validate_run
 from deltashard_checkpoint.vocabulary import (
     CHOICES,
+    DEFAULT_BITS_MODE,
     DEFAULT_DIFFERENTIAL,
     DEFAULT_ENCODING,
+    DEFAULT_INTERVAL_MODE,
     DEFAULT_SEARCH_MODE,
     DEFAULT_STATE_ENCODING,
 )
@@ -41,6 +45,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "cache_total_bytes": (0, 1 << 50),
     "every_s": (0, _YEAR_S),
     "every_steps": (0, _EXACT),
+    "least_s": (0, _YEAR_S),
+    "most_s": (0, _YEAR_S),
+    "least_bits": (0, 8),
     "encode_threads": (0, 1024),
     "upload_concurrency": (1, 256),
     "pack_bytes": (MAX_FRAME_BYTES, MAX_PACK_BYTES),
@@ -94,6 +101,23 @@ class Settings:
     """Save every so many seconds; 0 is off."""
     every_steps: int = 0
     """Save every so many steps; 0 is off."""
+    goal: str = ""
+    """What the interval is chosen for: auto, overhead=1%, lost-work=5m, pls=0.02, check-n-run; nothing or fixed: as
+    `every_s` and `every_steps` say. A chosen interval begins at `every_s`, or a minute, until saves were measured."""
+    interval_mode: str = DEFAULT_INTERVAL_MODE
+    """Whether a chosen interval holds: {choices}; advise only shows it."""
+    least_s: float = 0.0
+    """Shortest interval that may be chosen, in seconds; 0: no bound of the user's."""
+    most_s: float = 0.0
+    """Longest interval that may be chosen, in seconds; 0: no bound of the user's."""
+    bits_goal: str = ""
+    """How bits of weights are chosen, by table: budget or check-n-run; nothing: as `encoding` says."""
+    bits_mode: str = DEFAULT_BITS_MODE
+    """Whether chosen bits hold: {choices}; advise only shows them."""
+    least_bits: int = 0
+    """Bits that no table is stored below when they are chosen; 0: no bound of the user's."""
+    tables: str = ""
+    """Encodings of single tables, before all else: `emb.user=q8,emb.item=q4`."""
     encoding: str = DEFAULT_ENCODING
     """Encoding of embedding weights: {choices}."""
     state_encoding: str = DEFAULT_STATE_ENCODING
@@ -173,6 +197,9 @@ class Settings:
         validate_run(self.run)
         for name, words in CHOICES.items():
             _one_of(name, getattr(self, name), words)
+        if self.goal:
+            goal_of(self.goal, where="goal")
+        encodings_of(self.tables, where="tables")
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
         for name in RANGES:
             _in_range(name, getattr(self, name), where=f"--{name.replace('_', '-')} or {variable_of(name)}")

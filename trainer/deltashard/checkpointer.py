@@ -599,12 +599,14 @@ class Checkpointer:
         self._loop.close()
         if self._conductor is not None:
             self._conductor.close()
-        self._saver.close()
-        self._session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
-        self._launcher.close()
-        self._stance.close()
-        self._program.tracking.close()
-        _live.discard(self)
+        try:
+            self._saver.close(until_s=min(until_s, time.monotonic() + LEAVE_S / 2))
+        finally:
+            self._session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
+            self._launcher.close()
+            self._stance.close()
+            self._program.tracking.close()
+            _live.discard(self)
 
 
 def _launcher(

@@ -1,1 +1,1 @@
-"""What to decide from what was seen: pure functions of numbers, for every part and the benches."""
+"""How often to save, how precisely, and how to recover: formulas and rules. Pure; no clock, no store, no randomness."""

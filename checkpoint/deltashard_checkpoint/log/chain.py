@@ -24,9 +24,12 @@ from deltashard_proto.cause import Cause
 
 from deltashard_checkpoint.errors import FormatError, InternalBug, UserError
 from deltashard_checkpoint.format.schema import Box
-from deltashard_checkpoint.log.entry import Part
+from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.part_list import PartList
 from deltashard_checkpoint.log.run_state import RunState
+
+SAID = 16
+"""So many checkpoints are named to people; the rest are counted."""
 
 
 class CheckpointNotFound(UserError):
@@ -74,7 +77,7 @@ def _parts_of(state: RunState, seq: int) -> tuple[Part, ...] | PartList:
         raise CheckpointNotFound(
             f"no live checkpoint {seq}",
             where=f"run {state.run}",
-            remedy=f"live are {_some(state.checkpoints)}",
+            remedy=those_live(state.checkpoints.values()),
         )
     if (compact := state.compactions.get(seq)) is not None:
         return compact.parts
@@ -326,6 +329,9 @@ def _describe(boxes: Sequence[Box]) -> str:
     return text if len(boxes) == 1 else f"{text} and {len(boxes) - 1} more"
 
 
-def _some(seqs: Iterable[int]) -> str:
-    listed = sorted(seqs)
-    return ", ".join(map(str, listed)) if len(listed) <= 8 else f"{listed[0]} .. {listed[-1]} ({len(listed)})"
+def those_live(checkpoints: Iterable[Checkpoint]) -> str:
+    """For people who asked for one that is not there: the newest of these live ones, and how many there are."""
+    every = sorted(checkpoints, key=lambda checkpoint: checkpoint.seq)
+    newest = every[-SAID:]
+    some = f", the newest {len(newest)} of {len(every)}" if len(newest) < len(every) else ""
+    return f"live{some}: " + (", ".join(f"seq {each.seq} (step {each.step})" for each in newest) or "none")

@@ -30,7 +30,7 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, UserError
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import validate_new_run
-from deltashard_checkpoint.log.chain import CheckpointNotFound, closure
+from deltashard_checkpoint.log.chain import CheckpointNotFound, closure, those_live
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, LogStopped, RunLog, stopped
 from deltashard_checkpoint.log.entry import (
     AttemptOpened,
@@ -110,12 +110,7 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
             f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
         )
     if not found:
-        newest = usable[-8:]
-        live = ", ".join(f"seq {c.seq} (step {c.step})" for c in newest) or "none"
-        some = f", the newest {len(newest)} of {len(usable)}" if len(newest) < len(usable) else ""
-        raise CheckpointNotFound(
-            f"no live, valid checkpoint {which}", where=where, remedy=f"live{some}: {live}"
-        )
+        raise CheckpointNotFound(f"no live, valid checkpoint {which}", where=where, remedy=those_live(usable))
     return found[-1]
 
 

@@ -116,8 +116,70 @@ class Incident(_message.Message):
     code: _trainer_pb2.Cause
     def __init__(self, id: _Optional[int] = ..., kind: _Optional[_Union[IncidentKind, str]] = ..., at_s: _Optional[float] = ..., cause: _Optional[str] = ..., message: _Optional[str] = ..., step: _Optional[int] = ..., lost_steps: _Optional[int] = ..., seconds: _Optional[float] = ..., code: _Optional[_Union[_trainer_pb2.Cause, str]] = ...) -> None: ...
 
+class Measured(_message.Message):
+    __slots__ = ("step_s", "stall_s", "slowdown_s", "cost_s", "durable_s", "restore_s", "reschedule_s", "saves", "mtbf_s", "trained_s")
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    STALL_S_FIELD_NUMBER: _ClassVar[int]
+    SLOWDOWN_S_FIELD_NUMBER: _ClassVar[int]
+    COST_S_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_S_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_S_FIELD_NUMBER: _ClassVar[int]
+    RESCHEDULE_S_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
+    MTBF_S_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_S_FIELD_NUMBER: _ClassVar[int]
+    step_s: float
+    stall_s: float
+    slowdown_s: float
+    cost_s: float
+    durable_s: float
+    restore_s: float
+    reschedule_s: float
+    saves: int
+    mtbf_s: float
+    trained_s: float
+    def __init__(self, step_s: _Optional[float] = ..., stall_s: _Optional[float] = ..., slowdown_s: _Optional[float] = ..., cost_s: _Optional[float] = ..., durable_s: _Optional[float] = ..., restore_s: _Optional[float] = ..., reschedule_s: _Optional[float] = ..., saves: _Optional[int] = ..., mtbf_s: _Optional[float] = ..., trained_s: _Optional[float] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("subject", "mode", "goal", "value", "would", "why", "bound", "evidence", "unreachable")
+    SUBJECT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    GOAL_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    WOULD_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    BOUND_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    subject: str
+    mode: str
+    goal: str
+    value: str
+    would: str
+    why: str
+    bound: str
+    evidence: str
+    unreachable: str
+    def __init__(self, subject: _Optional[str] = ..., mode: _Optional[str] = ..., goal: _Optional[str] = ..., value: _Optional[str] = ..., would: _Optional[str] = ..., why: _Optional[str] = ..., bound: _Optional[str] = ..., evidence: _Optional[str] = ..., unreachable: _Optional[str] = ...) -> None: ...
+
+class Evidence(_message.Message):
+    __slots__ = ("exposure_s", "lossy", "restores", "pods", "pool_exposure_s", "pool_lossy")
+    EXPOSURE_S_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
+    RESTORES_FIELD_NUMBER: _ClassVar[int]
+    PODS_FIELD_NUMBER: _ClassVar[int]
+    POOL_EXPOSURE_S_FIELD_NUMBER: _ClassVar[int]
+    POOL_LOSSY_FIELD_NUMBER: _ClassVar[int]
+    exposure_s: float
+    lossy: float
+    restores: float
+    pods: int
+    pool_exposure_s: float
+    pool_lossy: float
+    def __init__(self, exposure_s: _Optional[float] = ..., lossy: _Optional[float] = ..., restores: _Optional[float] = ..., pods: _Optional[int] = ..., pool_exposure_s: _Optional[float] = ..., pool_lossy: _Optional[float] = ...) -> None: ...
+
 class Heartbeat(_message.Message):
-    __slots__ = ("run", "phase", "ranks", "attempt", "last_commit", "last_commit_at_s", "policy", "stored_bytes", "checkpoints", "restores", "saves_failed", "saves_failed_in_a_row", "store_ok", "credentials_ok", "directive", "incidents")
+    __slots__ = ("run", "phase", "ranks", "attempt", "last_commit", "last_commit_at_s", "policy", "stored_bytes", "checkpoints", "restores", "saves_failed", "saves_failed_in_a_row", "store_ok", "credentials_ok", "directive", "incidents", "measured", "decisions")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +196,8 @@ class Heartbeat(_message.Message):
     CREDENTIALS_OK_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     INCIDENTS_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_FIELD_NUMBER: _ClassVar[int]
+    DECISIONS_FIELD_NUMBER: _ClassVar[int]
     run: str
     phase: Phase
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
@@ -150,7 +214,9 @@ class Heartbeat(_message.Message):
     credentials_ok: bool
     directive: int
     incidents: _containers.RepeatedCompositeFieldContainer[Incident]
-    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., last_commit: _Optional[_Union[_trainer_pb2.Commit, _Mapping]] = ..., last_commit_at_s: _Optional[float] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., stored_bytes: _Optional[int] = ..., checkpoints: _Optional[int] = ..., restores: _Optional[int] = ..., saves_failed: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., directive: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ...) -> None: ...
+    measured: Measured
+    decisions: _containers.RepeatedCompositeFieldContainer[Decision]
+    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., last_commit: _Optional[_Union[_trainer_pb2.Commit, _Mapping]] = ..., last_commit_at_s: _Optional[float] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., stored_bytes: _Optional[int] = ..., checkpoints: _Optional[int] = ..., restores: _Optional[int] = ..., saves_failed: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., directive: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("hello", "heartbeat")
@@ -181,7 +247,7 @@ class Directive(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., timers: _Optional[bool] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("welcome", "ack", "directive", "save_now")
+    __slots__ = ("welcome", "ack", "directive", "save_now", "evidence")
     class Ack(_message.Message):
         __slots__ = ("incident",)
         INCIDENT_FIELD_NUMBER: _ClassVar[int]
@@ -191,11 +257,13 @@ class ReportReply(_message.Message):
     ACK_FIELD_NUMBER: _ClassVar[int]
     DIRECTIVE_FIELD_NUMBER: _ClassVar[int]
     SAVE_NOW_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     ack: ReportReply.Ack
     directive: Directive
     save_now: SaveRequested
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[ReportReply.Ack, _Mapping]] = ..., directive: _Optional[_Union[Directive, _Mapping]] = ..., save_now: _Optional[_Union[SaveRequested, _Mapping]] = ...) -> None: ...
+    evidence: Evidence
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., ack: _Optional[_Union[ReportReply.Ack, _Mapping]] = ..., directive: _Optional[_Union[Directive, _Mapping]] = ..., save_now: _Optional[_Union[SaveRequested, _Mapping]] = ..., evidence: _Optional[_Union[Evidence, _Mapping]] = ...) -> None: ...
 
 class SaveRequested(_message.Message):
     __slots__ = ("reason", "urgent", "deadline_s")

@@ -165,18 +165,34 @@ class Commit(_message.Message):
     def __init__(self, seq: _Optional[int] = ..., attempt: _Optional[int] = ..., cut: _Optional[int] = ..., step: _Optional[int] = ..., baseline: _Optional[bool] = ..., durable_s: _Optional[float] = ..., stored_bytes: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., rows: _Optional[int] = ...) -> None: ...
 
 class Policy(_message.Message):
-    __slots__ = ("every_s", "every_steps", "encoding", "differential", "state_encoding")
+    __slots__ = ("every_s", "every_steps", "encoding", "differential", "state_encoding", "goal", "interval_mode", "least_s", "most_s", "bits_goal", "bits_mode", "least_bits", "tables")
     EVERY_S_FIELD_NUMBER: _ClassVar[int]
     EVERY_STEPS_FIELD_NUMBER: _ClassVar[int]
     ENCODING_FIELD_NUMBER: _ClassVar[int]
     DIFFERENTIAL_FIELD_NUMBER: _ClassVar[int]
     STATE_ENCODING_FIELD_NUMBER: _ClassVar[int]
+    GOAL_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_MODE_FIELD_NUMBER: _ClassVar[int]
+    LEAST_S_FIELD_NUMBER: _ClassVar[int]
+    MOST_S_FIELD_NUMBER: _ClassVar[int]
+    BITS_GOAL_FIELD_NUMBER: _ClassVar[int]
+    BITS_MODE_FIELD_NUMBER: _ClassVar[int]
+    LEAST_BITS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     every_s: float
     every_steps: int
     encoding: str
     differential: str
     state_encoding: str
-    def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ...) -> None: ...
+    goal: str
+    interval_mode: str
+    least_s: float
+    most_s: float
+    bits_goal: str
+    bits_mode: str
+    least_bits: int
+    tables: str
+    def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ..., goal: _Optional[str] = ..., interval_mode: _Optional[str] = ..., least_s: _Optional[float] = ..., most_s: _Optional[float] = ..., bits_goal: _Optional[str] = ..., bits_mode: _Optional[str] = ..., least_bits: _Optional[int] = ..., tables: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
     __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "layout")
@@ -280,10 +296,22 @@ class BlobChunk(_message.Message):
     blob_bytes: int
     def __init__(self, block: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., name: _Optional[str] = ..., blob_offset: _Optional[int] = ..., blob_bytes: _Optional[int] = ...) -> None: ...
 
+class LossCheck(_message.Message):
+    __slots__ = ("steps", "mean", "error", "first")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    mean: float
+    error: float
+    first: float
+    def __init__(self, steps: _Optional[int] = ..., mean: _Optional[float] = ..., error: _Optional[float] = ..., first: _Optional[float] = ...) -> None: ...
+
 class SaveRequest(_message.Message):
     __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several", "prepare")
     class Begin(_message.Message):
-        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults")
+        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "losses")
         SESSION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         CUT_FIELD_NUMBER: _ClassVar[int]
@@ -296,6 +324,8 @@ class SaveRequest(_message.Message):
         DIRTY_ROWS_BASELINE_FIELD_NUMBER: _ClassVar[int]
         TOTAL_ROWS_FIELD_NUMBER: _ClassVar[int]
         TRACKING_FAULTS_FIELD_NUMBER: _ClassVar[int]
+        PLANNED_STEPS_FIELD_NUMBER: _ClassVar[int]
+        LOSSES_FIELD_NUMBER: _ClassVar[int]
         session: str
         step: int
         cut: int
@@ -308,7 +338,9 @@ class SaveRequest(_message.Message):
         dirty_rows_baseline: int
         total_rows: int
         tracking_faults: int
-        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ...) -> None: ...
+        planned_steps: int
+        losses: LossCheck
+        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., losses: _Optional[_Union[LossCheck, _Mapping]] = ...) -> None: ...
     class Seal(_message.Message):
         __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
         class MetadataEntry(_message.Message):

@@ -578,6 +578,17 @@ def test_ls_of_what_is_not_there(cli: Cli, url: str, run: WrittenRun, minio_url:
         assert cli("ls", minio_url)[0] == 0
 
 
+def test_a_run_that_is_not_in_a_store_that_is_there(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
+    """Its directory was to be a run: the others are named. Where there is no store, that is said."""
+    code, text = cli("inspect", at(file_url, "absent"))
+    assert code == 2
+    assert "no run 'absent'" in text
+    assert RUN in text
+    code, text = cli("inspect", at(file_url, "no/where"))
+    assert code == 2
+    assert "directory does not exist" in text
+
+
 @pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
 def test_an_output_that_cannot_be_is_the_callers(
     cli: Cli, file_url: str, file_run: WrittenRun, tmp_path: Path, name: str

@@ -86,7 +86,7 @@ class Program:
     def settle(self) -> None:
         """No save in flight, and nothing that the copying thread has still to look at."""
         self.ckpt._loop.drain(float("inf"))
-        for job in (self.ckpt._saver._comparing, self.ckpt._program.tracking._sampling):
+        for job in (self.ckpt._saver._comparison.job, self.ckpt._program.tracking._sampling):
             if job is not None:
                 job.exception(60)
 
@@ -217,9 +217,8 @@ def test_an_evaluation_with_other_weights_while_rows_are_copied(make: Any, how: 
     assert program.ckpt.stats.audit_faults == (0 if how == "swap" else 1)
 
 
-def test_a_few_rows_that_were_something_else_while_they_were_copied(make: Any) -> None:
-    """Stored wrong once, which the next cut says, counts and mends."""
-    program = make(every_steps=10)
+def cut_with_a_stray(program: Program) -> int:
+    """A cut that has row 5 of the first table as it was while it was copied only; returns its step."""
     program.train(14)
     program.settle()
     weight = program.first.weight
@@ -234,16 +233,90 @@ def test_a_few_rows_that_were_something_else_while_they_were_copied(make: Any) -
     weight.data[5] = kept
     cuts = program.ckpt.stats.cuts
     program.train_until(lambda: program.ckpt.stats.cuts > cuts, "its cut")
-    program.settle()
     assert program.ckpt.stats.audit_faults == 0
-    program.train_until(lambda: program.ckpt.stats.cuts > cuts + 1, "the next")
+    return max(program.cuts)
+
+
+def newest_is(program: Program, first: torch.Tensor) -> bool:
+    """Whether the newest checkpoint has these rows of the first table."""
+    with deltashard.open_checkpoint(program.folder / "store", "r", which="latest") as stored:
+        return torch.equal(stored.rows("first.weight", torch.arange(program.rows)).weights, first)
+
+
+def test_a_few_rows_that_were_something_else_while_they_were_copied(make: Any) -> None:
+    """Stored wrong once, which the next cut says, counts and mends."""
+    program = make(every_steps=10)
+    step = cut_with_a_stray(program)
+    program.settle()
+    assert not newest_is(program, program.cuts[step][0])
+    cuts = program.ckpt.stats.cuts
+    program.train_until(lambda: program.ckpt.stats.cuts > cuts, "the next")
     program.settle()
     assert program.ckpt.stats.audit_faults == 1
     assert program.ckpt._program.tracking.by_key["first.weight"].tracker == "hashes"
-    newest = max(program.cuts)
+    assert newest_is(program, program.cuts[max(program.cuts)][0])
+
+
+def test_the_last_cut_has_such_rows(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """No cut follows: close() takes the step once more, with its pin."""
+    program = make(every_steps=10)
+    step = cut_with_a_stray(program)
+    program.ckpt.close()
+    assert [*program.cuts][-1] == step
+    assert program.ckpt.stats.audit_faults == 1
+    assert newest_is(program, program.cuts[step][0])
+    assert f"Step {step} is cut once more" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["written", "swept", "raised"])
+def test_the_last_cut_has_such_rows_and_cannot_be_taken_again(
+    make: Any, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is live may be of no step any more: what is stored stays the newest checkpoint, and that is said."""
+    program = make(every_steps=10)
+    step = cut_with_a_stray(program)
+    cuts = program.ckpt.stats.cuts
+    if how == "raised":
+        program.ckpt.__exit__(ValueError, ValueError(), None)
+    else:
+        if how == "written":
+            with torch.no_grad():
+                program.top.weight.zero_()
+        else:
+            program.settle()
+            program.second.weight.data.zero_()
+        program.ckpt.close()
+    assert program.ckpt.stats.cuts == cuts
+    assert program.ckpt.stats.audit_faults == (2 if how == "swept" else 1)
+    assert "rows [5] of first.weight are not in the last checkpoint" in caplog.text
+    assert "It stays as it is" in caplog.text
     with deltashard.open_checkpoint(program.folder / "store", "r", which="latest") as stored:
-        rows = stored.rows("first.weight", torch.arange(program.rows))
-        assert torch.equal(rows.weights, program.cuts[newest][0])
+        assert torch.equal(stored.dense["top.weight"], program.cuts[step][2])
+
+
+def test_a_comparison_that_fails(
+    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is known of the cut then: the next one, or close(), takes every row. Said once, and at the end."""
+
+    def fails(_ahead: precopy.TableAhead) -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(precopy.TableAhead, "compare", fails)
+    program = make(every_steps=10)
+    program.train_until(lambda: program.ckpt.stats.audit_faults == 1, "a cut after one with a head start")
+    assert [facts["mode"] for name, facts in program.told if name == "cut"][-1] == "all"
+    program.settle()
+    said = "whether rows are in the last checkpoint as they were at its step is not known"
+    assert caplog.text.count(said) == 1
+    assert "none left" in caplog.text
+    program.train_until(lambda: program.ckpt._saver._comparison.job is not None, "one more")
+    faults, cuts = program.ckpt.stats.audit_faults, program.ckpt.stats.cuts
+    program.train_until(lambda: not program.ckpt._saver.in_flight, "its commit")
+    program.ckpt.close()
+    assert program.ckpt.stats.audit_faults > faults
+    assert program.ckpt.stats.cuts > cuts
+    assert newest_is(program, program.cuts[max(program.cuts)][0])
 
 
 def test_a_save_that_is_asked_for_takes_what_was_copied(make: Any) -> None:

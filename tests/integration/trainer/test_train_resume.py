@@ -718,6 +718,12 @@ def test_what_cannot_be_saved_is_refused_at_construction(make: Make) -> None:
         deltashard.Checkpointer(loop.net, loop.optimizers, run="r")
 
 
+def test_a_setting_that_the_sidecar_does_not_have(make: Make) -> None:
+    """It was said in an argument, of which the message speaks."""
+    with pytest.raises(UserError, match=r"no setting 'nope' \[Checkpointer\(sidecar=\)\]"):
+        make(Loop(), sidecar={"nope": 1})
+
+
 def test_restore_after_training_began_is_refused(make: Make) -> None:
     """The model would be half of one run and half of another."""
     loop = Loop()

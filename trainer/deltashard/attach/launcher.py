@@ -129,8 +129,12 @@ class SidecarOptions:
         arguments += ["--dir", str(runtime), "--cache-dir", str(cache)]
         for name, value in sorted({"cache_total_bytes": CACHE_TOTAL_BYTES, **self.flags}.items()):
             if value is not None:
-                arguments += [f"--{name.replace('_', '-')}", str(value)]
+                arguments += [_flag(name), str(value)]
         return arguments
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def normal_url(url: str | os.PathLike[str]) -> str:
@@ -400,16 +404,19 @@ class ChildLauncher:
     def _refused(self) -> UserError:
         """The settings were refused: the sidecar's own words."""
         line = self._last_line()
-        with contextlib.suppress(ValueError, AttributeError):
-            said = json.loads(line)
-            return UserError(
-                str(said.get("what", line)),
-                where=str(said.get("where", "")),
-                remedy=str(said.get("remedy", "")),
-            )
         said = _SAID.fullmatch(line.removeprefix("deltashard-sidecar: "))
-        parts = said.groupdict(default="") if said else {"what": line, "where": "", "remedy": ""}
-        return UserError(parts["what"], where=parts["where"], remedy=parts["remedy"])
+        parts = said.groupdict(default="") if said else {"what": line}
+        with contextlib.suppress(ValueError, AttributeError):
+            parts = {key: str(value) for key, value in json.loads(line).items()}
+        what = parts.get("what", line)
+        for name in self._options.flags:
+            if what == f"unknown argument {_flag(name)!r}":  # those that have a place of their own are known
+                return UserError(
+                    f"the sidecar has no setting {name!r}",
+                    where="Checkpointer(sidecar=)",
+                    remedy="docs/reference/sidecar-settings.md has their names, without DELTASHARD_",
+                )
+        return UserError(what, where=parts.get("where", ""), remedy=parts.get("remedy", ""))
 
     def _last_line(self) -> str:
         try:

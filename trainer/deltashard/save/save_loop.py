@@ -21,7 +21,7 @@ from deltashard.errors import FencedError, SaveFailed, WaitError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.restore.open_attempt import AttemptOpener
-from deltashard.save.handle import SaveHandle, Stats
+from deltashard.save.handle import Flight, SaveHandle, Stats
 from deltashard.save.news import News
 from deltashard.save.order_book import OrderBook
 from deltashard.save.request import Requests
@@ -261,6 +261,7 @@ class SaveLoop:
             self.drain(time.monotonic() + term.left_s)
         over = term.left_s <= 0 or self._session.link is None or bool(self._orders and self._orders.why_down)
         if self._saver.committed_step == self._clock.step or over:
+            self._mend(time.monotonic() + term.left_s, at_step=True)
             term.chain()
         else:
             self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
@@ -399,6 +400,7 @@ class SaveLoop:
             if self._orders is not None:
                 self._pay_missed(self._orders, last=True)
             self._finish_here(until_s)
+        self._mend(until_s, at_step=False)
 
     def _finish_here(self, until_s: float) -> None:
         last: Exception | None = None
@@ -432,6 +434,58 @@ class SaveLoop:
             elif not self.drain(until_s):
                 last = SaveFailed("the save is still uploading", where="close()")
             self._news.apply()
+
+    def _mend(self, until_s: float, *, at_step: bool) -> None:
+        """No cut is to follow the last one: if it is in doubt, take it once more, or say that it stays as it is."""
+        doubt = self._saver.doubt(until_s)
+        if doubt is None:
+            return
+        last, step = self._saver.last, self._clock.step
+        why = doubt.moved or self._why_not_again(last, at_step=at_step)
+        if why or last is None:
+            self._saver.say(doubt, f"It stays as it is: {why}")
+            return
+        self._saver.say(doubt, f"Step {step} is cut once more")
+        error = self._cut_again(last, until_s)
+        if error is not None:
+            log.error(
+                "step %d was not saved once more, its checkpoint stays as it is, unless this upload ends: %s",
+                step,
+                error,
+            )
+
+    def _why_not_again(self, last: Flight | None, *, at_step: bool) -> str:
+        """Why the program does not stand where its last cut was taken, or that cannot be sent; empty: it can."""
+        step = self._clock.step
+        if last is None or last.step != step:
+            return f"the program has gone on to step {step}"
+        if self._orders is not None:
+            return "the other ranks take no part in another cut"
+        standing = self.standing(at_step=at_step)
+        wait = standing.why(Asker.CLOSE) or (Wait.MOVED if Wait.MOVED in standing.holds else None)
+        if wait is not None:
+            return wait.said
+        veto = self._saver.veto()
+        return "" if veto is None else str(veto)
+
+    def _cut_again(self, last: Flight, until_s: float) -> Exception | None:
+        """With the same pins and metadata, which from now on mean this checkpoint; returns why it is not durable."""
+        link = self._attachment.link
+        if link is None:
+            return SaveFailed(Wait.AWAY.said, where="close()")
+        handles = [
+            SaveHandle(reason=last.reason, pin=each.pin, metadata=each.metadata, waiter=self.wait)
+            for each in last.handles
+        ] or [SaveHandle(reason=last.reason, pin=None, metadata={}, waiter=self.wait)]
+        for handle in handles:
+            self._requests.add(handle)
+        self._cut(link, last.reason, latest_s=until_s)
+        if not self.drain(until_s):
+            return SaveFailed("it is still uploading", where="close()")
+        if all(handle.commit is not None for handle in handles):
+            return None
+        errors = [handle.error for handle in handles if handle.error is not None]
+        return errors[0] if errors else SaveFailed("the sidecar is busy with another save", where="close()")
 
     def close(self) -> None:
         """Give SIGTERM back, and tell who waits for what is not cut."""
@@ -503,4 +557,5 @@ class SaveLoop:
             self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
             self._try_cut(due=False, at_step=at_step, asker=Asker.TERM)
         self.drain(time.monotonic() + term.left_s)
+        self._mend(time.monotonic() + term.left_s, at_step=at_step)
         term.chain()

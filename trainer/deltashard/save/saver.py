@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,13 +43,13 @@ from deltashard.errors import (
 )
 from deltashard.restore.content_hash import Contents
 from deltashard.save.capture import Capture
+from deltashard.save.comparison import Comparison, Doubt
 from deltashard.save.handle import Commit, Flight, SaveHandle, Stats
 from deltashard.save.head_start import HeadStart
 from deltashard.save.request import Requests
 from deltashard.save.setback import Setbacks
 from deltashard.save.step_order import OrderWatch
 from deltashard.state.value import array_of
-from deltashard.tracking.audit import AuditFault
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import DirtyCounts, Mode, RowSelection
 from deltashard.tracking.step_clock import StepClock
@@ -125,8 +124,7 @@ class Saver:
         )
         self._copied_ahead: list[tuple[TrackedTable, TableAhead]] = []
         """What the last cut took of rows that were copied ahead of it."""
-        self._comparing: Future[None] | None = None
-        """The comparison of these rows with the live ones."""
+        self._comparison = Comparison(self.head_start.later, self._tracking.signable)
         self._flight: Flight | None = None
         self._here: list[Flight] = []
         """Cuts of the step that was cut last, whatever became of them; newest last."""
@@ -199,12 +197,21 @@ class Saver:
             self._flight.failed(error)
             self._flight = None
 
-    def close(self) -> None:
-        """Let go of what is in flight, and of the hooks."""
+    def close(self, *, until_s: float) -> None:
+        """Let go of what is in flight, and of the hooks; say, known by `until_s`, what is wrong with the last cut."""
         self.head_start.close()
         if self._flight is not None:
             self._flight.failed(SaveFailed("not durable when the checkpointer was closed", where="save"))
         self._order.close()
+        try:
+            doubt = self.doubt(until_s)
+        except Exception as error:
+            if leaves(error):
+                raise
+            log.warning("whether the last checkpoint has all rows is not known: %s", error)
+        else:
+            if doubt is not None:
+                self.say(doubt, "It stays as it is: no save follows")
 
     # The cut.
 
@@ -306,7 +313,8 @@ class Saver:
         self._tracking.cut_taken(flight.cut, mode, full=full)
         if self.head_start.enabled:
             self._tracking.audit_sample(self.head_start.look_later)
-            self._compare_later()
+            self._comparison.begin(self._copied_ahead)
+            self._copied_ahead = []
         self._order.arm()
         self._base.cut_taken()
         stall_s = time.perf_counter() - began_s
@@ -316,49 +324,43 @@ class Saver:
             "cut", step=flight.step, cut=flight.cut, mode=mode, stall_s=stall_s, reason=reason
         )
 
-    def _compare_later(self) -> None:
-        """Whether what was copied ahead is what was there at the cut: told by the next one."""
-        tables = [ahead for _, ahead in self._copied_ahead]
-
-        def compare() -> None:
-            for each in tables:
-                each.compare()
-
-        self._comparing = self.head_start.later(compare) if tables else None
-
-    def _strays(self) -> list[AuditFault]:
-        """Rows that the last cut stored as they were for a while only."""
-        tables, comparing = self._copied_ahead, self._comparing
-        self._copied_ahead, self._comparing = [], None
-        if comparing is None:
-            return []
-        if (failed := comparing.exception()) is not None:
-            log.debug("what was copied ahead of a cut could not be compared", exc_info=failed)
-            return []
-        found = [
-            table.stray_check(torch.from_numpy(ahead.astray)) for table, ahead in tables if len(ahead.astray)
-        ]
-        faults = [fault for fault in found if fault is not None]
-        for fault in faults:
-            log.error(
-                "rows %s of %s are not in the last checkpoint as they were at its step: they were written without a "
-                "trace (through .data) while they were copied, and put back. The save now has them",
-                list(fault.rows[:4]),
-                fault.table,
-            )
-        return faults
-
     def _look(self) -> DirtyCounts:
         """Bring marks up to date, and find out whether rows may have been missed."""
-        strays = self._strays()
-        faults = self._tracking.audit_before_commit(ahead=self.head_start.looked) + strays
-        self._stats.count_faults(len(faults))
-        if faults:
-            self._base.ask_full(faults=len(faults))
+        doubt = self._comparison.ask()
+        if doubt is not None:
+            self._comparison.say(doubt, "The save now has them")
+        faults = self._tracking.audit_before_commit(ahead=self.head_start.looked)
+        self._count(len(faults) + (0 if doubt is None else doubt.count))
         counts = self._tracking.refresh()
         if self._tracking.regrown:
             self._base.ask_full()
         return counts
+
+    def _count(self, faults: int) -> None:
+        """Rows may have been missed: the next cut takes all."""
+        self._stats.count_faults(faults)
+        if faults:
+            self._base.ask_full(faults=faults)
+
+    # No cut follows.
+
+    @property
+    def last(self) -> Flight | None:
+        """The cut that was taken last, whatever became of it."""
+        return self._here[-1] if self._here else None
+
+    def doubt(self, until_s: float) -> Doubt | None:
+        """What is wrong with the last cut, which no other follows, known by `until_s` (monotonic), and counted."""
+        doubt = self._comparison.ask(until_s)
+        if doubt is None:
+            return None
+        written = self._tracking.audit_before_commit()
+        self._count(len(written) + doubt.count)
+        return replace(doubt, moved="a table was written since, without a trace") if written else doubt
+
+    def say(self, doubt: Doubt, mended: str) -> None:
+        """That the last checkpoint is to be doubted, and what becomes of it; nothing else is said of it any more."""
+        self._comparison.say(doubt, mended, last=True)
 
     # What other ranks wait for.
 

@@ -621,6 +621,12 @@ class Tracking:
             self._inventory = discover(self.model, self.settings.tables, find)
         return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self._left_out}
 
+    def signable(self, look: bool) -> list[Tensor]:
+        """What tells whether the program was written: dense tensors, and tables with their state; `look` as above."""
+        dense = self.dense(look=look).values()
+        params = [found.param for found in self._inventory.tables.values()]
+        return [*dense, *params, *(state for table in self.tables for state in table.signable())]
+
     @property
     def saved(self) -> list[TrackedTable]:
         """The shards that this process saves; replicas are one rank's."""

@@ -6,6 +6,7 @@ import pytest
 from deltashard_checkpoint.format.object_key import compaction_index_key
 from deltashard_checkpoint.format.schema import Box
 from deltashard_checkpoint.log.chain import (
+    SAID,
     ChainIncomplete,
     CheckpointNotFound,
     chain,
@@ -16,6 +17,7 @@ from deltashard_checkpoint.log.chain import (
     lineage,
     missing,
     parts_of,
+    those_live,
 )
 from deltashard_checkpoint.log.entry import Compacted, Part
 
@@ -83,6 +85,20 @@ def test_a_retired_or_unknown_checkpoint_is_not_found():
     run, *_ = resharded()
     with pytest.raises(CheckpointNotFound, match="no live checkpoint 99"):
         chain(run.log.state, 99)
+
+
+@pytest.mark.parametrize("live", [0, 1, SAID, SAID + 4])
+def test_the_newest_live_checkpoints_are_named_and_all_are_counted(live):
+    run = Run()
+    attempt = run.open().attempt
+    for cut in range(live):
+        run.append_checkpoint([part(attempt, cut, 0, [WHOLE], None)], attempt=attempt, cut=cut, step=10 * cut)
+    said = those_live(run.log.state.checkpoints.values())
+    counted = f"live, the newest {SAID} of {live}: " if live > SAID else "live: "
+    newest = sorted(run.log.state.checkpoints)[-SAID:]
+    assert said.startswith(counted)
+    assert [int(part.split()[0]) for part in said.split("seq ")[1:]] == newest
+    assert said.endswith(f"seq {newest[-1]} (step {10 * (live - 1)})" if live else ": none")
 
 
 def test_a_compaction_ends_the_chain_at_its_checkpoint():

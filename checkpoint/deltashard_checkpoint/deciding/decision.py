@@ -1,0 +1,32 @@
+"""A decision as people and machines are told of it: what holds, what would, and why. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deltashard_checkpoint.vocabulary import DecisionMode
+
+Subject = Literal["interval", "bits", "recovery"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One decision of a run."""
+
+    subject: Subject
+    mode: DecisionMode
+    goal: str
+    """In the user's words."""
+    value: str
+    """What is in force."""
+    would: str
+    """What the rule says; the same as `value` where it is applied."""
+    why: str
+    """A sentence."""
+    bound: str = ""
+    """Which bound binds; empty: none."""
+    evidence: str = ""
+    """Counts that it rests on."""
+    unreachable: str = ""
+    """Why the goal cannot be had; empty: it can."""

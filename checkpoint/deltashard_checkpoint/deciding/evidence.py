@@ -1,0 +1,127 @@
+"""What was seen of a run's failures, and what it lets one expect. Pure.
+
+Two rates are kept apart, per incident and never per pod:
+
+- **lossy failures**: steps were lost (a crash, no memory, a lost node). They decide how often to save.
+- **restores** of any kind (also after a graceful eviction or a suspension). They decide how precisely.
+
+Exposure is *trained* seconds. Both counts and exposure fade with a half-life of seven trained days: a window with a
+hard edge would make decisions jump, and a suspended week counts nothing.
+
+Each rate has a Gamma prior of shape `a` and rate `b` (in seconds): after `k` incidents in `E` seconds of exposure its
+mean is (a + k) / (b + E). Incidents in the time to come are then negative-binomial.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+HALF_LIFE_S = 7 * 86400.0
+POD_MTBF_S = 30 * 86400.0
+"""Of one pod, where nothing is known: large fleets report days to months."""
+LOSSY_WEIGHT_S = 84 * 3600.0
+"""Exposure that the prior of lossy failures weighs at most."""
+RESTORE_MEAN_S = 86400.0
+RESTORE_SHAPE = 0.5
+QUANTILE = 0.95
+LONGEST_COUNT = 100_000
+"""Restores that a quantile looks for at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """Faded counts of a run, or of a pool of runs (there exposure is of pods, not of runs)."""
+
+    exposure_s: float = 0.0
+    """Trained seconds."""
+    lossy: float = 0.0
+    restores: float = 0.0
+
+    def trained(self, seconds: float) -> Evidence:
+        """After so many more seconds of training."""
+        kept = 2.0 ** (-max(seconds, 0.0) / HALF_LIFE_S)
+        added_s = HALF_LIFE_S / math.log(2) * (1 - kept)
+        return Evidence(
+            exposure_s=self.exposure_s * kept + added_s,
+            lossy=self.lossy * kept,
+            restores=self.restores * kept,
+        )
+
+    def incident(self, *, lossy: bool) -> Evidence:
+        """After one more incident: a restore, and steps lost with it or not."""
+        return replace(self, lossy=self.lossy + int(lossy), restores=self.restores + 1)
+
+    def plus(self, other: Evidence) -> Evidence:
+        """Of both."""
+        return Evidence(
+            exposure_s=self.exposure_s + other.exposure_s,
+            lossy=self.lossy + other.lossy,
+            restores=self.restores + other.restores,
+        )
+
+
+NONE = Evidence()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gamma:
+    """A rate that is not known: mean `shape / rate_s` incidents a second."""
+
+    shape: float
+    rate_s: float
+
+    def after(self, count: float, exposure_s: float) -> Gamma:
+        """The posterior."""
+        return Gamma(shape=self.shape + count, rate_s=self.rate_s + exposure_s)
+
+    @property
+    def mean_between_s(self) -> float:
+        """Seconds between incidents, from the mean rate."""
+        return self.rate_s / self.shape
+
+    def quantile(self, seconds: float, q: float = QUANTILE) -> int:
+        """The smallest n with P(incidents in `seconds` <= n) >= q."""
+        if seconds <= 0:
+            return 0
+        p = self.rate_s / (self.rate_s + seconds)
+        log_mass = self.shape * math.log(p)
+        total, n = math.exp(log_mass), 0
+        while total < q and n < LONGEST_COUNT:
+            n += 1
+            log_mass += math.log((self.shape + n - 1) / n) + math.log1p(-p)
+            total += math.exp(log_mass)
+        return n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The two rates of a run as they are believed now."""
+
+    lossy: Gamma
+    restores: Gamma
+
+    @property
+    def mtbf_s(self) -> float:
+        """Trained seconds between lossy failures."""
+        return self.lossy.mean_between_s
+
+
+def lossy_prior(pods: int, pool: Evidence = NONE) -> Gamma:
+    """Of a run of so many pods; `pool`: pods' exposure and failures of earlier runs of its namespace and node pool.
+
+    Without a pool: a pod fails once in 30 days, and that weighs as much as 84 hours of training at most.
+    """
+    pods = max(pods, 1)
+    pod_rate = (1.0 + pool.lossy) / (POD_MTBF_S + pool.exposure_s)
+    weight_s = min(1.0 / (pod_rate * pods), LOSSY_WEIGHT_S)
+    return Gamma(shape=weight_s * pods * pod_rate, rate_s=weight_s)
+
+
+def rates(seen: Evidence, *, pods: int, pool: Evidence = NONE) -> Rates:
+    """What a run's evidence lets one believe."""
+    restores = Gamma(shape=RESTORE_SHAPE, rate_s=RESTORE_SHAPE * RESTORE_MEAN_S)
+    return Rates(
+        lossy=lossy_prior(pods, pool).after(seen.lossy, seen.exposure_s),
+        restores=restores.after(seen.restores, seen.exposure_s),
+    )

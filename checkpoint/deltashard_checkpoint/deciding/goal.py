@@ -1,0 +1,88 @@
+"""The words in which a user says what a run is saved for: policies, annotations, settings and `plan` use them. Pure.
+
+auto                the fewest saves within 0.1 % of training time of the best (the default where nothing is said)
+overhead=1%         saves cost at most this share of training (CheckFreq, FAST'21)
+lost-work=5m        a failure costs at most so much training
+pls=0.02            portion of lost samples, under partial recovery (CPR, MLSys'21)
+check-n-run         every 30 minutes (Check-N-Run, NSDI'22)
+fixed               as the interval and the steps say
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from deltashard_checkpoint.errors import UserError
+
+Aim = Literal["auto", "overhead", "lost-work", "pls", "check-n-run", "fixed"]
+AIMS: tuple[Aim, ...] = get_args(Aim)
+PATTERN = r"auto|fixed|check-n-run|overhead=[0-9.]+%|lost-work=[0-9.]+(ms|s|m|h|d)|pls=[0-9.]+"
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h|d)", re.ASCII)
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?)%", re.ASCII)
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?", re.ASCII)
+
+
+class BadGoal(UserError):
+    """A goal or duration that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goal:
+    """What the interval is chosen for."""
+
+    aim: Aim
+    amount: float = 0.0
+    """overhead and pls: a share; lost-work: seconds; else nothing."""
+
+    def __str__(self) -> str:
+        match self.aim:
+            case "overhead":
+                return f"overhead={100 * self.amount:g}%"
+            case "lost-work":
+                return f"lost-work={self.amount:g}s"
+            case "pls":
+                return f"pls={self.amount:g}"
+            case _:
+                return self.aim
+
+
+AUTO = Goal(aim="auto")
+FIXED = Goal(aim="fixed")
+
+
+def goal(text: str, *, where: str = "goal") -> Goal:
+    """The goal of a text; raises `BadGoal`."""
+    name, has_amount, amount = text.strip().partition("=")
+    if not has_amount and name in ("auto", "check-n-run", "fixed"):
+        return Goal(aim=name)  # type: ignore[arg-type]  # one of these
+    value = 0.0
+    if name == "overhead" and (found := _SHARE.fullmatch(amount)):
+        value = float(found[1]) / 100
+        known = 0 < value <= 0.5
+    elif name == "lost-work" and _DURATION.fullmatch(amount):
+        value = duration_s(amount, where=where)
+        known = 0 < value <= 7 * 86400
+    elif name == "pls" and _NUMBER.fullmatch(amount):
+        value = float(amount)
+        known = 0 < value <= 1
+    else:
+        known = False
+    if not known or not math.isfinite(value):
+        raise BadGoal(
+            f"the goal is {text[:40]!r}",
+            where=where,
+            remedy="auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02, check-n-run or fixed",
+        )
+    return Goal(aim=name, amount=value)  # type: ignore[arg-type]  # one of the above
+
+
+def duration_s(text: str, *, where: str) -> float:
+    """Seconds of a duration such as 250ms, 90s, 5m, 2h or 1d; raises `BadGoal`."""
+    found = _DURATION.fullmatch(text.strip())
+    if found is None:
+        raise BadGoal(f"{text[:40]!r} is no duration", where=where, remedy="such as 90s, 5m, 2h or 1d")
+    return float(found[1]) * _UNITS[found[2]]

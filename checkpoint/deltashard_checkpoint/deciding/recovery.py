@@ -1,0 +1,70 @@
+"""Whether to recover fully or partially: CPR's overheads (MLSys'21). Pure.
+
+Full recovery rolls all shards back, partial only the lost one; with M the time between failures,
+
+    full     O_save T_tot / T_save + (O_load + T_save / 2 + O_res) T_tot / M        best at T_save = sqrt(2 O_save M)
+    partial  O_save T_tot / T_save + (O_load + O_res) T_tot / M                     as long as the PLS allows
+
+and E[PLS] = T_save / (2 M N) for N shards. First order: the exact renewal form stands in `simulation`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from deltashard_checkpoint.deciding.interval import young
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Of one event each. Seconds."""
+
+    save_s: float
+    load_s: float
+    reschedule_s: float
+    mtbf_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """Which kind, and why."""
+
+    kind: Literal["full", "partial"]
+    full: float
+    """Share of training time that saves and failures cost under full recovery."""
+    partial: float
+    interval_s: float
+    """Of the kind that is chosen."""
+
+
+def full_overhead(costs: Costs, interval_s: float | None = None) -> float:
+    """Share of training time under full recovery; without an interval, at the best one."""
+    interval_s = young(costs.save_s, costs.mtbf_s) if interval_s is None else interval_s
+    if not interval_s:
+        return (costs.load_s + costs.reschedule_s) / costs.mtbf_s
+    return costs.save_s / interval_s + (costs.load_s + interval_s / 2 + costs.reschedule_s) / costs.mtbf_s
+
+
+def partial_overhead(costs: Costs, interval_s: float) -> float:
+    """Share of training time under partial recovery."""
+    return costs.save_s / interval_s + (costs.load_s + costs.reschedule_s) / costs.mtbf_s
+
+
+def expected_pls(interval_s: float, mtbf_s: float, shards: int) -> float:
+    """E[PLS] of a whole training, whatever its length."""
+    return interval_s / (2 * mtbf_s * shards)
+
+
+def pls_interval_s(pls: float, mtbf_s: float, shards: int) -> float:
+    """The interval whose expected PLS is this."""
+    return 2 * pls * shards * mtbf_s
+
+
+def cheaper(costs: Costs, *, pls: float, shards: int) -> Recovery:
+    """CPR's comparison at a target PLS: each kind at its own interval."""
+    partial_s = pls_interval_s(pls, costs.mtbf_s, shards)
+    full, partial = full_overhead(costs), partial_overhead(costs, partial_s)
+    if partial < full:
+        return Recovery(kind="partial", full=full, partial=partial, interval_s=partial_s)
+    return Recovery(kind="full", full=full, partial=partial, interval_s=young(costs.save_s, costs.mtbf_s))
