@@ -363,6 +363,8 @@ def page(found: Mapping[str, Any]) -> str:
             "",
             *table("progressive", 4),
             "",
+            "![the progressive loss over restores](papers/accuracy.svg)",
+            "",
             paragraph(
                 "The paper's bound is .01 % lost over a job's life, with 2, 3, 4 and 8 bits for at most 1, 3, 20",
                 "and 100 restores:",

@@ -350,6 +350,8 @@ def quality_page(found: Mapping[str, Any]) -> str:
             "",
             *table("progressive"),
             "",
+            "![the progressive loss over PLS](papers/cpr_quality.svg)",
+            "",
             "**Held-out log loss** after the pass:",
             "",
             *table("held_out"),
