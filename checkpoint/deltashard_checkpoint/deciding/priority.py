@@ -1,0 +1,138 @@
+"""Which rows of a table a priority save takes: the three scores of CPR (Maeng et al., MLSys 2021).
+
+In partial recovery lost rows go back to what was last saved of them. Instead of the whole table every T, CPR saves the
+r N of its N rows that matter most every r T, at the same bytes. What matters most is told by one of
+
+* SCAR (Qiao et al., ICML 2019): how far a row has moved since it was saved; needs a copy of the table, 4 D bytes per
+  row;
+* MFU, most frequently used: how often it was read since it was saved; 4 bytes per row, 1 / D of the table;
+* SSU, sub-sampled used: whether it was among the rows read in every second step; a list of at most r N ids, 4 r bytes
+  per row, r / D of the table, and no sort.
+
+Pure numpy; ids are positions in the table.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from deltashard_checkpoint.errors import UserError
+
+Ids = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.generic]
+EVERY = 2
+"""Of so many steps SSU looks at one."""
+MOST_ROWS = 1 << 32
+
+
+class PriorityError(UserError):
+    """Rows or counts that a priority save cannot take."""
+
+
+def top(scores: Scores, k: int) -> Ids:
+    """Ascending ids of the min(k, n) largest of `scores` [n] that are above 0; of equal ones the lowest ids.
+
+    Raises `PriorityError` for a negative k, or scores that are no vector.
+    """
+    if scores.ndim != 1 or k < 0:
+        raise PriorityError(f"the top {k} of scores {list(scores.shape)}", remedy="k >= 0 of [n]")
+    if k == 0:
+        return np.empty(0, np.int64)
+    candidates = np.flatnonzero(scores > 0)
+    if len(candidates) <= k:
+        return candidates
+    values = scores[candidates]
+    least = np.partition(values, len(values) - k)[len(values) - k]
+    above, equal = candidates[values > least], candidates[values == least]
+    return np.sort(np.concatenate([above, equal[: k - len(above)]]))
+
+
+def scar(weights: npt.NDArray[np.float32], saved: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Euclidean distance of each row of `weights` from `saved`, both float32 [N, D]: float32 [N].
+
+    Needs `saved`, the last saved values of all rows: 4 D bytes per row, as much as the table.
+
+    Raises `PriorityError` for arrays of different shapes.
+    """
+    if weights.ndim != 2 or weights.shape != saved.shape:
+        raise PriorityError(
+            f"weights {list(weights.shape)} against {list(saved.shape)}", remedy="both [N, D]"
+        )
+    distances = np.empty(len(weights), np.float32)
+    for at in range(0, len(weights), 1 << 14):  # in parts that stay in a processor's cache
+        part = weights[at : at + (1 << 14)] - saved[at : at + (1 << 14)]
+        distances[at : at + (1 << 14)] = np.sqrt(np.einsum("nd,nd->n", part, part))
+    return distances
+
+
+class AccessCounts:
+    """MFU: how often each row was read since it was last saved. uint32: 4 bytes per row."""
+
+    def __init__(self, rows: int) -> None:
+        """Of a table of `rows` rows; nothing was read. Raises `PriorityError` for less than none."""
+        if rows < 0:
+            raise PriorityError(f"a table of {rows} rows")
+        self.counts = np.zeros(rows, np.uint32)
+
+    def read(self, ids: Ids) -> None:
+        """Count reads of `ids`, with repeats. A counter stays at its largest value rather than wrap.
+
+        Raises `PriorityError` for ids outside of the table; nothing is counted then.
+        """
+        _check_ids(ids, len(self.counts))
+        found, times = np.unique(ids, return_counts=True)
+        self.counts[found] = np.minimum(self.counts[found] + times, np.iinfo(np.uint32).max)
+
+    def top(self, k: int) -> Ids:
+        """Ascending ids of the at most k rows that were read most; raises like `top`."""
+        return top(self.counts, k)
+
+    def saved(self, ids: Ids) -> None:
+        """These rows were saved: their counters begin at 0. Raises `PriorityError` for ids outside of the table."""
+        _check_ids(ids, len(self.counts))
+        self.counts[ids] = 0
+
+
+class SampledReads:
+    """SSU: at most `capacity` ids out of those that every second step read. uint32: 4 bytes per id, 4 r per row."""
+
+    def __init__(self, rows: int, capacity: int, *, seed: int) -> None:
+        """Of a table of `rows` rows; `seed`: of what is discarded. Raises `PriorityError` for sizes out of range."""
+        if not 0 <= rows <= MOST_ROWS or capacity < 0:
+            raise PriorityError(
+                f"{capacity} ids of {rows} rows", remedy=f"0 <= rows <= {MOST_ROWS}, capacity >= 0"
+            )
+        self.rows = rows
+        self.capacity = capacity
+        self.ids = np.empty(0, np.uint32)
+        """Ascending, without repeats."""
+        self._generator = np.random.default_rng(seed)
+        self._steps = 0
+
+    def read(self, ids: Ids) -> None:
+        """One step read `ids`, with repeats. If they do not all fit, any of the old and new ones are discarded alike.
+
+        Raises `PriorityError` for ids outside of the table; the step does not count then.
+        """
+        _check_ids(ids, self.rows)
+        self._steps += 1
+        if (self._steps - 1) % EVERY:
+            return
+        held = np.union1d(self.ids, ids.astype(np.uint32))
+        if len(held) > self.capacity:
+            kept = self._generator.choice(len(held), self.capacity, replace=False, shuffle=False)
+            held = held[np.sort(kept)]
+        self.ids = held
+
+    def take(self) -> Ids:
+        """The ids, ascending, to be saved now; the list is empty afterwards."""
+        taken, self.ids = self.ids.astype(np.int64), np.empty(0, np.uint32)
+        return taken
+
+
+def _check_ids(ids: Ids, rows: int) -> None:
+    if ids.ndim != 1 or ids.dtype != np.int64:
+        raise PriorityError(f"ids of {ids.dtype}{list(ids.shape)}", remedy="int64 [n]")
+    if len(ids) and not (ids.min() >= 0 and ids.max() < rows):
+        raise PriorityError(f"ids from {ids.min()} to {ids.max()} in a table of {rows} rows")
