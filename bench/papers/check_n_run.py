@@ -123,7 +123,7 @@ def _sweep(columns: int, *, quick: bool) -> Found:
     count = PERIOD if quick else CHECKPOINTS
     with (
         _runs([live]) as runs,
-        StoreRun(tables=[live], policy="intermittent", bits=8, keep_last=3, remembers=False) as shipped,
+        StoreRun(tables=[live], policy="intermittent", bits=8, keep_last=3) as shipped,
     ):
         changed = np.empty(0, np.int64)
         for interval in [None, *reuse.intervals(rows, count - 1, reuse.Locality.published(PAGE_YEAR))]:
@@ -624,15 +624,10 @@ def _beyond(one: Found) -> str:
         if len(at["baselines"]) > 1
         else "The predictor takes no new baseline in so few checkpoints "
     ) + (
-        "(the paper: around interval 8). It knows here the sizes of all increments since the baseline. A "
-        "sidecar's predictor knows "
-        "those that the log still lists, and retention (`keep_last=3`, the default) takes older ones "
-        "away: the same trace, so "
-        f"saved at 8 bit, has baselines at checkpoints {_listed(shipped['baselines'])} only, writes "
-        f"{shipped['write']:.2f} x less instead of "
-        f"{one['cells']['intermittent']['8']['write']:.2f} x and needs {shipped['capacity']:.2f} x less "
-        "instead of "
-        f"{one['cells']['intermittent']['8']['capacity']:.2f} x."
+        "(the paper: around interval 8). Each increment says what came before it since its baseline, so retention may "
+        "take older ones away: with the default `keep_last=3` the same trace at 8 bit has baselines at checkpoints "
+        f"{_listed(shipped['baselines'])}, and writes {shipped['write']:.2f} x less (with `keep_last=1`: "
+        f"{one['cells']['intermittent']['8']['write']:.2f} x)."
     )
 
 

@@ -29,11 +29,12 @@ from deltashard_checkpoint.maintenance.retention import Retention, append_retire
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
 from deltashard_checkpoint.stores.abc import Buffer
 from deltashard_checkpoint.stores.memory import MemoryStore
-from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS
+from deltashard_checkpoint.vocabulary import BITS_CHOICES, ENCODINGS, INCREMENTS_KEY
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import PartReport, commit_part
-from deltashard_checkpoint.write.differential import History, decide, history
+from deltashard_checkpoint.write.differential import decide, history, increments_text
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
+from deltashard_checkpoint.write.precision import Precision
 
 RUN = "papers"
 POLICIES = ("full", "one-shot", "consecutive", "intermittent")
@@ -90,9 +91,6 @@ class StoreRun:
     policy: str
     bits: int
     keep_last: int = 1
-    remembers: bool = True
-    """Whether the predictor knows the sizes of increments that retention has retired, as Check-N-Run's does; false: it
-    knows what the log still holds, as a sidecar does."""
     search: Search | None = None
     saved: list[Saved] = field(default_factory=list)
     store: CountingStore = field(default_factory=CountingStore)
@@ -105,7 +103,6 @@ class StoreRun:
         self.attempt = open_attempt(self.log, owner="papers").attempt
         self._since_commit = [np.zeros(len(t.weights), np.bool_) for t in self.tables]
         self._since_baseline = [np.zeros(len(t.weights), np.bool_) for t in self.tables]
-        self._increments: list[float] = []
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,9 +114,7 @@ class StoreRun:
             (*self._since_commit, *self._since_baseline), (*changed, *changed), strict=True
         ):
             marks[ids] = True
-        known = history(self.log.state, self.attempt)
-        if self.remembers:
-            known = History(baseline=known.baseline, newest=known.newest, increments=tuple(self._increments))
+        known = history(self.log.state, self.attempt, Precision.of(BITS_CHOICES[self.bits]))
         what = decide(self.policy, known)
         rows: list[np.ndarray | range]
         if what == "full":
@@ -129,13 +124,12 @@ class StoreRun:
         else:
             covers, rows = known.newest, [np.flatnonzero(marks) for marks in self._since_commit]
         before = self.store.put_bytes
-        entry = self._commit(rows, covers)
+        said = {}
+        if covers is not None and self.policy != "consecutive":
+            said[INCREMENTS_KEY] = increments_text(known, covers)
+        entry = self._commit(rows, covers, said)
         for marks in (*self._since_commit, *(self._since_baseline if covers is None else ())):
             marks[:] = False
-        if covers is None:
-            self._increments, self._baseline_bytes = [], entry.stored_bytes
-        else:
-            self._increments.append(entry.stored_bytes / self._baseline_bytes)
         append_retirement(self.log, Retention(keep_last=self.keep_last))
         collect(self.log, grace_s=0)
         self.saved.append(
@@ -158,7 +152,9 @@ class StoreRun:
         found = {table.schema.fqn: (table.weights, table.fields) for table in opened.tables()}
         return [found[table.schema.fqn] for table in self.tables]
 
-    def _commit(self, rows: Sequence[np.ndarray | range], covers: int | None) -> Checkpoint:
+    def _commit(
+        self, rows: Sequence[np.ndarray | range], covers: int | None, metadata: Mapping[str, str]
+    ) -> Checkpoint:
         cut = len(self.saved) + 1
         schemas = tuple(table.schema for table in self.tables)
         boxes = tuple(
@@ -188,7 +184,7 @@ class StoreRun:
         assert stats is not None
         report = PartReport(
             part=part, tables=schemas, encodings=stats.encodings, rows=stats.rows,
-            raw_bytes=stats.raw_bytes, stall_s=0.0,
+            raw_bytes=stats.raw_bytes, stall_s=0.0, metadata=metadata,
         )  # fmt: skip
         return commit_part(
             self.log, attempt=self.attempt, cut=cut, step=cut, world_size=1, report=report

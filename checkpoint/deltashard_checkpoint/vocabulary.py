@@ -180,6 +180,8 @@ FLEET_PROTOCOL = ProtocolVersions(1, 1)
 
 PLS_KEY = "deltashard/pls"
 """The run's portion of lost samples; there once a recovery was partial."""
+INCREMENTS_KEY = "deltashard/increments"
+"""Of a delta over a baseline: which one, and the sizes of the increments before it (`write.differential`)."""
 PRECISION_KEY = "deltashard/precision"
 """The coarsest encodings that a row of the checkpoint may be stored with (`write.precision`)."""
 LINEAGE_KEY = "deltashard/lineage"

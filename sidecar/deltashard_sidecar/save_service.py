@@ -237,6 +237,7 @@ class SaveService:
             rebased=holding.rebased,
             precision=holding.precision,
             chain_precision=holding.chain_precision,
+            increments=holding.increments,
             samples=bool(policy.bits_goal) and policy.bits_mode != "off" and session.who.rank == 0,
             layout=session.attempt.layout,
             follows=None if in_force.directive is None else in_force.directive.text(),

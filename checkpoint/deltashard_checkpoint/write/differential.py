@@ -20,11 +20,15 @@ rows: blobs are taken to be as large as the baseline's, and all rows of an incre
 do. Where tables differ in that (few columns, raw dtypes, bits by table) S_i is off by as much as the increment's mix of
 tables differs from the model's.
 
+Retention lets go of increments that newer ones have made superfluous, and the predictor must not forget them: each says
+in its metadata what came before it since its baseline (`INCREMENTS_KEY`).
+
 A compacted checkpoint is a baseline, too, if the newest one is read through it: the base of its chain lies there.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,9 +36,12 @@ from deltashard_checkpoint.format.row_block import raw_row_bytes, stored_row_byt
 from deltashard_checkpoint.log.chain import closure, lineage
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.vocabulary import differential_named, encoding_named
+from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, differential_named, encoding_named
 from deltashard_checkpoint.write.precision import Precision
 
+MAX_INCREMENTS = 64
+MAX_INCREMENTS_TEXT = 2048
+_INCREMENTS = re.compile(r"([0-9]{1,18}):((?:[0-9]{1,18}(?:,[0-9]{1,18})*)?)", re.ASCII)
 Decision = Literal["full", "since_baseline", "since_commit"]
 
 
@@ -52,6 +59,8 @@ class History:
     """What a baseline would store now, blobs included."""
     raw_bytes: int = 0
     """The same before encoding."""
+    raw_increments: tuple[int, ...] = ()
+    """Bytes of the same checkpoints before encoding."""
 
 
 def decide(name: str, history: History, *, force_full: bool = False) -> Decision:
@@ -94,17 +103,37 @@ def history(state: RunState, attempt: int, precision: Precision) -> History:
             tables = _Tables.of(state.checkpoints[newest], precision)
             blobs = _blob_bytes(entry, tables)
             full = max(1, blobs + tables.stored_bytes)
+            raw = [delta.raw_bytes for delta in reversed(deltas)]
+            if deltas:
+                raw = [*_before(deltas[-1], seq), *raw]
             return History(
                 baseline=seq,
                 newest=newest,
-                increments=tuple(
-                    (blobs + tables.stored(delta.raw_bytes - blobs)) / full for delta in reversed(deltas)
-                ),
+                increments=tuple((blobs + tables.stored(size - blobs)) / full for size in raw),
+                raw_increments=tuple(raw),
                 full_bytes=full,
                 raw_bytes=blobs + tables.raw_bytes,
             )
         deltas.append(entry)
     return History(newest=newest)
+
+
+def increments_text(found: History, covers: int) -> str:
+    """What a cut that covers a baseline says of the increments before it, for its metadata: the newest 64.
+
+    `covers` may be another checkpoint than the history's baseline: one that becomes a baseline. Nothing came since.
+    """
+    raw = found.raw_increments if covers == found.baseline else ()
+    return f"{covers}:{','.join(map(str, raw[-MAX_INCREMENTS:]))}"
+
+
+def _before(delta: Checkpoint, baseline: int) -> list[int]:
+    """Bytes, before encoding, of the increments over `baseline` before this one; none where it does not say."""
+    text = delta.metadata.get(INCREMENTS_KEY, "")
+    found = _INCREMENTS.fullmatch(text[:MAX_INCREMENTS_TEXT])
+    if found is None or int(found[1]) != baseline:
+        return []
+    return [int(size) for size in found[2].split(",") if size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,6 +107,8 @@ class Holding:
     """What to write of it into the log."""
     precision: Precision
     """Encodings of its rows."""
+    increments: str | None
+    """What it says of the increments before it; None: nothing."""
     chain_precision: Precision
     """The coarsest that rows of its chain may have."""
 
@@ -464,6 +466,11 @@ class Run:
                 f"{policy.encoding}, state {policy.state_encoding}"
             ),
             precision=asked,
+            increments=(
+                None
+                if covers is None or policy.differential == "consecutive"
+                else differential.increments_text(history, covers)
+            ),
             chain_precision=asked if stored is None else precision.coarser(asked, stored),
         )
 

@@ -69,6 +69,8 @@ class Cut:
     """Encodings of its rows; None: it does not say."""
     chain_precision: Precision | None = None
     """The coarsest that rows of its chain may have, if it is a delta."""
+    increments: str | None = None
+    """What its commit says of the increments before it; None: nothing."""
     samples: bool = False
     """Whether errors of its rows at fewer bits are measured and recorded: bits are chosen."""
     follows: str | None = None

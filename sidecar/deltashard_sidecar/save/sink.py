@@ -17,7 +17,7 @@ from deltashard_checkpoint.deciding import cost, harm
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
-from deltashard_checkpoint.vocabulary import PLS_KEY, PRECISION_KEY, encoding_named
+from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, PLS_KEY, PRECISION_KEY, encoding_named
 from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
 from deltashard_checkpoint.write.precision import Precision
@@ -196,6 +196,7 @@ class PartSink:
             KEY: self._cut.follows,
             cost.KEY: self._cut.profile,
             PRECISION_KEY: None if precision is None else precision.text(),
+            INCREMENTS_KEY: None if baseline else self._cut.increments,
             harm.KEY: None,
         }
         if self._cut.samples:

@@ -4,8 +4,14 @@ import pytest
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.row_block import raw_row_bytes, stored_row_bytes
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
-from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS
-from deltashard_checkpoint.write.differential import History, baseline_pays, decide, history
+from deltashard_checkpoint.vocabulary import ENCODING_CHOICES, ENCODINGS, INCREMENTS_KEY
+from deltashard_checkpoint.write.differential import (
+    History,
+    baseline_pays,
+    decide,
+    history,
+    increments_text,
+)
 from deltashard_checkpoint.write.precision import Precision
 
 from tests.support.checkpoint.run_builder import Run
@@ -131,6 +137,34 @@ def test_history_restarts_at_a_compacted_checkpoint_that_the_newest_one_is_read_
     seen = history(run.log.state, attempt, Q8)
     assert (seen.baseline, seen.newest) == (first, second)
     assert seen.increments == pytest.approx((at(0.2, Q8),), rel=0.05)
+
+
+def test_increments_that_retention_took_away_are_remembered():
+    """Each says what came before it; so does one that covers what was compacted, of that."""
+    run = Run()
+    attempt = run.open().attempt
+    base = saved(run, attempt, 1, 1.0)
+    found: list[int] = []
+    for cut, size in enumerate(PAPER[:7], start=2):
+        said = increments_text(history(run.log.state, attempt, Q8), base)
+        found.append(saved(run, attempt, cut, size, base, metadata={INCREMENTS_KEY: said}))
+        run.retire(found[:-2])
+        del found[:-2]
+    assert len(run.log.state.checkpoints) == 3
+    seen = history(run.log.state, attempt, Q8)
+    assert seen.increments == pytest.approx([at(size, Q8) for size in PAPER[:7]])
+    assert decide("intermittent", seen) == "full"
+    run.compacted(found[-1])
+    assert increments_text(seen, found[-1]) == f"{found[-1]}:"
+
+
+@pytest.mark.parametrize("said", ["", "x", "7:1,2", "2:1,-2", "2:" + "9" * 30, "2:1;2"])
+def test_what_an_increment_says_wrongly_counts_for_nothing(said: str):
+    run = Run()
+    attempt = run.open().attempt
+    base = saved(run, attempt, 1, 1.0)
+    saved(run, attempt, 2, 0.3, base, metadata={INCREMENTS_KEY: said})
+    assert history(run.log.state, attempt, Q8).increments == pytest.approx((at(0.3, Q8),))
 
 
 def test_history_passes_over_a_compaction_that_nothing_newer_builds_on():
