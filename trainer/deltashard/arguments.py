@@ -122,9 +122,15 @@ def check_goal(goal: object) -> None:
     """Raises `UserError` unless `goal` is None or says what the interval is chosen for."""
     if goal is None:
         return
+    takes = "what the interval is chosen for"
     if not isinstance(goal, str):
-        raise _refusal("goal", goal, "text", 'goal="auto" chooses how often to save; or leave goal= out')
-    goal_of(goal, where="Checkpointer(goal=)")
+        raise _refusal(
+            "goal", goal, takes, 'goal="auto" if in doubt; leave goal= out to save as every_s= says'
+        )
+    try:
+        goal_of(goal)
+    except UserError as error:
+        raise _refusal("goal", goal, takes, error.remedy) from error
 
 
 def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_s: object) -> Terms | None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from deltashard_checkpoint.errors import UserError
 
 Ids = npt.NDArray[np.int64]
-Scores = npt.NDArray[np.generic]
+Scores = npt.NDArray[np.float64] | npt.NDArray[np.float32] | npt.NDArray[np.uint32] | npt.NDArray[np.int64]
 EVERY = 2
 """Of so many steps SSU looks at one."""
 MOST_ROWS = 1 << 32

@@ -207,5 +207,7 @@ def test_a_goal_is_an_argument_of_the_checkpointer(tmp_path: Path, monkeypatch: 
         lambda: training.ckpt.doctor().timer == "every 1800 s (goal check-n-run)", "the paper's half hour"
     )
     training.ckpt.close()
-    with pytest.raises(deltashard.errors.UserError, match="the goal is 'cheap'"):
+    with pytest.raises(
+        deltashard.errors.UserError, match="goal= takes what the interval is chosen for, not 'cheap'"
+    ):
         Training(url=tmp_path / "store", run="r", goal="cheap")

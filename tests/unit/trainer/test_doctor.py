@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from deltashard.attach.rank import Rank
-from deltashard.doctor import Diagnosis, diagnose
+from deltashard.doctor import Diagnosis, diagnose, timer_of
 from deltashard.errors import UserError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.save.capture import Capture
 from deltashard.tracking.tracking import Tracking, TrackingSettings
+from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import nn
 
 GRADIENTS = TrackingSettings(hash_below_bytes=0, audit_rows=0)
@@ -162,3 +163,23 @@ def test_it_names_what_an_optimizer_keeps_and_no_checkpoint_can_hold() -> None:
     model = _model()
     found = _doctor(_program(model, [Own(model.parameters())]))
     assert "Own.counter" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (pb.Policy(), "on demand only"),
+        (pb.Policy(every_s=30.0, every_steps=100, goal="fixed"), "every 30 s and every 100 steps"),
+        (pb.Policy(every_s=183.271, goal="auto", interval_mode="apply"), "every 183.3 s (goal auto)"),
+        (
+            pb.Policy(every_s=30.0, goal="overhead=1%", interval_mode="advise"),
+            "every 30 s (goal overhead=1%, which is only advised about)",
+        ),
+    ],
+)
+def test_it_says_how_often_the_sidecar_saves(policy: pb.Policy, said: str) -> None:
+    """As the sidecar last told, and whether that was chosen."""
+    assert timer_of(policy) == said
+    model = _model()
+    program = _program(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert str(diagnose(program, {}, policy)).splitlines()[-1] == f"Saved {said}."

@@ -99,24 +99,19 @@ class Life:
     def every_s(self) -> float:
         return self.decider.over(self.policy).every_s
 
-    def saves(self, count: int, cost_s: Callable[[], float], durable_s: float = 1.0) -> int:
-        """So many saves at the interval in force, each costing this; returns how often it changed."""
-        before = self.changes
+    def saves(self, count: int, cost_s: Callable[[], float], durable_s: float = 1.0) -> None:
+        """So many saves at the interval in force, each costing this."""
         for _ in range(count):
             self.train(self.every_s, looks=2)
             drawn = cost_s()
             self.save(stall_s=drawn / 2, slower_s=drawn / 2, durable_s=max(durable_s, drawn))
-        return self.changes - before
 
     @property
     def changes(self) -> int:
         return sum(int(self.changed(cause)) for cause in CAUSES)
 
     def changed(self, cause: str) -> float:
-        return (
-            self.metrics.registry.get_sample_value("deltashard_intervals_decided_total", {"cause": cause})
-            or 0.0
-        )
+        return self.metrics.decided.labels(cause)._value.get()
 
 
 def test_a_pod_that_is_not_rank_0s_decides_nothing() -> None:

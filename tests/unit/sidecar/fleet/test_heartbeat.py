@@ -54,6 +54,35 @@ def test_news_goes_out_at_once_but_not_more_often_than_once_a_second() -> None:
         assert pace.due(changed, 101.0)
 
 
+def test_measured_numbers_are_no_news_and_decisions_are() -> None:
+    """A mean that moves with every save is told with the next heartbeat; another interval, bound or goal at once."""
+    held = {
+        "subject": "interval",
+        "mode": "apply",
+        "goal": "auto",
+        "value": "every 60 s",
+        "would": "every 60 s",
+    }
+    beat = fleet.Heartbeat(
+        measured=fleet.Measured(cost_s=1.0, saves=8),
+        decisions=[fleet.Decision(**held, why="1 s", evidence="8 saves", bound="not below 3 s")],
+    )
+    pace = Pace().asked(15.0).after(beat, 100.0)
+    beat.measured.cost_s, beat.measured.saves = 1.1, 9
+    beat.decisions[0].why, beat.decisions[0].evidence, beat.decisions[0].bound = (
+        "1.1 s",
+        "9 saves",
+        "not below 4 s",
+    )
+    assert not pace.due(beat, 110.0)
+    for name, value in (("would", "every 90 s"), ("mode", "off"), ("bound", ""), ("unreachable", "too dear")):
+        changed = fleet.Heartbeat()
+        changed.CopyFrom(beat)
+        setattr(changed.decisions[0], name, value)
+        assert pace.due(changed, 101.0), name
+    assert pace.due(fleet.Heartbeat(measured=beat.measured), 101.0), "nothing is decided any more"
+
+
 def test_the_controllers_wish_is_bounded() -> None:
     """Neither a flood nor silence can be asked for."""
     assert Pace().asked(0.0).heartbeat_s == 15.0

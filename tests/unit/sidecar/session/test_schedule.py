@@ -50,6 +50,16 @@ def test_nothing_is_due_while_a_save_runs_and_what_came_due_is_counted() -> None
     assert timer.advance(now_s=150.0, step=65)[1] == 65
 
 
+def test_an_attempts_first_interval_is_off_by_its_phase() -> None:
+    """By a share of it, earlier or later; the next one is whole."""
+    fresh = Schedule(every_s=100.0, every_steps=0, anchor_s=0.0)
+    for phase, due_s in ((-0.1, 190.0), (0.0, 200.0), (0.05, 205.0)):
+        timer = fresh.opened(now_s=100.0, step=7, phase=phase)
+        assert timer.advance(now_s=due_s - 0.1, step=50)[1] == NEVER
+        assert timer.advance(now_s=due_s + 0.1, step=50)[1] == 50
+        assert timer.began(now_s=due_s, step=50).ended().advance(now_s=due_s + 99.9, step=90)[1] == NEVER
+
+
 def test_skipped_steps_keep_their_rhythm() -> None:
     """every_steps=10 with a save that lasts 25 steps: the next cut is at the next multiple."""
     timer = schedule(every_steps=10).began(now_s=101.0, step=10)
