@@ -1,6 +1,6 @@
 """deltashard in a training script: `Checkpointer`, what `restore()` returns, the errors, and an exact optimizer.
 
-`open_checkpoint` reads a checkpoint without training.
+`open_checkpoint` reads a checkpoint without training, `ResumableSampler` shuffles a dataset by seed and epoch.
 
 ```python
 ckpt = deltashard.Checkpointer(model, optimizer, url="file:///data/ckpt", run="dlrm", every_s=30)
@@ -27,6 +27,7 @@ from deltashard.checkpoint_reader import CheckpointReader, StoredRows, open_chec
 from deltashard.checkpointer import Checkpointer
 from deltashard.doctor import Diagnosis
 from deltashard.errors import DeltashardError, FencedError, SaveFailed
+from deltashard.loader.resumable_sampler import ResumableSampler
 from deltashard.restore.restore import Restored
 from deltashard.save.handle import Commit, SaveHandle, Stats
 from deltashard.state.discovery import TableSettings
@@ -40,6 +41,7 @@ __all__ = [
     "Diagnosis",
     "FencedError",
     "Restored",
+    "ResumableSampler",
     "SaveFailed",
     "SaveHandle",
     "Stats",

@@ -2,9 +2,10 @@
 
 A position counts one rank's batches, which in another world are other samples. Two kinds of loader say more:
 
-- *dealt*: a DataLoader whose `DistributedSampler` deals the samples of one order out to the ranks in turns. Ranks take
-  batches in step, so that after `n` batches each the first `n * batch size * ranks` samples of that order are used up.
-  What is left of it is dealt out to the ranks that there are now, and again when their number changes once more.
+- *dealt*: a DataLoader whose `ResumableSampler`, or torch's `DistributedSampler`, deals the samples of one order out to
+  the ranks in turns. Ranks take batches in step, so that after `n` batches each the first `n * batch size * ranks`
+  samples of that order are used up. What is left of it is dealt out to the ranks that there are now, and again when
+  their number changes once more.
 - *shared*: every rank iterates the same batches and takes its share of each (`wrap(shared=True)`). Its position is
   one of all ranks, whichever their number.
 
@@ -14,12 +15,14 @@ where rank 0's is cannot be counted on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from deltashard.errors import CheckpointMismatch
+from deltashard.loader.resumable_sampler import ResumableSampler, samplers_of
+from deltashard.state.position import Position
 from deltashard.state.value import encode_value
 
 _ORDER = ("samples", "shuffle", "seed")
@@ -29,63 +32,87 @@ _ORDER = ("samples", "shuffle", "seed")
 def order_of(loader: object) -> dict[str, Any] | None:
     """How samples are dealt out in the epoch that begins: its order, and the share of it that a batch of all ranks is.
 
-    None: not by torch's own DistributedSampler, or not in batches.
+    None: not by a sampler whose order is known, or not in batches of one size.
     """
     if not isinstance(loader, DataLoader):
         return None
-    sampler: Any = loader.sampler
-    batches = loader.batch_sampler
-    if type(sampler) is not DistributedSampler or type(batches) is not BatchSampler:
+    sampler, batches = samplers_of(loader)[0], loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
         return None
-    data: Any = sampler.dataset
+    if isinstance(sampler, ResumableSampler):
+        samples, world = sampler.samples, sampler.world_size
+    elif type(sampler) is DistributedSampler:
+        data: Any = sampler.dataset
+        samples, world = len(data), int(sampler.num_replicas)
+    else:
+        return None
     return {
-        "samples": len(data),
+        "sampler": "ResumableSampler" if isinstance(sampler, ResumableSampler) else "DistributedSampler",
+        "samples": samples,
         "shuffle": bool(sampler.shuffle),
         "seed": int(sampler.seed),
         "epoch": int(sampler.epoch),
-        "world": int(sampler.num_replicas),
-        "a_batch": int(batches.batch_size) * int(sampler.num_replicas),
+        "world": world,
+        "a_batch": (1 if batches is None else int(batches.batch_size)) * world,
     }
+
+
+def used_up(position: Position) -> int:
+    """Samples of a position's order that all ranks' batches have taken."""
+    order = position.order
+    base = position.dealt or {"at": 0, "used": 0}
+    if order is None:
+        return base["used"]
+    used = base["used"] + (position.delivered - base["at"]) * int(order["a_batch"])
+    return min(used, int(order["samples"]))
 
 
 def misfit(saved: Mapping[str, Any], live: Mapping[str, Any] | None) -> str:
     """Why what is left of a saved order cannot be dealt out by the live loader; empty: it can."""
-    if live is None:
-        return "no DataLoader with torch's DistributedSampler deals them out now"
+    kind = _kind(saved)
+    if live is None or _kind(live) != kind:
+        owner = "torch's" if kind == "DistributedSampler" else "a"
+        return f"no DataLoader with {owner} {kind} deals them out now"
     for name in _ORDER:
         if saved[name] != live[name]:
-            return f"the DistributedSampler had {name}={saved[name]}, and has {live[name]}"
+            return f"the {kind} had {name}={saved[name]}, and has {live[name]}"
     if saved["world"] != live["world"]:
-        return f"there are {saved['world']} ranks, and the DistributedSampler deals out to {live['world']}"
+        return f"there are {saved['world']} ranks, and the {kind} deals out to {live['world']}"
     return ""
 
 
-class Remainder:
-    """This rank's batches of what is left of an epoch's order after `used` samples. Iterable again and again."""
+def _kind(order: Mapping[str, Any]) -> str:
+    """Older checkpoints know one only."""
+    return str(order.get("sampler", "DistributedSampler"))
 
-    def __init__(self, batches: BatchSampler, order: Mapping[str, Any], used: int) -> None:
-        """`batches` is the live loader's, over its DistributedSampler; `order` what `order_of` said of the epoch."""
-        self._batches = batches
-        self._order = order
-        self._used = used
 
-    def __iter__(self) -> Iterator[list[int]]:
-        live: Any = self._batches.sampler
-        order = self._order
-        # Torch's own rules: the order as one rank would get it, and the rest of it as if it were a dataset.
-        samples: Any = range(order["samples"])
-        whole: DistributedSampler[int] = DistributedSampler(
-            samples, 1, 0, shuffle=order["shuffle"], seed=order["seed"]
-        )
-        whole.set_epoch(order["epoch"])
-        rest: Any = list(whole)[self._used :]
-        mine: DistributedSampler[int] = DistributedSampler(
-            rest, live.num_replicas, live.rank, shuffle=False, drop_last=live.drop_last
-        )
-        return iter(BatchSampler([rest[i] for i in mine], self._batches.batch_size, self._batches.drop_last))
+def left_of(loader: DataLoader[Any], order: Mapping[str, Any], used: int) -> Iterable[Any]:
+    """This rank's entries (batches, or samples where the loader makes none) of an order after `used` samples.
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    Iterable again and again. `order` is what `order_of` said of the epoch.
+    """
+    live: Any = samplers_of(loader)[0]
+    rest = (
+        live.share(order["epoch"], used)
+        if isinstance(live, ResumableSampler)
+        else _left_of_torchs(live, order, used)
+    )
+    batches: Any = loader.batch_sampler
+    return rest if batches is None else BatchSampler(rest, batches.batch_size, batches.drop_last)
+
+
+def _left_of_torchs(live: Any, order: Mapping[str, Any], used: int) -> list[int]:
+    """Torch's own rules: the order as one rank would get it, and the rest of it as if it were a dataset."""
+    samples: Any = range(order["samples"])
+    whole: DistributedSampler[int] = DistributedSampler(
+        samples, 1, 0, shuffle=order["shuffle"], seed=order["seed"]
+    )
+    whole.set_epoch(order["epoch"])
+    rest: Any = list(whole)[used:]
+    mine: DistributedSampler[int] = DistributedSampler(
+        rest, live.num_replicas, live.rank, shuffle=False, drop_last=live.drop_last
+    )
+    return [rest[i] for i in mine]
 
 
 def is_inside(tree: Mapping[str, Any]) -> bool:
@@ -94,7 +121,7 @@ def is_inside(tree: Mapping[str, Any]) -> bool:
 
 
 class Turnover:
-    """Where one rank's loaders go on when another number of ranks had saved."""
+    """Where one rank's loaders go on, when another number of ranks had saved, too."""
 
     def __init__(self, positions: dict[str, Any]) -> None:
         """`positions` by name, as this rank or, where it is new, rank 0 had them."""
@@ -102,7 +129,8 @@ class Turnover:
         self.notes: list[str] = []
         self.refused: dict[str, CheckpointMismatch] = {}
         """Loaders that cannot go on, by name."""
-        self._saved = 0
+        self._saved: int | None = None
+        """How many ranks had saved, where it is another number."""
         self._epochs: dict[str, int] = {}
         """In which one each would begin anew, on all ranks alike."""
 
@@ -128,8 +156,9 @@ class Turnover:
                 f"loader {name!r} was within an epoch when {saved} ranks saved, and there are {world} now: {why}",
                 where="loaders",
                 remedy=f"resume with {saved} ranks until the epoch ends and save there, or restore(strict=False), "
-                "which begins that epoch's data anew; a DataLoader with torch's DistributedSampler, or one whose "
-                "batches are the same on all ranks (wrap(shared=True)), goes on in another world",
+                "which begins that epoch's data anew; a DataLoader with a deltashard.ResumableSampler or torch's "
+                "DistributedSampler, or one whose batches are the same on all ranks (wrap(shared=True)), goes on in "
+                "another world",
             )
             return
         if first["deal"] == "shared":
@@ -140,6 +169,7 @@ class Turnover:
         self.positions[name] = {
             **(_without_things(first) if mine is None else mine),
             "deal": {**first["deal"], "world": world},
+            "order": None,
             "dealt": {"at": first["delivered"], "used": used},
             "prints": {},
         }
@@ -151,10 +181,14 @@ class Turnover:
     def begin_anew(self, names: Iterable[str]) -> None:
         """These begin their epoch anew, wherever they were: on every rank, if any rank cannot go on."""
         for name in names:
+            if self._saved is None and name not in self.positions:
+                continue  # another rank's
             quoted = f"loader {name!r} "
-            self.positions[name] = {"epoch": self._epochs[name], "delivered": 0, "start": None, "inner": None}
+            epoch = self._epochs[name] if name in self._epochs else self.positions[name]["epoch"]
+            self.positions[name] = {"epoch": epoch, "delivered": 0, "start": None, "inner": None}
+            when = "" if self._saved is None else f" when {self._saved} ranks saved"
             self.notes = [note for note in self.notes if not note.startswith(quoted)] + [
-                f"{quoted}was within an epoch when {self._saved} ranks saved, and begins it anew"
+                f"{quoted}was within an epoch{when}, and begins it anew"
             ]
 
 
@@ -170,7 +204,7 @@ def _undealable(trees: Mapping[int, Mapping[str, Any] | None], saved: int) -> st
             f"rank {apart[0]} was elsewhere than rank 0, or had other batches, and ranks take batches in step"
         )
     if deal != "shared" and deal["world"] != saved:
-        return f"its DistributedSampler dealt out to {deal['world']}, not to the {saved} ranks"
+        return f"its {_kind(deal)} dealt out to {deal['world']}, not to the {saved} ranks"
     return ""
 
 

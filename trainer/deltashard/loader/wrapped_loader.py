@@ -7,7 +7,8 @@ handed, never what workers fetched ahead. Three kinds of loader are understood:
   saved, and loaded before the resumed iteration begins;
 - *counted*: a torch DataLoader, or any re-iterable: the position is (epoch, batches delivered). A resumed iteration
   skips that many: through the index sampler of a map-style DataLoader (`skip="sampler"`, nothing is fetched), else
-  by drawing and dropping (`skip="replay"`);
+  by drawing and dropping (`skip="replay"`). With a `ResumableSampler` the position is one of samples, too: nothing is
+  skipped, the rest of that epoch's order is what the resumed pass is made of, in batches of whatever size;
 - *callable*: `factory(epoch, start)` gives the iterable of an epoch from batch `start` on.
 
 A shuffled epoch is drawn from the random state at `iter()` and at the first `next()`, so both are kept with the
@@ -39,8 +40,9 @@ from torch.utils.data import DataLoader
 from deltashard.errors import CheckpointMismatch, StateError, UserError
 from deltashard.loader.belonging import Belongings, Walk, draws, fingerprint
 from deltashard.loader.company import Company
-from deltashard.loader.deal import Remainder, misfit, order_of
+from deltashard.loader.deal import left_of, misfit, order_of, used_up
 from deltashard.loader.pace import Pace
+from deltashard.loader.resumable_sampler import resumable_of
 from deltashard.state.position import (
     PassedSampler,
     Position,
@@ -149,7 +151,19 @@ class WrappedLoader:
         # A loader with an __iter__ of its own may count in it: it is replayed.
         plain = self._torch and type(loader).__iter__ is DataLoader.__iter__ and not self._stateful
         self._by_sampler = plain and samples_by_index(loader) and skip == "sampler"
-        self._watched = self._by_sampler and (shared or own_sampler(loader)) and not self._persistent
+        self._sampler = resumable_of(loader)
+        # Its order and batches are known: a position is one of samples.
+        self._seeded = plain and self._sampler is not None and order_of(loader) is not None
+        self._watched = (
+            self._by_sampler and (shared or own_sampler(loader)) and not (self._persistent or self._seeded)
+        )
+        if shared and self._sampler is not None and self._sampler.world_size > 1:
+            raise UserError(
+                f"shared=True says that all ranks iterate the same batches, and the ResumableSampler deals out shares "
+                f"to {self._sampler.world_size}",
+                where="wrap()",
+                remedy="leave shared=True out, or give the sampler rank=0, world_size=1 on all ranks",
+            )
         self._company = company or Company(clock)
         self._member = self._company.join(name)
         self._pace = Pace(self._company, self._member)
@@ -226,6 +240,12 @@ class WrappedLoader:
                     "draws random numbers in its workers, by all appearances: wrap(..., skip='replay') fetches the "
                     "skipped batches again, so that these resume exactly; skip='sampler' does not",
                 )
+        if self._workers and not getattr(self.loader, "in_order", True):
+            self._say(
+                "in_order",
+                "hands batches over in whatever order its workers finish (in_order=False): a resume goes on after as "
+                "many batches, which need not be those that were handed over. Leave in_order=False out",
+            )
         if walk.iterators and not self._workers:
             self._say(
                 "iterators",
@@ -275,6 +295,7 @@ class WrappedLoader:
         else:
             position = self._boundary
         tree = position.tree()
+        tree["order"] = self._saved_order(position)
         tree["habits"] = self._member.habits()
         tree["last"] = self._company.last == self.name
         tree["per_step"] = max(self._pace.most, self._resume_tree.get("per_step", 1))
@@ -319,6 +340,11 @@ class WrappedLoader:
                 where="wrap()",
                 remedy="wrap the same kind of loader as the run that saved",
             )
+        live, saved = self._order(), position.order
+        if saved is not None and saved["over"] and misfit(saved, live):
+            position = Position(epoch=position.epoch + 1, delivered=0)
+        elif saved is not None and live is not None and live["a_batch"] != saved["a_batch"]:
+            position = replace(position, dealt={"at": position.delivered, "used": used_up(position)})
         company, member, habits = self._company, self._member, tree.get("habits") or {}
         if company.cut is not rng or company.cut_at != self._clock():
             company.resuming(rng)
@@ -341,23 +367,39 @@ class WrappedLoader:
         if self._shared:
             return "shared"
         order = position.order
-        if order is None or not position.delivered or position.again is not None:
+        if order is None or not position.delivered or position.again is not None or not self._by_sampler:
             return None
-        base = position.dealt or {"at": 0, "used": 0}
-        used = base["used"] + (position.delivered - base["at"]) * order["a_batch"]
-        return {k: v for k, v in order.items() if k != "a_batch"} | {"used": min(used, order["samples"])}
+        return {k: v for k, v in order.items() if k != "a_batch"} | {"used": used_up(position)}
+
+    def _saved_order(self, position: Position) -> dict[str, Any] | None:
+        """A ResumableSampler's, and whether nothing of it is left for another batch: then another order may follow."""
+        order = position.order if self._seeded else None
+        if order is None:
+            return None
+        rest: Any = left_of(self.loader, order, used_up(position))
+        return {**order, "over": position.again is None and len(rest) == 0}
 
     def _order(self, *, epoch: int | None = None) -> Mapping[str, Any] | None:
         """See `deal.order_of`; of that epoch, where the sampler may not have been told of it."""
-        order = order_of(self.loader) if self._by_sampler else None
+        order = order_of(self.loader) if self._by_sampler or self._seeded else None
         return order if order is None or epoch is None else {**order, "epoch": epoch}
 
     def why_not(self, tree: Mapping[str, Any]) -> CheckpointMismatch | None:
         """Why it cannot deal out what is left of a saved epoch; None: it can, or has not to."""
-        if not tree.get("dealt"):
+        if not (tree["delivered"] or tree.get("again")):
             return None
-        saved, live = tree["deal"], order_of(self.loader)
-        why = misfit(saved, live) if self._by_sampler else "it has no index sampler, or skip='replay'"
+        order, dealt, live = tree.get("order"), tree.get("dealt"), self._order()
+        why = ""
+        if order and order["over"]:
+            return None
+        if order or dealt:
+            why = misfit(order or tree["deal"], live)
+            if not self._by_sampler and (
+                dealt or not order or (live and live["a_batch"] != order["a_batch"])
+            ):
+                why = "it has no index sampler, or skip='replay', which fetches the same batches of the whole epoch"
+        elif self._seeded:
+            why = "it draws from a ResumableSampler now, and the run that saved had another order"
         if not why:
             return None
         return CheckpointMismatch(
@@ -507,14 +549,27 @@ class WrappedLoader:
         made = _Pass(epoch=position.epoch + (1 if over else 0), delivered=0, clock=now, resumed=None)
         made.start = self._moment()
         made.warm = self._is_warm()
+        self._tell_epoch(made.epoch)
         made.order = self._order()
-        if self._watched:
+        if self._seeded and self._by_sampler:
+            made.iterator, made.sampler = self._enter(made, 0)
+        elif self._watched:
             made.iterator, made.sampler = through_sampler(
                 self.loader, 0, warm=False, prints=made.prints, to_print=fingerprint
             )
         else:
             made.iterator = iter(self.loader(made.epoch, 0)) if self._factory else iter(self.loader)
         return made
+
+    def _tell_epoch(self, epoch: int) -> None:
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch)
+
+    def _enter(self, made: _Pass, used: int, skip: int = 0) -> tuple[Iterator[Any], PassedSampler]:
+        """A pass over what its order has left after `used` samples, without the first `skip` batches of that."""
+        assert made.order is not None
+        rest = left_of(self.loader, made.order, used)
+        return through_sampler(self.loader, skip, warm=made.warm, instead=rest)
 
     def _length(self) -> int | None:
         try:
@@ -536,6 +591,7 @@ class WrappedLoader:
             self._look_at_head(resume.start)
         self._apply_moment(resume.start)
         made.start, made.first, made.warm = resume.start, resume.first, resume.warm
+        self._tell_epoch(resume.epoch)
         saved = self._resume_tree.get("deal")
         made.order = self._order(epoch=saved["epoch"] if isinstance(saved, Mapping) else None)
         if self._stateful:
@@ -544,13 +600,11 @@ class WrappedLoader:
             made.iterator = iter(self.loader)
         elif self._factory:
             made.iterator = iter(self.loader(resume.epoch, resume.delivered))
+        elif self._seeded and self._by_sampler:
+            made.iterator, made.sampler = self._enter(made, used_up(resume))
         elif resume.dealt is not None:
-            assert made.order is not None
-            made.iterator, made.sampler = through_sampler(
-                self.loader,
-                resume.delivered - resume.dealt["at"],
-                warm=made.warm,
-                instead=Remainder(self.loader.batch_sampler, made.order, resume.dealt["used"]),
+            made.iterator, made.sampler = self._enter(
+                made, resume.dealt["used"], resume.delivered - resume.dealt["at"]
             )
         elif self._by_sampler:
             made.iterator, made.sampler = through_sampler(

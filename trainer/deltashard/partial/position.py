@@ -25,7 +25,7 @@ def moved_on(positions: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[d
                 f"loader {name!r} has a state of its own, and gives what came after the checkpoint once more"
             )
         elif mine["epoch"] == other["epoch"] and mine["start"] is not None:
-            found[name] = {**mine, "delivered": other["delivered"], "again": None}
+            found[name] = {**mine, **_place(other), "again": None}
         else:
             # It was in another epoch then, whose beginning nobody saw on this rank: as it was on the other.
             found[name] = {
@@ -36,8 +36,16 @@ def moved_on(positions: Mapping[str, Any], others: Mapping[str, Any]) -> tuple[d
                 "things": mine.get("things"),
                 "prints": {},
             }
+            if mine.get("order") or other.get("order"):
+                continue  # of seed and epoch alone, and its sampler deals this rank its own share
             notes.append(f"loader {name!r} goes on in epoch {other['epoch']} in another rank's random order")
     return found, notes
+
+
+def _place(other: Mapping[str, Any]) -> dict[str, Any]:
+    """Where it stands, and what of an order that all ranks share was used up there."""
+    shared = ("dealt", "deal", "order") if other.get("order") is not None else ()
+    return {name: other.get(name) for name in ("delivered", *shared)}
 
 
 def _bare(moment: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -235,7 +235,7 @@ class Restorer:
         with tries.stage("received"), self._attachment.session.busy:
             received, targets, turnover = self._receive(link, reply, wish, tries, notes, road)
         blobs = received.blobs
-        if not wish.strict and blobs.world_size != self._rank.world_size:
+        if not wish.strict and not weights_only:
             turnover.begin_anew(self._anew(turnover, tries.assembly))
         notes += turnover.notes
         rng: dict[str, Any] | None = None

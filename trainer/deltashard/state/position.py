@@ -50,9 +50,11 @@ class Position:
     """The loop still uses the batch after `delivered` (passes over another loader within it): random state and
     belongings when that batch was asked for. It is delivered once more."""
     dealt: Mapping[str, int] | None = None
-    """Another number of ranks began this epoch: from batch `at` on, what its order had left after `used` samples."""
+    """Another number of ranks, or batches of another size, began this epoch: from batch `at` on, what its order had
+    left after `used` samples."""
     order: Mapping[str, Any] | None = None
-    """Of the epoch, where samples are dealt out to ranks (`loader.deal.order_of`). Not part of the tree."""
+    """Of the epoch, where its samples' order is known (`loader.deal.order_of`). Saved where it is a ResumableSampler's:
+    what batches of one size have used up of it says where a loader goes on whose batches have another size."""
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Position:
@@ -66,6 +68,7 @@ class Position:
             warm=bool(tree.get("warm")),
             again=tree.get("again"),
             dealt=tree.get("dealt"),
+            order=tree.get("order"),
         )
 
     def tree(self) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Program:
     def __init__(
         self, rank: int, workdir: Path, *, ckpt: bool = True, data: str = "dealt", **options: Any
     ) -> None:
-        """`data`: "dealt" out by a sampler, "shared" by all ranks, or an order of each rank's "own"."""
+        """`data`: "dealt" out by torch's sampler or ours ("sampled"), "shared" by all ranks, or each rank's "own"."""
         self.rank = rank
         torch.manual_seed(3)
         self.model = DistributedDataParallel(Net())
@@ -73,11 +73,15 @@ class Program:
         torch.manual_seed(100 + rank)
         random.seed(rank)
         baskets, self.shared = Baskets(), data == "shared"
+        samplers: dict[str, Any] = {
+            "dealt": lambda: DistributedSampler(baskets, shuffle=True, seed=5),
+            "sampled": lambda: deltashard.ResumableSampler(baskets, seed=5),
+        }
         self.loader: Any = DataLoader(
             baskets,
             batch_size=12 if self.shared else BATCH,
-            shuffle=None if data == "dealt" else True,
-            sampler=DistributedSampler(baskets, shuffle=True, seed=5) if data == "dealt" else None,
+            shuffle=None if data in samplers else True,
+            sampler=samplers[data]() if data in samplers else None,
             generator=torch.Generator().manual_seed(5) if self.shared else None,
         )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 7, gamma=0.9)

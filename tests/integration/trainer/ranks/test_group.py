@@ -117,20 +117,21 @@ def test_another_world_goes_on_from_the_same_step(run: Run, tmp_path: Path) -> N
     assert max(commits(tmp_path).values()) == 18
 
 
-@pytest.mark.parametrize("data", ["dealt", "shared"])
+@pytest.mark.parametrize("data", ["dealt", "sampled", "shared"])
 def test_an_epoch_goes_on_in_another_world(run: Run, tmp_path: Path, data: str) -> None:
     """4 ranks, killed, then 2, then 3: each of the epoch's 240 samples is seen once, and the next epoch is whole."""
     begun = run(tmp_path / "plain", 4, "plain", until=5, data=data)
     assert run(tmp_path, 4, "killed", save_at=5, kill_at=8, data=data) == [None] * 4
     by_two = run(tmp_path, 2, "resumed", until=10, data=data)
     by_three = run(tmp_path, 3, "resumed", until=22, data=data)
-    left = {"dealt": [160, 120], "shared": [180, 120]}[data]
+    left = [180 if data == "shared" else 160, 120]
     for ranks, before, number, rest in ((by_two, 4, 2, left[0]), (by_three, 2, 3, left[1])):
-        goes_on = {
-            "dealt": f"loader 'loader' was within epoch 0 when {before} ranks saved: what is left of it, {rest} samples, is "
-            f"dealt out to {number}",
-            "shared": f"loader 'loader' goes on at batch {20 - rest // 12}, as on {before} ranks",
-        }[data]
+        goes_on = (
+            f"loader 'loader' goes on at batch {20 - rest // 12}, as on {before} ranks"
+            if data == "shared"
+            else f"loader 'loader' was within epoch 0 when {before} ranks saved: what is left of it, {rest} samples, is "
+            f"dealt out to {number}"
+        )
         assert all(goes_on in rank["restored"]["notes"] for rank in ranks)
     # Rank 2 has rank 0's position, and numbers of its own, from its first batch on.
     assert len({rank["state"]["torch"] for rank in by_three}) == 3

@@ -1,0 +1,192 @@
+"""Lives of a training whose loaders draw from ResumableSamplers: killed at any step, resumed with what was saved."""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from deltashard import ResumableSampler
+from deltashard.loader.deal import Turnover
+from deltashard.loader.wrapped_loader import WrappedLoader
+from deltashard.state.rng import capture_globals
+from deltashard.state.value import decode_value, encode_value
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+
+class Counting(Dataset[int]):
+    """0..n-1; counts how often each was read, in whichever process, and where no checkpoint finds it."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._shared = mmap.mmap(-1, 8 * n)
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> int:
+        self.reads()[i] += 1
+        return i
+
+    def reads(self) -> NDArray[np.int64]:
+        """int64[n]."""
+        return np.frombuffer(self._shared, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What stays the same in all lives."""
+
+    samples: int
+    seed: int = 3
+    shuffle: bool = True
+    drop_last: bool = False
+    """The sampler's."""
+    drop_batch: bool = False
+    """The loader's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """One life of all ranks."""
+
+    saved: int
+    """Steps before the save; then all die."""
+    lost: int = 0
+    """Steps after it, which nobody remembers."""
+    world: int = 1
+    batch_size: int = 2
+    workers: int = 0
+    persistent: bool = False
+
+
+class Rank:
+    """One rank's loader; every batch is a step."""
+
+    def __init__(self, data: Data, life: Life, rank: int, **options: Any) -> None:
+        self.steps = 0
+        self.data = Counting(data.samples)
+        self.seen: dict[int, list[int]] = defaultdict(list)
+        """By epoch."""
+        sampler = ResumableSampler(
+            self.data,
+            seed=data.seed,
+            shuffle=data.shuffle,
+            drop_last=data.drop_last,
+            rank=rank,
+            world_size=life.world,
+        )
+        self.loader = WrappedLoader(
+            DataLoader(
+                self.data,
+                batch_size=life.batch_size,
+                sampler=sampler,
+                drop_last=data.drop_batch,
+                num_workers=life.workers,
+                persistent_workers=life.persistent,
+            ),
+            clock=lambda: self.steps,
+            **options,
+        )
+        self._run = self._train()
+
+    def take(self, steps: int) -> None:
+        """So many steps, over epochs."""
+        until = self.steps + steps
+        while self.steps < until:
+            next(self._run)
+
+    def rest_of_epoch(self) -> None:
+        """Of the one that the last batch, or else the next one, is of."""
+        while next(self._run):
+            pass
+
+    def _train(self) -> Iterator[bool]:
+        """Steps for ever: True after each, False where an epoch ends."""
+        while True:
+            epoch = self.loader.epoch
+            for batch in self.loader:
+                self.seen[epoch] += batch.tolist()
+                self.steps += 1
+                yield True
+            yield False
+
+    def tree(self) -> dict[str, Any]:
+        """As a checkpoint would hold it."""
+        return decode_value(encode_value(self.loader.capture()).to_bytes())
+
+
+def handed_over(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+    """Where `rank` of `world` goes on, of what as many ranks saved as there are `trees`."""
+    saved = len(trees)
+    if saved == world:
+        return trees[rank]
+    mine = {0: trees[0]} | {peer: trees[peer] for peer in range(rank, saved, world)}
+    found = Turnover({"loader": mine.get(rank) or mine[0]})
+    found.take_over("loader", mine, rank=rank, saved=saved, world=world)
+    if found.refused:
+        raise found.refused["loader"]
+    return found.positions["loader"]
+
+
+def resume(data: Data, life: Life, trees: list[dict[str, Any]], **options: Any) -> list[Rank]:
+    """Its ranks, where `trees` stood."""
+    ranks = [Rank(data, life, rank, **options) for rank in range(life.world)]
+    for rank, each in enumerate(ranks):
+        if trees:
+            each.loader.resume(handed_over(trees, rank, life.world), capture_globals())
+    return ranks
+
+
+def order(data: Data, epoch: int) -> list[int]:
+    """Of all samples in that epoch."""
+    alone = ResumableSampler(data.samples, seed=data.seed, shuffle=data.shuffle, rank=0, world_size=1)
+    return list(alone.share(epoch))
+
+
+def lived(data: Data, lives: list[Life]) -> dict[int, Counter[int]]:
+    """Samples by epoch that were trained on in steps that a save remembers; the last life ends its epoch.
+
+    Fails where a life reads what was used up before it, in the epoch that it goes on in.
+    """
+    used: dict[int, Counter[int]] = defaultdict(Counter)
+    trees: list[dict[str, Any]] = []
+    for number, life in enumerate(lives, 1):
+        ranks = resume(data, life, trees)
+        epoch = ranks[0].loader.epoch
+        before = set(used[epoch])
+        for rank in ranks:
+            rank.take(life.saved)
+            if number == len(lives):
+                rank.rest_of_epoch()
+        trees = [rank.tree() for rank in ranks]
+        for rank in ranks:
+            for each, seen in rank.seen.items():
+                used[each].update(seen)
+        # What a life repeats at the epoch's end, so that all ranks get as many, are the epoch's first samples.
+        repeated = set() if data.drop_last else set(order(data, epoch)[: life.world - 1])
+        for rank in ranks:
+            rank.take(life.lost)
+            if rank.seen.keys() <= {epoch}:
+                assert not (set(rank.data.reads().nonzero()[0].tolist()) & before) - repeated
+                if not life.workers:
+                    assert int(rank.data.reads().sum()) == len(rank.seen[epoch])
+    return used
+
+
+def check_each_once(data: Data, lives: list[Life], used: dict[int, Counter[int]]) -> None:
+    """Every epoch's samples once; but for what sampler and loader leave out or repeat at its end, as they say."""
+    worlds = {life.world for life in lives}
+    for epoch, seen in used.items():
+        if not seen:
+            continue
+        repeated = {sample for sample, times in seen.items() if times > 1}
+        assert repeated <= (set() if data.drop_last else set(order(data, epoch)[: max(worlds) - 1]))
+        assert all(seen[sample] == 2 for sample in repeated)
+        missing = set(range(data.samples)) - seen.keys()
+        allowed = max(life.world * life.batch_size for life in lives) if data.drop_batch else max(worlds)
+        assert len(missing) < allowed if data.drop_last or data.drop_batch else not missing

@@ -1,0 +1,312 @@
+"""ResumableSampler: shares of an order, and every sample once whatever dies; without worker processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deltashard
+import pytest
+from deltashard import ResumableSampler
+from deltashard.errors import CheckpointMismatch, UserError
+from deltashard.loader.wrapped_loader import WrappedLoader
+from deltashard.partial.position import moved_on
+from deltashard.state.rng import capture_globals
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader
+
+from tests.support.trainer.sampler_lives import (
+    Data,
+    Life,
+    Rank,
+    check_each_once,
+    handed_over,
+    lived,
+    order,
+    resume,
+)
+
+
+@given(
+    samples=st.integers(0, 40),
+    used=st.integers(0, 40),
+    world=st.integers(1, 5),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_shares_are_the_rest_of_the_order(
+    samples: int, used: int, world: int, shuffle: bool, drop_last: bool
+) -> None:
+    """In turns; all ranks get as many, by leaving the last ones out, or by the first ones of the epoch once more."""
+    shares = [
+        list(
+            ResumableSampler(
+                samples, seed=5, shuffle=shuffle, drop_last=drop_last, rank=rank, world_size=world
+            ).share(2, used)
+        )
+        for rank in range(world)
+    ]
+    whole = order(Data(samples=samples, seed=5, shuffle=shuffle), 2)
+    rest = whole[used:]
+    if drop_last:
+        rest = rest[: len(rest) // world * world]
+    elif rest:
+        while len(rest) % world:
+            rest += whole[: world - len(rest) % world]
+    assert shares == [rest[rank::world] for rank in range(world)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    data=st.builds(
+        Data,
+        samples=st.integers(20, 45),
+        shuffle=st.booleans(),
+        drop_last=st.booleans(),
+        drop_batch=st.booleans(),
+    ),
+    lives=st.lists(
+        st.builds(
+            Life,
+            saved=st.integers(0, 12),
+            lost=st.integers(0, 2),
+            world=st.integers(1, 4),
+            batch_size=st.integers(1, 5),
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+)
+def test_every_sample_is_trained_on_once_an_epoch(data: Data, lives: list[Life]) -> None:
+    """Whatever number of ranks takes over, with batches of whatever size, and nothing used up is read again."""
+    check_each_once(data, lives, lived(data, lives))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 12), min_size=2, max_size=3),
+    world=st.integers(1, 3),
+    samples=st.integers(20, 40),
+    lost=st.integers(0, 2),
+)
+def test_a_resumed_run_sees_what_the_lost_one_would_have(
+    cuts: list[int], world: int, samples: int, lost: int
+) -> None:
+    """On as many ranks, with batches of one size: the very same batches, those that are padded at the end, too."""
+    data = Data(samples=samples)
+    whole = resume(data, Life(saved=0, world=world, batch_size=3), [])
+    for rank in whole:
+        rank.take(sum(cuts))
+    trees: list[dict[str, Any]] = []
+    seen: list[list[int]] = [[] for _ in range(world)]
+    for steps in cuts:
+        ranks = resume(data, Life(saved=steps, world=world, batch_size=3), trees)
+        for number, rank in enumerate(ranks):
+            rank.take(steps)
+            seen[number] += [sample for epoch in rank.seen.values() for sample in epoch]
+        trees = [rank.tree() for rank in ranks]
+        for rank in ranks:
+            rank.take(lost)
+    assert seen == [[sample for epoch in rank.seen.values() for sample in epoch] for rank in whole]
+
+
+def test_the_wrapped_loader_tells_the_epoch() -> None:
+    """A pass without a step is none, and what somebody else says does not matter."""
+    (rank,) = resume(Data(samples=10), Life(saved=0), [])
+    assert [int(i) for batch in rank.loader for i in batch] == order(Data(samples=10), 0)
+    rank.loader.sampler.set_epoch(17)
+    rank.take(10)
+    assert rank.seen == {epoch: order(Data(samples=10), epoch) for epoch in (0, 1)}
+
+
+def test_a_sampler_alone_is_told_by_set_epoch() -> None:
+    """In a loader that is not wrapped; a dataset may grow between epochs."""
+    data = list(range(9))
+    sampler = ResumableSampler(data, seed=1)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    first = [batch.tolist() for batch in loader]
+    assert first == [batch.tolist() for batch in loader]
+    sampler.set_epoch(1)
+    assert first != [batch.tolist() for batch in loader]
+    data += [9, 10]
+    assert sorted(sampler) == list(range(11))
+    assert len(sampler) == 11
+
+
+def test_the_sampler_stands_where_batches_are_made() -> None:
+    """In a BatchSampler that was given, and where the loader makes no batches."""
+    steps = 0
+
+    def wrapped(**options: Any) -> WrappedLoader:
+        return WrappedLoader(DataLoader(list(range(20)), **options), clock=lambda: steps)
+
+    for options in (
+        {"batch_sampler": BatchSampler(ResumableSampler(20, seed=3), 4, drop_last=False)},
+        {"batch_size": None, "sampler": ResumableSampler(20, seed=3)},
+    ):
+        loader = wrapped(**options)
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+            steps += 1
+        tree = loader.capture()
+        assert tree["order"]["a_batch"] * 3 == tree["deal"]["used"]
+        again = wrapped(batch_size=5, sampler=ResumableSampler(20, seed=3))
+        again.resume(tree, capture_globals())
+        rest = [i for batch in again for i in batch.tolist()]
+        assert rest == order(Data(samples=20), 0)[tree["deal"]["used"] :]
+
+
+class Pairs(BatchSampler):
+    """Batches of the user's own: of two, the larger one first."""
+
+    def __iter__(self) -> Any:
+        for one, other in super().__iter__():
+            yield [max(one, other), min(one, other)]
+
+
+def test_batches_of_the_users_own_making_are_counted() -> None:
+    """Epochs are told all the same; how many samples were used up is not known, so another world is refused."""
+    steps = 0
+
+    def wrapped() -> WrappedLoader:
+        batches = Pairs(ResumableSampler(20, seed=3), 2, drop_last=False)
+        return WrappedLoader(DataLoader(list(range(20)), batch_sampler=batches), clock=lambda: steps)
+
+    lost, seen = wrapped(), []
+    while steps < 13:
+        for batch in lost:
+            seen += batch.tolist()
+            steps += 1
+            if steps == 13:
+                tree = lost.capture()
+                break
+    again = wrapped()
+    again.resume(tree, capture_globals())
+    seen += [i for batch in again for i in batch.tolist()]
+    assert sorted(seen[20:]) == list(range(20))
+    assert seen[:20] != seen[20:]
+    assert tree["deal"] is None
+    with pytest.raises(CheckpointMismatch, match="which samples were used up cannot be told"):
+        handed_over([tree, tree], 0, 1)
+
+
+def test_replaying_fetches_the_same_order() -> None:
+    """`skip="replay"`, with batches of one size."""
+    data = Data(samples=20)
+    (lost,) = resume(data, Life(saved=0), [], skip="replay")
+    lost.take(14)
+    (again,) = resume(data, Life(saved=0), [lost.tree()], skip="replay")
+    again.take(3)
+    assert again.seen[1] == order(data, 1)[8:14]
+    assert int(again.data.reads().sum()) == 14
+    with pytest.raises(CheckpointMismatch, match="fetches the same batches of the whole epoch"):
+        resume(data, Life(saved=0, batch_size=3), [lost.tree()], skip="replay")
+
+
+@pytest.mark.parametrize(
+    ("what", "live"),
+    [
+        ("had samples=20, and has 21", Data(samples=21)),
+        ("had seed=3, and has 4", Data(samples=20, seed=4)),
+        ("had shuffle=True, and has False", Data(samples=20, shuffle=False)),
+    ],
+)
+def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None:
+    """It would skip some samples and repeat others. Between epochs nobody minds."""
+    (lost,) = resume(Data(samples=20), Life(saved=0), [])
+    lost.take(3)
+    with pytest.raises(CheckpointMismatch, match=what):
+        resume(live, Life(saved=0), [lost.tree()])
+    lost.take(7)
+    (again,) = resume(live, Life(saved=0), [lost.tree()])
+    again.rest_of_epoch()
+    assert again.seen[1] == order(live, 1)
+
+
+def test_another_sampler_is_refused_within_an_epoch() -> None:
+    """From one to the other, either way; nor does a sampler that is made for other ranks go on."""
+    steps = 0
+
+    def plain() -> WrappedLoader:
+        return WrappedLoader(DataLoader(list(range(20)), batch_size=2, shuffle=True), clock=lambda: steps)
+
+    data = Data(samples=20)
+    (lost,) = resume(data, Life(saved=0), [])
+    lost.take(3)
+    with pytest.raises(CheckpointMismatch, match="no DataLoader with a ResumableSampler"):
+        plain().resume(lost.tree(), capture_globals())
+    shuffled = plain()
+    under_way = iter(shuffled)
+    next(under_way)
+    steps = 1
+    with pytest.raises(CheckpointMismatch, match="the run that saved had another order"):
+        resume(data, Life(saved=0), [shuffled.capture()])
+    with pytest.raises(
+        CheckpointMismatch, match="there are 1 ranks, and the ResumableSampler deals out to 2"
+    ):
+        Rank(data, Life(saved=0, world=2), 0).loader.resume(lost.tree(), capture_globals())
+
+
+def test_ranks_that_share_batches_deal_nothing_out() -> None:
+    """`shared=True`: all ranks draw the whole order, on any number of them."""
+    data = Data(samples=24)
+    ranks = [Rank(data, Life(saved=0, batch_size=3), 0, shared=True) for _ in range(2)]
+    for rank in ranks:
+        rank.take(5)
+    tree = handed_over([rank.tree() for rank in ranks], 0, 1)
+    back = Rank(data, Life(saved=0, batch_size=4), 0, shared=True)
+    back.loader.resume(tree, capture_globals())
+    back.rest_of_epoch()
+    assert back.seen[0] == order(data, 0)[15:]
+    with pytest.raises(UserError, match="all ranks iterate the same batches"):
+        Rank(data, Life(saved=0, world=2), 0, shared=True)
+
+
+def test_a_pipeline_that_fetches_ahead_is_behind_what_it_was_handed() -> None:
+    """What was delivered and not used is given again."""
+    data = Data(samples=20)
+    (lost,) = resume(data, Life(saved=0), [], pipelined=True)
+    fetched = iter(lost.loader)
+    for _ in range(5):
+        next(fetched)
+    lost.steps = 3
+    (again,) = resume(data, Life(saved=0, batch_size=4), [lost.tree()], pipelined=True)
+    assert [i for batch in again.loader for i in batch.tolist()] == order(data, 0)[6:]
+
+
+@pytest.mark.parametrize("ahead", [7, 13])
+def test_a_lost_rank_goes_where_the_others_are(ahead: int) -> None:
+    """Partial recovery, within its epoch and beyond: its own share of the same order, and nothing to say."""
+    data, life = Data(samples=40), Life(saved=0, world=2)
+    mine, other = resume(data, life, [])
+    mine.take(4)
+    other.take(ahead)
+    positions, notes = moved_on({"loader": mine.tree()}, {"loader": other.tree()})
+    again = Rank(data, life, 0)
+    again.loader.resume(positions["loader"], capture_globals())
+    again.take(2)
+    epoch, at = divmod(ahead, 10)
+    assert again.seen[epoch] == order(data, epoch)[0::2][2 * at : 2 * at + 4]
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"data": -1}, "data="),
+        ({"data": 1.5}, "data="),
+        ({"seed": -1}, "seed="),
+        ({"seed": None}, "seed="),
+        ({"seed": True}, "seed="),
+        ({"rank": 0}, "go together"),
+        ({"rank": 2, "world_size": 2}, "rank="),
+        ({"rank": 0, "world_size": 0}, "world_size="),
+    ],
+)
+def test_what_makes_no_sampler_is_refused(options: dict[str, Any], what: str) -> None:
+    """What, where, and the remedy."""
+    with pytest.raises(UserError, match=what):
+        deltashard.ResumableSampler(**{"data": 5, "seed": 0} | options)
+    with pytest.raises(UserError, match="epoch="):
+        deltashard.ResumableSampler(5, seed=0).set_epoch(-1)

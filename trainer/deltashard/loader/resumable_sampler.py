@@ -1,0 +1,179 @@
+"""A sampler whose order is a pure function of seed and epoch, dealt out to ranks: CheckFreq's iterator, without replay.
+
+CheckFreq (FAST 2021) keeps (epoch, iteration, start index) and shuffles a pristine list by seed + epoch. Here the state
+is (seed, epoch, samples used up), and the order is computed where it is needed (`permutation`): nothing is drawn from
+any generator, and a resumed pass begins at its position at once, whatever lies before it. The position is not the
+sampler's: workers have fetched ahead of it. It is the wrapped loader's, which counts what the loop was handed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
+
+from deltashard.errors import UserError
+from deltashard.loader.permutation import Permutation
+
+_BLOCK = 4096
+"""Indices computed at once: a millisecond of work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's indices of what an epoch's order has left after `used` samples. Iterable again and again.
+
+    Ranks take turns in the order. Where they cannot all get as many, `drop_last` leaves the last ones out; else the
+    epoch's first samples are given once more, so that all do.
+    """
+
+    samples: int
+    order: Permutation | None
+    """None: as they lie."""
+    used: int
+    rank: int
+    world_size: int
+    drop_last: bool
+
+    def __len__(self) -> int:
+        left = max(0, self.samples - self.used)
+        return left // self.world_size if self.drop_last else -(-left // self.world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        begin = self.used + self.rank
+        end = begin + len(self) * self.world_size
+        step = _BLOCK * self.world_size
+        for at in range(begin, end, step):
+            positions = np.arange(at, min(at + step, end), self.world_size, dtype=np.uint64)
+            positions %= np.uint64(self.samples)
+            yield from (positions if self.order is None else self.order.at(positions)).tolist()
+
+
+class ResumableSampler(Sampler[int]):
+    """Indices of a map-style dataset in an order of (seed, epoch), each rank its share: `DataLoader(..., sampler=)`.
+
+    In a loader that is wrapped (`Checkpointer.wrap`) the epoch is told by that, and a resume goes on at the very next
+    sample: nothing before it is fetched or drawn again, with another batch size and, within an epoch, on another number
+    of ranks, too. In any other loader call `set_epoch` before each pass, as for torch's DistributedSampler.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        """All ranks give the same but for their `rank`.
+
+        Args:
+            data: the dataset, or how many samples it has. A dataset may grow between epochs.
+            seed: of the order, from 0 on, below 2^63.
+            shuffle: another order in each epoch; False: the order of the dataset.
+            rank: which share is this one's; with `world_size`, or both are the default process group's (without one,
+                all of it).
+            world_size: of how many shares.
+            drop_last: whether the last samples, fewer than there are ranks, are left out; else the epoch's first ones
+                are given once more, so that all ranks get as many. On one rank neither happens.
+
+        Raises:
+            UserError: what is none of these.
+        """
+        if not isinstance(data, Sized):
+            _number("data", data, least=0, most=1 << 62)
+        if (rank is None) != (world_size is None):
+            raise UserError(
+                f"rank={rank} and world_size={world_size} go together",
+                where="ResumableSampler()",
+                remedy="give both, or neither: then they are those of torch's process group",
+            )
+        if rank is not None and world_size is not None:
+            _number("world_size", world_size, least=1, most=1 << 31)
+            _number("rank", rank, least=0, most=world_size - 1)
+        self.data = data
+        self.seed = _number("seed", seed, least=0, most=(1 << 63) - 1)
+        self.shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
+        self.epoch = 0
+        self._place = None if rank is None or world_size is None else (int(rank), int(world_size))
+
+    @property
+    def samples(self) -> int:
+        """Of all ranks together."""
+        return len(self.data) if isinstance(self.data, Sized) else int(self.data)
+
+    @property
+    def rank(self) -> int:
+        """Which share it gives."""
+        return self._rank_of_world()[0]
+
+    @property
+    def world_size(self) -> int:
+        """How many shares there are."""
+        return self._rank_of_world()[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of the passes that begin from here on."""
+        self.epoch = _number("epoch", epoch, least=0, most=(1 << 63) - 1)
+
+    def share(self, epoch: int, used: int = 0) -> Share:
+        """What this rank gets of that epoch after `used` samples of all ranks."""
+        samples = self.samples
+        rank, world_size = self._rank_of_world()
+        return Share(
+            samples=samples,
+            order=Permutation(samples=samples, seed=self.seed, epoch=epoch) if self.shuffle else None,
+            used=used,
+            rank=rank,
+            world_size=world_size,
+            drop_last=self.drop_last,
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.share(self.epoch))
+
+    def __len__(self) -> int:
+        return len(self.share(self.epoch))
+
+    def _rank_of_world(self) -> tuple[int, int]:
+        """Of the process group only when it is asked for: that may be made after the sampler."""
+        if self._place is not None:
+            return self._place
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Those that a DataLoader may draw indices from, the one that decides first."""
+    batches = loader.batch_sampler
+    return [s for s in (getattr(batches, "sampler", None), loader.sampler, batches) if s is not None]
+
+
+def resumable_of(loader: object) -> ResumableSampler | None:
+    """The ResumableSampler that a loader draws from."""
+    if not isinstance(loader, DataLoader):
+        return None
+    return next((s for s in samplers_of(loader) if isinstance(s, ResumableSampler)), None)
+
+
+def _number(name: str, value: Any, *, least: int, most: int) -> int:
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if not least <= number <= most:
+        raise UserError(
+            f"{name}= takes a whole number from {least} to {most}, not {value!r}",
+            where="ResumableSampler()",
+            remedy="give the dataset itself, or its length" if name == "data" else "give such a number",
+        )
+    return number
