@@ -29,6 +29,8 @@ LARGE_SHARE = 0.9
 """Of all bytes that the tables hold which may go below 8 bit."""
 LAST_SHARE = 0.1
 """Of the planned steps in which nothing goes below 8 bit."""
+MAX_TABLES = 3072
+"""Characters of the encodings of single tables; more do not fit beside the rest into a commit's metadata."""
 PAPER = ((1.0, 2), (3.0, 3), (20.0, 4))
 
 
