@@ -35,7 +35,14 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- define "deltashard.defaultPolicy" -}}
 {{- $sidecar := dict "image" (include "deltashard.image" (dict "root" . "image" .Values.sidecarImage)) "imagePullPolicy" .Values.sidecarImage.pullPolicy -}}
 {{- $fleet := dict "address" (include "deltashard.fleet" .) -}}
-{{- toYaml (mustMergeOverwrite (dict "sidecar" $sidecar "fleet" $fleet) (deepCopy .Values.defaultPolicy)) }}
+{{- $base := dict "sidecar" $sidecar "fleet" $fleet -}}
+{{- if not (or (hasKey .Values.defaultPolicy "intervalSeconds") (hasKey .Values.defaultPolicy "everySteps")) -}}
+{{- $_ := set $base "interval" (dict "goal" "auto") -}}
+{{- end -}}
+{{- if not .Values.deciding.enabled -}}
+{{- $_ := set $base "deciding" (dict "enabled" false) -}}
+{{- end -}}
+{{- toYaml (mustMergeOverwrite $base (deepCopy .Values.defaultPolicy)) }}
 {{- end }}
 
 {{/* Security context of every pod: what PodSecurity's `restricted` asks for. */}}

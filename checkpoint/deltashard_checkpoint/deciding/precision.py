@@ -31,6 +31,8 @@ LAST_SHARE = 0.1
 """Of the planned steps in which nothing goes below 8 bit."""
 GAUSSIAN_ERRORS: Mapping[int, float] = {2: 0.322, 3: 0.166, 4: 0.0814, 8: 0.00528}
 """Bits -> relative L2 error of Gaussian rows of 64 columns under our codecs, where no table can be sampled yet."""
+MAX_TABLES = 3072
+"""Characters of the encodings of single tables; more do not fit beside the rest into a commit's metadata."""
 PAPER = ((1.0, 2), (3.0, 3), (20.0, 4))
 
 

@@ -26,7 +26,7 @@ from deltashard_operator.kube.cluster_name import (
 )
 from deltashard_operator.kube.run_identity import IdentityRecipe
 from deltashard_operator.policy import annotation as notes
-from deltashard_operator.policy.workload_policy import Policy
+from deltashard_operator.policy.workload_policy import FIXED, Policy
 
 COMMAND = "deltashard-sidecar"
 PROBE_PERIOD_S = 2
@@ -107,6 +107,25 @@ def _security(run_as_user: int | None, group: int) -> dict[str, Any]:
     }
 
 
+def _choices(policy: Policy) -> dict[str, str]:
+    """Settings of what is chosen while training runs; none where nothing is."""
+    found = {"DELTASHARD_TABLES": policy.tables}
+    if policy.goal != FIXED:
+        found |= {
+            "DELTASHARD_GOAL": policy.goal,
+            "DELTASHARD_INTERVAL_MODE": policy.interval_mode,
+            "DELTASHARD_LEAST_S": notes.seconds(policy.least_s) if policy.least_s else "",
+            "DELTASHARD_MOST_S": notes.seconds(policy.most_s) if policy.most_s else "",
+        }
+    if policy.bits_goal:
+        found |= {
+            "DELTASHARD_BITS_GOAL": policy.bits_goal,
+            "DELTASHARD_BITS_MODE": policy.bits_mode,
+            "DELTASHARD_LEAST_BITS": str(policy.least_bits or ""),
+        }
+    return found
+
+
 def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
     """The sidecar's environment: who it is, then its settings (each is a field of the sidecar's `Settings`)."""
     settings: dict[str, str] = {
@@ -120,6 +139,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "DELTASHARD_EVERY_STEPS": str(policy.every_steps),
         "DELTASHARD_ENCODING": policy.encoding,
         "DELTASHARD_DIFFERENTIAL": policy.differential,
+        **_choices(policy),
         "DELTASHARD_KEEP_LAST": str(policy.keep_last),
         "DELTASHARD_TERM_DEADLINE_S": str(saving_s(place.grace_s)),
         "DELTASHARD_METRICS_PORT": str(place.metrics_port or -1),

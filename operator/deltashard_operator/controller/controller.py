@@ -24,14 +24,16 @@ from dataclasses import replace
 import structlog
 from deltashard_checkpoint.errors import DeltashardError
 
+from deltashard_operator.controller import evidence_pace
 from deltashard_operator.controller.event import Teller
+from deltashard_operator.controller.evidence_pace import Bucket, Informed
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Director, Entries, Entry
 from deltashard_operator.controller.status import Pace, Statuses, served
 from deltashard_operator.controller.watch import TICK_S, Watches
 from deltashard_operator.controller.writer import Writes
 from deltashard_operator.fleet import sidecar_report
-from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello
+from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello, Sighted
 from deltashard_operator.kube.call import Caller
 from deltashard_operator.policy import workload_policy
 from deltashard_operator.policy.chart_defaults import Defaults
@@ -75,6 +77,7 @@ class Controller:
         )
         self._writes = Writes(self._books, statuses=self._statuses, teller=teller, metrics=metrics, wall=wall)
         self._judged_all_s = 0.0
+        self._bucket = Bucket()
         self.loaded = False
         metrics.follow(self)
 
@@ -115,6 +118,7 @@ class Controller:
             entry.durable = run.taken
             entry.born = entry.served.created
             entry.reloaded_s = run.judged_s
+            self._books.pools.follow(run)
             if run.directed is not None and not run.finished and self._books.fleet is not None:
                 self._books.fleet.direct(run.key, Directive(generation=run.generation, policy=run.directed))
         self.loaded = True
@@ -210,11 +214,18 @@ class Controller:
         before = entry.run
         if before.taken_by and self._books.holder(entry) is entry:
             entry.run = replace(before, taken_by="")
+        pool = self._books.pools.of(entry.run)
+        if entry.run.pool != pool and not entry.run.finished:
+            entry.run = replace(entry.run, pool=pool)
         entry.run, notices = judgement.judged(entry.run, self._books.nodes, now_s)
         entry.notices.extend(notices)
+        self._books.pools.follow(entry.run)
+        self._count_nodes(entry)
         self._direct(entry)
+        self._inform(entry, now_s)
         if entry.run.finished and not before.finished and self._books.fleet is not None:
             self._books.fleet.forget(before.key)
+            entry.informed = None
 
     def _direct(self, entry: Entry) -> None:
         """Have the run's sidecars go on under the policy as it is now."""
@@ -239,6 +250,33 @@ class Controller:
         self._books.fleet.direct(run.key, Directive(generation=generation, policy=wanted))
         self.metrics.directives.inc()
         _log.info("run.directed", namespace=run.workload.namespace, run=run.name, generation=generation)
+
+    def _inform(self, entry: Entry, now_s: float) -> None:
+        """Have the run's decider told what was seen of its failures, when it is time."""
+        run, fleet = entry.run, self._books.fleet
+        if run.finished or not run.live or fleet is None or not self.synced:
+            return
+        pods, rates = run.deciders, run.rates
+        if not evidence_pace.due(entry.informed, rates, pods, now_s):
+            return
+        self._bucket = self._bucket.filled(now_s)
+        less = self._bucket.taken()
+        if less is None:
+            return
+        self._bucket = less
+        entry.informed = Informed(rates=rates, at_s=now_s, pods=pods)
+        fleet.inform(
+            run.key, Sighted(seen=run.incidents.evidence, pods=run.pods_at_risk, pool=run.pool), pods
+        )
+
+    def _count_nodes(self, entry: Entry) -> None:
+        seen = entry.run.incidents.nodes
+        if seen is entry.nodes:
+            return
+        for node, n in seen.items():
+            if n > entry.nodes.get(node, 0) and node in self._books.nodes:
+                self.metrics.node_failures.labels(node).inc(n - entry.nodes.get(node, 0))
+        entry.nodes = seen
 
     def _decide(self, entry: Entry) -> sidecar_report.PolicyInForce | None:
         """What it shall do, computed when a policy or a wish changed."""

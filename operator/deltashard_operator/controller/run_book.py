@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deltashard_operator.controller.evidence_pace import Informed
+from deltashard_operator.controller.run_pool import RunPools
 from deltashard_operator.controller.status import Pace, Served
 from deltashard_operator.fleet import sidecar_report
-from deltashard_operator.fleet.sidecar_report import Directive, RunKey
+from deltashard_operator.fleet.sidecar_report import Directive, RunKey, Sighted
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import NodeView, Wish
 from deltashard_operator.run.watched_run import Notice, Run, Taken
@@ -29,6 +31,9 @@ class Director(Protocol):
 
     def direct(self, run_key: RunKey, directive: Directive) -> None:
         """From now on this is the run's directive."""
+
+    def inform(self, run_key: RunKey, sighted: Sighted, pods: frozenset[str]) -> None:
+        """Tell what was seen of the run's failures to its sidecars in these pods, all if there are none."""
 
     def forget(self, run_key: RunKey) -> None:
         """The run is over."""
@@ -58,6 +63,9 @@ class Entry:
     again_s: float = 0.0
     """Not to be looked at before, unless something happens."""
     decided: tuple[int, Wish, sidecar_report.PolicyInForce | None] | None = None
+    informed: Informed | None = None
+    nodes: Mapping[str, int] = field(default_factory=dict)
+    """Failures by node that are in the metrics."""
 
 
 class Entries:
@@ -75,6 +83,7 @@ class Entries:
         self.nodes: dict[str, NodeView] = {}
         self.specs: dict[tuple[str, str], Mapping[str, Any]] = {}
         """Of CheckpointPolicies, by namespace and name."""
+        self.pools = RunPools()
         self.serial = 0
         """Counts changes of policies."""
         self.marked: dict[RunKey, None] = {}
@@ -110,6 +119,7 @@ class Entries:
         if entry is None:
             return
         self.marked.pop(key, None)
+        self.pools.leave(key)
         run_id = (key[0], entry.run.run_id)
         self._by_id[run_id].discard(key)
         if not self._by_id[run_id]:

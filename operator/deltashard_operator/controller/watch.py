@@ -200,6 +200,7 @@ class Watches:
     def node_gone(self, node: ObjectKey, _last: Document | None) -> None:
         """A node is gone."""
         self._books.nodes.pop(node.name, None)
+        self._metrics.without_node(node.name)
 
     def _save_before_drain(self, node: str) -> None:
         """Its evictions are to come: a checkpoint now leaves them less to save within the grace period."""

@@ -2,15 +2,15 @@
 
 A stream's life: metadata with a token, review of the token (`token_review`); only then it takes one of the service's
 places, of which a pod has `POD_STREAMS`; Hello (which must be of the token's pod), the ledger's word, Welcome; then
-heartbeats in, and acknowledgements, directives and save requests out. It ends when the sidecar goes, is silent for
-three heartbeats, when a newer stream of the same process comes, or after `reauthenticate_s` (less a jitter of a
-tenth) to come again with a fresh token. The ledger hears `connected` and `disconnected` exactly once each, in this
-order.
+heartbeats in, and acknowledgements, directives, evidence and save requests out. It ends when the sidecar goes, is
+silent for three heartbeats, when a newer stream of the same process comes, or after `reauthenticate_s` (less a jitter
+of a tenth) to come again with a fresh token. The ledger hears `connected` and `disconnected` exactly once each, in
+this order.
 
 Everything runs on the caller's loop and nothing blocks it. What a stream can have waiting to be sent is bounded by its
-kind: the highest acknowledgement, the newest directive, `MAX_SAVES` save requests; a sidecar that reads too slowly
-loses only save requests, counted, and after `WRITE_S` its stream. One that sends too fast is read no faster than one
-message in `GAP_S`: its socket fills up, not our memory.
+kind: the highest acknowledgement, the newest directive and evidence, `MAX_SAVES` save requests; a sidecar that reads
+too slowly loses only save requests, counted, and after `WRITE_S` its stream. One that sends too fast is read no faster
+than one message in `GAP_S`: its socket fills up, not our memory.
 
 Without a certificate nothing listens; the port opens when there is one. A changed certificate gets a gRPC server of
 its own on the same port, and the old one takes no more connections and ends with its last stream, which is after
@@ -38,7 +38,7 @@ from deltashard_proto.v1 import fleet_pb2_grpc as service
 
 from deltashard_operator.fleet import sidecar_report, token_review
 from deltashard_operator.fleet.metric import FleetMetrics
-from deltashard_operator.fleet.sidecar_report import Directive, Hello, Ledger, RunKey
+from deltashard_operator.fleet.sidecar_report import Directive, Hello, Ledger, RunKey, Sighted
 from deltashard_operator.fleet.sidecar_stream import (
     ENDINGS,
     MAX_SAVES,
@@ -132,6 +132,7 @@ class Fleet(service.FleetServicer):
         self._streams: dict[tuple[str, str], Stream] = {}
         self._by_run: dict[RunKey, set[Stream]] = {}
         self._directives: dict[RunKey, Directive] = {}
+        self._evidence: dict[RunKey, wire.Evidence] = {}
         self._pair: Pair | None = None
         self._server: grpc.aio.Server | None = None
         self._served: Pair | None = None
@@ -235,9 +236,18 @@ class Fleet(service.FleetServicer):
             stream.directive = directive
             stream.wake.set()
 
+    def inform(self, run_key: RunKey, sighted: Sighted, pods: frozenset[str]) -> None:
+        """Tell the run's sidecars in these pods what was seen of its failures; without pods, and those to come, all."""
+        self._evidence[run_key] = message = sighted.message()
+        for stream in self._by_run.get(run_key, ()):
+            if not pods or stream.hello.pod_uid in pods:
+                stream.evidence = message
+                stream.wake.set()
+
     def forget(self, run_key: RunKey) -> None:
-        """The run is over: drop its directive."""
+        """The run is over: drop its directive and evidence."""
         self._directives.pop(run_key, None)
+        self._evidence.pop(run_key, None)
 
     def save_now(self, run_key: RunKey, reason: str, urgent: bool, deadline_s: float) -> int:
         """Ask the run's sidecars that are here for a save; returns how many will be told."""
@@ -347,7 +357,11 @@ class Fleet(service.FleetServicer):
         except Exception:  # noqa: BLE001 - one sidecar's call fails, not the service
             _log.exception("fleet.ledger_failed", namespace=hello.namespace, pod=hello.pod)
             raise Rejection("failed", *ENDINGS["failed"]) from None
-        stream = Stream(hello=hello, directive=self._directives.get(hello.run_key))
+        stream = Stream(
+            hello=hello,
+            directive=self._directives.get(hello.run_key),
+            evidence=self._evidence.get(hello.run_key),
+        )
         stream.wake.set()
         self._streams[hello.stream_key] = stream
         self._by_run.setdefault(hello.run_key, set()).add(stream)
@@ -438,6 +452,8 @@ class Fleet(service.FleetServicer):
                         await context.write(reply)
                     if reply.HasField("directive"):
                         self.metrics.directives.inc()
+                    elif reply.HasField("evidence"):
+                        self.metrics.evidence.inc()
                     elif reply.HasField("save_now"):
                         self.metrics.saves.inc()
         except TimeoutError:

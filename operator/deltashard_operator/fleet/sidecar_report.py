@@ -18,10 +18,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, get_args
 
+from deltashard_checkpoint.deciding.decision import Decision, Subject
+from deltashard_checkpoint.deciding.evidence import Evidence
+from deltashard_checkpoint.deciding.precision import MAX_TABLES
 from deltashard_checkpoint.errors import UserError
-from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
+from deltashard_checkpoint.vocabulary import DECISION_MODES, FLEET_PROTOCOL
 from deltashard_proto.cause import heard
 from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import trainer_pb2 as trainer_wire
@@ -38,6 +41,13 @@ MAX_RANKS = 256
 """Ranks attached to a sidecar; a node has far fewer accelerators."""
 MAX_INCIDENTS = 64
 """Incidents in a heartbeat; the sidecar keeps as many."""
+MAX_REASON = 512
+"""Characters of each text of a decision."""
+FIXED, OFF = "fixed", "off"
+NO_LEAST_S, NO_MOST_S, NO_LEAST_BITS, NO_TABLES = 0.001, 365 * 86400.0, 2, ","
+"""Bounds that bind nothing: nothing at all would keep those that the pod was started with."""
+
+SUBJECTS: tuple[Subject, ...] = get_args(Subject)
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?\Z")
 _UID = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._:]*\Z")
@@ -144,13 +154,33 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInForce:
-    """How a run saves. In a directive, "" keeps what the pod was started with, and so do timers that are both 0."""
+    """How a run saves.
+
+    In a directive, an encoding or differential of "" keeps what the pod was started with, and so do timers that are
+    both 0; what is chosen, for what and within which bounds is as it says here, nothing included.
+    """
 
     every_s: float = 0.0
     every_steps: int = 0
     encoding: str = ""
     differential: str = ""
     state_encoding: str = ""
+    goal: str = ""
+    """What the interval is chosen for; empty: it is fixed."""
+    interval_mode: str = ""
+    least_s: float = 0.0
+    most_s: float = 0.0
+    bits_goal: str = ""
+    """What the bits are chosen for; empty: they are not."""
+    bits_mode: str = ""
+    least_bits: int = 0
+    tables: str = ""
+    """Encodings of single tables, `table=encoding,...`."""
+
+    @property
+    def chooses_interval(self) -> bool:
+        """Whether the interval is chosen and holds, so that `every_s` is only where it begins."""
+        return bool(self.goal) and self.interval_mode in ("", "apply")
 
     @property
     def timed(self) -> bool:
@@ -170,6 +200,22 @@ class Incident:
     step: int = 0
     lost_steps: int = 0
     seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What saves and restores cost a run, as its decider measures it. Seconds; 0: not measured."""
+
+    step_s: float = 0.0
+    stall_s: float = 0.0
+    slowdown_s: float = 0.0
+    cost_s: float = 0.0
+    durable_s: float = 0.0
+    restore_s: float = 0.0
+    reschedule_s: float = 0.0
+    saves: int = 0
+    mtbf_s: float = 0.0
+    trained_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +241,9 @@ class Heartbeat:
     """Generation of the newest directive in force; 0: none."""
     incidents: tuple[Incident, ...] = ()
     """Incidents that are not acknowledged yet, ids rising."""
+    measured: Measured | None = None
+    decisions: tuple[Decision, ...] = ()
+    """Of the run, by the pod that decides; one of a subject at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +265,35 @@ class Directive:
                 encoding=policy.encoding,
                 differential=policy.differential,
                 state_encoding=policy.state_encoding,
+                goal=policy.goal or FIXED,
+                interval_mode=policy.interval_mode,
+                least_s=policy.least_s or NO_LEAST_S,
+                most_s=policy.most_s or NO_MOST_S,
+                bits_goal=policy.bits_goal,
+                bits_mode=policy.bits_mode if policy.bits_goal else OFF,
+                least_bits=policy.least_bits or NO_LEAST_BITS,
+                tables=policy.tables or NO_TABLES,
             ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighted:
+    """What the controller has seen of a run's failures, for the pod that decides."""
+
+    seen: Evidence
+    pods: int
+    pool: Evidence
+
+    def message(self) -> wire.Evidence:
+        """Message of it on the wire."""
+        return wire.Evidence(
+            exposure_s=self.seen.exposure_s,
+            lossy=self.seen.lossy,
+            restores=self.seen.restores,
+            pods=self.pods,
+            pool_exposure_s=self.pool.exposure_s,
+            pool_lossy=self.pool.lossy,
         )
 
 
@@ -291,7 +368,46 @@ def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
         credentials_ok=message.credentials_ok,
         directive=_count(message.directive),
         incidents=_incidents(message.incidents),
+        measured=_measured(message.measured) if message.HasField("measured") else None,
+        decisions=_decisions(message.decisions),
     )
+
+
+def _measured(message: wire.Measured) -> Measured:
+    return Measured(
+        step_s=_number(message.step_s),
+        stall_s=_number(message.stall_s),
+        slowdown_s=_number(message.slowdown_s),
+        cost_s=_number(message.cost_s),
+        durable_s=_number(message.durable_s),
+        restore_s=_number(message.restore_s),
+        reschedule_s=_number(message.reschedule_s),
+        saves=_count(message.saves),
+        mtbf_s=_number(message.mtbf_s),
+        trained_s=_number(message.trained_s),
+    )
+
+
+def _decisions(messages: Sequence[wire.Decision]) -> tuple[Decision, ...]:
+    """The first of each subject; subjects and modes that a newer sidecar made up are nothing that could be shown."""
+    found: dict[str, Decision] = {}
+    for each in messages[:MAX_INCIDENTS]:
+        subject = next((known for known in SUBJECTS if known == each.subject), None)
+        mode = next((known for known in DECISION_MODES if known == each.mode), None)
+        if subject is None or mode is None or subject in found:
+            continue
+        found[subject] = Decision(
+            subject=subject,
+            mode=mode,
+            goal=_text(each.goal, MAX_WORD),
+            value=_text(each.value, MAX_REASON),
+            would=_text(each.would, MAX_REASON),
+            why=_text(each.why, MAX_REASON),
+            bound=_text(each.bound, MAX_REASON),
+            evidence=_text(each.evidence, MAX_REASON),
+            unreachable=_text(each.unreachable, MAX_REASON),
+        )
+    return tuple(found.values())
 
 
 def _incidents(messages: Sequence[wire.Incident]) -> tuple[Incident, ...]:
@@ -328,13 +444,26 @@ def _commit(message: trainer_wire.Commit) -> Commit:
 
 
 def _policy(message: trainer_wire.Policy) -> PolicyInForce:
+    goal = "" if message.goal == FIXED else _text(message.goal, MAX_WORD)
     return PolicyInForce(
         every_s=_number(message.every_s),
         every_steps=_count(message.every_steps),
         encoding=_text(message.encoding, MAX_WORD),
         differential=_text(message.differential, MAX_WORD),
         state_encoding=_text(message.state_encoding, MAX_WORD),
+        goal=goal,
+        interval_mode=_text(message.interval_mode, MAX_WORD) if goal else "",
+        least_s=_bound_s(message.least_s, NO_LEAST_S),
+        most_s=_bound_s(message.most_s, NO_MOST_S),
+        bits_goal=_text(message.bits_goal, MAX_WORD),
+        bits_mode=_text(message.bits_mode, MAX_WORD) if message.bits_goal else "",
+        least_bits=0 if message.least_bits == NO_LEAST_BITS else _count(message.least_bits),
+        tables="" if message.tables == NO_TABLES else _text(message.tables, MAX_TABLES),
     )
+
+
+def _bound_s(value: float, none_s: float) -> float:
+    return 0.0 if value == none_s else _number(value)
 
 
 def _phase(number: int) -> Phase:

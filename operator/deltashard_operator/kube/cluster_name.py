@@ -12,7 +12,9 @@ CONTAINER = PREFIX + "container"
 RUN_ID = PREFIX + "run-id"
 ARENA_SIZE = PREFIX + "arena-size"
 INTERVAL = PREFIX + "interval"
+GOAL = PREFIX + "goal"
 BITS = PREFIX + "bits"
+PRECISION = PREFIX + "precision"
 INJECTED = PREFIX + "injected"
 """Marker on an injected template; its value is the version that injected and is never compared."""
 MANAGED_BY = PREFIX + "managed-by"
@@ -51,6 +53,14 @@ JOBSET_NAME_LABEL = "jobset.sigs.k8s.io/jobset-name"
 JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 JOBSET_REPLICA_LABEL = "jobset.sigs.k8s.io/job-global-index"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
+NODE_POOL_LABELS = (
+    "cloud.google.com/gke-nodepool",
+    "eks.amazonaws.com/nodegroup",
+    "kubernetes.azure.com/agentpool",
+    "karpenter.sh/nodepool",
+    "node.kubernetes.io/instance-type",
+)
+"""By which nodes of a kind are known; the first that a node has."""
 
 
 def is_mesh_proxy(name: object) -> bool:

@@ -10,16 +10,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltashard_checkpoint.vocabulary import BITS_CHOICES
+from deltashard_checkpoint.deciding.goal import BadGoal
+from deltashard_checkpoint.deciding.goal import goal as goal_of
+from deltashard_checkpoint.vocabulary import BITS_CHOICES, BITS_GOALS
 
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
     ARENA_SIZE,
     BITS,
     CONTAINER,
+    GOAL,
     INJECTED,
     INTERVAL,
     POLICY,
+    PRECISION,
     PREFIX,
     RUN_ID,
 )
@@ -28,6 +32,9 @@ from deltashard_operator.policy.refusal import Refusal
 MIN_ARENA_BYTES = 64 << 20
 MAX_ARENA_BYTES = 1 << 40
 MAX_INTERVAL_S = 7 * 86400.0
+NO_PRECISION = "fixed"
+PRECISIONS = (*filter(None, BITS_GOALS), NO_PRECISION)
+"""What bits may be chosen for, and that they are not chosen."""
 _ENCODING_OF = {str(bits): encoding for bits, encoding in BITS_CHOICES.items()}
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -41,7 +48,9 @@ TAKES = {
     RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
     ARENA_SIZE: "a quantity from 64Mi to 1Ti, such as 512Mi",
     INTERVAL: "seconds or a duration up to 168h, such as 90s, 5m or 1h; 0 turns the timer off",
+    GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02, check-n-run or fixed",
     BITS: f"one of {', '.join(_ENCODING_OF)}",
+    PRECISION: f"one of {', '.join(PRECISIONS)}",
 }
 """Key -> what it takes, as every refusal says it."""
 
@@ -56,6 +65,8 @@ class Annotations:
     arena_bytes: int | None = None
     every_s: float | None = None
     encoding: str | None = None
+    goal: str | None = None
+    precision: str | None = None
 
 
 def opted_in(*maps: Mapping[str, str] | None) -> bool:
@@ -89,6 +100,9 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
     arena, interval, bits = found.get(ARENA_SIZE), found.get(INTERVAL), found.get(BITS)
     if bits is not None and bits not in _ENCODING_OF:
         raise _wrong(BITS, bits)
+    precision = found.get(PRECISION)
+    if precision is not None and precision not in PRECISIONS:
+        raise _wrong(PRECISION, precision)
     return Annotations(
         policy=_matching(_SUBDOMAIN, POLICY, found[POLICY]),
         container=_matching(_LABEL, CONTAINER, found[CONTAINER]) if CONTAINER in found else None,
@@ -96,6 +110,8 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
         arena_bytes=None if arena is None else _arena_bytes(arena),
         every_s=None if interval is None else _interval_s(interval),
         encoding=None if bits is None else _ENCODING_OF[bits],
+        goal=_goal(found[GOAL]) if GOAL in found else None,
+        precision=precision,
     )
 
 
@@ -109,6 +125,14 @@ def _matching(pattern: re.Pattern[str], key: str, value: str) -> str:
     if pattern.fullmatch(value) is None:
         raise _wrong(key, value)
     return value
+
+
+def _goal(text: str) -> str:
+    try:
+        goal_of(text)
+    except BadGoal:
+        raise _wrong(GOAL, text) from None
+    return text
 
 
 def _arena_bytes(text: str) -> int:

@@ -5,6 +5,9 @@ of the same shape. A policy that names a store takes nothing of the default's st
 credentials helps nobody. The custom resource's schema refuses most nonsense before it is stored; here every value that
 is used is checked once more, because a default policy comes from a file and a schema can be older than this code.
 Fields that only the controller reads are not looked at.
+
+Who states an interval or steps and no goal wants just these: then the goal is `fixed`, whatever the default's is. The
+same holds for bits and what they are chosen for. `deciding` is the cluster's: a file's word, never a policy's.
 """
 
 from __future__ import annotations
@@ -15,10 +18,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 from urllib.parse import quote, urlsplit
 
+from deltashard_checkpoint.deciding.goal import BadGoal
+from deltashard_checkpoint.deciding.goal import goal as goal_of
+from deltashard_checkpoint.deciding.precision import MAX_TABLES
 from deltashard_checkpoint.vocabulary import (
     BITS_CHOICES,
+    DECISION_MODES,
+    DEFAULT_BITS_MODE,
     DEFAULT_DIFFERENTIAL,
     DEFAULT_ENCODING,
+    DEFAULT_INTERVAL_MODE,
     DIFFERENTIALS,
     ENCODING_CHOICES,
     ENCODINGS,
@@ -26,7 +35,13 @@ from deltashard_checkpoint.vocabulary import (
 
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
-from deltashard_operator.policy.annotation import MAX_ARENA_BYTES, MIN_ARENA_BYTES, Annotations
+from deltashard_operator.policy.annotation import (
+    MAX_ARENA_BYTES,
+    MIN_ARENA_BYTES,
+    NO_PRECISION,
+    PRECISIONS,
+    Annotations,
+)
 from deltashard_operator.policy.refusal import Refusal
 
 DEFAULT = "default"
@@ -45,6 +60,14 @@ _REGION = re.compile(r"[A-Za-z0-9-]{1,64}", re.ASCII)
 _ARN = re.compile(r"[A-Za-z0-9:/+=,.@_-]{1,512}", re.ASCII)
 _ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}", re.ASCII)
 _MAX_INT = 1 << 40
+FIXED = "fixed"
+LEAST_BITS = (2, 3, 4, 8)
+_CLUSTERS = "deciding"
+"""The field that only a file may have."""
+_TABLE = re.compile(r"[^=,\s\x00-\x1f\x7f-\x9f]{1,253}")
+_STATES = (({"intervalSeconds", "everySteps"}, "interval"), ({"bits", "encoding"}, "precision"))
+"""Fields that say a thing, and the field by which it is chosen instead."""
+_BY_FIELD = ("sidecar", "fleet", "interval", "precision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +94,17 @@ class Policy:
     every_steps: int = 0
     encoding: str = DEFAULT_ENCODING
     differential: str = DEFAULT_DIFFERENTIAL
+    goal: str = FIXED
+    """What the interval is chosen for; `every_s` is where it begins."""
+    interval_mode: str = DEFAULT_INTERVAL_MODE
+    least_s: float = 0.0
+    most_s: float = 0.0
+    bits_goal: str = ""
+    """What the bits are chosen for; empty: they are not."""
+    bits_mode: str = DEFAULT_BITS_MODE
+    least_bits: int = 0
+    tables: str = ""
+    """Encodings of single tables, as the sidecar takes them."""
     arena_bytes: int = 256 << 20
     cache_bytes: int = 0
     """Disk for the sidecar's cache; never 0 once resolved."""
@@ -113,13 +147,21 @@ def not_found(name: str, *, default: bool) -> Refusal:
 
 
 def merged(spec: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`spec` over `defaults`: field by field for `sidecar` and `fleet`, whole for everything else."""
+    """`spec` over `defaults`: field by field for `sidecar`, `fleet`, `interval` and `precision`, else whole."""
+    spec = {key: value for key, value in spec.items() if key != _CLUSTERS}
     result = {**defaults, **spec}
     if {"bits", "encoding"} & set(spec):  # two ways to say one thing: the policy's, not one of each
         result = {k: v for k, v in result.items() if k in spec or k not in {"bits", "encoding"}}
-    for key in ("sidecar", "fleet"):
+    for key in _BY_FIELD:
         if isinstance(spec.get(key), Mapping) and isinstance(defaults.get(key), Mapping):
             result[key] = {**defaults[key], **spec[key]}
+    for stated, key in _STATES:
+        if (
+            stated & set(spec)
+            and isinstance(result.get(key), Mapping)
+            and "goal" not in (spec.get(key) or {})
+        ):
+            result[key] = {**result[key], "goal": FIXED}
     return result
 
 
@@ -129,15 +171,23 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
     if annotations.arena_bytes is not None:
         policy = replace(policy, arena_bytes=whole_blocks(annotations.arena_bytes))
     if annotations.every_s is not None:
-        policy = replace(policy, every_s=annotations.every_s)
+        policy = replace(policy, every_s=annotations.every_s, goal=FIXED)
     if annotations.encoding is not None:
-        policy = replace(policy, encoding=annotations.encoding)
+        policy = replace(policy, encoding=annotations.encoding, bits_goal="")
+    if annotations.goal is not None:
+        policy = replace(policy, goal=annotations.goal)
+    if annotations.precision is not None:
+        policy = replace(policy, bits_goal=_precision(annotations.precision))
     return replace(
         policy,
         cache_bytes=policy.cache_bytes or min(CACHE_ARENAS * policy.arena_bytes, MAX_CACHE_BYTES),
         container=annotations.container,
         run_id=annotations.run_id,
     )
+
+
+def _precision(word: str) -> str:
+    return "" if word == NO_PRECISION else word
 
 
 def read(name: str, spec: Mapping[str, Any]) -> Policy:
@@ -149,6 +199,11 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
     resources = sidecar.fields("resources")
     requests, limits = resources.fields("requests"), resources.fields("limits")
     fleet = top.fields("fleet")
+    interval, precision = top.fields("interval"), top.fields("precision")
+    decides = top.fields(_CLUSTERS).boolean("enabled", default=True)
+    least_s, most_s = (interval.integer(key, 0, high=7 * 86400) for key in ("leastSeconds", "mostSeconds"))
+    if most_s and least_s > most_s:
+        interval.fail("leastSeconds", f"seconds up to mostSeconds, which is {most_s}")
     bits = top.integer(
         "bits", ENCODINGS[DEFAULT_ENCODING].bits, low=min(BITS_CHOICES), high=max(BITS_CHOICES)
     )
@@ -169,6 +224,14 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         every_steps=every_steps,
         encoding=top.choice("encoding", BITS_CHOICES[bits], ENCODING_CHOICES),
         differential=top.choice("differential", DEFAULT_DIFFERENTIAL, DIFFERENTIALS),
+        goal=interval.goal("goal", FIXED),
+        interval_mode=interval.mode("mode", DEFAULT_INTERVAL_MODE) if decides else "off",
+        least_s=float(least_s),
+        most_s=float(most_s),
+        bits_goal=_precision(precision.choice("goal", NO_PRECISION, PRECISIONS)),
+        bits_mode=precision.mode("mode", DEFAULT_BITS_MODE) if decides else "off",
+        least_bits=precision.one_of("leastBits", 0, LEAST_BITS),
+        tables=precision.tables("tables"),
         arena_bytes=whole_blocks(
             top.bytes("arenaSize", 256 << 20, low=MIN_ARENA_BYTES, high=MAX_ARENA_BYTES)
         ),
@@ -256,6 +319,39 @@ class _Fields:
         if type(value) is not int or not low <= value <= high:
             self.fail(key, f"an integer from {low} to {high}")
         return value
+
+    def boolean(self, key: str, *, default: bool) -> bool:
+        value = self._value.get(key, default)
+        return value if isinstance(value, bool) else self.fail(key, "true or false")
+
+    def mode(self, key: str, default: str) -> str:
+        return self.choice(key, default, DECISION_MODES)
+
+    def goal(self, key: str, default: str) -> str:
+        value = self.text(key, default)
+        try:
+            goal_of(value)
+        except BadGoal as error:
+            self.fail(key, error.remedy)
+        return value
+
+    def one_of(self, key: str, default: int, choices: tuple[int, ...]) -> int:
+        value = self._value.get(key, default)
+        if type(value) is not int or (key in self._value and value not in choices):
+            self.fail(key, f"one of {', '.join(map(str, choices))}")
+        return value
+
+    def tables(self, key: str) -> str:
+        """Encodings by table, as the sidecar takes them."""
+        value = self._value.get(key) or {}
+        takes = f"encodings by table, such as emb.user: q8, of {', '.join(ENCODING_CHOICES)}"
+        if not isinstance(value, Mapping):
+            self.fail(key, takes)
+        for table, encoding in value.items():
+            if not isinstance(table, str) or not _TABLE.fullmatch(table) or encoding not in ENCODING_CHOICES:
+                self.fail(key, takes)
+        text = ",".join(f"{table}={encoding}" for table, encoding in sorted(value.items()))
+        return text if len(text) <= MAX_TABLES else self.fail(key, f"at most {MAX_TABLES} characters in all")
 
     def nullable_integer(self, key: str, default: int) -> int | None:
         return None if key in self._value and self._value[key] is None else self.integer(key, default, low=1)

@@ -1,10 +1,11 @@
-"""What a run shall do from now on: the one place where interval and precision are decided. Pure.
+"""What a run shall do from now on: the one place where its wishes become what its sidecars are told. Pure.
 
-Now it is what the CheckpointPolicy says, with the workload's annotations before it; what measures failures and costs
-decides here, too, once there is such a thing. A directive is given when the policy changed under a run: when what is
-wanted differs from what the run's sidecars say is in force and from the directive they were given last. Of the two
-timers, interval and steps, 0 turns one off while training runs; both off is no directive, so that nobody switches
-saving off from afar.
+It is what the CheckpointPolicy says, with the workload's annotations before it: interval and precision themselves, or
+what they are to be chosen for, and the bounds. The choosing is the sidecar's with rank 0, which measures what a save
+costs; of failures it hears by evidence, not by directives. A directive is given when the policy changed under a run:
+when what is wanted differs from what the run's sidecars say is in force and from the directive they were given last. Of
+the two timers, interval and steps, 0 turns one off while training runs; both off is no directive, so that nobody
+switches saving off from afar.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deltashard_checkpoint.vocabulary import DEFAULT_BITS_MODE, DEFAULT_INTERVAL_MODE
+
 from deltashard_operator.fleet.sidecar_report import PolicyInForce
 from deltashard_operator.kube.cluster_name import POLICY
 from deltashard_operator.policy import annotation as notes
 from deltashard_operator.policy import workload_policy
+from deltashard_operator.policy.workload_policy import Policy
 from deltashard_operator.run.observed_object import Wish
 
 
@@ -28,17 +32,62 @@ def decided(spec: Mapping[str, Any], defaults: Mapping[str, Any], wish: Wish) ->
         every_steps=policy.every_steps,
         encoding=policy.encoding,
         differential=policy.differential,
+        **_choice(policy),
+        tables=policy.tables,
     )
+
+
+def _choice(policy: Policy) -> dict[str, Any]:
+    """What is chosen, and within which bounds; nothing where nothing is."""
+    found: dict[str, Any] = {}
+    if policy.goal != workload_policy.FIXED:
+        found |= {
+            "goal": policy.goal,
+            "interval_mode": policy.interval_mode,
+            "least_s": policy.least_s,
+            "most_s": policy.most_s,
+        }
+    if policy.bits_goal:
+        found |= {
+            "bits_goal": policy.bits_goal,
+            "bits_mode": policy.bits_mode,
+            "least_bits": policy.least_bits,
+        }
+    return found
 
 
 def differs(wanted: PolicyInForce, in_force: PolicyInForce) -> bool:
     """Whether a directive with `wanted` would change anything."""
-    if wanted.timed and (wanted.every_s, wanted.every_steps) != (in_force.every_s, in_force.every_steps):
+    if _interval(wanted) != _interval(in_force) or _bits(wanted) != _bits(in_force):
         return True
+    # A chosen interval is in force, and only began as the policy says.
+    if (
+        wanted.timed
+        and not wanted.chooses_interval
+        and (wanted.every_s, wanted.every_steps) != (in_force.every_s, in_force.every_steps)
+    ):
+        return True
+    chooses_bits = bool(wanted.bits_goal) and wanted.bits_mode == "apply"
     return any(
         ask and ask != have
         for ask, have in (
-            (wanted.encoding, in_force.encoding),
+            ("" if chooses_bits else wanted.encoding, in_force.encoding),
             (wanted.differential, in_force.differential),
         )
     )
+
+
+def _interval(policy: PolicyInForce) -> tuple[object, ...]:
+    """How the interval is chosen; empty: it is not."""
+    mode = policy.interval_mode or DEFAULT_INTERVAL_MODE
+    if not policy.goal or mode == "off":
+        return ()
+    return policy.goal, mode, policy.least_s, policy.most_s
+
+
+def _bits(policy: PolicyInForce) -> tuple[object, ...]:
+    """How bits are chosen, if they are, and the user's own."""
+    mode = policy.bits_mode or DEFAULT_BITS_MODE
+    if not policy.bits_goal or mode == "off":
+        return (policy.tables,)
+    return policy.bits_goal, mode, policy.least_bits, policy.tables

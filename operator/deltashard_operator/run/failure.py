@@ -1,4 +1,4 @@
-"""Losses of training: what was lost, when and why; how many interruptions that makes; what to expect. Pure.
+"""Losses of training: what was lost, when and why, and how many interruptions that makes. Pure.
 
 A **loss** is one end of a trainer that had begun: a pod that is gone or going, a training container that ended and is
 started again in place, or a trainer that left its sidecar without a word. Its cause is read from the pod's conditions
@@ -12,11 +12,13 @@ meanwhile say why. Losses after which no attempt was opened yet are one interrup
 attempts (sidecars that cannot reach us), a burst of losses is one. The attempt is settled `SETTLE_S` after it rose,
 because the API tells of the pod's end a little later than the new trainer tells of its attempt.
 
-Where each pod of an Indexed Job is a run of its own in the store, each has attempts of its own and a tally of its own,
-and the workload's failures are all of theirs.
+A **crash loop** is the same container ending with the same exit code again and again, with no commit between and little
+training: a fault of the script, which says nothing about how often to save. Its first crash is an interruption like any
+other; `Interruption.again` marks the others. Crashes a longer training apart are no loop, though nothing was committed:
+there the interval may be what is wrong.
 
-MTBF = (prior + training time) / (1 + failures) over a window: the prior is one failure in 12 hours, near the medians
-that large fleets report (8 to 17 h), and counts as little as one failure does.
+Where each pod of an Indexed Job is a run of its own in the store, each has attempts of its own and a tally of its own,
+and the workload's failures are all of theirs. What the interruptions let one expect, `incident` has.
 """
 
 from __future__ import annotations
@@ -30,11 +32,13 @@ from deltashard_operator.run.observed_object import JobView, PodView
 SETTLE_S = 20.0
 BURST_S = 60.0
 """Losses this close together are one interruption where attempts cannot tell."""
-PRIOR_S = 12 * 3600.0
-WINDOW_S = 7 * 86400.0
 MAX_LOSSES = 32
-HORIZON_S = 86400.0
-"""Restores are expected over the coming day."""
+MAX_ENDINGS = 4
+"""Ends of containers by which an interruption is known again."""
+LOOP_TRAINED_S = 300.0
+"""Crashes are a loop when so little was trained between them: no more than to the first checkpoint, mostly."""
+LOOPS = 3
+"""So many crashes of a loop are a trouble that people hear of."""
 
 
 class LossCause(enum.StrEnum):
@@ -61,6 +65,18 @@ class LossCause(enum.StrEnum):
 
 ASKED = frozenset({LossCause.DELETED, LossCause.SUSPENDED})
 """Causes that are somebody's wish, and no failures."""
+GRACEFUL = frozenset(
+    {
+        LossCause.EVICTED,
+        LossCause.PREEMPTED,
+        LossCause.TAINT_EVICTED,
+        LossCause.NODE_PRESSURE,
+        LossCause.NODE_SHUTDOWN,
+    }
+)
+"""Causes that leave time for a save, so that no step need be lost."""
+CRASHES = frozenset({LossCause.OOM_KILLED, LossCause.ERROR, LossCause.EXITED})
+"""Causes that are the training container's own end."""
 
 _DISRUPTIONS = {
     "EvictionByEvictionAPI": LossCause.EVICTED,
@@ -79,6 +95,18 @@ _REASONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """How far a run is."""
+
+    seq: int = 0
+    """Of the newest commit."""
+    trained_s: float = 0.0
+
+
+START = Point()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """Loss of a trainer."""
 
@@ -94,11 +122,51 @@ class Loss:
     """The newest attempt of this run known when it happened; what came of it is in the next one."""
     interruptions: int = 1
     """Interruptions that it stands for; more than one only where nobody looked."""
+    ending: str = ""
+    """How the container ended, where that is the cause; two that ended alike say the same."""
+    at: Point = START
+    """How far the run was."""
 
     @property
     def asked(self) -> bool:
         """Whether somebody wanted it."""
         return self.cause in ASKED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crash:
+    """An interruption by the training container's own end, and how often it came like that."""
+
+    endings: tuple[str, ...]
+    at: Point
+    times: int = 1
+
+    def same(self, endings: tuple[str, ...], at: Point) -> bool:
+        """Whether containers that end so at this point do it again."""
+        soon = at.trained_s - self.at.trained_s <= LOOP_TRAINED_S
+        return at.seq == self.at.seq and soon and not set(endings).isdisjoint(self.endings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """What stopped training once, and after which it was opened again."""
+
+    cause: LossCause
+    times: int = 1
+    """More than once only where nobody looked."""
+    nodes: frozenset[str] = frozenset()
+    again: bool = False
+    """The same crash as the one before, with nothing committed between: a loop, which counts once."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody wanted it."""
+        return self.cause in ASKED
+
+    @property
+    def graceful(self) -> bool:
+        """Whether there was time for a save."""
+        return self.cause in GRACEFUL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +183,8 @@ class Tally:
     """When the attempt was seen to rise beyond the settled one; 0: it did not."""
     bursts: int = 0
     """Interruptions counted without attempts."""
+    crash: Crash | None = None
+    """The newest interruption, if it was a crash."""
 
     @property
     def open_losses(self) -> tuple[Loss, ...]:
@@ -180,29 +250,46 @@ def _of_ending(pod: PodView) -> tuple[LossCause, str]:
 
 
 def _loss(pod: PodView, cause: LossCause, message: str, at_s: float) -> Loss:
-    return Loss(at_s=at_s, cause=cause, message=message[:1024], pod=pod.name, pod_uid=pod.uid, node=pod.node)
+    ended = pod.ending if cause in CRASHES else None
+    return Loss(
+        at_s=at_s,
+        cause=cause,
+        message=message[:1024],
+        pod=pod.name,
+        pod_uid=pod.uid,
+        node=pod.node,
+        ending=f"{ended.container} with exit code {ended.exit_code}" if ended is not None else "",
+    )
 
 
-def with_loss(tally: Tally, loss: Loss) -> Tally:
-    """The tally with one more loss; the caller sees to it that each is told once."""
+def with_loss(tally: Tally, loss: Loss) -> tuple[Tally, tuple[Interruption, ...]]:
+    """The tally with one more loss, and the interruption that it is where no attempts tell of them.
+
+    The caller sees to it that each loss is told once.
+    """
     newest = tally.losses[-1] if tally.losses else None
-    bursts = tally.bursts
-    if tally.attempt == 0 and not loss.asked:
-        near = any(not each.asked and abs(loss.at_s - each.at_s) <= BURST_S for each in tally.losses)
-        bursts += int(not near)
     if (
         newest is not None
         and loss.cause is LossCause.TRAINER_LOST
         and newest.pod_uid == loss.pod_uid
         and abs(loss.at_s - newest.at_s) <= SETTLE_S
     ):
-        return tally  # the pod has told the same, and why
+        return tally, ()  # the pod has told the same, and why
+    found: tuple[Interruption, ...] = ()
+    if tally.attempt == 0 and not loss.asked:
+        near = any(not each.asked and abs(loss.at_s - each.at_s) <= BURST_S for each in tally.losses)
+        if not near:
+            crash, again = _crash_of(tally, (loss,))
+            tally = replace(tally, bursts=tally.bursts + 1, crash=crash)
+            found = (Interruption(cause=loss.cause, nodes=_nodes((loss,)), again=again),)
     losses = (*tally.losses, replace(loss, attempt=tally.attempt))
-    return replace(tally, losses=losses[-MAX_LOSSES:], bursts=bursts)
+    return replace(tally, losses=losses[-MAX_LOSSES:]), found
 
 
-def with_attempt(tally: Tally, attempt: int, now_s: float, *, own: bool, run: str = "") -> Tally:
-    """The tally after the run's newest attempt was told.
+def with_attempt(
+    tally: Tally, attempt: int, now_s: float, *, own: bool, run: str = ""
+) -> tuple[Tally, tuple[Interruption, ...]]:
+    """The tally after the run's newest attempt was told, and the interruptions that it shows to be over.
 
     Args:
         tally: so far.
@@ -212,21 +299,78 @@ def with_attempt(tally: Tally, attempt: int, now_s: float, *, own: bool, run: st
         run: which of the workload's, see `Loss.run`.
     """
     if attempt <= tally.attempt:
-        return tally
+        return tally, ()
     if tally.attempt == 0:
         # Attempts tell from now on. What bursts were seen before is among the attempts, if they are all ours.
         unseen = max(attempt - 1 - tally.bursts, 0) if own else 0
-        return _unseen(replace(tally, attempt=attempt, settled=tally.settled + unseen), unseen, now_s, run)
+        tally = replace(tally, attempt=attempt, settled=tally.settled + unseen)
+        return _unseen(tally, unseen, now_s, run), _of_unseen(unseen, again=False)
     if not tally.rose_at_s:
-        return replace(tally, rose_at_s=now_s)
+        return replace(tally, rose_at_s=now_s), ()
     if now_s - tally.rose_at_s < SETTLE_S:
-        return tally
+        return tally, ()
     rose = attempt - tally.attempt
     seen = tally.open_losses
     asked = bool(seen) and all(each.asked for each in seen)
-    unexplained = rose - int(bool(seen))
-    tally = replace(tally, settled=tally.settled + rose - int(asked), attempt=attempt, rose_at_s=0.0)
-    return _unseen(tally, unexplained, now_s, run)
+    crash, again = _crash_of(tally, seen)
+    # Trainers that end faster than their attempts settle have their losses together here.
+    unexplained = rose - min(rose, rounds(seen))
+    found: tuple[Interruption, ...] = ()
+    if seen:
+        telling = next(
+            (each for each in seen if not each.asked and each.cause is not LossCause.TRAINER_LOST), None
+        )
+        telling = telling or next((each for each in seen if not each.asked), seen[0])
+        found = (Interruption(cause=telling.cause, nodes=_nodes(seen), again=again),)
+        if rose - unexplained > 1:
+            found = (*found, replace(found[0], times=rose - unexplained - 1, again=crash is not None))
+    found = (*found, *_of_unseen(unexplained, again=crash is not None))
+    tally = replace(
+        tally, settled=tally.settled + rose - int(asked), attempt=attempt, rose_at_s=0.0, crash=crash
+    )
+    return _unseen(tally, unexplained, now_s, run), found
+
+
+def rounds(losses: tuple[Loss, ...]) -> int:
+    """How often training stopped at least, by these losses: a pod that is lost again, or long after, begins anew."""
+    n, pods, last_s = 0, set[str](), 0.0
+    for each in sorted(losses, key=lambda loss: loss.at_s):
+        if not n or each.pod_uid in pods or each.at_s - last_s > SETTLE_S:
+            n, pods = n + 1, set()
+        pods.add(each.pod_uid)
+        last_s = each.at_s
+    return n
+
+
+def _crash_of(tally: Tally, losses: tuple[Loss, ...]) -> tuple[Crash | None, bool]:
+    """The crash that these losses are, with those before it that were the same, and whether there were any."""
+    failed = [each for each in losses if not each.asked and each.cause is not LossCause.TRAINER_LOST]
+    endings = tuple(sorted({each.ending for each in failed}))[:MAX_ENDINGS]
+    if not all(endings) or not endings:
+        return None, False
+    at = Point(seq=max(each.at.seq for each in failed), trained_s=max(each.at.trained_s for each in failed))
+    times = rounds(tuple(failed))
+    if tally.crash is not None and tally.crash.same(endings, at):
+        return Crash(endings=endings, at=at, times=tally.crash.times + times), True
+    return Crash(endings=endings, at=at, times=times), False
+
+
+def crash_loop(tally: Tally, at: Point) -> Crash | None:
+    """The crash loop that goes on, the interruption that is not over included; None where there is none."""
+    found = tally.crash
+    if tally.attempt and tally.open_losses:
+        found, _ = _crash_of(tally, tally.open_losses)
+    if found is None or found.times < LOOPS or not found.same(found.endings, at):
+        return None
+    return found
+
+
+def _nodes(losses: tuple[Loss, ...]) -> frozenset[str]:
+    return frozenset(each.node for each in losses if each.node and not each.asked)
+
+
+def _of_unseen(n: int, *, again: bool) -> tuple[Interruption, ...]:
+    return (Interruption(cause=LossCause.UNSEEN, times=n, again=again),) if n else ()
 
 
 def _unseen(tally: Tally, n: int, now_s: float, run: str) -> Tally:
@@ -245,43 +389,7 @@ def _unseen(tally: Tally, n: int, now_s: float, run: str) -> Tally:
     return replace(tally, losses=(*tally.losses, loss)[-MAX_LOSSES:])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Expectation from the failures so far."""
-
-    mtbf_s: float
-    expected_restores: float
-    """Restores in the coming day of training."""
-
-
 def newest(tallies: Mapping[str, Tally]) -> tuple[Loss, ...]:
     """The newest losses of all runs of a workload, oldest first."""
     found = sorted((loss for each in tallies.values() for loss in each.losses), key=lambda each: each.at_s)
     return tuple(found[-MAX_LOSSES:])
-
-
-def estimate(tallies: Mapping[str, Tally], trained_s: float, now_s: float) -> Estimate:
-    """Expectation from the failures of a window: the newest 7 days, or as far as the losses kept reach back.
-
-    Args:
-        tallies: the failures, by run.
-        trained_s: training time of the workload so far.
-        now_s: now.
-    """
-    losses = newest(tallies)
-    window_s = WINDOW_S
-    if len(losses) == MAX_LOSSES:
-        window_s = min(window_s, max(now_s - losses[0].at_s, 1.0))
-    recent = [each for each in losses if not each.asked and now_s - each.at_s <= window_s]
-    failures = sum(
-        _interruptions(tally, [each for each in recent if each.run == run]) for run, tally in tallies.items()
-    )
-    mtbf_s = (PRIOR_S + min(max(trained_s, 0.0), window_s)) / (1 + failures)
-    return Estimate(mtbf_s=mtbf_s, expected_restores=HORIZON_S / mtbf_s)
-
-
-def _interruptions(tally: Tally, recent: list[Loss]) -> int:
-    if not tally.attempt:
-        return min(tally.bursts, len(recent))
-    seen = {each.attempt for each in recent if each.cause is not LossCause.UNSEEN}
-    return len(seen) + sum(each.interruptions for each in recent if each.cause is LossCause.UNSEEN)

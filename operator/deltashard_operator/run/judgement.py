@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import Heartbeat
-from deltashard_operator.run import condition, failure
+from deltashard_operator.run import condition, failure, incident
 from deltashard_operator.run import phase as phases
 from deltashard_operator.run.condition import Condition, fact
 from deltashard_operator.run.observed_object import NodeView, PodView
 from deltashard_operator.run.phase import Signs
-from deltashard_operator.run.watched_run import Notice, Run, finished
+from deltashard_operator.run.watched_run import Notice, Run, finished, with_tally
 
 ABSENT_S = 600.0
 """A workload that cannot be watched itself (StatefulSet, JobSet) is over after so long without a pod or Job."""
@@ -31,12 +31,11 @@ STUCK_S = 10.0
 def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
     """The run with phase, failures and conditions of now, and what people should hear of it."""
     own = not run.wish.run_id
-    tallies = {
-        part: failure.with_attempt(run.tallies.get(part, failure.Tally()), attempt, now_s, own=own, run=part)
-        for part, attempt in run.progress.attempts.items()
-    }
-    run = replace(run, tallies={**run.tallies, **tallies})
-    run = _ended(run, now_s)
+    for part, attempt in run.progress.attempts.items():
+        tally = run.tallies.get(part, failure.Tally())
+        tally, over = failure.with_attempt(tally, attempt, now_s, own=own, run=part)
+        run = with_tally(run, part, tally, over)
+    run = _spread(_ended(run, now_s), nodes)
     live = run.live
     facts = list(_facts(run, live, nodes, now_s))
     before = run.phase
@@ -53,7 +52,10 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
     )
     trains = phase in phases.TRAINS
     if run.judged_s and trains and before in phases.TRAINS:
-        run = replace(run, trained_s=run.trained_s + max(now_s - run.judged_s, 0.0))
+        trained_s = max(now_s - run.judged_s, 0.0)
+        run = replace(
+            run, trained_s=run.trained_s + trained_s, incidents=incident.trained(run.incidents, trained_s)
+        )
     run = replace(
         run,
         judged_s=now_s,
@@ -65,6 +67,16 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
     facts.append(_ready(run, live, facts))
     found, changed = condition.updated(run.conditions, facts, now_s)
     return replace(run, conditions=found), tuple(_notices(changed))
+
+
+def _spread(run: Run, nodes: Mapping[str, NodeView]) -> Run:
+    """The run with how many pods it has at once, and where."""
+    width = max(run.width, sum(each.alive for each in run.pods.values()))
+    pool = run.node_pool or next(
+        (nodes[each.node].pool for each in run.pods.values() if each.node in nodes and nodes[each.node].pool),
+        "",
+    )
+    return run if (width, pool) == (run.width, run.node_pool) else replace(run, width=width, node_pool=pool)
 
 
 def _may_train(run: Run, pod: PodView, nodes: Mapping[str, NodeView]) -> bool:
@@ -118,6 +130,14 @@ def _facts(
         yield fact(condition.FENCED, "Fenced", run.fenced)
     if run.tracking:
         yield fact(condition.TRACKING_FAULT, "TrackingFault", run.tracking)
+    for part, tally in run.tallies.items():
+        loop = failure.crash_loop(tally, run.at(part))
+        if loop is not None:
+            yield fact(condition.CRASH_LOOPING, "CrashLooping", _loop_sentence(loop, part))
+            break
+    unreachable = next((each.unreachable for each in run.decisions if each.unreachable), "")
+    if unreachable:
+        yield fact(condition.GOAL_UNREACHABLE, "GoalUnreachable", unreachable)
     if run.fell_back:
         yield fact(condition.FELL_BACK, "NewerOnesDamaged", run.fell_back)
     if not live:  # nobody says that it is over, and nobody that it goes on
@@ -173,6 +193,14 @@ def stuck_pod(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> PodView 
     return None
 
 
+def _loop_sentence(loop: failure.Crash, part: str) -> str:
+    whose = f" of run {part}" if part else ""
+    return (
+        f"{' or '.join(loop.endings)}{whose} ended {loop.times} times with no commit between: restarts do not "
+        "help; see the container's log (kubectl logs --previous)"
+    )
+
+
 def _stuck_sentence(pod: PodView) -> str:
     return (
         f"pod {pod.name} cannot finish its deletion because node {pod.node} is lost, and it is not replaced before "
@@ -212,6 +240,8 @@ _EVENTS = {
     condition.STORE_UNAVAILABLE: "StoreUnavailable",
     condition.STUCK: "StuckOnLostNode",
     condition.RUN_ID_TAKEN: "RunIdTaken",
+    condition.CRASH_LOOPING: "CrashLooping",
+    condition.GOAL_UNREACHABLE: "GoalUnreachable",
 }
 """Troubles that are told when they begin; the others are told by the incident itself."""
 

@@ -17,10 +17,13 @@ from typing import Any
 from deltashard_operator.kube import owner_reference, run_identity
 from deltashard_operator.kube.cluster_name import (
     BITS,
+    GOAL,
     INTERVAL,
     JOB_INDEX_ANNOTATION,
+    NODE_POOL_LABELS,
     POD_INDEX_LABEL,
     POLICY,
+    PRECISION,
     PREFIX,
     RUN_ID,
     SIDECAR,
@@ -150,6 +153,8 @@ class NodeView:
     ready: bool
     cordoned: bool = False
     """Marked unschedulable, which is how a drain begins."""
+    pool: str = ""
+    """Group of like nodes that it is of, by its provider's label or else its type; empty: not known."""
 
 
 def seconds_of(text: object) -> float:
@@ -177,7 +182,7 @@ def wish_of(*maps: Mapping[str, str] | None) -> Wish:
     return Wish(
         policy=found.get(POLICY) or DEFAULT_POLICY,
         run_id=found.get(RUN_ID, ""),
-        overrides=tuple((key, found[key]) for key in (INTERVAL, BITS) if key in found),
+        overrides=tuple((key, found[key]) for key in (INTERVAL, GOAL, BITS, PRECISION) if key in found),
     )
 
 
@@ -307,4 +312,6 @@ def node_of(document: Document) -> NodeView:
     conditions = (document.get("status") or {}).get("conditions") or ()
     ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
     cordoned = bool((document.get("spec") or {}).get("unschedulable"))
-    return NodeView(name=document["metadata"]["name"], ready=ready, cordoned=cordoned)
+    labels = document["metadata"].get("labels") or {}
+    pool = next((labels[key] for key in NODE_POOL_LABELS if labels.get(key)), "")
+    return NodeView(name=document["metadata"]["name"], ready=ready, cordoned=cordoned, pool=pool)

@@ -13,21 +13,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from deltashard_checkpoint.deciding.decision import Decision
+from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.vocabulary import bits_of
 
-from deltashard_operator.fleet.sidecar_report import PolicyInForce
+from deltashard_operator.fleet.sidecar_report import Measured, PolicyInForce
 from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
 from deltashard_operator.run import failure, phase
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Loss, LossCause, Tally
+from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
+from deltashard_operator.run.incident import Incidents, Pending, Times
 from deltashard_operator.run.observed_object import PodView, Wish, Workload, seconds_of, timestamp
-from deltashard_operator.run.watched_run import Progress, Run, Taken
+from deltashard_operator.run.watched_run import HORIZON_S, Progress, Run, Taken
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "CheckpointRun"
 MAX_PODS = 256
 """Pods listed in a status at most."""
+MAX_WHY = 60
+"""Characters of the column that says why."""
 MATERIAL = frozenset(
     {
         "phase",
@@ -45,6 +50,9 @@ MATERIAL = frozenset(
         "intervalMilliseconds",
         "encoding",
         "startedAt",
+        "interruptions",
+        "goal",
+        "directed",
     }
 )
 """Fields whose change is worth a write of its own, soon."""
@@ -81,8 +89,8 @@ def status(run: Run, now_s: float) -> Document:
     """The whole status; a field without a value is left out."""
     progress, tallies = run.progress, run.tallies
     policy = run.directed or progress.policy
-    timers = policy if policy.timed else progress.policy
-    guess = failure.estimate(tallies, run.trained_s, now_s)
+    timers = policy if policy.timed and not policy.chooses_interval else progress.policy
+    seen, rates = run.incidents.evidence, run.rates
     begun = bool(run.started_at_s)
     found: Document = {
         "observedGeneration": 1,  # a spec never changes
@@ -112,9 +120,24 @@ def status(run: Run, now_s: float) -> Document:
         "settledFailures": sum(each.settled + each.bursts for each in tallies.values()),
         "settledAttempt": tallies[""].attempt if "" in tallies else 0,
         "settledAttempts": _settled_attempts(run) or None,
-        "mtbfSeconds": int(guess.mtbf_s) if begun else None,
-        "expectedRestores": f"{guess.expected_restores:.2f}" if begun else None,
+        "mtbfSeconds": int(rates.mtbf_s) if begun else None,
+        "expectedRestores": f"{HORIZON_S / rates.restores.mean_between_s:.2f}" if begun else None,
+        "restoresExpected95": rates.restores.quantile(HORIZON_S) if begun else None,
         "trainedSeconds": int(run.trained_s),
+        "exposureSeconds": int(seen.exposure_s),
+        "lossyFailures": _decimal(seen.lossy),
+        "restoresCounted": _decimal(seen.restores),
+        "interruptions": _interruptions(run.incidents) or None,
+        "pending": _pending(run.incidents) or None,
+        "crashes": _crashes(run) or None,
+        "widestPods": run.width or None,
+        "nodePool": run.node_pool or None,
+        "decisions": [_decision(each) for each in run.decisions] or None,
+        "goal": next((each.goal for each in run.decisions if each.subject == "interval"), policy.goal)
+        or None,
+        "why": next((_short(each.why) for each in run.decisions if each.subject == "interval"), None),
+        "measured": _measured(run.measured) if run.measured is not None else None,
+        "directed": _directed(run.directed) if run.directed is not None else None,
         "startedAt": _time(run.started_at_s),
         "finishedAt": _time(run.finished_at_s) if run.finished else None,
         "finishedReason": run.finished or None,
@@ -170,6 +193,11 @@ def run_of(found: Mapping[str, Any]) -> Run:
             if each.get("uid") and each.get("process")
         },
         tallies=_tallies(said, losses, numbered),
+        incidents=_incidents_of(said),
+        width=int(said.get("widestPods", 0)),
+        node_pool=said.get("nodePool", ""),
+        decisions=tuple(map(_decision_of, said.get("decisions") or ())),
+        measured=_measured_of(said["measured"]) if said.get("measured") else None,
         progress=_progress_of(said, numbered, in_force),
         restores=int(said.get("restores", 0)),
         lost_steps=int(said.get("lostSteps", 0)),
@@ -185,7 +213,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
         finished=said.get("finishedReason", ""),
         finished_at_s=seconds_of(said.get("finishedAt")),
         generation=generation,
-        directed=in_force if generation else None,
+        directed=_directed_of(said["directed"]) if said.get("directed") else in_force if generation else None,
         fenced=kept.get("Fenced", ""),
         tracking=kept.get("TrackingFault", ""),
         fell_back=kept.get("FellBack", ""),
@@ -228,9 +256,14 @@ def _settled_attempts(run: Run) -> list[Document]:
 def _tallies(said: Document, losses: tuple[Loss, ...], numbered: Mapping[str, int]) -> dict[str, Tally]:
     """The tallies of a status; what was counted of pods that are runs of their own is kept as one sum."""
     attempt, settled = int(said.get("settledAttempt", 0)), int(said.get("settledFailures", 0))
+    crashes = {each.get("index", ""): _crash_of(each) for each in said.get("crashes") or ()}
     found = {
-        part: Tally(attempt=numbered.get(part, 0), losses=tuple(each for each in losses if each.run == part))
-        for part in {*numbered, *(each.run for each in losses)}
+        part: Tally(
+            attempt=numbered.get(part, 0),
+            losses=tuple(each for each in losses if each.run == part),
+            crash=crashes.get(part),
+        )
+        for part in {*numbered, *crashes, *(each.run for each in losses)}
     }
     one = found.get("", Tally())
     found[""] = replace(
@@ -276,6 +309,9 @@ def _loss(loss: Loss) -> Document:
                 "asked": loss.asked,
                 "attempt": loss.attempt,
                 "interruptions": loss.interruptions if loss.interruptions > 1 else None,
+                "ending": loss.ending,
+                "commitSeq": loss.at.seq if loss.ending else None,
+                "trainedSeconds": int(loss.at.trained_s) if loss.ending else None,
             }
         ),
     }
@@ -293,6 +329,162 @@ def _loss_of(found: Mapping[str, Any]) -> Loss:
         run=found.get("index", ""),
         attempt=int(found.get("attempt", 0)),
         interruptions=int(found.get("interruptions", 1)),
+        ending=found.get("ending", ""),
+        at=_point_of(found),
+    )
+
+
+def _point_of(found: Mapping[str, Any]) -> Point:
+    return Point(seq=int(found.get("commitSeq", 0)), trained_s=float(found.get("trainedSeconds", 0)))
+
+
+def _crashes(run: Run) -> list[Document]:
+    """The newest interruption of each part of the run, where that was a crash."""
+    found = [
+        {
+            "endings": list(each.crash.endings),
+            "times": each.crash.times,
+            **_clipped(
+                {
+                    "index": part,
+                    "commitSeq": each.crash.at.seq,
+                    "trainedSeconds": int(each.crash.at.trained_s),
+                }
+            ),
+        }
+        for part, each in sorted(run.tallies.items())
+        if each.crash is not None
+    ]
+    return found[:MAX_PODS]
+
+
+def _crash_of(found: Mapping[str, Any]) -> Crash:
+    return Crash(endings=tuple(found["endings"]), at=_point_of(found), times=int(found["times"]))
+
+
+def _decimal(value: float) -> str | None:
+    """A faded count, with as many digits as it has a meaning; None: none, or forgotten."""
+    return f"{value:.4f}" if value >= 0.00005 else None
+
+
+def _interruptions(incidents: Incidents) -> list[Document]:
+    return [
+        {"cause": cause, "restores": each.restores, "lossy": each.lossy}
+        for cause, each in sorted(incidents.causes.items())
+    ]
+
+
+def _pending(incidents: Incidents) -> list[Document]:
+    found = [
+        {
+            "reachedStep": each.reached,
+            **({} if each.replayed is None else {"replayedSteps": each.replayed}),
+            **_clipped({"index": part, "doubted": each.doubted}),
+        }
+        for part, each in sorted(incidents.pending.items())
+    ]
+    return found[:MAX_PODS]
+
+
+def _incidents_of(said: Document) -> Incidents:
+    return Incidents(
+        evidence=Evidence(
+            exposure_s=float(said.get("exposureSeconds", 0)),
+            lossy=float(said.get("lossyFailures", 0)),
+            restores=float(said.get("restoresCounted", 0)),
+        ),
+        causes={
+            each["cause"]: Times(restores=int(each["restores"]), lossy=int(each["lossy"]))
+            for each in said.get("interruptions") or ()
+        },
+        pending={
+            each.get("index", ""): Pending(
+                reached=int(each["reachedStep"]),
+                replayed=each.get("replayedSteps"),
+                doubted=each.get("doubted", ""),
+            )
+            for each in said.get("pending") or ()
+        },
+    )
+
+
+def _short(why: str) -> str:
+    """The beginning of a reason, for a column."""
+    return why if len(why) <= MAX_WHY else why[: MAX_WHY - 1] + "…"
+
+
+def _decision(decision: Decision) -> Document:
+    return {
+        "subject": decision.subject,
+        "mode": decision.mode,
+        **_clipped({name: getattr(decision, name) for name in _TEXTS}),
+    }
+
+
+def _decision_of(found: Mapping[str, Any]) -> Decision:
+    return Decision(
+        subject=found["subject"], mode=found["mode"], **{name: found.get(name, "") for name in _TEXTS}
+    )
+
+
+_TEXTS = ("goal", "value", "would", "why", "bound", "evidence", "unreachable")
+_MEASURED = {
+    "step_s": "stepSeconds",
+    "stall_s": "stallSeconds",
+    "slowdown_s": "slowdownSeconds",
+    "cost_s": "costSeconds",
+    "durable_s": "durableSeconds",
+    "restore_s": "restoreSeconds",
+    "reschedule_s": "rescheduleSeconds",
+}
+
+
+def _measured(measured: Measured) -> Document:
+    found: Document = {
+        key: f"{getattr(measured, name):.3g}" for name, key in _MEASURED.items() if getattr(measured, name)
+    }
+    return {**found, "saves": measured.saves}
+
+
+def _measured_of(found: Mapping[str, Any]) -> Measured:
+    seconds = {name: float(found.get(key, 0)) for name, key in _MEASURED.items()}
+    return Measured(saves=int(found.get("saves", 0)), **seconds)
+
+
+def _directed(policy: PolicyInForce) -> Document:
+    """A directive as it was given."""
+    return _clipped(
+        {
+            "intervalMilliseconds": round(policy.every_s * 1000),
+            "everySteps": policy.every_steps,
+            "encoding": policy.encoding,
+            "differential": policy.differential,
+            "goal": policy.goal,
+            "intervalMode": policy.interval_mode,
+            "leastMilliseconds": round(policy.least_s * 1000),
+            "mostMilliseconds": round(policy.most_s * 1000),
+            "precisionGoal": policy.bits_goal,
+            "precisionMode": policy.bits_mode,
+            "leastBits": policy.least_bits,
+            "tables": policy.tables,
+        }
+    )
+
+
+def _directed_of(found: Mapping[str, Any]) -> PolicyInForce:
+    return PolicyInForce(
+        every_s=found.get("intervalMilliseconds", 0) / 1000,
+        every_steps=int(found.get("everySteps", 0)),
+        encoding=found.get("encoding", ""),
+        differential=found.get("differential", ""),
+        goal=found.get("goal", ""),
+        interval_mode=found.get("intervalMode", ""),
+        least_s=found.get("leastMilliseconds", 0) / 1000,
+        most_s=found.get("mostMilliseconds", 0) / 1000,
+        bits_goal=found.get("precisionGoal", ""),
+        bits_mode=found.get("precisionMode", ""),
+        least_bits=int(found.get("leastBits", 0)),
+        tables=found.get("tables", ""),
     )
 
 

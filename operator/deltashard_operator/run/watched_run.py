@@ -11,23 +11,37 @@ the store, the CheckpointRun of the Job shows the one whose newest checkpoint is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from deltashard_checkpoint.deciding import evidence
+from deltashard_checkpoint.deciding.decision import Decision, Subject
+from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Rates
 from deltashard_proto.cause import Cause
 
-from deltashard_operator.fleet.sidecar_report import Heartbeat, Hello, Incident, IncidentKind, PolicyInForce
-from deltashard_operator.run import failure
+from deltashard_operator.fleet.sidecar_report import (
+    Heartbeat,
+    Hello,
+    Incident,
+    IncidentKind,
+    Measured,
+    PolicyInForce,
+)
+from deltashard_operator.run import failure, incident
 from deltashard_operator.run.condition import Condition
-from deltashard_operator.run.failure import Loss, Tally
+from deltashard_operator.run.failure import Interruption, Loss, Point, Tally
+from deltashard_operator.run.incident import Incidents
 from deltashard_operator.run.observed_object import JobView, PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 
 V = TypeVar("V")
 MAX_NAME = 63
+HORIZON_S = 86400.0
+"""Restores are expected over the coming day of training."""
 NO_POLICY = PolicyInForce()
 NO_WISH = Wish()
+NO_INCIDENTS = Incidents()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +125,17 @@ class Run:
     taken: Mapping[str, Taken] = field(default_factory=dict)
     tallies: Mapping[str, Tally] = field(default_factory=dict)
     """Failures, by the same keys as `Progress.attempts`."""
+    incidents: Incidents = NO_INCIDENTS
+    """What they count for."""
+    width: int = 0
+    """Most pods that it ever had at once."""
+    node_pool: str = ""
+    """Of the first node that was seen of it."""
+    pool: Evidence = NONE
+    """Of finished runs of its namespace and node pool."""
+    measured: Measured | None = None
+    decisions: tuple[Decision, ...] = ()
+    """By the word of the pod that decides."""
     progress: Progress = NO_PROGRESS
     stamps: Mapping[str, Stamp] = field(default_factory=dict)
     """Newest commits seen, by the runs' names in the store."""
@@ -160,6 +185,37 @@ class Run:
     def failures(self) -> int:
         """Interruptions of all its runs in the store."""
         return sum(each.failures for each in self.tallies.values())
+
+    @property
+    def pods_at_risk(self) -> int:
+        """Pods that one failure of any of them interrupts."""
+        return 1 if self.parts else max(self.width, 1)
+
+    @property
+    def rates(self) -> Rates:
+        """How often steps are lost and checkpoints restored, as it is believed now."""
+        return evidence.rates(self.incidents.evidence, pods=self.pods_at_risk, pool=self.pool)
+
+    @property
+    def deciders(self) -> frozenset[str]:
+        """UIDs of the pods that decide: those with rank 0. Empty: not known."""
+        return frozenset(
+            uid
+            for uid, each in self.reports.items()
+            if each.connected and each.heartbeat is not None and has_rank_0(each.heartbeat)
+        )
+
+    @property
+    def parts(self) -> int:
+        """How many runs of their own in the store it has; 0: its pods are of one run."""
+        return sum(map(bool, self.progress.attempts))
+
+    def at(self, part: str) -> Point:
+        """How far a part of it is, see `Loss.run`."""
+        name = f"{self.workload.namespace}/{self.run_id}" + (f"-{part}" if part else "")
+        known = self.stamps.get(name)
+        seq = known.seq if known is not None else self.progress.last_seq
+        return Point(seq=seq, trained_s=self.trained_s)
 
     @property
     def suspended(self) -> bool:
@@ -274,8 +330,16 @@ def _part(run: Run, pod_uid: str, said: str) -> str:
 
 
 def _with_loss(run: Run, loss: Loss, part: str) -> Run:
-    tally = failure.with_loss(run.tallies.get(part, Tally()), replace(loss, run=part))
-    return replace(run, tallies={**run.tallies, part: tally})
+    loss = replace(loss, run=part, at=run.at(part))
+    tally, over = failure.with_loss(run.tallies.get(part, Tally()), loss)
+    run = replace(run, incidents=incident.lost(run.incidents, part, run.progress.step))
+    return with_tally(run, part, tally, over)
+
+
+def with_tally(run: Run, part: str, tally: Tally, over: Iterable[Interruption]) -> Run:
+    """The run with this tally of a part of it, and what is over by it counted."""
+    incidents = incident.over(run.incidents, part, over, parts=run.parts)
+    return replace(run, tallies={**run.tallies, part: tally}, incidents=incidents)
 
 
 def with_connected(run: Run, hello: Hello) -> Run:
@@ -306,32 +370,57 @@ def with_report(run: Run, hello: Hello, heartbeat: Heartbeat, now_s: float) -> t
     # A trainer that was replaced and is fenced when its node comes back is as it should be: told, but no trouble.
     newest_attempt = run.progress.attempts.get(_part(run, hello.pod_uid, heartbeat.run), 0)
     replaced = heartbeat.attempt < newest_attempt or (pod is not None and not pod.alive)
-    for incident in fresh:
-        if incident.kind is IncidentKind.FENCED and replaced and incident.cause != Cause.TAKEN_OVER:
-            text = f"pod {hello.pod}, which was replaced: {incident.message or 'its trainer was ended'}"
+    for each in fresh:
+        if each.kind is IncidentKind.FENCED and replaced and each.cause != Cause.TAKEN_OVER:
+            text = f"pod {hello.pod}, which was replaced: {each.message or 'its trainer was ended'}"
             notices.append(Notice(reason="Fenced", message=text))
             continue
-        run, told = _with_incident(run, hello, incident, now_s)
+        run, told = _with_incident(run, hello, each, now_s)
         notices.extend(told)
     if fresh:
         taken = Taken(process=hello.process, incident=fresh[-1].id)
         run = replace(run, taken={**run.taken, hello.pod_uid: taken})
-    return _with_progress(run, now_s), tuple(notices)
+    before, run = run.decisions, _with_progress(run, now_s)
+    return run, (*notices, *_changes(before, run.decisions))
 
 
-def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> tuple[Run, list[Notice]]:
-    where = f"pod {hello.pod}: {incident.message}" if incident.message else f"pod {hello.pod}"
-    match incident.kind:
+_CHANGED: Mapping[Subject, str] = {
+    "interval": "IntervalChanged",
+    "bits": "BitsChanged",
+    "recovery": "RecoveryChanged",
+}
+
+
+def _changes(before: Iterable[Decision], after: Iterable[Decision]) -> Iterable[Notice]:
+    """Of what is decided otherwise than before."""
+    known = {each.subject: each.value for each in before}
+    for each in after:
+        value = known.get(each.subject, "")
+        if value and each.value and each.value != value:
+            text = f"{each.subject}: {value} -> {each.value}; {each.why}"
+            yield Notice(reason=_CHANGED[each.subject], message=text, warning=False)
+
+
+def _with_incident(run: Run, hello: Hello, said: Incident, now_s: float) -> tuple[Run, list[Notice]]:
+    where = f"pod {hello.pod}: {said.message}" if said.message else f"pod {hello.pod}"
+    match said.kind:
         case IncidentKind.RESTORED:
             run = replace(
                 run,
                 restores=run.restores + 1,
-                lost_steps=run.lost_steps + incident.lost_steps,
+                lost_steps=run.lost_steps + said.lost_steps,
                 fell_back="",
+                incidents=incident.restored(
+                    run.incidents,
+                    _number(run, run.pods.get(hello.pod_uid)),
+                    step=said.step,
+                    lost_steps=said.lost_steps,
+                    parts=run.parts,
+                ),
             )
-            source = f" from the {incident.cause}" if incident.cause else ""
-            lost = f", {incident.lost_steps} steps are trained again" if incident.lost_steps else ""
-            text = f"pod {hello.pod}: restored step {incident.step}{source} in {incident.seconds:.1f} s{lost}"
+            source = f" from the {said.cause}" if said.cause else ""
+            lost = f", {said.lost_steps} steps are trained again" if said.lost_steps else ""
+            text = f"pod {hello.pod}: restored step {said.step}{source} in {said.seconds:.1f} s{lost}"
             return run, [Notice(reason="Restored", message=text, warning=False)]
         case IncidentKind.SAVE_FAILED:
             run = replace(run, saves_failed=run.saves_failed + 1, failing=where)
@@ -348,9 +437,9 @@ def _with_incident(run: Run, hello: Hello, incident: Incident, now_s: float) -> 
             return replace(run, failing=where), [Notice(reason="StoreUnavailable", message=where)]
         case IncidentKind.TRAINER_LOST:
             loss = Loss(
-                at_s=min(incident.at_s or now_s, now_s),
+                at_s=min(said.at_s or now_s, now_s),
                 cause=failure.LossCause.TRAINER_LOST,
-                message=incident.message,
+                message=said.message,
                 pod=hello.pod,
                 pod_uid=hello.pod_uid,
                 node=hello.node,
@@ -417,6 +506,11 @@ def _with_progress(run: Run, now_s: float) -> Run:
         ),
         default=0,
     )
+    decider = _decider(run, shown.run)
+    if decider is not None:
+        run = replace(
+            run, measured=decider.measured or run.measured, decisions=decider.decisions or run.decisions
+        )
     progress = replace(
         before,
         step=min(steps) if steps else max(before.step, left_at),
@@ -439,6 +533,23 @@ def _with_progress(run: Run, now_s: float) -> Run:
     if any(each > before.attempts.get(part, 0) for part, each in attempts.items()):
         run = replace(run, fenced="", tracking="")
     return replace(run, progress=progress)
+
+
+def _decider(run: Run, name: str) -> Heartbeat | None:
+    """The heartbeat of the pod that decides for a run in the store: of several that say so the one with rank 0."""
+    told = [
+        each.heartbeat
+        for each in run.reports.values()
+        if each.heartbeat is not None
+        and each.heartbeat.run == name
+        and (each.heartbeat.decisions or each.heartbeat.measured is not None)
+    ]
+    return max(told, key=lambda each: (each.attempt, has_rank_0(each)), default=None)
+
+
+def has_rank_0(heartbeat: Heartbeat) -> bool:
+    """Whether the pod decides for its run."""
+    return any(each.rank == 0 for each in heartbeat.ranks)
 
 
 def finished(run: Run, how: str, at_s: float) -> Run:

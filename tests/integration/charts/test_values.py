@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from deltashard_operator.policy import workload_policy
 
 from tests.integration.charts.helm import CERTIFICATE, CHART, Document, HelmRefused, Rendering, render
 
@@ -285,6 +286,13 @@ CASES = [
         look=lambda r: {key: policy(r).get(key) for key in STORE},
         before=dict.fromkeys(STORE),
         after=STORE,
+    ),
+    Case(
+        path="deciding.enabled",
+        value=False,
+        look=lambda r: policy(r).get("deciding"),
+        before=None,
+        after={"enabled": False},
     ),
     Case(
         path="webhook.replicas",
@@ -611,6 +619,13 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("defaultPolicy", {"store": {"url": "file:///tmp"}}),
         ("defaultPolicy", {"store": {"secretName": "without-url"}}),
         ("defaultPolicy", {"intervalSecond": 5}),
+        ("defaultPolicy", {"interval": {"goal": "soon"}}),
+        ("defaultPolicy", {"interval": {"goal": "overhead=60%"}}),
+        ("defaultPolicy", {"interval": {"mode": "on"}}),
+        ("defaultPolicy", {"precision": {"leastBits": 5}}),
+        ("defaultPolicy", {"precision": {"tables": {"emb=x": "q8"}}}),
+        ("defaultPolicy", {"precision": {"tables": {"emb": "q7"}}}),
+        ("defaultPolicy", {"deciding": {"enabled": False}}),
         ("runAsUser", 0),
     ],
 )
@@ -644,6 +659,26 @@ def test_a_value_can_be_left_to_the_cluster() -> None:
     rendering = render({"runAsUser": None})
     assert users(rendering) == {None}
     assert {spec["securityContext"]["runAsNonRoot"] for spec in pod_specs(rendering)} == {True}
+
+
+@pytest.mark.parametrize(
+    ("stated", "goal"),
+    [
+        ({}, "auto"),
+        ({"bits": 4}, "auto"),
+        ({"interval": {"mostSeconds": 600}}, "auto"),
+        ({"interval": {"goal": "lost-work=5m"}}, "lost-work=5m"),
+        ({"intervalSeconds": 60}, "fixed"),
+        ({"everySteps": 100}, "fixed"),
+        ({"intervalSeconds": 60, "interval": {"goal": "auto"}}, "auto"),
+    ],
+)
+def test_the_default_policy_chooses_its_interval_unless_it_states_one(
+    stated: dict[str, Any], goal: str
+) -> None:
+    """As the webhook and the controller read what the chart gives them."""
+    found = policy(render({"defaultPolicy": {"store": {"url": "s3://bucket/x"}, **stated}}))
+    assert workload_policy.read("default", found).goal == goal
 
 
 def test_the_schema_of_the_default_policy_is_the_resource_s() -> None:

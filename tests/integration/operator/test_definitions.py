@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from deltashard_operator.policy import workload_policy
+from deltashard_operator.run import run_record
 
+from tests.support.operator.full_run import NOW_S, full_run
 from tests.support.server.apiserver import ApiServer, Rest
 
 GOOD_POLICY: dict[str, Any] = {
@@ -23,6 +25,13 @@ GOOD_POLICY: dict[str, Any] = {
             "roleArn": "arn:aws:iam::123456789012:role/team-a",
             "stsEndpoint": "https://sts.example",
         },
+    },
+    "interval": {"goal": "overhead=0.5%", "mode": "apply", "leastSeconds": 60, "mostSeconds": 1800},
+    "precision": {
+        "goal": "budget",
+        "mode": "advise",
+        "leastBits": 4,
+        "tables": {"model.emb.user": "q8", "emb/item": "q4"},
     },
     "intervalSeconds": 300,
     "everySteps": 0,
@@ -62,6 +71,25 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no timer at all": ({"intervalSeconds": 0, "everySteps": None}, "it needs everySteps above 0"),
     "no timer and no steps": ({"intervalSeconds": 0, "everySteps": 0}, "it needs everySteps above 0"),
     "steps as text": ({"everySteps": "10"}, "must be of type integer"),
+    "a goal that nobody knows": ({"interval": {"goal": "soon"}}, "should match"),
+    "a goal without its amount": ({"interval": {"goal": "overhead"}}, "should match"),
+    "an overhead of all": ({"interval": {"goal": "overhead=51%"}}, "should match"),
+    "an overhead of nothing": ({"interval": {"goal": "overhead=0.0%"}}, "its amount is 0"),
+    "no lost work at all": ({"interval": {"goal": "lost-work=0s"}}, "its amount is 0"),
+    "a month of lost work": ({"interval": {"goal": "lost-work=30d"}}, "at most 7d"),
+    "the same in hours": ({"interval": {"goal": "lost-work=169h"}}, "at most 7d"),
+    "the same in milliseconds": ({"interval": {"goal": "lost-work=604800001ms"}}, "at most 7d"),
+    "a pls above all": ({"interval": {"goal": "pls=2"}}, "should match"),
+    "a mode of neither kind": ({"interval": {"mode": "on"}}, "Unsupported value"),
+    "bounds that cross": (
+        {"interval": {"leastSeconds": 60, "mostSeconds": 59}},
+        "leastSeconds is above mostSeconds",
+    ),
+    "a bound beyond a week": ({"interval": {"mostSeconds": 604801}}, "less than or equal to 604800"),
+    "a goal of bits that nobody knows": ({"precision": {"goal": "small"}}, "Unsupported value"),
+    "five bits at least": ({"precision": {"leastBits": 5}}, "Unsupported value"),
+    "a table without a name": ({"precision": {"tables": {"": "q8"}}}, "1 to 253 characters"),
+    "a table of an unknown encoding": ({"precision": {"tables": {"emb": "q7"}}}, "Unsupported value"),
     "an unknown differential": ({"differential": "sometimes"}, "Unsupported value"),
     "an arena too small": ({"arenaSize": "63Mi"}, "from 64Mi to 1Ti"),
     "an arena too large": ({"arenaSize": "2Ti"}, "from 64Mi to 1Ti"),
@@ -117,6 +145,29 @@ def test_a_policy_with_every_field_is_stored_as_written_and_read_by_the_injector
     assert workload_policy.read("p", reply.document["spec"]).run_as_user is None
 
 
+@pytest.mark.parametrize(
+    "goal",
+    ["auto", "fixed", "check-n-run", "overhead=50%", "overhead=0.001%", "lost-work=7d", "lost-work=168h",
+     "lost-work=250ms", "lost-work=1.5m", "pls=0.02", "pls=1"],
+)  # fmt: skip
+def test_a_goal_that_the_api_takes_is_one_that_is_read(http: Rest, goal: str) -> None:
+    reply = http.create(policy({"interval": {"goal": goal}}))
+    assert reply.status == 201, reply.document
+    assert workload_policy.read("p", reply.document["spec"]).goal == goal
+
+
+def test_the_status_of_a_run_is_taken_as_it_is_written(http: Rest) -> None:
+    """Every field that the controller writes is one of the resource's, and comes back as it was."""
+    document = run()
+    status = run_record.status(full_run(), NOW_S)
+    name = http.create(document).document["metadata"]["name"]
+    merge = "application/merge-patch+json"
+    reply = http("PATCH", f"{root()}/{name}/status?fieldValidation=Strict", {"status": status}, content=merge)
+    assert reply.status == 200, reply.document
+    assert reply.warnings == []
+    assert reply.document["status"] == status
+
+
 def test_an_empty_policy_is_possible_since_the_default_is_under_it(http: Rest) -> None:
     assert http.create(policy(dict.fromkeys(GOOD_POLICY))).status == 201
 
@@ -131,10 +182,10 @@ def test_a_policy_with_nonsense_is_refused_before_it_is_stored(http: Rest, name:
 
 def test_strict_clients_hear_of_a_field_that_does_not_exist(http: Rest) -> None:
     reply = http(
-        "POST", root(plural="checkpointpolicies") + "?fieldValidation=Strict", policy({"interval": 3})
+        "POST", root(plural="checkpointpolicies") + "?fieldValidation=Strict", policy({"intervals": 3})
     )
     assert reply.status == 400
-    assert 'unknown field "spec.interval"' in reply.document["message"]
+    assert 'unknown field "spec.intervals"' in reply.document["message"]
 
 
 def test_a_runs_spec_never_changes_and_its_status_is_a_subresource(http: Rest) -> None:
@@ -208,6 +259,8 @@ def test_kubectl_get_answers_the_daily_question(http: Rest, apiserver: ApiServer
         "Lost",
         "Age",
     ]
+    wide = [c["name"] for c in table["columnDefinitions"] if c["priority"]]
+    assert {"Goal", "Why", "MTBF"} <= set(wide)
     cells = dict(zip(columns, table["rows"][0]["cells"], strict=False))
     assert cells["Last-Commit"].endswith("d")
     assert {k: cells[k] for k in ("Phase", "Step", "Last-Step", "Stored", "Lost")} == {

@@ -10,6 +10,7 @@ from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.run.failure import LossCause
 from deltashard_operator.run.judgement import _EVENTS
 from deltashard_operator.run.phase import Phase
+from deltashard_operator.run.watched_run import _CHANGED
 from prometheus_client.metrics_core import Metric
 
 from tests.support.server.minio_server import ROOT
@@ -35,7 +36,7 @@ def test_every_event_is_on_the_page() -> None:
     folder = Path(deltashard_operator.__file__).parent
     sources = "".join((folder / name).read_text() for name in ("run/watched_run.py", "controller/writer.py"))
     told = set(re.findall(r'Notice\(reason="(\w+)"', sources))
-    assert words("| reason | type | when |") == told | set(_EVENTS.values())
+    assert words("| reason | type | when |") == told | set(_EVENTS.values()) | set(_CHANGED.values())
 
 
 def exposed(metric: Metric) -> str:
@@ -43,5 +44,5 @@ def exposed(metric: Metric) -> str:
 
 
 def test_every_metric_of_the_controller_is_on_the_page() -> None:
-    said = set(re.findall(r"`(deltashard_controller_\w+)", PAGE))
+    said = set(re.findall(r"`(deltashard_(?:controller|node)_\w+)", PAGE))
     assert said == {exposed(each) for each in ControllerMetrics().registry.collect()}

@@ -12,10 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
+from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_operator.fleet import service as fleets
 from deltashard_operator.fleet.metric import FleetMetrics
 from deltashard_operator.fleet.service import Files, Fleet, FleetUnavailable
-from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce
+from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce, Sighted
 from deltashard_proto.v1 import fleet_pb2 as wire
 from kubernetes import client
 
@@ -108,6 +109,40 @@ def test_directives_go_out_on_change_and_on_connect(api: client.ApiClient, pod: 
                     "no directive of a run that is over"
                 )
             assert service.value("directives_sent_total") == 4
+
+    asyncio.run(scenario())
+
+
+def test_evidence_goes_to_who_decides_and_to_everyone_who_comes(
+    api: client.ApiClient, pod: Pod, token: str
+) -> None:
+    """All are told where it is not known who decides, and a sidecar that comes again hears it anew."""
+
+    def sighted(lossy: float) -> Sighted:
+        seen = Evidence(exposure_s=3600.0, lossy=lossy, restores=4.0)
+        return Sighted(seen=seen, pods=8, pool=Evidence(exposure_s=60.0, lossy=2.0))
+
+    async def scenario() -> None:
+        async with serving(api) as service:
+            key = (pod.namespace, f"job-of-{pod.uid}")
+            service.fleet.inform(key, sighted(1.0), frozenset())
+            async with service.reporter(pod, token) as one:
+                await one.greet()
+                found = (await one.next()).evidence
+                assert (found.exposure_s, found.lossy, found.restores) == (3600.0, 1.0, 4.0)
+                assert (found.pods, found.pool_exposure_s, found.pool_lossy) == (8, 60.0, 2.0)
+                service.fleet.inform(key, sighted(2.0), frozenset({"another"}))
+                service.fleet.inform(key, sighted(3.0), frozenset({pod.uid}))
+                assert (await one.next()).evidence.lossy == 3.0
+            async with service.reporter(pod, token, "p2") as two:
+                await two.greet()
+                assert (await two.next()).evidence.lossy == 3.0
+            service.fleet.forget(key)
+            async with service.reporter(pod, token, "p3") as three:
+                await three.greet()
+                service.fleet.save_now(key, "user", urgent=False, deadline_s=0)
+                assert (await three.next()).WhichOneof("kind") == "save_now"
+            assert service.value("evidence_sent_total") == 3
 
     asyncio.run(scenario())
 

@@ -10,7 +10,16 @@ from typing import Any
 import yaml
 from deltashard_operator.controller.controller import Controller
 from deltashard_operator.controller.watch import SETTLE_SOON_S
-from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello, Phase, PolicyInForce, RunKey
+from deltashard_operator.fleet.sidecar_report import (
+    Directive,
+    Heartbeat,
+    Hello,
+    Phase,
+    PolicyInForce,
+    Rank,
+    RunKey,
+    Sighted,
+)
 from deltashard_operator.kube.call import Answer
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import run_record
@@ -26,9 +35,13 @@ class Told:
 
     def __init__(self) -> None:
         self.directives: list[Directive] = []
+        self.sighted: list[tuple[Sighted, frozenset[str]]] = []
 
     def direct(self, run_key: RunKey, directive: Directive) -> None:
         self.directives.append(directive)
+
+    def inform(self, run_key: RunKey, sighted: Sighted, pods: frozenset[str]) -> None:
+        self.sighted.append((sighted, pods))
 
     def forget(self, run_key: RunKey) -> None:
         pass
@@ -138,6 +151,93 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         assert await told_by_now() == []
         controller.watches.on_policy({**policy, "spec": {"intervalSeconds": 60}})
         assert await told_by_now() == [60.0]
+
+    asyncio.run(scenario())
+
+
+def test_failures_are_counted_by_node_once_and_go_with_it() -> None:
+    """Also when the status is judged again and again."""
+
+    async def scenario() -> None:
+        now_s = time.time()
+        api = Api()
+        controller = controller_of(api, wall=lambda: now_s)
+        api.let_go.set()
+        await controller.load()
+        watches = controller.watches
+        watches.on_node({"metadata": {"name": "node-a"}, "status": {}})
+        watches.on_job(job())
+        document = pod()
+        document["spec"] = {**document.get("spec", {}), "nodeName": "node-a"}
+        watches.on_pod(document)
+
+        async def failures() -> float | None:
+            controller.tick()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+            name = "deltashard_node_failures_total"
+            return controller.metrics.registry.get_sample_value(name, {"node": "node-a"})
+
+        assert await failures() is None
+        ending = {"terminated": {"exitCode": 1, "reason": "Error", "finishedAt": run_record.timestamp(now_s)}}
+        container = {"name": "trainer", "restartCount": 1, "state": {"running": {}}, "lastState": ending}
+        document["status"] = {"phase": "Running", "containerStatuses": [container]}
+        watches.on_pod(document)
+        assert [await failures() for _ in range(3)] == [1, 1, 1]
+        watches.node_gone(ObjectKey("", "node-a", "u"), None)
+        assert await failures() is None
+
+    asyncio.run(scenario())
+
+
+def test_a_decider_hears_of_failures_when_it_comes_and_again_when_they_doubled(tmp_path: Path) -> None:
+    """And of the chart's switch that turns all deciding off: a directive with the mode off."""
+    chart = tmp_path / "policy.yaml"
+    chart.write_text(
+        yaml.safe_dump({**sample.DEFAULTS, "interval": {"goal": "auto"}, "deciding": {"enabled": False}})
+    )
+
+    async def scenario() -> None:
+        now_s = time.time()
+        api = Api()
+        controller = controller_of(api, default_policy=chart, wall=lambda: now_s)
+        told = Told()
+        controller.follow(told)
+        api.let_go.set()
+        await controller.load()
+        controller.watches.on_job(job())
+        controller.watches.on_pod(pod())
+        controller.watches.on_list()
+        await controller.watches.settle()
+        hello = Hello(namespace="n", pod="train-x", pod_uid="p-1", process="p", workload_uid=UID)
+        controller.connected(hello)
+        in_force = PolicyInForce(
+            every_s=120.0, encoding="q8", differential="intermittent", goal="auto", interval_mode="apply"
+        )
+        attempt = 0
+
+        async def beat(attempt: int) -> None:
+            ranks = (Rank(rank=0, world_size=1, step=5),)
+            said = Heartbeat(
+                run="n/train", phase=Phase.TRAINING, attempt=attempt, policy=in_force, ranks=ranks
+            )
+            controller.reported(hello, said)
+            controller.tick()
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+        await beat(1)
+        assert [(each.seen.lossy, each.pods, pods) for each, pods in told.sighted] == [(0.0, 1, {"p-1"})]
+        assert [(each.policy.goal, each.policy.interval_mode) for each in told.directives] == [
+            ("auto", "off")
+        ]
+        for attempt in range(2, 9):
+            for wait_s in (1.0, 30.0):
+                now_s += wait_s
+                await beat(attempt)
+        assert len(told.sighted) == 1, "not more than once an hour"
+        now_s += 3600.0
+        await beat(attempt)
+        assert [round(each.seen.lossy) for each, _ in told.sighted] == [0, 7]
+        assert len(told.directives) == 1
 
     asyncio.run(scenario())
 

@@ -28,6 +28,28 @@ INCIDENTS = st.builds(
     lost_steps=COUNTS,
     seconds=NUMBERS,
 )
+DECISIONS = st.builds(
+    wire.Decision,
+    subject=st.sampled_from(["interval", "bits", "recovery", "colour", ""]),
+    mode=st.sampled_from(["off", "advise", "apply", "perhaps"]),
+    goal=TEXTS,
+    value=TEXTS,
+    would=TEXTS,
+    why=TEXTS,
+    bound=TEXTS,
+    evidence=TEXTS,
+    unreachable=TEXTS,
+)
+MEASURED = st.builds(
+    wire.Measured,
+    step_s=NUMBERS,
+    stall_s=NUMBERS,
+    cost_s=NUMBERS,
+    durable_s=NUMBERS,
+    restore_s=NUMBERS,
+    saves=COUNTS,
+    mtbf_s=NUMBERS,
+)
 HEARTBEATS = st.builds(
     wire.Heartbeat,
     run=TEXTS,
@@ -51,7 +73,18 @@ HEARTBEATS = st.builds(
         rows=COUNTS,
     ),
     last_commit_at_s=NUMBERS,
-    policy=st.builds(trainer_wire.Policy, every_s=NUMBERS, every_steps=COUNTS, encoding=TEXTS),
+    policy=st.builds(
+        trainer_wire.Policy,
+        every_s=NUMBERS,
+        every_steps=COUNTS,
+        encoding=TEXTS,
+        goal=TEXTS,
+        least_s=NUMBERS,
+        bits_goal=TEXTS,
+        tables=TEXTS,
+    ),
+    measured=st.none() | MEASURED,
+    decisions=st.lists(DECISIONS, max_size=5),
     stored_bytes=COUNTS,
     incidents=st.lists(INCIDENTS, max_size=6),
 )
@@ -81,7 +114,7 @@ def assert_bounded(value: Any) -> None:
             assert math.isfinite(value)
             assert value >= 0
         case str():
-            assert len(value) <= sidecar_report.MAX_TEXT
+            assert len(value) <= sidecar_report.MAX_TABLES
             assert not any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in value)
         case tuple():
             assert len(value) <= max(sidecar_report.MAX_INCIDENTS, sidecar_report.MAX_RANKS)
@@ -106,6 +139,20 @@ def test_any_heartbeat_becomes_a_bounded_value(message: wire.Heartbeat) -> None:
         assert value.attempt == message.attempt
     if message.policy.encoding.isprintable() and len(message.policy.encoding) <= sidecar_report.MAX_WORD:
         assert value.policy.encoding == message.policy.encoding
+
+
+def test_of_decisions_only_what_can_be_shown_is_taken() -> None:
+    """One of a subject, of a mode that is known, its texts clipped to what a status holds."""
+    messages = [
+        wire.Decision(subject="colour", mode="apply"),
+        wire.Decision(subject="interval", mode="perhaps"),
+        wire.Decision(subject="interval", mode="apply", value="3 min", why="x" * 2000),
+        wire.Decision(subject="interval", mode="apply", value="4 min"),
+        wire.Decision(subject="bits", mode="advise", would="q4\nq8"),
+    ]
+    first, second = sidecar_report.heartbeat_of(wire.Heartbeat(decisions=messages)).decisions
+    assert (first.subject, first.value, len(first.why)) == ("interval", "3 min", sidecar_report.MAX_REASON)
+    assert (second.subject, second.would) == ("bits", "q4 q8")
 
 
 @given(

@@ -17,9 +17,25 @@ def read(**keys: str) -> annotation.Annotations:
 
 def test_every_key_is_read() -> None:
     """All keys at once, each in its own unit."""
-    found = read(policy="p", container="c", run_id="r-1", arena_size="1.5Gi", interval="5m", bits="4")
+    found = read(
+        policy="p",
+        container="c",
+        run_id="r-1",
+        arena_size="1.5Gi",
+        interval="5m",
+        goal="overhead=1%",
+        bits="4",
+        precision="budget",
+    )
     assert found == annotation.Annotations(
-        policy="p", container="c", run_id="r-1", arena_bytes=1536 * MIB, every_s=300.0, encoding="q4"
+        policy="p",
+        container="c",
+        run_id="r-1",
+        arena_bytes=1536 * MIB,
+        every_s=300.0,
+        goal="overhead=1%",
+        encoding="q4",
+        precision="budget",
     )
 
 
@@ -54,6 +70,11 @@ def test_intervals(text: str, seconds: float) -> None:
         ("bits", "5"),
         ("bits", "q8"),
         ("bits", "8 "),
+        ("goal", "soon"),
+        ("goal", "overhead=0%"),
+        ("goal", "lost-work=8d"),
+        ("precision", ""),
+        ("precision", "off"),
     ],
 )
 def test_a_wrong_value_is_refused_with_a_sentence(key: str, value: str) -> None:

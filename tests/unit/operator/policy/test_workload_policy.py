@@ -70,9 +70,74 @@ def test_a_policys_encoding_is_not_mixed_with_the_defaults_bits() -> None:
     assert workload_policy.read("p", merged).encoding == "q4"
 
 
+def test_nothing_is_chosen_where_nothing_says_so() -> None:
+    policy = sample.policy({"bits": 4})
+    assert (policy.goal, policy.bits_goal, policy.tables) == ("fixed", "", "")
+
+
+CHOOSING = {
+    **sample.DEFAULTS,
+    "interval": {"goal": "auto", "mostSeconds": 900},
+    "precision": {"goal": "budget"},
+}
+
+
+@pytest.mark.parametrize(
+    ("spec", "annotations", "goals"),
+    [
+        ({}, {}, ("auto", "budget")),
+        ({"intervalSeconds": 60}, {}, ("fixed", "budget")),
+        ({"everySteps": 60}, {}, ("fixed", "budget")),
+        ({"intervalSeconds": 60, "interval": {"mode": "advise"}}, {}, ("fixed", "budget")),
+        ({"intervalSeconds": 60, "interval": {"goal": "auto"}}, {}, ("auto", "budget")),
+        ({"bits": 4}, {}, ("auto", "")),
+        ({"encoding": "q4", "precision": {"goal": "check-n-run"}}, {}, ("auto", "check-n-run")),
+        ({"precision": {"goal": "fixed"}}, {}, ("auto", "")),
+        ({}, {"every_s": 60.0}, ("fixed", "budget")),
+        ({}, {"every_s": 60.0, "goal": "auto"}, ("auto", "budget")),
+        ({}, {"encoding": "q4"}, ("auto", "")),
+        ({}, {"encoding": "q4", "precision": "budget"}, ("auto", "budget")),
+        ({"intervalSeconds": 60}, {"goal": "lost-work=5m"}, ("lost-work=5m", "budget")),
+        ({}, {"goal": "fixed", "precision": "fixed"}, ("fixed", "")),
+    ],
+)
+def test_who_states_a_value_and_no_goal_wants_just_this(
+    spec: dict[str, Any], annotations: dict[str, Any], goals: tuple[str, str]
+) -> None:
+    """Whatever the default's goal is; the default's bounds stay."""
+    said = Annotations(policy="p", **annotations)
+    policy = workload_policy.resolve("p", workload_policy.merged(spec, CHOOSING), said)
+    assert ((policy.goal, policy.bits_goal), policy.most_s) == (goals, 900)
+
+
+def test_the_cluster_turns_deciding_off_and_no_policy_turns_it_on() -> None:
+    off = {**CHOOSING, "deciding": {"enabled": False}}
+    spec = {"deciding": {"enabled": True}, "interval": {"mode": "apply"}, "precision": {"mode": "apply"}}
+    policy = workload_policy.read("p", workload_policy.merged(spec, off))
+    assert (policy.interval_mode, policy.bits_mode) == ("off", "off")
+    policy = workload_policy.read("p", workload_policy.merged({"deciding": {"enabled": False}}, CHOOSING))
+    assert (policy.interval_mode, policy.bits_mode) == ("apply", "advise")
+
+
+def test_encodings_of_tables_that_do_not_fit_beside_the_rest_are_refused() -> None:
+    tables = {f"{'x' * 100}{n}": "q8" for n in range(40)}
+    with pytest.raises(Refusal, match="at most 3072 characters"):
+        sample.policy({"precision": {"tables": tables}})
+
+
 @pytest.mark.parametrize(
     ("spec", "path"),
     [
+        ({"interval": "auto"}, "spec.interval is no object"),
+        ({"interval": {"goal": "soon"}}, "spec.interval.goal is 'soon'"),
+        ({"interval": {"goal": 5}}, "spec.interval.goal is '5'"),
+        ({"interval": {"mode": "on"}}, "spec.interval.mode is 'on'"),
+        ({"interval": {"leastSeconds": 60, "mostSeconds": 59}}, "spec.interval.leastSeconds is '60'"),
+        ({"precision": {"goal": "small"}}, "spec.precision.goal is 'small'"),
+        ({"precision": {"leastBits": 5}}, "spec.precision.leastBits is '5'"),
+        ({"precision": {"tables": {"a=b": "q8"}}}, "spec.precision.tables is"),
+        ({"precision": {"tables": {"a": "q7"}}}, "spec.precision.tables is"),
+        ({"precision": {"tables": ["a"]}}, "spec.precision.tables is"),
         ({"store": {}}, "spec.store.url is missing"),
         ({"store": {"url": "s3://key:secret@b/p"}}, "spec.store.url is"),
         ({"store": {"url": "file:///data"}}, "spec.store.url is"),

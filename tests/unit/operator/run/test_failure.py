@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from deltashard_operator.run import failure, observed_object, watched_run
-from deltashard_operator.run.failure import Loss, LossCause, Tally
+from deltashard_operator.run.failure import Loss, LossCause, Point, Tally
 from deltashard_operator.run.observed_object import PodView
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,14 +78,25 @@ def test_only_what_somebody_asked_for_is_no_failure() -> None:
     }
 
 
-def lost(tally: Tally, cause: LossCause = LossCause.ERROR, at_s: float = NOW_S, uid: str = "p") -> Tally:
-    return failure.with_loss(tally, Loss(at_s=at_s, cause=cause, pod_uid=uid))
+def lost(
+    tally: Tally, cause: LossCause = LossCause.ERROR, at_s: float = NOW_S, uid: str = "p", **more: Any
+) -> Tally:
+    return failure.with_loss(tally, Loss(at_s=at_s, cause=cause, pod_uid=uid, **more))[0]
+
+
+def told(tally: Tally, attempt: int, at_s: float, *, own: bool = True) -> Tally:
+    return failure.with_attempt(tally, attempt, at_s, own=own)[0]
+
+
+def closed(tally: Tally, attempt: int, at_s: float = NOW_S) -> tuple[Tally, tuple[failure.Interruption, ...]]:
+    """The tally some time after an attempt was first told of, and what is over by it."""
+    tally, first = failure.with_attempt(tally, attempt, at_s, own=True)
+    tally, second = failure.with_attempt(tally, attempt, at_s + failure.SETTLE_S, own=True)
+    return tally, (*first, *second)
 
 
 def opened(tally: Tally, attempt: int, at_s: float = NOW_S) -> Tally:
-    """The tally some time after an attempt was first told of."""
-    tally = failure.with_attempt(tally, attempt, at_s, own=True)
-    return failure.with_attempt(tally, attempt, at_s + failure.SETTLE_S, own=True)
+    return closed(tally, attempt, at_s)[0]
 
 
 def test_a_loss_is_a_failure_at_once_and_still_one_when_training_is_opened_again() -> None:
@@ -117,16 +128,16 @@ def test_attempts_tell_of_losses_that_no_controller_saw() -> None:
 
 
 def test_a_run_that_began_before_the_controller_counts_its_attempts_unless_they_are_anothers() -> None:
-    assert failure.with_attempt(Tally(), 3, NOW_S, own=True).failures == 2
-    assert failure.with_attempt(Tally(), 3, NOW_S, own=False).failures == 0
+    assert told(Tally(), 3, NOW_S).failures == 2
+    assert told(Tally(), 3, NOW_S, own=False).failures == 0
 
 
 def test_a_loss_told_late_is_not_counted_beside_its_attempt() -> None:
     """The new trainer's heartbeat may overtake the kubelet's word about the old one."""
     tally = opened(Tally(), 1)
-    tally = failure.with_attempt(tally, 2, NOW_S, own=True)
+    tally = told(tally, 2, NOW_S)
     tally = lost(tally, at_s=NOW_S + 3)
-    tally = failure.with_attempt(tally, 2, NOW_S + failure.SETTLE_S, own=True)
+    tally = told(tally, 2, NOW_S + failure.SETTLE_S)
     assert tally.failures == 1
     assert [each.cause for each in tally.losses] == [LossCause.ERROR]
 
@@ -151,51 +162,107 @@ def test_failures_are_the_interruptions_that_nobody_asked_for(story: list[tuple[
         attempt += 1
         expected += how != "asked"
         cause = LossCause.SUSPENDED if how == "asked" else LossCause.EVICTED
-        told = {"unseen": 0, "twice": 2 * pods}.get(how, pods)
+        losses = {"unseen": 0, "twice": 2 * pods}.get(how, pods)
         if how == "late":
-            tally = failure.with_attempt(tally, attempt, at_s, own=True)
-        for n in range(told):
+            tally = told(tally, attempt, at_s)
+        for n in range(losses):
             tally = lost(tally, cause, at_s + n, uid=f"{attempt}-{n}")
         tally = opened(tally, attempt, at_s + 5)
         assert tally.failures == expected
         assert len(tally.losses) <= failure.MAX_LOSSES
 
 
-def test_the_estimate_begins_with_the_prior_and_moves_with_what_happens() -> None:
-    fresh = failure.estimate({"": Tally()}, 0.0, NOW_S)
-    assert fresh.mtbf_s == failure.PRIOR_S
-    assert fresh.expected_restores == pytest.approx(2.0)
-    quiet = failure.estimate({"": opened(Tally(), 1)}, 6 * 24 * HOUR_S, NOW_S)
-    assert quiet.mtbf_s > 12 * failure.PRIOR_S
-    tally, at_s = opened(Tally(), 1), NOW_S
-    for attempt in range(2, 12):
-        at_s += HOUR_S
-        tally = opened(lost(tally, at_s=at_s), attempt, at_s + 1)
-    busy = failure.estimate({"": tally}, 10 * HOUR_S, at_s)
-    assert busy.mtbf_s == pytest.approx((failure.PRIOR_S + 10 * HOUR_S) / 11)
-    assert busy.expected_restores == pytest.approx(24 * HOUR_S / busy.mtbf_s)
+def crashed(tally: Tally, *, attempt: int, seq: int, trained_s: float, code: int = 1, **more: Any) -> Tally:
+    """The tally after the trainer of this attempt ended with this exit code."""
+    return lost(
+        tally,
+        at_s=NOW_S + 100 * attempt,
+        ending=f"trainer with exit code {code}",
+        at=Point(seq=seq, trained_s=trained_s),
+        **more,
+    )
 
 
-def test_what_is_older_than_the_window_is_forgotten() -> None:
-    tally = opened(lost(opened(Tally(), 1)), 2)
-    later = failure.estimate({"": tally}, 30 * 24 * HOUR_S, NOW_S + 2 * failure.WINDOW_S)
-    assert later.mtbf_s == failure.PRIOR_S + failure.WINDOW_S
+def crashes(*each: dict[str, Any]) -> tuple[Tally, list[failure.Interruption]]:
+    """A tally after these crashes, one an attempt, and the interruptions that they were."""
+    tally, over = opened(Tally(), 1), list[failure.Interruption]()
+    for n, one in enumerate(each, start=1):
+        tally = crashed(tally, attempt=n, **one)
+        tally, found = closed(tally, n + 1, NOW_S + 100 * n + 10)
+        over.extend(found)
+    return tally, over
 
 
-def test_unseen_interruptions_weigh_as_many_as_they_are() -> None:
-    tally = opened(opened(Tally(), 1), 6)
-    assert failure.estimate({"": tally}, 0.0, NOW_S).mtbf_s == failure.PRIOR_S / 6
+def test_the_same_crash_without_a_commit_between_is_one_application_failure() -> None:
+    tally, over = crashes(*({"seq": 5, "trained_s": 600.0 + n} for n in range(4)))
+    assert [each.again for each in over] == [False, True, True, True]
+    assert tally.failures == 4
+    loop = failure.crash_loop(tally, Point(seq=5, trained_s=604.0))
+    assert loop is not None
+    assert (loop.times, loop.endings) == (4, ("trainer with exit code 1",))
+    assert failure.crash_loop(tally, Point(seq=6, trained_s=604.0)) is None, "a commit ends it"
+    assert failure.crash_loop(tally, Point(seq=5, trained_s=1000.0)) is None, "and so does training"
 
 
-@given(st.floats(0, 1e8), st.integers(0, 50))
-def test_more_failures_never_make_a_longer_mtbf(trained_s: float, n: int) -> None:
-    tally, at_s = opened(Tally(), 1), NOW_S
-    before = failure.estimate({"": tally}, trained_s, at_s).mtbf_s
-    for attempt in range(2, 2 + min(n, 10)):
-        tally = opened(lost(tally, at_s=at_s), attempt, at_s)
-        after = failure.estimate({"": tally}, trained_s, at_s).mtbf_s
-        assert 0 < after < before
-        before = after
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"seq": 6, "trained_s": 601.0},
+        {"seq": 5, "trained_s": 601.0, "code": 2},
+        {"seq": 5, "trained_s": 600.0 + failure.LOOP_TRAINED_S + 1},
+    ],
+)
+def test_what_differs_is_no_crash_loop(second: dict[str, Any]) -> None:
+    """Crashes a long training apart are none though nothing was committed: there the interval may be what is wrong."""
+    _, over = crashes({"seq": 5, "trained_s": 600.0}, second)
+    assert [each.again for each in over] == [False, False]
+
+
+def test_a_lost_node_between_two_crashes_is_no_crash_loop() -> None:
+    tally, _ = crashes({"seq": 5, "trained_s": 600.0})
+    tally = lost(tally, LossCause.NODE_LOST, at_s=NOW_S + 250)
+    tally, over = closed(tally, 3, NOW_S + 260)
+    assert (over[0].cause, tally.crash) == (LossCause.NODE_LOST, None)
+    tally, over = closed(crashed(tally, attempt=3, seq=5, trained_s=601.0), 4, NOW_S + 400)
+    assert [each.again for each in over] == [False]
+
+
+def test_a_container_that_ends_before_training_is_opened_is_a_crash_loop_by_its_restarts() -> None:
+    """An image that cannot import its module opens no attempt."""
+    tally = opened(Tally(), 1)
+    for n in range(3):
+        assert failure.crash_loop(tally, Point()) is None
+        tally = crashed(tally, attempt=n + 1, seq=0, trained_s=0.0)
+    loop = failure.crash_loop(tally, Point())
+    assert loop is not None
+    assert loop.times == 3
+    tally, over = closed(tally, 2, NOW_S + 900)
+    assert [(each.times, each.again) for each in over] == [(1, False)]
+
+
+def test_crashes_faster_than_their_attempts_settle_are_seen_all_the_same() -> None:
+    tally = opened(Tally(), 1)
+    for n in range(3):
+        tally = lost(
+            tally, at_s=NOW_S + 5 * n, ending="trainer with exit code 1", at=Point(seq=2, trained_s=9.0)
+        )
+    tally, over = closed(tally, 4, NOW_S + 16)
+    assert [(each.cause, each.times, each.again) for each in over] == [
+        (LossCause.ERROR, 1, False),
+        (LossCause.ERROR, 2, True),
+    ]
+    assert LossCause.UNSEEN not in {each.cause for each in tally.losses}
+    assert tally.failures == 3
+
+
+def test_without_attempts_a_crash_loop_is_known_too() -> None:
+    tally, over = Tally(), list[failure.Interruption]()
+    for n in range(3):
+        loss = Loss(at_s=NOW_S + 300 * n, cause=LossCause.ERROR, pod_uid="p", ending="x with exit code 1")
+        tally, found = failure.with_loss(tally, loss)
+        over.extend(found)
+    assert [each.again for each in over] == [False, True, True]
+    assert failure.crash_loop(tally, Point()) is not None
 
 
 def document(**status: Any) -> dict[str, Any]:

@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_operator.fleet.sidecar_report import (
     Commit,
     Heartbeat,
     Hello,
     Incident,
     IncidentKind,
+    Measured,
     PolicyInForce,
     Rank,
 )
@@ -22,6 +24,7 @@ from deltashard_operator.run.observed_object import NodeView, Wish, Workload
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import Run
 
+from tests.support.operator.full_run import full_run
 from tests.unit.operator.run.observed import NOW_S, TRAIN, ended, job, pod
 
 NODES = {"node-a": NodeView(name="node-a", ready=True)}
@@ -291,7 +294,7 @@ def test_the_failures_of_pods_that_are_runs_of_their_own_are_counted_each_by_its
         ("0", failure.LossCause.ERROR),
         ("1", failure.LossCause.ERROR),
     ]
-    assert failure.estimate(run.tallies, 0.0, at_s).mtbf_s == failure.PRIOR_S / (1 + len(told))
+    assert run.incidents.evidence.lossy == pytest.approx(len(told) / 3, rel=1e-3), "of the mean of three runs"
     found = again(run, at_s + 30)
     assert found.failures == len(told)
     found = judged(numbered(crashed(found, 2, 0, at_s), 2, 1), at_s + 40)
@@ -308,6 +311,104 @@ def test_a_fence_is_no_replacement_because_another_number_has_a_greater_attempt(
     fence = Incident(id=1, kind=IncidentKind.FENCED, message="another pod trains it")
     run = judged(numbered(run, 1, 1, incidents=(fence,)))
     assert condition.is_true(run.conditions, condition.FENCED)
+
+
+def test_every_field_of_a_status_is_read_back() -> None:
+    run = full_run()
+    status = run_record.status(run, NOW_S)
+    found = run_record.run_of(run_record.document(run) | {"status": status})
+    again_written = run_record.status(replace(found, pods=run.pods), NOW_S)
+    assert again_written == status
+    for name in (
+        "incidents",
+        "decisions",
+        "measured",
+        "directed",
+        "generation",
+        "width",
+        "node_pool",
+        "tallies",
+    ):
+        assert getattr(found, name) == getattr(run, name), name
+
+
+DECIDED = Decision(
+    subject="interval", mode="apply", goal="auto", value="3 min", would="3 min", why="a save costs 0.5 s"
+)
+
+
+def test_a_decision_is_shown_and_told_when_it_changes() -> None:
+    run = training(decisions=(DECIDED,), measured=Measured(cost_s=0.5))
+    assert (run.decisions, run.measured) == ((DECIDED,), Measured(cost_s=0.5))
+    run, notices = watched_run.with_report(run, hello(), beat(seq=1, decisions=(DECIDED,)), NOW_S)
+    assert not notices
+    changed = replace(DECIDED, value="5 min", why="a save costs 1.5 s")
+    run, notices = watched_run.with_report(again(run), hello(), beat(seq=1, decisions=(changed,)), NOW_S)
+    assert [(each.reason, each.warning) for each in notices] == [("IntervalChanged", False)]
+    assert notices[0].message == "interval: 3 min -> 5 min; a save costs 1.5 s"
+    advised = replace(changed, would="9 min")
+    run, notices = watched_run.with_report(run, hello(), beat(seq=1, decisions=(advised,)), NOW_S)
+    assert not notices, "what only would be is no news"
+    run, notices = watched_run.with_report(run, hello(), beat(seq=1), NOW_S)
+    assert (run.decisions, notices) == ((advised,), ()), "a pod that begins has decided nothing yet"
+
+
+def test_of_several_that_decide_the_one_with_rank_0_counts() -> None:
+    run = training(decisions=(DECIDED,))
+    other = replace(
+        beat(seq=1, decisions=(replace(DECIDED, value="9 min"),)), ranks=(Rank(rank=3, world_size=4, step=9),)
+    )
+    run, _ = watched_run.with_report(run, hello("p-2", "s-2"), other, NOW_S)
+    assert run.decisions == (DECIDED,)
+    assert run.deciders == {"p-1"}
+
+
+def test_a_chosen_interval_is_shown_and_not_where_it_began() -> None:
+    asked = PolicyInForce(
+        every_s=300.0, encoding="q8", differential="intermittent", goal="auto", interval_mode="apply"
+    )
+    chosen = replace(asked, every_s=93.4)
+    run = replace(training(policy=chosen), directed=asked, generation=2)
+    status = run_record.status(run, NOW_S)
+    assert (status["intervalSeconds"], status["goal"]) == (94, "auto")
+    assert again(run).directed == asked
+    advised = replace(run, directed=replace(asked, interval_mode="advise"))
+    assert run_record.status(advised, NOW_S)["intervalSeconds"] == 300
+
+
+def test_a_goal_that_cannot_be_had_is_a_condition_and_an_event_while_it_cannot() -> None:
+    unreachable = replace(DECIDED, unreachable="at most 5 min of lost work cannot be had")
+    run, _ = watched_run.with_report(training(), hello(), beat(seq=1, decisions=(unreachable,)), NOW_S)
+    run, notices = judgement.judged(run, NODES, NOW_S)
+    assert [each.reason for each in notices] == ["GoalUnreachable"]
+    assert run.phase is Phase.TRAINING
+    assert condition.is_true(run.conditions, condition.GOAL_UNREACHABLE)
+    run, _ = watched_run.with_report(run, hello(), beat(seq=1, decisions=(DECIDED,)), NOW_S)
+    assert not condition.is_true(judged(run).conditions, condition.GOAL_UNREACHABLE)
+
+
+def test_a_crash_loop_is_a_condition_until_something_is_committed() -> None:
+    run = training()
+    for restarts in range(1, 4):
+        run = watched_run.with_pod(run, pod(restarts=restarts, ending=ended(1)), node_ready=True, now_s=NOW_S)
+    run, notices = judgement.judged(run, NODES, NOW_S + 1)
+    assert [each.reason for each in notices] == ["CrashLooping"]
+    assert "trainer with exit code 1 ended 3 times" in notices[0].message
+    run = judged(again(run), NOW_S + 2)
+    assert condition.is_true(run.conditions, condition.CRASH_LOOPING), "a new controller knows it"
+    run, _ = watched_run.with_report(run, hello(), beat(seq=2, attempt=2), NOW_S + 3)
+    run = judged(judged(run, NOW_S + 4), NOW_S + 60)
+    assert not condition.is_true(run.conditions, condition.CRASH_LOOPING)
+    assert run.incidents.evidence.lossy == pytest.approx(1, rel=1e-3)
+
+
+def test_a_run_knows_how_wide_it_is_and_on_which_nodes() -> None:
+    nodes = {"node-a": NodeView(name="node-a", ready=True, pool="a3-high")}
+    run = watched_run.with_pod(training(), pod(uid="p-2", name="train-y"), node_ready=True, now_s=NOW_S)
+    run, _ = judgement.judged(run, nodes, NOW_S)
+    run = watched_run.without_pod(run, "p-2", node_ready=True, now_s=NOW_S)
+    run, _ = judgement.judged(run, nodes, NOW_S)
+    assert (run.width, run.node_pool, run.pods_at_risk) == (2, "a3-high", 2)
 
 
 def test_the_patch_of_a_status_removes_what_is_no_more() -> None:

@@ -1,0 +1,112 @@
+"""A run of which everything is known, for tests of what is written of it and read back."""
+
+from __future__ import annotations
+
+from deltashard_checkpoint.deciding.decision import Decision
+from deltashard_checkpoint.deciding.evidence import Evidence
+from deltashard_operator.fleet.sidecar_report import Measured, PolicyInForce
+from deltashard_operator.run.condition import Condition
+from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
+from deltashard_operator.run.incident import Incidents, Pending, Times
+from deltashard_operator.run.observed_object import PodView, Wish, Workload
+from deltashard_operator.run.phase import Phase
+from deltashard_operator.run.watched_run import Progress, Run, Taken
+
+NOW_S = 1_000_000.0
+WORKLOAD = Workload(namespace="team", kind="Job", name="train", uid="u-1", api_version="batch/v1")
+CHOSEN = PolicyInForce(
+    every_s=300.0,
+    every_steps=7,
+    encoding="q8",
+    differential="intermittent",
+    goal="lost-work=5m",
+    interval_mode="apply",
+    least_s=30.0,
+    most_s=900.0,
+    bits_goal="budget",
+    bits_mode="advise",
+    least_bits=4,
+    tables="emb.item=q4,emb.user=q8",
+)
+CRASH = Crash(endings=("trainer with exit code 1",), at=Point(seq=7, trained_s=90.0), times=3)
+LOSS = Loss(
+    at_s=NOW_S - 60,
+    cause=LossCause.ERROR,
+    message="container trainer ended with exit code 1",
+    pod="train-x",
+    pod_uid="p-1",
+    node="node-a",
+    attempt=4,
+    ending="trainer with exit code 1",
+    at=Point(seq=7, trained_s=90.0),
+)
+DECISION = Decision(
+    subject="interval",
+    mode="apply",
+    goal="lost-work=5m",
+    value="4 min",
+    would="4 min",
+    why="a failure loses at most 5 min, 58 s of them until a save is durable",
+    bound="not below 58 s (a save takes 58 s to be durable)",
+    evidence="1.5 lossy failures in 36 h",
+    unreachable="at most 5 min of lost work cannot be had",
+)
+
+
+def full_run() -> Run:
+    """It; every field of its status is there."""
+    return Run(
+        workload=WORKLOAD,
+        wish=Wish(policy="fast"),
+        pods={
+            "p-1": PodView(
+                uid="p-1", name="train-x", workload=WORKLOAD, wish=Wish(), node="node-a", index="0"
+            )
+        },
+        restarts={"p-1": 2},
+        lost=frozenset({"p-1"}),
+        taken={"p-1": Taken(process="s-1", incident=5)},
+        tallies={"": Tally(settled=3, attempt=4, losses=(LOSS,), crash=CRASH)},
+        incidents=Incidents(
+            evidence=Evidence(exposure_s=129600.0, lossy=1.5, restores=2.25),
+            causes={"Error": Times(restores=1, lossy=1), "Evicted": Times(restores=2, lossy=1)},
+            pending={"": Pending(reached=1200, replayed=3, doubted="Evicted")},
+        ),
+        width=8,
+        node_pool="a3-high",
+        measured=Measured(
+            step_s=0.25,
+            stall_s=0.03,
+            slowdown_s=0.5,
+            cost_s=0.53,
+            durable_s=58.0,
+            restore_s=12.0,
+            reschedule_s=40.0,
+            saves=64,
+        ),
+        decisions=(DECISION,),
+        progress=Progress(
+            step=1200,
+            last_step=1150,
+            last_commit_at_s=NOW_S - 30,
+            last_seq=7,
+            attempts={"": 4},
+            stored_bytes=1 << 30,
+            checkpoints=5,
+            policy=CHOSEN,
+        ),
+        restores=2,
+        lost_steps=50,
+        saves_failed=1,
+        phase=Phase.TRAINING,
+        phase_since_s=NOW_S - 100,
+        trains_since_s=NOW_S - 100,
+        started_at_s=NOW_S - 200000,
+        trained_s=150000.0,
+        judged_s=NOW_S,
+        conditions=(
+            Condition(type="Ready", status="True", reason="Checkpointing", message="x", since_s=NOW_S - 100),
+        ),
+        generation=3,
+        directed=CHOSEN,
+    )

@@ -1,0 +1,112 @@
+"""What runs are told to do: the policy's word, the annotations' before it, and a goal with its bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.deciding.precision import encodings_of
+from deltashard_operator.fleet.sidecar_report import Directive, PolicyInForce, heartbeat_of
+from deltashard_operator.kube.cluster_name import BITS, GOAL, INTERVAL
+from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.run.directive import decided, differs
+from deltashard_operator.run.observed_object import Wish
+from deltashard_proto.v1 import fleet_pb2 as wire
+from deltashard_sidecar import policy as sidecar_policy
+from deltashard_sidecar.policy import InForce
+from deltashard_sidecar.policy import Policy as SidecarPolicy
+
+from tests.support.operator import sample
+
+
+def test_a_run_does_what_its_policy_says_and_before_that_what_its_annotations_say() -> None:
+    spec = {"intervalSeconds": 60, "bits": 4, "everySteps": 7, "differential": "full"}
+    wanted = decided(spec, sample.DEFAULTS, Wish())
+    assert wanted == PolicyInForce(every_s=60.0, every_steps=7, encoding="q4", differential="full")
+    wish = Wish(overrides=((INTERVAL, "5m"), (BITS, "8")))
+    assert decided(spec, sample.DEFAULTS, wish).every_s == 300.0
+    assert decided(spec, sample.DEFAULTS, wish).encoding == "q8"
+    with pytest.raises(Refusal):
+        decided({"intervalSeconds": -1}, sample.DEFAULTS, Wish())
+
+
+AUTO = {"interval": {"goal": "auto"}}
+
+
+def test_a_goal_goes_into_a_directive_with_its_bounds() -> None:
+    spec = {
+        "interval": {"goal": "lost-work=5m", "mode": "advise", "leastSeconds": 30},
+        "precision": {"goal": "budget", "leastBits": 4, "tables": {"b": "q4", "a": "q8"}},
+    }
+    wanted = decided(spec, sample.DEFAULTS, Wish())
+    assert (wanted.goal, wanted.interval_mode, wanted.least_s, wanted.most_s) == (
+        "lost-work=5m",
+        "advise",
+        30,
+        0,
+    )
+    assert (wanted.bits_goal, wanted.bits_mode, wanted.least_bits) == ("budget", "advise", 4)
+    assert wanted.tables == "a=q8,b=q4"
+    message = Directive(generation=1, policy=wanted).message()
+    assert heartbeat_of(wire.Heartbeat(policy=message.policy)).policy == wanted
+
+
+def test_the_word_of_an_annotation_ends_or_begins_a_goal() -> None:
+    def goal(spec: dict[str, Any], *overrides: tuple[str, str]) -> str:
+        return decided(spec, {**sample.DEFAULTS, **AUTO}, Wish(overrides=overrides)).goal
+
+    assert goal({}) == "auto"
+    assert goal({}, (INTERVAL, "5m")) == ""
+    assert goal({"intervalSeconds": 60}) == ""
+    assert goal({"intervalSeconds": 60}, (GOAL, "overhead=1%")) == "overhead=1%"
+    assert goal({"everySteps": 60}, (INTERVAL, "5m"), (GOAL, "auto")) == "auto"
+    assert goal({}, (GOAL, "fixed")) == ""
+
+
+def test_a_chosen_interval_is_no_reason_for_a_directive_and_another_goal_is() -> None:
+    wanted = decided(AUTO, sample.DEFAULTS, Wish())
+    in_force = replace(wanted, every_s=93.0)
+    assert not differs(wanted, in_force)
+    assert differs(replace(wanted, goal=""), in_force), "the goal is off"
+    assert differs(replace(wanted, interval_mode="off"), in_force), "the whole cluster's switch"
+    assert differs(replace(wanted, most_s=60.0), in_force)
+    assert differs(wanted, replace(in_force, goal="")), "the goal is new"
+    assert not differs(replace(wanted, interval_mode="apply"), replace(in_force, interval_mode=""))
+    advised = replace(wanted, interval_mode="advise")
+    assert differs(advised, replace(advised, every_s=93.0)), "nothing chosen holds there"
+
+
+def test_chosen_bits_are_no_reason_for_a_directive_and_another_goal_is() -> None:
+    wanted = decided({"precision": {"goal": "budget", "mode": "apply"}}, sample.DEFAULTS, Wish())
+    in_force = replace(wanted, encoding="q2")
+    assert not differs(wanted, in_force)
+    assert differs(replace(wanted, bits_goal="", bits_mode=""), in_force), "the goal is off"
+    assert differs(replace(wanted, least_bits=4), in_force)
+    assert differs(replace(wanted, tables="a=q8"), in_force)
+    assert differs(wanted, replace(in_force, bits_goal="", bits_mode=""))
+
+
+def test_a_directive_ends_what_a_pod_was_started_with() -> None:
+    """Nothing at all would keep it."""
+    policy = Directive(generation=1, policy=PolicyInForce(every_s=60.0)).message().policy
+    assert (policy.goal, policy.bits_mode, policy.tables) == ("fixed", "off", ",")
+    assert encodings_of(policy.tables, where="test") == {}
+    assert (policy.least_s, policy.most_s, policy.least_bits) == (0.001, 365 * 86400.0, 2)
+    started = SidecarPolicy(goal="auto", least_s=90.0, most_s=100.0, tables="a=q4", bits_goal="budget")
+    received = sidecar_policy.received(
+        Directive(generation=1, policy=PolicyInForce(every_s=60.0)).message(), "w"
+    )
+    found = InForce(started_with=started).after(received).policy
+    assert (found.goal, found.bits_mode, encodings_of(found.tables, where="test")) == ("fixed", "off", {})
+    assert (found.least_s, found.most_s) == (0.001, 365 * 86400.0)
+
+
+def test_only_what_a_directive_can_say_is_compared() -> None:
+    in_force = PolicyInForce(every_s=60.0, every_steps=7, encoding="q4", differential="full")
+    assert not differs(in_force, in_force)
+    assert not differs(PolicyInForce(encoding="q4"), in_force), "no timer at all is no directive"
+    assert differs(PolicyInForce(every_s=60.0, encoding="q4"), in_force), "steps are off"
+    assert differs(PolicyInForce(every_steps=7, encoding="q4"), in_force), "the interval is off"
+    assert differs(PolicyInForce(every_s=61.0, encoding="q4"), in_force)
+    assert differs(PolicyInForce(encoding="q8"), in_force)
