@@ -7,7 +7,7 @@ SERVERS = minio etcd helm kubectl coredns promql kwok kubernetes
 
 CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
-.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-fleet bench-group bench-ranks clean
+.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-fleet bench-group bench-ranks papers clean
 venv: .venv/.synced
 
 $(UV):
@@ -89,6 +89,10 @@ bench-ranks: venv
 # 5,000 annotated pods and their sidecars on a control plane without kubelets: out/fleet.json, docs/kubernetes/scale.md.
 bench-fleet: venv servers
 	$(RUN) bench/fleet.py
+
+# What the papers claim, measured on this machine: 25 minutes on two cores; out/papers.json, docs/papers.md.
+papers: venv
+	$(RUN) bench/papers/run.py
 
 clean:
 	rm -rf .venv .bootstrap out build

@@ -1,0 +1,138 @@
+"""Check-N-Run's four quantizers on the same rows: errors, and processor time of a row on one thread.
+
+Symmetric and k-means are not worth building into the product, so they stand here as kernels, compiled by numba; plain
+asymmetric, greedy and adaptive are the product's own codecs, with the scales that it stores. Symmetric and k-means keep
+exact scales and centroids, and their kernels pack nothing: both are favoured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import codecs_reference as reference
+import numba
+import numpy as np
+import numpy.typing as npt
+from deltashard_checkpoint.codecs.encoding import section_bytes
+from deltashard_checkpoint.codecs.quantizer import PLAIN, Search, encode_rows
+from deltashard_checkpoint.codecs.tuning import GREEDIES, Tuning, mean_error, sample_positions, tune
+from deltashard_checkpoint.vocabulary import ENCODINGS
+
+F32 = npt.NDArray[np.float32]
+LOW_BITS = (2, 3, 4)
+ITERATIONS = 15
+"""Of k-means."""
+PAPER_SEARCH = Search(kind="greedy", bins=25, ratio=0.6)
+TABLE_BYTES = 1e12
+"""Of fp32 weights: the table that hours are extrapolated to."""
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def k_means_rows(x, levels, iterations, codes, books):
+    """Lloyd's algorithm in each row, centroids at first uniform; they stay sorted, so a bisection finds the nearest."""
+    n, d = x.shape
+    sums, counts, borders = np.empty(levels), np.empty(levels), np.empty(levels - 1)
+    for r in range(n):
+        row, book = x[r], books[r]
+        low, high = row.min(), row.max()
+        for c in range(levels):
+            book[c] = low + (high - low) * c / (levels - 1)
+        for turn in range(iterations + 1):
+            for c in range(levels - 1):
+                borders[c] = (book[c] + book[c + 1]) / 2
+            sums[:], counts[:] = 0, 0
+            for j in range(d):
+                c = np.searchsorted(borders, row[j])
+                codes[r, j] = c
+                sums[c] += row[j]
+                counts[c] += 1
+            if turn < iterations:
+                for c in range(levels):
+                    if counts[c]:
+                        book[c] = sums[c] / counts[c]
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def symmetric_rows(x, top, codes, scales):
+    """Codes of each row, uniform over [-max|x|, max|x|] with codes 0 to `top`."""
+    n, d = x.shape
+    for r in range(n):
+        most = np.float32(0)
+        for j in range(d):
+            most = max(most, abs(x[r, j]))
+        scale = 2 * most / np.float32(top) if most > 0 else np.float32(1)
+        scales[r] = scale
+        inverse = np.float32(1) / scale
+        for j in range(d):
+            codes[r, j] = np.uint8((x[r, j] + most) * inverse + np.float32(0.5))
+
+
+def tunings(x: F32, bits: int) -> dict[str, Tuning]:
+    """What the product's auto-tune chooses on its sample of the table `x`, and what from the paper's grid."""
+    sample = np.ascontiguousarray(x[sample_positions(len(x), seed=0)])
+    encoding = ENCODINGS[f"q{bits}"]
+    return {
+        "adaptive": tune(encoding, sample),
+        "greedy": tune(encoding, sample, candidates=(PLAIN, *GREEDIES)),
+    }
+
+
+def errors(x: F32, bits: int, tuned: Search) -> dict[str, float]:
+    """Mean L2 distance of a row of `x` (float32 [n, D]) and what is decoded of it."""
+    encoding = ENCODINGS[f"q{bits}"]
+    found = {
+        "symmetric": reference.mean_l2(x, reference.symmetric(x, bits)),
+        "asymmetric": mean_error(encoding, x, PLAIN),
+        "greedy": mean_error(encoding, x, PAPER_SEARCH),
+        "adaptive": mean_error(encoding, x, tuned),
+    }
+    if bits in LOW_BITS:
+        found["k-means"] = reference.mean_l2(x, k_means(x, bits))
+    return found
+
+
+def k_means(x: F32, bits: int) -> npt.NDArray[np.float64]:
+    """Rows as k-means restores them."""
+    v = x.astype(np.float64)
+    codes, books = np.empty(x.shape, np.uint8), np.empty((len(x), 2**bits))
+    k_means_rows(v, 2**bits, ITERATIONS, codes, books)
+    return np.take_along_axis(books, codes.astype(np.int64), axis=1)
+
+
+def latencies(x: F32, bits: int, tuned: Search, *, seconds: float) -> dict[str, float]:
+    """Processor time of a row in ns, best of as many turns as fit into `seconds`, at least three; they take turns."""
+    n = len(x)
+    few = np.ascontiguousarray(x[: max(64, n // 64)])  # k-means is slow; each row costs the same
+    codes, scales = np.empty(x.shape, np.uint8), np.empty(n, np.float32)
+    books, wide = np.empty((len(few), 2**bits)), few.astype(np.float64)
+    few_codes = np.empty(few.shape, np.uint8)
+    work: dict[str, tuple[int, Callable[[], object]]] = {
+        "symmetric": (n, lambda: symmetric_rows(x, 2**bits - 1, codes, scales)),
+        "asymmetric": (n, _encoder(x, bits, PLAIN)),
+        "greedy": (n, _encoder(x, bits, PAPER_SEARCH)),
+        "adaptive": (n, _encoder(x, bits, tuned)),
+        "k-means": (len(few), lambda: k_means_rows(wide, 2**bits, ITERATIONS, few_codes, books)),
+    }
+    best = dict.fromkeys(work, float("inf"))
+    for _, call in work.values():
+        call()
+    end, turns = time.perf_counter() + seconds, 0
+    while turns < 3 or time.perf_counter() < end:
+        for name, (_, call) in work.items():
+            begun = time.thread_time()
+            call()
+            best[name] = min(best[name], time.thread_time() - begun)
+        turns += 1
+    return {name: best[name] / rows * 1e9 for name, (rows, _) in work.items()}
+
+
+def hours(row_ns: float, columns: int) -> float:
+    """One thread's hours for a table of `TABLE_BYTES`."""
+    return TABLE_BYTES / (4 * columns) * row_ns / 3600e9
+
+
+def _encoder(x: F32, bits: int, search: Search) -> Callable[[], object]:
+    encoding = ENCODINGS[f"q{bits}"]
+    buffers = [np.empty(size, np.uint8) for size in section_bytes(encoding, *x.shape)]
+    return lambda: encode_rows(encoding, x, *buffers, search=search)

@@ -1,0 +1,124 @@
+"""The page of `make papers`: docs/papers.md with its pictures, and the figures it is made of."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HEAD = """# The papers, measured
+
+Four systems claim what this project sets out to do, and this page holds their claims against it: Check-N-Run (Eisenman
+et al., NSDI 2022), CheckFreq (Mohan et al., FAST 2021), CPR (Maeng et al., MLSys 2021) and Neo (Mudigere et al., ISCA
+2022). `make papers` computes every figure here anew and writes this page; each section says how its figures were
+measured. All of them are in [measured/papers.json](measured/papers.json).
+"""
+
+
+LINE = 150
+AS_IS = ("|", "#", "!", "    ")
+"""How a block begins that is not wrapped."""
+
+
+def write(found: Mapping[str, Any], parts: Mapping[str, ModuleType], docs: Path) -> Path:
+    """Write page, pictures and figures under `docs`; the page. `parts` are the modules of what was found, in order."""
+    pictures = docs / "papers"
+    pictures.mkdir(exist_ok=True)
+    sections = []
+    for name, part in parts.items():
+        record = found["parts"][name]
+        if "found" not in record:
+            sections.append(f"## {name}\n\nIt could not be measured: `{record['error']}`")
+            continue
+        if hasattr(part, "plot"):
+            with _style():
+                part.plot(record["found"], pictures)
+        sections.append(wrapped(part.page(record["found"]).strip()))
+    page = docs / "papers.md"
+    page.write_text(
+        "\n".join([HEAD, wrapped(measured(found)), "", headlines(found, parts), "", *spaced(sections)])
+    )
+    (docs / "measured" / "papers.json").write_text(json.dumps(found, indent=1) + "\n")
+    return page
+
+
+def measured(found: Mapping[str, Any]) -> str:
+    """On what, when, with which versions and by which command."""
+    on = found["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
+    took = "; ".join(
+        f"{name} {record['date']}, {record['took_s']:.0f} s" for name, record in found["parts"].items()
+    )
+    return (
+        f"Measured by `{found['command']}` on {on['cores']} cores of {on['cpu']} (load {on['load']} when "
+        "it began), "
+        f"Python {on['python']}, {versions}. Parts: {took}."
+    )
+
+
+def headlines(found: Mapping[str, Any], parts: Mapping[str, ModuleType]) -> str:
+    """What each paper claims first, ours beside it, and whether it is met."""
+    lines = ["| | the paper | ours | |", "|---|---|---|---|"]
+    for name in parts:
+        for row in found["parts"][name].get("found", {}).get("headlines", ()):
+            said = {True: "met", False: f"**missed**: {row.get('why', '')}", None: row.get("why", "")}
+            lines.append(f"| {row['what']} | {row['paper']} | {row['ours']} | {said[row['met']]} |")
+    return "\n".join(lines)
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table, its first column to the left and the others to the right."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *rows])
+
+
+def wrapped(text: str) -> str:
+    """Paragraphs and items of lists in lines of at most `LINE` characters; tables, code and pictures as they are."""
+    out, code = [], False
+    for block in re.split(r"\n{2,}", text):
+        fences = block.count("```")
+        if code or fences or block.startswith(AS_IS):
+            out.append(block)
+            code ^= fences % 2 == 1
+            continue
+        items = re.split(r"\n(?=- )", block)
+        out.append("\n".join(_filled(item) for item in items))
+    return "\n\n".join(out)
+
+
+def _filled(text: str) -> str:
+    later = "  " if text.startswith("- ") else ""
+    return textwrap.fill(
+        " ".join(text.split()), LINE, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def spaced(sections: list[str]) -> list[str]:
+    """Sections with an empty line after each but the last, which ends with a newline."""
+    return [f"{section}\n" for section in sections]
+
+
+def _style() -> Any:
+    """One look for all pictures, and the same bytes for the same figures."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    return mpl.rc_context(
+        {
+            "svg.hashsalt": "papers",
+            "svg.fonttype": "none",
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.3,
+            "figure.figsize": (7.5, 3.2),
+            "figure.constrained_layout.use": True,
+            "savefig.facecolor": "white",
+        }
+    )

@@ -1,0 +1,161 @@
+"""`make papers`: what the four papers claim, measured on what this project made of them; docs/papers.md comes of it.
+
+A part is a module of this folder, named in `PARTS`:
+
+    measure(quick) -> dict     all its figures, JSON-able, computed in this run
+    page(found) -> str         its section of the page, Markdown that begins with "## "
+    check(found) -> list       what must hold whatever the machine and does not, as sentences; never timings
+    plot(found, folder)        optional: pictures, SVG files of its own names in `folder`
+
+Under "headlines" a part's figures may list rows for the table at the top of the page: dicts with `what`, `paper` and
+`ours` (text), `met` (True, False, or None where nothing can be said) and `why` (text, when it is not met). A part that
+fails stands in the result with its error, and the others still run. 1 is returned if one failed or an order does not
+hold.
+
+    bench/papers/run.py                        all parts in full: 25 minutes on two cores; writes docs/papers.md
+    bench/papers/run.py --quick                small, for CI: does it run, and do the orders hold; writes no page
+    bench/papers/run.py --only check_n_run,neo
+                                               only these; what --out has of the others stays, and the page has it
+    bench/papers/run.py --page                 measures nothing: the page anew, of what --out has
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+PARTS = ("check_n_run", "accuracy", "checkfreq", "cpr", "neo")
+"""In the order of the page."""
+VERSIONS = ("torch", "torchrec", "numpy", "deltashard")
+
+# Only a script finds these by itself; this folder comes first (examples/demo has a report of its own).
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT / "examples" / "demo")]
+
+
+def main() -> int:
+    """Run the parts asked for; see the module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small, for CI; writes no page")
+    parser.add_argument("--only", help=f"some of {','.join(PARTS)}")
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "papers.json")
+    parser.add_argument(
+        "--page", action="store_true", help="measure nothing, write the page of what --out has"
+    )
+    args = parser.parse_args()
+    if args.page:
+        known = _before(args.out, quick=False)
+        if not known:
+            parser.error(f"{args.out} has no figures of a full run")
+        print(_page(known))
+        return 0
+    names = tuple(args.only.split(",")) if args.only else PARTS
+    if unknown := set(names) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that sidecars and ranks are ended
+    import torch
+
+    torch.set_num_threads(1)  # a second core is the sidecar's
+    found = _before(args.out, quick=args.quick) if args.only else {}
+    parts: dict[str, Any] = found.setdefault("parts", {})
+    # Replaced at every run: what a part took from an older one says so by its own date.
+    found |= {"machine": machine(), "command": _command(), "quick": args.quick}
+    violated: list[str] = []
+    failed = False
+    for name in names:
+        part = module(name)
+        if part is None:
+            print(f"{name}: not there yet")
+            continue
+        print(f"{name} ...", flush=True)
+        begun = time.monotonic()
+        record: dict[str, Any] = {"date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")}
+        try:
+            # As it stands in the file: keys are text, and what is not JSON fails here.
+            record["found"] = json.loads(json.dumps(part.measure(args.quick)))
+            violated += [f"{name}: {each}" for each in part.check(record["found"])]
+        except Exception as error:
+            traceback.print_exc()
+            record["error"], failed = f"{type(error).__name__}: {error}"[:500], True
+        record["took_s"] = time.monotonic() - begun
+        parts[name] = record
+        print(f"{name}: {record['took_s']:.0f} s", flush=True)
+        for row in record.get("found", {}).get("headlines", ()):
+            print(f"  {row['what']}: {row['ours']} ({row['paper']} in the paper){_said(row['met'])}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(args.out)
+    for sentence in violated:
+        print(f"VIOLATED: {sentence}")
+    if not args.quick:
+        print(_page(found))
+    return int(failed or bool(violated))
+
+
+def _page(found: dict[str, Any]) -> Path:
+    import report
+
+    parts = {name: part for name in PARTS if name in found["parts"] and (part := module(name)) is not None}
+    return report.write(found, parts, ROOT / "docs")
+
+
+def module(name: str) -> ModuleType | None:
+    """The part of that name; None while nobody has written it."""
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    named = (
+        line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")
+    )
+    return {
+        "cpu": next(named, platform.processor()),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+    }
+
+
+def _before(path: Path, *, quick: bool) -> dict[str, Any]:
+    """What an earlier run of the same kind left in `path`."""
+    if not path.exists():
+        return {}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found if found.get("quick") == quick else {}
+
+
+def _command() -> str:
+    return " ".join(["bench/papers/run.py", *sys.argv[1:]])
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _said(met: bool | None) -> str:
+    return {True: ": met", False: ": MISSED", None: ""}[met]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
