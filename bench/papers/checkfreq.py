@@ -50,6 +50,9 @@ class Size:
     """How much is measured."""
 
     pair_rows: int
+    every_steps: int
+    """Of the trainings that are killed."""
+    instants: tuple[str, ...]
     measuring_s: float
     """The sidecar may take so long to choose."""
     steady_s: float
@@ -61,9 +64,6 @@ class Size:
     busy_s: float
     again_s: float
     static_s: tuple[float, float]
-    every_steps: int
-    """Of the trainings that are killed."""
-    instants: tuple[str, ...]
     synchronous_s: float
 
 

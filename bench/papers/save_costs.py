@@ -1,9 +1,9 @@
 """What saves cost a training, from nothing but how long each of its steps took and when saves were. Pure.
 
 A save's *window* goes from shortly before its cut (`LEAD_S`: rows may be copied ahead) to the step at whose end the
-trainer knew it durable. All other steps are *quiet*. Its cost is what the window took beyond as many quiet steps, those
-right before it and those right after it weighing the same, so that a machine that grows slower or faster meanwhile
-cancels out. It may be negative: noise that is cut off at zero would add up to a cost.
+trainer knew it durable. All other steps are *quiet*. Its cost is what the window took beyond as many quiet steps, whose
+mean is of as many right before it as right after it: a machine that grows slower or faster meanwhile cancels out. It may
+be negative: noise that is cut off at zero would add up to a cost.
 
     overhead = costs of all saves / seconds of all steps without them
 """
@@ -91,7 +91,8 @@ def windows(seconds: Sequence[float], saves: Sequence[Save]) -> list[tuple[int, 
     free = 0
     for number, save in enumerate(saves):
         following = saves[number + 1].cut if number + 1 < len(saves) else len(seconds)
-        end = following if save.durable is None else min(save.durable + 1, len(seconds))
+        # The next one may be cut at the boundary where this one is known durable.
+        end = following if save.durable is None else min(save.durable + 1, following)
         first, lead_s = save.cut, 0.0
         least = save.cut - int((save.cut - free) * LEAD_SHARE)
         while first > least and lead_s < LEAD_S:
@@ -117,11 +118,15 @@ def costs(seconds: Sequence[float], saves: Sequence[Save]) -> list[float | None]
     found: list[float | None] = []
     for number, (first, end) in enumerate(spans):
         after = spans[number + 1][0] if number + 1 < len(spans) else len(seconds)
-        sides = [seconds[spans[number - 1][1] if number else 0 : first], seconds[end:after]]
-        if saves[number].durable is None or sum(map(len, sides)) < FEWEST_QUIET:
+        before = spans[number - 1][1] if number else 0
+        if saves[number].durable is None or first - before + after - end < FEWEST_QUIET:
             found.append(None)
             continue
-        quiet_s = fmean(fmean(side) for side in sides if side)
+        # As many on each side, so that a drift cancels out; where one side has next to none, the other.
+        near = min(first - before, after - end)
+        if near < FEWEST_QUIET // 2:
+            near = max(first - before, after - end)
+        quiet_s = fmean([*seconds[max(before, first - near) : first], *seconds[end : min(after, end + near)]])
         found.append(sum(seconds[first:end]) - (end - first) * quiet_s)
     return found
 

@@ -1,19 +1,16 @@
 """The demo's training on real data, its steps timed and its saves noted; a neighbour; and a training to be killed.
 
-As a script it trains for ever, under the sidecar of `DELTASHARD_SOCKET`, and writes into a file in memory how far it
-came: that file outlives a SIGKILL.
-
-    bench/papers/trained_steps.py --record FILE --pair-rows 65536
+That one is a process forked off one that has imported torch already: its lives begin at once. It trains for ever and
+writes into a file in memory how far it came, which outlives a SIGKILL.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import mmap
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,17 +20,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1] / "examples" / "demo")]
-
-from save_costs import Save  # noqa: E402 - beside this script
+from save_costs import Save
 
 BATCH = 128
 FIELDS = ("restored", "step", "cut", "committed", "cuts", "commits", "longest_gap", "longest_flight")
 """Of a killed trainer's record, int64 each: steps, and counts of this life."""
 NEVER = -1
-START_S = 120.0
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["torch", "deltashard", "baskets", "model", "trained_steps"])
 
 
 class Training:
@@ -271,30 +265,28 @@ class Record:
 
 
 class Victim:
-    """A trainer process that is killed; a context manager."""
+    """A trainer process that is killed, under the sidecar of `DELTASHARD_SOCKET`; a context manager."""
 
     def __init__(self, record: Path, *, pair_rows: int) -> None:
-        self.path = record
+        self._path = record
         self._pair_rows = pair_rows
 
     def __enter__(self) -> Self:
-        self.path.unlink(missing_ok=True)
-        self.record = Record(self.path)
-        self.log = self.path.with_suffix(".log")
-        command = [sys.executable, str(Path(__file__).resolve()), "--record", str(self.path)]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, "--pair-rows", str(self._pair_rows)],
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        self._path.unlink(missing_ok=True)
+        self.record = Record(self._path)
+        # The server's environment is that of its own start.
+        self.process = _forks.Process(
+            target=train, args=(os.environ["DELTASHARD_SOCKET"], self._path, self._pair_rows), daemon=True
+        )
+        self.process.start()
         return self
 
     def until(self, what: Callable[[Record], bool], *, seconds: float) -> bool:
         """Wait for it, at most so long; whether it came. Raises `RuntimeError` if the trainer ended."""
         end = time.monotonic() + seconds
         while not (self.record.get("restored") != NEVER and what(self.record)):
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the trainer ended by itself: {self.log.read_text()[-3000:]}")
+            if not self.process.is_alive():
+                raise RuntimeError(f"the trainer ended by itself, exit code {self.process.exitcode}")
             if time.monotonic() > end:
                 return False
             time.sleep(0.0005)
@@ -302,29 +294,23 @@ class Victim:
 
     def kill(self) -> dict[str, int]:
         """SIGKILL, and what its record says."""
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
+        self.process.join()
         return self.record.all()
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+        self.process.kill()
+        self.process.join()
 
 
-def main() -> None:
-    """Train until killed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--record", type=Path, required=True)
-    parser.add_argument("--pair-rows", type=int, required=True)
-    args = parser.parse_args()
+def train(socket: str, path: Path, pair_rows: int) -> None:
+    """Train until killed, from wherever the last checkpoint left off."""
     import deltashard
     import torch
 
+    os.environ["DELTASHARD_SOCKET"] = socket
     torch.set_num_threads(1)
-    training, record = Training(pair_rows=args.pair_rows), Record(args.record)
+    training, record = Training(pair_rows=pair_rows), Record(path)
     ckpt = deltashard.Checkpointer(training.model, training.optimizers, on_event=record.heard)
     resumed = ckpt.restore()
     step = resumed.step if resumed else 0
@@ -334,7 +320,3 @@ def main() -> None:
         step += 1
         record.set("step", step)  # before anything can be cut at it
         ckpt.step()
-
-
-if __name__ == "__main__":
-    main()
