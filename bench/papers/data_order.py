@@ -33,7 +33,7 @@ def measure(folder: Path, *, quick: bool) -> Found:
     import baskets
 
     retail = baskets.load()
-    share = 0.03 if quick else 0.5
+    share = 0.03 if quick else 0.25
     seeds = [1] if quick else [1, 2, 3]
     places = (0.5,) if quick else (0.25, 0.5, 0.75)
     data = _Data(retail, share)

@@ -1,9 +1,9 @@
 """What saves cost a training, from nothing but how long each of its steps took and when saves were. Pure.
 
 A save's *window* goes from shortly before its cut (`LEAD_S`: rows may be copied ahead) to the step at whose end the
-trainer knew it durable. All other steps are *quiet*. Its cost is what the window took beyond as many quiet steps, whose
-mean is of as many right before it as right after it: a machine that grows slower or faster meanwhile cancels out. It may
-be negative: noise that is cut off at zero would add up to a cost.
+trainer knew it durable. All other steps are *quiet*. Its cost is what the window took beyond as many quiet steps, by
+the mean of as many right before it as right after it: a machine that grows slower or faster meanwhile cancels out. It
+may be negative: noise that is cut off at zero would add up to a cost.
 
     overhead = costs of all saves / seconds of all steps without them
 """
