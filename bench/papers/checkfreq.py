@@ -359,16 +359,19 @@ def life(record: dict[str, int]) -> Found:
 
 
 def _headlines(found: Found) -> list[Found]:
-    rows = []
-    for budget, arm in found["overhead"].items():
-        if budget in BUDGETS:
-            rows.append(
-                {
-                    "what": f"CheckFreq, overhead at the interval found for {budget}",
-                    "paper": f"at most {PAPER_OVERHEAD:.1%}",
-                }
-                | verdict(arm, BUDGETS[budget])
-            )
+    first = found["overhead"]["1 %"]
+    rows = [
+        {
+            "what": "CheckFreq, overhead at the interval found for 1 %, against the paper",
+            "paper": f"at most {PAPER_OVERHEAD:.1%}",
+        }
+        | verdict(first, PAPER_OVERHEAD)
+    ]
+    rows += [
+        {"what": f"CheckFreq, overhead at the interval found for {budget}, against that", "paper": "its p"}
+        | verdict(found["overhead"][budget], share, aimed=True)
+        for budget, share in BUDGETS.items()
+    ]
     adaptive, static = found["neighbour"]["adaptive"], found["neighbour"]["static"]
     rows.append(
         {
@@ -393,20 +396,23 @@ def _headlines(found: Found) -> list[Found]:
     return rows + data_order.headlines(found["order"])
 
 
-def verdict(arm: Found, budget: float) -> Found:
-    """Ours against a budget: None where twice the standard error leaves it open."""
+def verdict(arm: Found, budget: float, *, aimed: bool = False) -> Found:
+    """Ours against a budget: None where twice the standard error leaves it open.
+
+    `aimed`: the interval was chosen to spend just that budget. It is met then where it cannot be told apart from the
+    budget, by an error that is small beside it.
+    """
     if "not_run" in arm:
         return {"ours": "not run", "met": None, "why": arm["not_run"]}
     overhead, error = arm["overhead"], arm["error"]
     if overhead is None or error is None:
         return {"ours": "not told", "met": None, "why": f"the costs of {arm['saves']} saves say nothing"}
-    met = True if overhead + 2 * error <= budget else False if overhead - 2 * error > budget else None
-    return {
-        "ours": f"{_percent(arm)}, {_every(arm)}",
-        "met": met,
-        "why": f"the budget of {budget:.1%} lies "
-        + ("below it" if met is False else "within twice its standard error"),
-    }
+    met, why = None, f"{budget:.1%} lies within twice the standard error"
+    if overhead - 2 * error > budget:
+        met, why = False, f"it is more than {budget:.1%}, beyond twice the standard error"
+    elif overhead + 2 * error <= budget or (aimed and 4 * error <= budget):
+        met = True
+    return {"ours": f"{_percent(arm)}, {_every(arm)}", "met": met, "why": why}
 
 
 def _adapted(adaptive: Found, static: Found) -> Found:
