@@ -31,6 +31,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -78,6 +79,10 @@ def main() -> int:
     found |= {"machine": machine(), "command": _command(), "quick": args.quick}
     violated: list[str] = []
     failed = False
+    # Caches of the sidecars that the parts start: a run leaves nothing behind.
+    caches = tempfile.TemporaryDirectory(prefix="deltashard-papers-", ignore_cleanup_errors=True)
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = caches.name
     for name in names:
         part = module(name)
         if part is None:
@@ -98,6 +103,9 @@ def main() -> int:
         print(f"{name}: {record['took_s']:.0f} s", flush=True)
         for row in record.get("found", {}).get("headlines", ()):
             print(f"  {row['what']}: {row['ours']} ({row['paper']} in the paper){_said(row['met'])}")
+    del os.environ["XDG_CACHE_HOME"]
+    os.environ |= {} if before is None else {"XDG_CACHE_HOME": before}
+    caches.cleanup()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     print(args.out)
