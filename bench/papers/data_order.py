@@ -1,0 +1,291 @@
+"""Of part 3, CheckFreq: one pass over real data with restarts, and which samples it trains on.
+
+- *whole*: uninterrupted;
+- *resumed*: ended several times, and resumed by a Checkpointer that knows the loader's position: the same pass;
+- *shuffled*: restored at the same steps, into a loader that begins anew under another shuffle: an epoch that loses its
+  place, as CheckFreq's authors found it in the loaders of their time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+from report import table
+
+Found = dict[str, Any]
+BATCH = 256
+LATER = 10
+"""Steps between the last save and the death of a life: they are trained again."""
+
+
+class _Died(Exception):
+    """What ends a life."""
+
+
+def measure(folder: Path, *, quick: bool) -> Found:
+    """All three, from the same initial values for each seed."""
+    import baskets
+
+    retail = baskets.load()
+    share = 0.03 if quick else 0.25
+    seeds = [1] if quick else [1, 2, 3]
+    places = (0.5,) if quick else (0.25, 0.5, 0.75)
+    data = _Data(retail, share)
+    steps = len(data.train) // BATCH
+    saves = [round(steps * place) for place in places]
+    wholes, shuffled = [], []
+    for seed in seeds:
+        wholes.append(data.trained(seed, steps))
+        shuffled.append(data.lives(folder / f"shuffled-{seed}", seed, steps, saves, resumes=False))
+    resumed = data.lives(folder / "resumed", seeds[0], steps, saves, resumes=True)
+    return {
+        "samples": len(data.train), "batch": BATCH, "steps": steps, "restarts": len(saves), "saved_at": saves,
+        "pair_rows": data.pair_rows, "sampler": data.sampler, "held_out": data.held_out_samples,
+        "whole": [_said(each, steps) for each in wholes],
+        "shuffled": [_said(each, steps) for each in shuffled],
+        "resumed": _said(resumed, steps)
+        | {
+            "losses_equal": resumed["losses"] == wholes[0]["losses"],
+            "samples_equal": resumed["samples"] == wholes[0]["samples"],
+        },
+    }  # fmt: skip
+
+
+def _said(run: Found, steps: int) -> Found:
+    return {"held_out": run["held_out"], "seed": run["seed"], "restored": run["restored"]} | seen(
+        run["samples"], steps * BATCH
+    )
+
+
+def seen(samples: list[list[int]], of: int) -> Found:
+    """How many samples a pass of `of` of them trained on twice or more, and how many it could have and did not."""
+    counts = Counter(sample for batch in samples for sample in batch)
+    return {
+        "trained": counts.total(),
+        "twice": sum(times > 1 for times in counts.values()),
+        "never": of - len(counts),
+    }
+
+
+class _Data:
+    """Samples, the held-out ones, and trainings on them."""
+
+    def __init__(self, retail: Any, share: float) -> None:
+        import baskets
+        import deltashard
+        import model as demo
+
+        class Recording(baskets.HeldOutItems):
+            """Notes which samples were fetched."""
+
+            def __getitems__(self, samples: list[int]) -> Any:
+                self.fetched = list(samples)
+                return super().__getitems__(samples)
+
+        whole = retail.train
+        used = whole.starts[: max(2, round(share * len(whole.starts)))]
+        part = baskets.Baskets(items=whole.items[: used[-1]], starts=used)
+        self.train = Recording(part, part.items)
+        self.retail = retail
+        self.demo = demo
+        self.pair_rows = 1 << 16
+        self._held_out = baskets.held_out_batches(retail, batch_size=2048, seed=9)
+        if share < 0.1:
+            self._held_out = self._held_out[:3]
+        self.held_out_samples = sum(len(batch.sizes) for batch in self._held_out)
+        self._resumable = getattr(deltashard, "ResumableSampler", None)
+        self.sampler = "ResumableSampler" if self._resumable else "DataLoader(shuffle=True)"
+
+    def _loader(self, seed: int) -> Any:
+        from torch.utils.data import DataLoader
+
+        options: Found = {"batch_size": BATCH, "drop_last": True, "collate_fn": lambda batch: batch}
+        if self._resumable is not None:
+            return DataLoader(self.train, sampler=self._resumable(self.train, seed=seed), **options)
+        import torch
+
+        return DataLoader(self.train, shuffle=True, generator=torch.Generator().manual_seed(seed), **options)
+
+    def _made(self, seed: int) -> tuple[Any, list[Any]]:
+        import torch
+        from deltashard.optim import RowWiseAdagrad
+
+        self.demo.PAIR_ROWS = self.pair_rows
+        torch.manual_seed(seed)
+        model = self.demo.BasketModel(self.retail.item_count)
+        return model, [
+            RowWiseAdagrad(model.tables(), lr=0.05), torch.optim.Adam(model.dense(), lr=1e-3),
+        ]  # fmt: skip
+
+    def _steps(self, model: Any, optimizers: list[Any], loader: Any, run: Found) -> Iterator[int]:
+        """Steps over the loader; yields the number of each, which is over."""
+        for batch in loader:
+            loss = self.demo.loss_of(model(batch))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            run["losses"].append(loss.item())
+            run["samples"].append(self.train.fetched)
+            yield len(run["losses"])
+
+    def trained(self, seed: int, steps: int) -> Found:
+        """Uninterrupted, without a Checkpointer."""
+        run = _run(seed)
+        model, optimizers = self._made(seed)
+        for step in self._steps(model, optimizers, self._loader(seed), run):
+            if step == steps:
+                break
+        return run | {"held_out": self._loss(model)}
+
+    def lives(self, store: Path, seed: int, steps: int, saves: list[int], *, resumes: bool) -> Found:
+        """Ended some steps after each save; every life but the first begins with other initial values."""
+        run = _run(seed)
+        for number, save_at in enumerate([*saves, steps]):
+            last = number == len(saves)
+            dies_at = None if last else min(save_at + LATER, steps - 1)
+            try:
+                loss = self._life(store, run, steps, number, save_at, dies_at, resumes=resumes)
+            except _Died:
+                continue
+            return run | {"held_out": loss}
+        raise AssertionError("no life came to the end")
+
+    def _life(
+        self, store: Path, run: Found, steps: int, number: int, save_at: int, dies_at: int | None, *, resumes: bool
+    ) -> float:  # fmt: skip
+        import deltashard
+
+        seed: int = run["seed"]
+        model, optimizers = self._made(seed if number == 0 else seed + 1000 * number)
+        # Exact rows: what differs between the passes is the order of the data, and nothing else.
+        ckpt = deltashard.Checkpointer(
+            model, optimizers, url=store, run="order", encoding="fp32", grace_s=None
+        )
+        loader = self._loader(seed if resumes or number == 0 else seed + 1000 * number)
+        try:
+            restored = ckpt.restore()
+            if restored is not None:
+                run["restored"].append(restored.step)
+                del run["losses"][restored.step :], run["samples"][restored.step :]
+            if resumes:
+                loader = ckpt.wrap(loader)
+            for step in self._steps(model, optimizers, loader, run):
+                ckpt.step()
+                if step == dies_at:
+                    raise _Died
+                if step == save_at and dies_at is not None:
+                    ckpt.save().wait(120)
+                if step == steps:
+                    break
+        finally:
+            ckpt.__exit__(*sys.exc_info())
+        return self._loss(model)
+
+    def _loss(self, model: Any) -> float:
+        """Held-out loss, the mean over samples."""
+        import torch
+
+        model.eval()
+        with torch.no_grad():
+            losses = [float(self.demo.loss_of(model(batch))) for batch in self._held_out]
+        return float(np.average(losses, weights=[len(batch.sizes) for batch in self._held_out]))
+
+
+def _run(seed: int) -> Found:
+    return {"seed": seed, "losses": [], "samples": [], "restored": []}
+
+
+def change(found: Found) -> tuple[float, float | None]:
+    """Of held-out loss by a new shuffle at each restart, a share, the mean over paired seeds; its standard error."""
+    changes = [
+        other["held_out"] / whole["held_out"] - 1
+        for whole, other in zip(found["whole"], found["shuffled"], strict=True)
+    ]
+    return fmean(changes), stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else None
+
+
+def headlines(found: Found) -> list[Found]:
+    """What is claimed of the iterator."""
+    resumed = found["resumed"]
+    equal = resumed["losses_equal"] and resumed["samples_equal"]
+    return [
+        {
+            "what": f"CheckFreq, one pass with {found['restarts']} restarts: every sample once",
+            "paper": "its iterator keeps it so",
+            "ours": f"{resumed['twice']} twice, {resumed['never']} never"
+            + (", losses equal to the bit" if equal else ", other losses"),
+            "met": equal and not resumed["twice"] and not resumed["never"],
+            "why": "the pass is another one than the uninterrupted one",
+        }
+    ]
+
+
+def check(found: Found) -> list[str]:
+    """Orders that hold on any machine: a resumed pass is the uninterrupted one, a shuffled one is not."""
+    wrong = []
+    resumed = found["resumed"]
+    if not resumed["losses_equal"]:
+        wrong.append("losses of a resumed pass differ from those of the uninterrupted one")
+    if not resumed["samples_equal"]:
+        wrong.append("a resumed pass trained on other samples than the uninterrupted one")
+    for name, run in [("resumed", resumed), *(("uninterrupted", each) for each in found["whole"])]:
+        if run["twice"] or run["never"]:
+            wrong.append(f"{name} pass: {run['twice']} samples twice, {run['never']} never")
+    for run in [resumed, *found["shuffled"]]:
+        if run["restored"] != found["saved_at"]:
+            wrong.append(f"restarts came back to steps {run['restored']}, saved were {found['saved_at']}")
+    wrong += [
+        f"seed {run['seed']}: a pass with another shuffle at each restart saw every sample once"
+        for run in found["shuffled"]
+        if not run["twice"] or not run["never"]
+    ]
+    return wrong
+
+
+def page(found: Found) -> str:
+    """Its part of the section."""
+    mean, error = change(found)
+    rows = [
+        _row("uninterrupted", found["whole"][0], found),
+        _row("resumed where it was", found["resumed"], found),
+        *(_row(f"a new shuffle, seed {run['seed']}", run, found) for run in found["shuffled"]),
+    ]
+    resumed = found["resumed"]
+    equal = resumed["losses_equal"] and resumed["samples_equal"]
+    said = (
+        f"One pass over {found['samples']:,} samples of real baskets in {found['steps']:,} steps of "
+        f"{found['batch']} (order: {found['sampler']}), ended {LATER} steps after each of {found['restarts']} "
+        f"saves. Resumed with the loader's position the pass {'is' if equal else '**is not**'} the uninterrupted "
+        f"one: the same samples, and losses {'equal' if equal else 'unequal'} to the bit. Restored at the same "
+        "steps into a loader that begins anew, as with a loader that knows no position, it trains on some "
+        f"samples twice and on others never, and its held-out loss changes by {mean:+.2%}"
+        f"{'' if error is None else f' +- {error:.2%}'} over {len(found['shuffled'])} paired seeds of the same "
+        f"initial values ({found['held_out']:,} held-out samples). The paper reports lost accuracy "
+        "for image models that restart so within an epoch; here one pass is all the training there is."
+    )
+    return "\n\n".join(
+        [
+            "## CheckFreq: the order of the data",
+            said,
+            table(["", "samples twice", "never", "held-out loss", "against uninterrupted"], rows),
+        ]
+    )
+
+
+def _row(name: str, run: Found, found: Found) -> list[str]:
+    whole = next(each for each in found["whole"] if each["seed"] == run["seed"])
+    return [
+        name,
+        f"{run['twice']:,}",
+        f"{run['never']:,}",
+        f"{run['held_out']:.5f}",
+        f"{run['held_out'] / whole['held_out'] - 1:+.3%}",
+    ]

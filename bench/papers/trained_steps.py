@@ -1,0 +1,322 @@
+"""The demo's training on real data, its steps timed and its saves noted; a neighbour; and a training to be killed.
+
+That one is a process forked off one that has imported torch already: its lives begin at once. It trains for ever and
+writes into a file in memory how far it came, which outlives a SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from save_costs import Save
+
+BATCH = 128
+FIELDS = ("restored", "step", "cut", "committed", "cuts", "commits", "longest_gap", "longest_flight")
+"""Of a killed trainer's record, int64 each: steps, and counts of this life."""
+NEVER = -1
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["torch", "deltashard", "baskets", "model", "trained_steps"])
+
+
+class Training:
+    """The demo's model and optimizers on its real data, epoch after epoch."""
+
+    def __init__(self, *, pair_rows: int, seed: int = 5) -> None:
+        """`pair_rows`: rows of its largest table, a power of two; of all models of this process."""
+        import baskets
+        import model as demo
+        import torch
+        from deltashard.optim import RowWiseAdagrad
+
+        demo.PAIR_ROWS = pair_rows
+        self._loss_of = demo.loss_of
+        retail = baskets.load()
+        torch.manual_seed(seed)
+        self.model = demo.BasketModel(retail.item_count)
+        self.optimizers = [
+            RowWiseAdagrad(self.model.tables(), lr=0.05),
+            torch.optim.Adam(self.model.dense(), lr=1e-3),
+        ]
+        self._loader = baskets.training_loader(retail, batch_size=BATCH, seed=seed)
+        self.epoch_steps = len(self._loader)
+        self._batches = self._endless()
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self._loader
+
+    def step(self) -> None:
+        """One, without any word to a Checkpointer."""
+        loss = self._loss_of(self.model(next(self._batches)))
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        """What a script without deltashard would hand to torch.save."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [each.state_dict() for each in self.optimizers],
+        }
+
+    @property
+    def bytes(self) -> int:
+        """Of tables, dense parameters and optimizer state."""
+        tensors = [*self.model.state_dict().values()]
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                tensors += [value for value in state.values() if hasattr(value, "nbytes")]
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+class Track:
+    """Steps of a training and its saves, as its own thread sees them."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.ended_s: list[float] = []
+        """Unix seconds at each step's end."""
+        self.saves: list[Save] = []
+        self.durable_s: list[float] = []
+        self.stalls_s: list[float] = []
+        self.failures = 0
+        self._by_step: dict[int, Save] = {}
+
+    def heard(self, name: str, facts: Any) -> None:
+        """`Checkpointer(on_event=)`; called within the step that is timed."""
+        at = len(self.seconds)
+        if name == "cut":
+            self._by_step[facts["step"]] = save = Save(cut=at)
+            self.saves.append(save)
+            self.stalls_s.append(facts["stall_s"])
+        elif name == "committed" and (found := self._by_step.get(facts["commit"].step)) is not None:
+            found.durable = at
+            self.durable_s.append(facts["commit"].durable_s)
+        elif name == "save_failed":
+            self.failures += 1
+
+    def saved(self, seconds: float) -> None:
+        """A save that held training until it was durable, in the step that is timed."""
+        at = len(self.seconds)
+        self.saves.append(Save(cut=at, durable=at))
+        self.stalls_s.append(seconds)
+        self.durable_s.append(seconds)
+
+    @property
+    def commits(self) -> int:
+        """Saves that are durable."""
+        return len(self.durable_s)
+
+    def step(self, training: Training, end: Callable[[], object] = lambda: None) -> float:
+        """One step and its `end`, timed; its seconds."""
+        begun = time.perf_counter()
+        training.step()
+        end()
+        self.seconds.append(time.perf_counter() - begun)
+        self.ended_s.append(time.time())
+        return self.seconds[-1]
+
+    def run(
+        self,
+        training: Training,
+        end: Callable[[], object],
+        *,
+        seconds: float,
+        enough: Callable[[], bool] = lambda: False,
+    ) -> tuple[int, int]:
+        """Steps for so long or until it is `enough`; the first and the last + 1."""
+        first, until = len(self.seconds), time.monotonic() + seconds
+        while time.monotonic() < until and not enough():
+            self.step(training, end)
+        return first, len(self.seconds)
+
+
+class Decisions:
+    """What a sidecar chose, from its log; the log is read on as it grows."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._at = 0
+        self._rest = ""
+        self.found: list[dict[str, Any]] = []
+        """Each with `at_s` (Unix seconds), `interval` in words, `cause` and `why`."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """All so far."""
+        with self._log.open() as log:
+            log.seek(self._at)
+            text = self._rest + log.read()
+            self._at = log.tell()
+        *lines, self._rest = text.split("\n")
+        self.found += [found for line in lines if (found := decided(line)) is not None]
+        return self.found
+
+
+def decided(line: str) -> dict[str, Any] | None:
+    """A decision about the interval of a line of a sidecar's log; None: it is about something else."""
+    if '"decided"' not in line:
+        return None
+    try:
+        said = json.loads(line)
+        if said["event"] != "decided" or said["subject"] != "interval":
+            return None
+        at = datetime.fromisoformat(said["timestamp"])
+        return {"at_s": at.timestamp()} | {key: str(said[key]) for key in ("interval", "cause", "why")}
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+@contextlib.contextmanager
+def neighbour() -> Iterator[None]:
+    """A process of busy loops on every processor of this machine."""
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
+        for _ in range(os.cpu_count() or 1)
+    ]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
+class Machine:
+    """Whose processor time it was, since this was made: ours (with ended children), and that of everybody else."""
+
+    def __init__(self) -> None:
+        self._begun = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        ours = os.times()
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        busy = sum(map(int, fields)) - int(fields[3]) - int(fields[4])
+        return time.monotonic(), busy / os.sysconf("SC_CLK_TCK"), sum(ours[:4])
+
+    def found(self) -> dict[str, float]:
+        """Shares of all processors' time: ours, and others'; and the load average."""
+        wall_s, busy_s, ours_s = (now - then for now, then in zip(self._now(), self._begun, strict=True))
+        all_s = max(wall_s, 1e-9) * (os.cpu_count() or 1)
+        return {
+            "ours": ours_s / all_s,
+            "others": max(0.0, busy_s - ours_s) / all_s,
+            "load": os.getloadavg()[0],
+        }
+
+
+# A training that is killed
+
+
+class Record:
+    """How far a trainer came, in a file that both see; it outlives the trainer."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            path.write_bytes(np.full(len(FIELDS), NEVER, np.int64).tobytes())
+        with path.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), 8 * len(FIELDS))
+        self._words = np.frombuffer(self._map, np.int64)
+
+    def begin(self, restored: int) -> None:
+        """A life begins after step `restored`; 0: at the beginning."""
+        for name in FIELDS[1:]:
+            self.set(name, restored if name in ("step", "cut", "committed") else 0)
+        self.set("restored", restored)  # last: it says that the others hold
+
+    def set(self, name: str, value: int) -> None:
+        """One word; whole, whenever this process dies."""
+        self._words[FIELDS.index(name)] = value
+
+    def get(self, name: str) -> int:
+        """One word."""
+        return int(self._words[FIELDS.index(name)])
+
+    def all(self) -> dict[str, int]:
+        """All words."""
+        return {name: self.get(name) for name in FIELDS}
+
+    # Heard by the trainer.
+
+    def heard(self, name: str, facts: Any) -> None:
+        """`Checkpointer(on_event=)`."""
+        if name == "cut":
+            self.set("longest_gap", max(self.get("longest_gap"), facts["step"] - self.get("cut")))
+            self.set("cut", facts["step"])
+            self.set("cuts", self.get("cuts") + 1)
+        elif name == "committed":
+            flight = self.get("step") - facts["commit"].step
+            self.set("longest_flight", max(self.get("longest_flight"), flight))
+            self.set("committed", facts["commit"].step)
+            self.set("commits", self.get("commits") + 1)
+
+
+class Victim:
+    """A trainer process that is killed, under the sidecar of `DELTASHARD_SOCKET`; a context manager."""
+
+    def __init__(self, record: Path, *, pair_rows: int) -> None:
+        self._path = record
+        self._pair_rows = pair_rows
+
+    def __enter__(self) -> Self:
+        self._path.unlink(missing_ok=True)
+        self.record = Record(self._path)
+        # The server's environment is that of its own start.
+        self.process = _forks.Process(
+            target=train, args=(os.environ["DELTASHARD_SOCKET"], self._path, self._pair_rows), daemon=True
+        )
+        self.process.start()
+        return self
+
+    def until(self, what: Callable[[Record], bool], *, seconds: float) -> bool:
+        """Wait for it, at most so long; whether it came. Raises `RuntimeError` if the trainer ended."""
+        end = time.monotonic() + seconds
+        while not (self.record.get("restored") != NEVER and what(self.record)):
+            if not self.process.is_alive():
+                raise RuntimeError(f"the trainer ended by itself, exit code {self.process.exitcode}")
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.0005)
+        return True
+
+    def kill(self) -> dict[str, int]:
+        """SIGKILL, and what its record says."""
+        self.process.kill()
+        self.process.join()
+        return self.record.all()
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def train(socket: str, path: Path, pair_rows: int) -> None:
+    """Train until killed, from wherever the last checkpoint left off."""
+    import deltashard
+    import torch
+
+    os.environ["DELTASHARD_SOCKET"] = socket
+    torch.set_num_threads(1)
+    training, record = Training(pair_rows=pair_rows), Record(path)
+    ckpt = deltashard.Checkpointer(training.model, training.optimizers, on_event=record.heard)
+    resumed = ckpt.restore()
+    step = resumed.step if resumed else 0
+    record.begin(step)
+    while True:
+        training.step()
+        step += 1
+        record.set("step", step)  # before anything can be cut at it
+        ckpt.step()
