@@ -9,9 +9,9 @@ such figures: `corners` solves for it. What quality a PLS costs is measured by `
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import math
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ def measure(quick: bool) -> dict[str, Any]:
         "renewal": renewal(generator, failures=100_000 if quick else 2_000_000),
         "spread": spread(generator, repeats=100 if quick else 2_000),
         "gaps": other_gaps(generator, failures=100_000 if quick else 1_000_000),
-        "quality": quality(quick),
+        "quality": _quality().measure_quality(quick),
     }
     found["headlines"] = headlines(found)
     return found
@@ -231,14 +231,6 @@ def other_gaps(generator: np.random.Generator, failures: int) -> list[dict[str, 
     return found
 
 
-def quality(quick: bool) -> dict[str, Any]:
-    """What a PLS costs in real training."""
-    if importlib.util.find_spec("cpr_quality") is None:
-        return {"missing": "quality against PLS was not measured: bench/papers/cpr_quality.py is not there"}
-    measured: dict[str, Any] = importlib.import_module("cpr_quality").measure_quality(quick)
-    return measured
-
-
 def headlines(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of the page's first table."""
     base, reached = found["corners"][0], found["renewal"]
@@ -305,11 +297,7 @@ def check(found: dict[str, Any]) -> list[str]:
     sds = [row["relative_sd"] for row in found["spread"] if "failures" in row]
     if sds != sorted(sds, reverse=True):
         violated.append(f"more failures do not lessen the spread: {sds}")
-    if importlib.util.find_spec("cpr_quality") is not None:
-        part = importlib.import_module("cpr_quality")
-        if hasattr(part, "check_quality"):
-            violated += part.check_quality(found["quality"])
-    return violated
+    return [*violated, *_quality().check_quality(found["quality"])]
 
 
 def page(found: dict[str, Any]) -> str:
@@ -416,20 +404,19 @@ gain.""",
                 for row in found["pls"]
             ],
         ),
-        found["quality"]["missing"]
-        if "missing" in found["quality"]
-        else importlib.import_module("cpr_quality").quality_page(found["quality"]),
+        _quality().quality_page(found["quality"]),
     ]
     return "\n\n".join(sections)
 
 
 def plot(found: dict[str, Any], folder: Path) -> None:
-    """The pictures of the quality, where it was measured."""
-    if "missing" in found["quality"]:
-        return
-    part = importlib.import_module("cpr_quality")
-    if hasattr(part, "plot_quality"):
-        part.plot_quality(found["quality"], folder)
+    """The pictures of the quality."""
+    _quality().plot_quality(found["quality"], folder)
+
+
+def _quality() -> ModuleType:
+    """`cpr_quality`, which needs torch: what else this module says does not."""
+    return importlib.import_module("cpr_quality")
 
 
 def _met(met: bool) -> str:

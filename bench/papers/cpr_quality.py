@@ -305,10 +305,11 @@ def check_quality(found: Mapping[str, Any]) -> list[str]:
             f"saving every {found['cells'][0]['every']} steps harms no less than the longest interval"
         )
     for arm in ARMS[1:]:
-        if not harm(arm)[-1] < plain[-1]:
+        # Saves of changed rows may come to the very same: where so many change that they are no more frequent.
+        if not harm(arm)[-1] <= plain[-1]:
             wrong.append(
                 f"at the longest interval {arm} harms the progressive loss by {harm(arm)[-1]:.4f} %,"
-                f" not less than saves of all rows, {plain[-1]:.4f} %"
+                f" more than saves of all rows, {plain[-1]:.4f} %"
             )
     return wrong
 

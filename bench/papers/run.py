@@ -25,7 +25,6 @@ import argparse
 import datetime as dt
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -85,9 +84,6 @@ def main() -> int:
     os.environ["XDG_CACHE_HOME"] = caches.name
     for name in names:
         part = module(name)
-        if part is None:
-            print(f"{name}: not there yet")
-            continue
         print(f"{name} ...", flush=True)
         begun = time.monotonic()
         record: dict[str, Any] = {"date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC")}
@@ -119,13 +115,13 @@ def main() -> int:
 def _page(found: dict[str, Any]) -> Path:
     import report
 
-    parts = {name: part for name in PARTS if name in found["parts"] and (part := module(name)) is not None}
+    parts = {name: module(name) for name in PARTS if name in found["parts"]}
     return report.write(found, parts, ROOT / "docs")
 
 
-def module(name: str) -> ModuleType | None:
-    """The part of that name; None while nobody has written it."""
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+def module(name: str) -> ModuleType:
+    """The part of that name."""
+    return importlib.import_module(name)
 
 
 def machine() -> dict[str, object]:
