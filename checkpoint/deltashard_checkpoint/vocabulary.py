@@ -123,6 +123,8 @@ DEFAULT_SEARCH_MODE: SearchMode = "default"
 Differential = Literal["full", "one-shot", "consecutive", "intermittent"]
 DIFFERENTIALS: tuple[Differential, ...] = get_args(Differential)
 DEFAULT_DIFFERENTIAL: Differential = "intermittent"
+OVER_NEWEST: frozenset[str] = frozenset(("consecutive", "full"))
+"""Under these the next delta, if any, covers the newest checkpoint."""
 
 
 def differential_named(name: str) -> Differential:

@@ -16,14 +16,12 @@ from deltashard_checkpoint.log.chain import chain
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import synthetic
 from deltashard_checkpoint.maintenance.compaction import compactable
+from deltashard_checkpoint.vocabulary import OVER_NEWEST
 from deltashard_checkpoint.write.differential import History
 
 from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.settings import Settings
-
-CONSECUTIVE = frozenset({"consecutive", "full"})
-"""Differentials under which the next delta, if any, covers the newest checkpoint."""
 
 
 class SyntheticBaselines:
@@ -43,7 +41,7 @@ class SyntheticBaselines:
         self, state: RunState, commit: int, history: History, policy: Policy, *, pays: bool
     ) -> synthetic.Verdict | None:
         """Whether a cut covers `commit`, its trainer's newest, which is compacted then; None: decide without."""
-        if not self.on or policy.differential in CONSECUTIVE or not compactable(state, commit):
+        if not self.on or policy.differential in OVER_NEWEST or not compactable(state, commit):
             return None
         found = self._material(state, commit)
         if found.checkpoints > 2:
@@ -56,7 +54,7 @@ class SyntheticBaselines:
 
     def at_rest(self, state: RunState, newest: int, policy: Policy) -> tuple[int, synthetic.Verdict] | None:
         """(what to compact now, why); None: nothing."""
-        consecutive = policy.differential in CONSECUTIVE
+        consecutive = policy.differential in OVER_NEWEST
         owes = self.on and not consecutive
         seq = synthetic.target(state, newest, consecutive=not owes)
         if not compactable(state, seq):
