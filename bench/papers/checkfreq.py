@@ -195,8 +195,10 @@ def _too_frequent(folder: Path, training: Training, size: Size) -> Found:
             begin, end = arm.run(size.block_s)
             on.append(fmean(track.seconds[begin:end]))
             off.append(_unheard(arm, size))
+        end = len(track.seconds)
+        track.step(arm.training, arm.ckpt.step)  # closing takes the last step, which must be one it heard of
         overhead, error = paired(on, off)
-        return arm.share(first, len(track.seconds)) | {
+        return arm.share(first, end) | {
             "overhead": overhead, "error": error, "blocks": size.blocks, "on_s": on, "off_s": off,
             "cost_s": None,
         }  # fmt: skip
