@@ -230,8 +230,6 @@ class SaveService:
             reason=begin.reason,
             urgent=begin.urgent,
             covers=covers,
-            encoding=policy.encoding,
-            state_encoding=policy.state_encoding,
             stall_budget_s=0.0 if waits else self._settings.stall_budget_s,
             directive=holding.directive,
             rebased=holding.rebased,

@@ -53,7 +53,17 @@ class Precision:
 
     def of_table(self, fqn: str) -> str:
         """Encoding of a table's weights."""
-        return self.weights.get(fqn, self.weights[OTHERS])
+        return self.weights.get(fqn, self.others)
+
+    @property
+    def others(self) -> str:
+        """Encoding of the tables that are not named."""
+        return self.weights[OTHERS]
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Encodings of the tables that are not stored as `others` are."""
+        return {table: name for table, name in self.weights.items() if name != self.others}
 
     def text(self) -> str:
         """Its form in a commit's metadata."""

@@ -27,8 +27,7 @@ from typing import Protocol
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault
-from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
-from deltashard_checkpoint.write.precision import OTHERS, Precision
+from deltashard_checkpoint.write.precision import Precision
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -56,19 +55,17 @@ class Cut:
     urgent: bool
     covers: int | None
     """Seq since which every changed row is sent; None: all rows."""
-    encoding: str
+    precision: Precision
+    """Encodings of its rows."""
+    chain_precision: Precision
+    """The coarsest that rows of its chain may have."""
     stall_budget_s: float
     directive: str
     """For the log entry: what made this cut what it is."""
-    state_encoding: str = DEFAULT_STATE_ENCODING
     layout: str = ""
     """Digest of the attempt's layout; empty: none."""
     rebased: bool = False
     """The trainer's marks since the baseline count from `covers` from here on."""
-    precision: Precision | None = None
-    """Encodings of its rows; None: it does not say."""
-    chain_precision: Precision | None = None
-    """The coarsest that rows of its chain may have, if it is a delta."""
     increments: str | None = None
     """What its commit says of the increments before it; None: nothing."""
     samples: bool = False
@@ -77,12 +74,6 @@ class Cut:
     """The controller's directive in force, as it is recorded with the commit."""
     profile: str | None = None
     """What this sidecar measured and decided, as it is recorded with the commit."""
-
-    @property
-    def tables_stored_otherwise(self) -> dict[str, str]:
-        """Encodings by table that are not `encoding`."""
-        weights = {} if self.precision is None else self.precision.weights
-        return {table: name for table, name in weights.items() if table != OTHERS and name != self.encoding}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,10 +192,10 @@ class Save:
         """What to send the trainer; ends when the stream is over."""
         begun = pb.SaveReply.Begun(
             covers=self.cut.covers,
-            encoding=self.cut.encoding,
+            encoding=self.cut.precision.others,
             stall_budget_s=self.cut.stall_budget_s,
-            state_encoding=self.cut.state_encoding,
-            encodings=self.cut.tables_stored_otherwise,
+            state_encoding=self.cut.precision.state,
+            encodings=self.cut.precision.named,
             rebased=self.cut.rebased,
         )
         yield pb.SaveReply(begun=begun)

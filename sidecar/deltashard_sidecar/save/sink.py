@@ -20,7 +20,6 @@ from deltashard_checkpoint.format.row_block import EncodeOptions
 from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, PLS_KEY, PRECISION_KEY, encoding_named
 from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
-from deltashard_checkpoint.write.precision import Precision
 from deltashard_proto.arena_layout import MAX_FRAME_BYTES
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -71,7 +70,6 @@ class PartSink:
         self._expected = expected
         self._begun_s = time.monotonic()
         self._log = run.log_of(who)
-        self._precision = cut.precision or Precision.of(cut.encoding, cut.state_encoding)
         if cut.covers is None:
             run.searches.begin_baseline()
             run.bits.errors.begin_baseline()
@@ -97,7 +95,7 @@ class PartSink:
     def rows(self, batch: Rows, data: memoryview) -> None:
         """See `save.Sink`."""
         block = batch.block(data)
-        encoding = encoding_named(self._precision.of_table(block.schema.fqn))
+        encoding = encoding_named(self._cut.precision.of_table(block.schema.fqn))
         if self._cut.samples:
             self._run.bits.errors.offer(block)
         started_s = time.thread_time()
@@ -105,7 +103,7 @@ class PartSink:
             block,
             EncodeOptions(
                 encoding=encoding,
-                state_encoding=self._cut.state_encoding,
+                state_encoding=self._cut.precision.state,
                 search=self._run.searches.of(block, encoding),
             ),
             step=self._cut.step,
@@ -195,12 +193,12 @@ class PartSink:
         mine = {
             KEY: self._cut.follows,
             cost.KEY: self._cut.profile,
-            PRECISION_KEY: None if precision is None else precision.text(),
+            PRECISION_KEY: precision.text(),
             INCREMENTS_KEY: None if baseline else self._cut.increments,
             harm.KEY: None,
         }
         if self._cut.samples:
-            mine |= self._run.bits.metadata(precision or self._precision, self._who.tables)
+            mine |= self._run.bits.metadata(precision, self._who.tables)
         return {name: text for name, text in sealed.metadata.items() if name not in mine} | {
             name: text for name, text in mine.items() if text is not None
         }

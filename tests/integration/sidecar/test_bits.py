@@ -99,6 +99,7 @@ def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Pa
     assert stored(tmp_path) == {"large": "q2", "small": "q8"}
     restored = make(again, encoding="q2", tables={"small.weight": "q8"}, content_hash=True).restore()
     assert restored is not None
+    assert restored.exact is True
     assert again.error(loop, "small") < 0.01 < 0.1 < again.error(loop, "large")
 
 
@@ -177,3 +178,22 @@ def test_losses_that_rose_after_a_restore_raise_the_bits(make: Make, tmp_path: P
     again.train(ckpt, 1)
     ckpt.save().wait(120)
     assert int(stored(tmp_path)["large"][1:]) >= told.alarm
+
+
+def test_rows_that_stay_finer_than_they_are_chosen_are_told_so(make: Make, tmp_path: Path) -> None:
+    """The chain has fp32 and 8 bit are chosen: until the next baseline rows are stored, and hashed, as fp32."""
+    loop, again, last = Loop(0), Loop(1), Loop(2)
+    with make(loop, encoding="fp32", content_hash=True) as ckpt:
+        loop.train(ckpt, 3)
+    chosen = {"encoding": "q8", "bits": "budget", "differential": "one-shot", "content_hash": True}
+    ckpt = make(again, **chosen)
+    assert ckpt.restore() is not None
+    again.train(ckpt, 2)
+    assert not ckpt.save().wait(120).baseline
+    assert stored(tmp_path) == {"large": "fp32", "small": "fp32"}
+    leave(ckpt)
+    restored = make(last, **chosen).restore()
+    assert restored is not None
+    assert restored.exact is True
+    assert restored.step == 5
+    assert last.error(again, "large") == 0
