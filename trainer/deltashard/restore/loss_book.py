@@ -13,8 +13,10 @@ import logging
 import math
 import mmap
 import struct
+from collections import deque
 from pathlib import Path
 
+from deltashard_checkpoint.deciding.cost import Measure
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -33,12 +35,12 @@ class LossBook:
     def __init__(self) -> None:
         self._attempt: int | None = None
         self._file: mmap.mmap | None = None
-        self._first: dict[int, float] = {}
-        """Step -> loss of the first time, of steps that are to be trained again."""
-        self._n = 0
-        self._mean = 0.0
-        self._squares = 0.0
+        self._first: deque[tuple[int, float]] = deque()
+        """(step, loss of the first time), steps rising, of those that are to be trained again."""
+        self._rise = Measure()
+        """Of losses, again over the first time."""
         self._sum = 0.0
+        """Of the first time's losses that were compared."""
 
     def note(
         self, loss: float, *, step: int, attempt: int | None, arena: str | None, run: str, rank: int
@@ -58,12 +60,10 @@ class LossBook:
 
     def check(self) -> pb.LossCheck | None:
         """What was found, once every step whose loss is known was trained again; None before, and without any."""
-        if not self._n or self._first:
+        rise = self._rise
+        if not rise.n or self._first:
             return None
-        variance = self._squares / (self._n - 1) if self._n > 1 else math.inf
-        return pb.LossCheck(
-            steps=self._n, mean=self._mean, error=math.sqrt(variance / self._n), first=self._sum / self._n
-        )
+        return pb.LossCheck(steps=rise.n, mean=rise.mean, error=rise.error, first=self._sum / rise.n)
 
     def close(self) -> None:
         """Let the file go."""
@@ -73,8 +73,8 @@ class LossBook:
 
     def _open(self, attempt: int | None, arena: str | None, run: str, rank: int, step: int) -> None:
         self.close()
-        self._attempt, self._first = attempt, {}
-        self._n, self._mean, self._squares, self._sum = 0, 0.0, 0.0, 0.0
+        self._attempt, self._first = attempt, deque()
+        self._rise, self._sum = Measure(), 0.0
         if arena is None:
             return
         head = (_MAGIC + hashlib.sha256(run.encode()).digest())[:_HEAD]
@@ -85,20 +85,19 @@ class LossBook:
         if self._file[:_HEAD] != head:
             self._file[:] = head + bytes(KEPT * _RECORD.size)
             return
-        for n in range(KEPT):
-            then, _, loss = _RECORD.unpack_from(self._file, _HEAD + n * _RECORD.size)
-            if then >= step and then % KEPT == n and math.isfinite(loss):
-                self._first[then] = loss
+        records = _RECORD.iter_unpack(self._file[_HEAD:])
+        self._first.extend(
+            sorted(
+                (then, loss)
+                for n, (then, _, loss) in enumerate(records)
+                if then >= step and then % KEPT == n and math.isfinite(loss)
+            )
+        )
 
     def _compare(self, step: int, loss: float) -> None:
         """One step more that was trained twice; steps that were passed over are not waited for."""
-        before = self._first.pop(step, None)
-        for then in [each for each in self._first if each < step]:
-            del self._first[then]
-        if before is None:
-            return
-        self._n += 1
-        delta = loss - before - self._mean
-        self._mean += delta / self._n
-        self._squares += delta * (loss - before - self._mean)
-        self._sum += before
+        while self._first and self._first[0][0] <= step:
+            then, before = self._first.popleft()
+            if then == step:
+                self._rise = self._rise.sampled(loss - before)
+                self._sum += before
