@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from deltashard_checkpoint.deciding import recovery, simulation
-from deltashard_checkpoint.deciding.interval import young
+from deltashard_checkpoint.deciding.interval import pls_interval_s, young
 
 MINUTE, HOUR = 60.0, 3600.0
 MTBF_S = 20 * HOUR
@@ -63,7 +63,7 @@ def overheads(of: recovery.Costs, pls: float = PLS, shards: int = SHARDS) -> dic
         "partial": 100 * judged.partial,
         "kind": judged.kind,
         "full_every_h": young(of.save_s, of.mtbf_s) / HOUR,
-        "partial_every_h": recovery.pls_interval_s(pls, of.mtbf_s, shards) / HOUR,
+        "partial_every_h": pls_interval_s(pls, of.mtbf_s, shards) / HOUR,
     }
 
 
@@ -136,7 +136,7 @@ def renewal(generator: np.random.Generator, failures: int) -> list[dict[str, Any
     """The simulator against the exact forms; the first order beside them. Percent."""
     base = costs()
     full_s = young(base.save_s, MTBF_S)
-    partial_s = recovery.pls_interval_s(PLS, MTBF_S, SHARDS)
+    partial_s = pls_interval_s(PLS, MTBF_S, SHARDS)
     found = []
     for kind, interval_s in (
         ("full", full_s),

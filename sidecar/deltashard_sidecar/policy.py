@@ -61,6 +61,11 @@ class Policy:
     least_bits: int = 0
     tables: str = ""
 
+    @property
+    def looks_at_bits(self) -> bool:
+        """Whether encodings of tables are chosen, be it only to be shown."""
+        return bool(self.bits_goal) and self.bits_mode != "off"
+
     @classmethod
     def of(cls, source: Settings | pb.Policy) -> Policy:
         """The policy that settings, or a message, hold."""

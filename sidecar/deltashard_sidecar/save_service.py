@@ -236,7 +236,7 @@ class SaveService:
             precision=holding.precision,
             chain_precision=holding.chain_precision,
             increments=holding.increments,
-            samples=bool(policy.bits_goal) and policy.bits_mode != "off" and session.who.rank == 0,
+            samples=policy.looks_at_bits and session.who.rank == 0,
             layout=session.attempt.layout,
             follows=None if in_force.directive is None else in_force.directive.text(),
             profile=self._decider.text(closing=begin.urgent or begin.reason == "close")

@@ -9,6 +9,8 @@ bytes or a suffix (`KiB MiB GiB`). Everything is checked here, once; the rest of
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib.metadata
 import inspect
 import itertools
 import os
@@ -246,6 +248,13 @@ class Settings:
     def threads(self) -> int:
         """Threads of the encode pool."""
         return self.encode_threads or min(4, os.cpu_count() or 1)
+
+
+def version() -> str:
+    """Of this sidecar's distribution; empty: it is not installed as one."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("deltashard")
+    return ""
 
 
 def _in_range(name: str, value: float, *, where: str) -> None:

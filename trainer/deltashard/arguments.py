@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from deltashard_checkpoint.deciding.goal import goal as goal_of
+from deltashard_checkpoint.deciding.precision import text_of
 from deltashard_checkpoint.vocabulary import BITS_GOALS, ENCODING_CHOICES
 from torch import nn
 
@@ -142,6 +143,8 @@ def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_
             '"full" or "partial"',
             'recovery="full" brings all ranks back to one checkpoint, bit for bit; leave it out if in doubt',
         )
+    if planned_steps is not None:
+        check_count("planned_steps", planned_steps, least=1, remedy="give the steps of the whole run")
     if recovery == "full":
         if pls_target is not None:
             raise UserError(
@@ -149,8 +152,6 @@ def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_
                 where="Checkpointer()",
                 remedy='leave pls_target= out, or say recovery="partial", which is not exact',
             )
-        if planned_steps is not None:
-            check_count("planned_steps", planned_steps, least=1, remedy="give the steps of the whole run")
         return None
     if pls_target is None or planned_steps is None:
         raise UserError(
@@ -166,7 +167,6 @@ def terms_of(recovery: object, pls_target: object, planned_steps: object, grace_
         raise _refusal(
             "pls_target", pls_target, "a share above 0, at most 1", "0.02 is 2 % of the samples of all rows"
         )
-    check_count("planned_steps", planned_steps, least=1, remedy="give the steps of the whole run")
     if grace_s is None:
         raise UserError(
             'recovery="partial" needs to hear of SIGTERM, which grace_s=None leaves alone',
@@ -278,7 +278,7 @@ def bits_settings(bits: object, tables: object) -> dict[str, object]:
     if bits is not None:
         said |= {"bits_goal": bits, "bits_mode": "apply"}
     if tables:
-        said["tables"] = ",".join(f"{name}={encoding}" for name, encoding in tables.items())
+        said["tables"] = text_of(tables)
     return said
 
 

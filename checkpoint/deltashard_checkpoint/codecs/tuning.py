@@ -55,9 +55,9 @@ class Tuning:
     trials: tuple[Trial, ...]
 
 
-def sample_positions(rows: int, seed: int) -> npt.NDArray[np.int64]:
-    """Ascending positions of a uniform sample of a table's rows, without repeats: 0.001 %, at least 4096. int64."""
-    wanted = min(rows, max(SAMPLE_ROWS, int(rows * SAMPLE_FRACTION)))
+def sample_positions(rows: int, seed: int, least: int = SAMPLE_ROWS) -> npt.NDArray[np.int64]:
+    """Ascending positions of a uniform sample of a table's rows, without repeats: 0.001 %, at least `least`. int64."""
+    wanted = min(rows, max(least, int(rows * SAMPLE_FRACTION)))
     generator = np.random.default_rng(seed)
     return np.sort(generator.choice(rows, wanted, replace=False, shuffle=False)).astype(np.int64)
 

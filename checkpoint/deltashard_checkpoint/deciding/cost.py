@@ -14,7 +14,7 @@ TAIL = 20
 KEY = "deltashard/profile"
 """Name of the profile in a commit's metadata."""
 MAX_TEXT = 4096
-_MOST = 1e12
+MOST = 1e12
 """No recorded count or number of seconds is larger."""
 
 
@@ -103,28 +103,30 @@ def recorded(text: str) -> Profile:
         measures = {
             name: Measure(
                 n=_count(each["n"]),
-                mean=_number(each["mean"]),
-                squares=_not_negative(each["squares"], most=_MOST**2),
-                newest=tuple(map(_number, each["newest"]))[-TAIL:],
+                mean=number(each["mean"]),
+                squares=not_negative(each["squares"], most=MOST**2),
+                newest=tuple(map(number, each["newest"]))[-TAIL:],
             )
             for name in ("save", "stall", "durable", "restore", "reschedule")
             for each in (found[name],)
         }
-        return Profile(key=str(found["key"]), step_s=_not_negative(found["step_s"]), **measures)
+        return Profile(key=str(found["key"]), step_s=not_negative(found["step_s"]), **measures)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise BadProfile("the recorded profile cannot be read", where=KEY) from None
 
 
-def _number(value: object, most: float = _MOST) -> float:
-    if type(value) not in (int, float) or not abs(value) <= most:  # type: ignore[arg-type]  # nor is NaN
+def number(value: object, most: float = MOST) -> float:
+    """A number of a recorded document; raises `ValueError` for anything else, and for one beyond `most`."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= most:  # nor is NaN
         raise ValueError(value)
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
-def _not_negative(value: object, most: float = _MOST) -> float:
-    if (number := _number(value, most)) < 0:
+def not_negative(value: object, most: float = MOST) -> float:
+    """The same, 0 or more."""
+    if (found := number(value, most)) < 0:
         raise ValueError(value)
-    return number
+    return found
 
 
 def _count(value: object) -> int:

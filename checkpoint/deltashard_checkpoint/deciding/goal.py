@@ -92,3 +92,15 @@ def duration_s(text: str, *, where: str) -> float:
     if found is None:
         raise BadGoal(f"{text[:40]!r} is no duration", where=where, remedy="such as 90s, 5m, 2h or 1d")
     return float(found[1]) * _UNITS[found[2]]
+
+
+def duration(value_s: float) -> str:
+    """Seconds for people: three digits that matter, in the unit that reads best."""
+    if not math.isfinite(value_s):
+        return "never"
+    if value_s == 0:
+        return "0 s"
+    for unit, length, most in (("ms", 0.001, 1), ("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
+        if abs(value_s) < most:
+            return f"{value_s / length:.3g} {unit}"
+    return f"{value_s / 86400:.3g} d"

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltashard_checkpoint.deciding.cost import not_negative
 from deltashard_checkpoint.deciding.precision import BITS
 from deltashard_checkpoint.errors import UserError
 
@@ -79,7 +80,8 @@ def recorded(text: str) -> Harm:
     try:
         found: Any = json.loads(text[: MAX_TEXT + 1])  # what is longer was cut, and is no JSON
         pairs = {
-            str(name): (_share(spent), _share(error)) for name, (spent, error) in found["tables"].items()
+            str(name): (not_negative(spent), not_negative(error))
+            for name, (spent, error) in found["tables"].items()
         }
         restores, alarm = found["restores"], found["alarm"]
         if type(restores) is not int or type(alarm) is not int or restores < 0 or alarm not in (0, *BITS):
@@ -110,12 +112,6 @@ def rose(*, steps: int, mean: float, error: float, first: float) -> bool:
 def next_bits(bits: int) -> int:
     """The size above; 8 is the last."""
     return next((each for each in BITS if each > bits), BITS[-1])
-
-
-def _share(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
-        raise ValueError(value)
-    return float(value)
 
 
 def _rounded(value: float) -> float:

@@ -25,7 +25,7 @@ import math
 from dataclasses import dataclass
 
 from deltashard_checkpoint.deciding.cost import Measure
-from deltashard_checkpoint.deciding.goal import Goal
+from deltashard_checkpoint.deciding.goal import Goal, duration
 
 SLACK = 0.001
 """Share of training time that fewer saves may cost."""
@@ -102,6 +102,11 @@ def checkfreq_steps(cost_s: float, durable_s: float, step_s: float, overhead: fl
     return max(math.ceil(durable_s / step_s), math.ceil(max(cost_s, 0.0) / (overhead * step_s)), 1)
 
 
+def pls_interval_s(pls: float, mtbf_s: float, shards: int) -> float:
+    """The interval whose expected PLS is this (CPR)."""
+    return 2 * pls * shards * mtbf_s
+
+
 def chosen(goal: Goal, now: Situation) -> Interval:
     """The interval for a goal; `fixed` has none to choose, and raises `ValueError`."""
     match goal.aim:
@@ -122,13 +127,13 @@ def _auto(now: Situation) -> Interval:
     free_s = fewest_saves(now.cost_s, now.mtbf_s)
     best_s = young(now.cost_s, now.mtbf_s)
     why = (
-        f"a save costs {_time(max(now.cost_s, 0.0))} and steps are lost once in {_time(now.mtbf_s)}: the fewest saves "
-        f"within {100 * SLACK:g} % of training of the best (every {_time(best_s)})"
+        f"a save costs {duration(max(now.cost_s, 0.0))} and steps are lost once in {duration(now.mtbf_s)}: the fewest "
+        f"saves within {100 * SLACK:g} % of training of the best (every {duration(best_s)})"
     )
     floors = [
         # A taste, unlike the others: the user's own bounds take its place.
         (0.0 if now.least_s else min(SHORTEST_S, now.most_s), "a minute"),
-        (now.durable_s / IN_FLIGHT_SHARE, f"a save takes {_time(now.durable_s)} to be durable"),
+        (now.durable_s / IN_FLIGHT_SHARE, f"a save takes {duration(now.durable_s)} to be durable"),
         (FEWEST_STEPS * now.step_s, f"{FEWEST_STEPS} steps"),
     ]
     return _bounded(
@@ -146,7 +151,7 @@ def _overhead(goal: Goal, now: Situation) -> Interval:
     else:
         asked_s = now.step_s * checkfreq_steps(now.cost_s, now.durable_s, now.step_s, goal.amount)
     why = (
-        f"a save costs {_time(max(now.cost_s, 0.0))} and is durable after {_time(now.durable_s)}: as often as "
+        f"a save costs {duration(max(now.cost_s, 0.0))} and is durable after {duration(now.durable_s)}: as often as "
         f"{100 * goal.amount:g} % of training allow"
     )
     return _bounded(asked_s, now, why, floors=_floors(now))
@@ -157,7 +162,7 @@ def _lost_work(goal: Goal, now: Situation) -> Interval:
     found = _bounded(
         asked_s,
         now,
-        f"a failure loses at most {_time(goal.amount)}, {_time(now.durable_s)} of them until a save is durable",
+        f"a failure loses at most {duration(goal.amount)}, {duration(now.durable_s)} of them until a save is durable",
         floors=_floors(now),
     )
     worst_s = found.seconds + now.durable_s
@@ -167,15 +172,15 @@ def _lost_work(goal: Goal, now: Situation) -> Interval:
         seconds=found.seconds,
         bound=found.bound,
         why=found.why,
-        unreachable=f"at most {_time(goal.amount)} of lost work cannot be had: up to {_time(worst_s)} may be lost, for "
-        f"{found.bound or 'that is the shortest interval'}",
+        unreachable=f"at most {duration(goal.amount)} of lost work cannot be had: up to {duration(worst_s)} may be "
+        f"lost, for {found.bound or 'that is the shortest interval'}",
     )
 
 
 def _pls(goal: Goal, now: Situation) -> Interval:
-    asked_s = 2 * goal.amount * now.shards * now.mtbf_s
+    asked_s = pls_interval_s(goal.amount, now.mtbf_s, now.shards)
     shards = f"{now.shards} shard{'s' * (now.shards != 1)}"
-    why = f"expected PLS {goal.amount:g} with {shards} and a failure in {_time(now.mtbf_s)}"
+    why = f"expected PLS {goal.amount:g} with {shards} and a failure in {duration(now.mtbf_s)}"
     found = _bounded(
         asked_s,
         now,
@@ -196,7 +201,7 @@ def _pls(goal: Goal, now: Situation) -> Interval:
 
 def _floors(now: Situation) -> list[tuple[float, str]]:
     return [
-        (now.durable_s, f"a save takes {_time(now.durable_s)} to be durable"),
+        (now.durable_s, f"a save takes {duration(now.durable_s)} to be durable"),
         (now.step_s, "one step"),
         (0.001, "a millisecond"),
     ]
@@ -214,9 +219,9 @@ def _bounded(
     low_s, low = max([*floors, (now.least_s, "the shortest that the user allows")], key=lambda each: each[0])
     high_s, high = min([ceiling, (now.most_s, "the longest that the user allows")], key=lambda each: each[0])
     if asked_s < low_s or high_s < low_s:
-        return Interval(seconds=low_s, bound=f"not below {_time(low_s)} ({low})", why=why)
+        return Interval(seconds=low_s, bound=f"not below {duration(low_s)} ({low})", why=why)
     if asked_s > high_s:
-        return Interval(seconds=high_s, bound=f"not above {_time(high_s)} ({high})", why=why)
+        return Interval(seconds=high_s, bound=f"not above {duration(high_s)} ({high})", why=why)
     return Interval(seconds=asked_s, why=why)
 
 
@@ -244,16 +249,3 @@ def worth_changing(basis: Basis, found: Interval, costs: Measure, now: Situation
     costly = abs(costs.mean - basis.cost_s) > ERRORS * costs.error
     news = now.mtbf_s / basis.mtbf_s
     return costly or not 1 / EVIDENCE_RATIO < news < EVIDENCE_RATIO or basis.seconds < now.durable_s
-
-
-def _time(seconds: float) -> str:
-    """A duration for people."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    if seconds < 7200:
-        return f"{seconds / 60:.3g} min"
-    if seconds < 2 * 86400:
-        return f"{seconds / 3600:.3g} h"
-    return f"{seconds / 86400:.3g} d"

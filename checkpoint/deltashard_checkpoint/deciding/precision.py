@@ -57,6 +57,11 @@ def encodings_of(text: str, *, where: str) -> Mapping[str, str]:
     return found
 
 
+def text_of(encodings: Mapping[str, str]) -> str:
+    """The text that `encodings_of` reads."""
+    return ",".join(f"{table}={encoding}" for table, encoding in sorted(encodings.items()))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableFacts:
     """One table."""

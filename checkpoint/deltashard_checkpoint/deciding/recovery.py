@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from deltashard_checkpoint.deciding.interval import young
+from deltashard_checkpoint.deciding.interval import pls_interval_s, share, young
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +42,23 @@ class Recovery:
 def full_overhead(costs: Costs, interval_s: float | None = None) -> float:
     """Share of training time under full recovery; without an interval, at the best one."""
     interval_s = young(costs.save_s, costs.mtbf_s) if interval_s is None else interval_s
-    if not interval_s:
-        return (costs.load_s + costs.reschedule_s) / costs.mtbf_s
-    return costs.save_s / interval_s + (costs.load_s + interval_s / 2 + costs.reschedule_s) / costs.mtbf_s
+    # Saves that cost nothing are best made all the time.
+    saves = share(interval_s, costs.save_s, costs.mtbf_s) if interval_s else 0.0
+    return saves + _recoveries(costs)
 
 
 def partial_overhead(costs: Costs, interval_s: float) -> float:
     """Share of training time under partial recovery."""
-    return costs.save_s / interval_s + (costs.load_s + costs.reschedule_s) / costs.mtbf_s
+    return costs.save_s / interval_s + _recoveries(costs)
+
+
+def _recoveries(costs: Costs) -> float:
+    return (costs.load_s + costs.reschedule_s) / costs.mtbf_s
 
 
 def expected_pls(interval_s: float, mtbf_s: float, shards: int) -> float:
     """E[PLS] of a whole training, whatever its length."""
     return interval_s / (2 * mtbf_s * shards)
-
-
-def pls_interval_s(pls: float, mtbf_s: float, shards: int) -> float:
-    """The interval whose expected PLS is this."""
-    return 2 * pls * shards * mtbf_s
 
 
 def cheaper(costs: Costs, *, pls: float, shards: int) -> Recovery:

@@ -26,10 +26,14 @@ class FrameUnfit(UserError):
     """Rows, fields or a buffer that cannot become a frame."""
 
 
+def weight_row_bytes(table: TableSchema, columns: int) -> int:
+    """Bytes of the weights of one row of `columns` columns, in the type they are trained in."""
+    return columns * element_type.by_name(table.dtype).itemsize_bytes
+
+
 def raw_row_bytes(table: TableSchema, columns: int) -> int:
     """Bytes of one row of `columns` columns and its fields, in the types they are trained in; its id not counted."""
-    weights = columns * element_type.by_name(table.dtype).itemsize_bytes
-    return weights + sum(
+    return weight_row_bytes(table, columns) + sum(
         spec.values(columns) * element_type.by_name(spec.dtype).itemsize_bytes for spec in table.fields
     )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deltashard_checkpoint.deciding.evidence import NONE, POD_MTBF_S, Evidence, Gamma, Rates, rates
+from deltashard_checkpoint.deciding.goal import duration
 from deltashard_checkpoint.errors import UserError
 
 from deltashard_cli.planning.failure_trace import FailureTrace
 from deltashard_cli.planning.forecast import Known, Prices
 from deltashard_cli.planning.growth import PAPER, Growth, fitted
-from deltashard_cli.planning.quantity import Model, duration
+from deltashard_cli.planning.quantity import Model
 from deltashard_cli.planning.recorded_run import RecordedRun
 
 COLUMNS, STATE_BYTES = 64, 4

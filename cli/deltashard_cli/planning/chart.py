@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deltashard_cli.planning.quantity import duration
+from deltashard_checkpoint.deciding.goal import duration
 
 HEIGHT = 12
 _LABELS = 4

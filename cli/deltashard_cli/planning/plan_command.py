@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO
 
 import click
-from deltashard_checkpoint.deciding.goal import Goal
+from deltashard_checkpoint.deciding.goal import Goal, duration
 from deltashard_checkpoint.deciding.goal import goal as read_goal
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -23,7 +23,6 @@ from deltashard_cli.planning.assumption import Assumption, Said, settled
 from deltashard_cli.planning.chart import Mark, chart
 from deltashard_cli.planning.failure_trace import FailureTrace, failure_trace
 from deltashard_cli.planning.forecast import Forecast, Plan, Planner, Prices, at_interval
-from deltashard_cli.planning.quantity import duration
 from deltashard_cli.planning.recorded_run import RecordedRun, recorded_run
 from deltashard_cli.target import Target, find_run
 

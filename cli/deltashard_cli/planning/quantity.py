@@ -81,15 +81,3 @@ def dirty(text: str, interval_s: float, *, where: str) -> tuple[float, float]:
     if span_s <= 0:
         raise BadQuantity(f"{text[:40]!r} is of no time", where=where, remedy="such as 26%@30m")
     return span_s, value
-
-
-def duration(value_s: float) -> str:
-    """Seconds for people: three digits that matter, in the unit that reads best."""
-    if not math.isfinite(value_s):
-        return "never"
-    if value_s == 0:
-        return "0 s"
-    for unit, length, most in (("ms", 0.001, 1), ("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
-        if abs(value_s) < most:
-            return f"{value_s / length:.3g} {unit}"
-    return f"{value_s / 86400:.3g} d"

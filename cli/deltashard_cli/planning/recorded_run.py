@@ -14,11 +14,9 @@ from itertools import pairwise
 
 from deltashard_checkpoint.deciding.cost import KEY, BadProfile, Profile, recorded
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence
-from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.format.row_block import raw_row_bytes, weight_row_bytes
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry
 from deltashard_checkpoint.vocabulary import ENCODINGS
-
-_DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +54,8 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
     newest = checkpoints[-1]
     rows = sum(table.rows for table in newest.tables)
     values = sum(table.rows * table.columns for table in newest.tables)
-    state = sum(table.rows * _state_bytes(table) for table in newest.tables)
-    of_tables = state + sum(t.rows * t.columns * _DTYPE_BYTES.get(t.dtype, 4) for t in newest.tables)
+    of_tables = sum(table.rows * raw_row_bytes(table, table.columns) for table in newest.tables)
+    state = of_tables - sum(table.rows * weight_row_bytes(table, table.columns) for table in newest.tables)
     baselines = [each.raw_bytes - of_tables for each in checkpoints if each.baseline and each.rows >= rows]
     at = {each.seq: each.at_s for each in checkpoints}
     touched = [
@@ -92,14 +90,6 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
         profile=_profile(checkpoints),
         evidence=evidence,
         gaps=gaps,
-    )
-
-
-def _state_bytes(table: TableSchema) -> int:
-    """Of one row."""
-    return sum(
-        _DTYPE_BYTES.get(spec.dtype, 4) * (table.columns if spec.kind == "pointwise" else 1)
-        for spec in table.fields
     )
 
 

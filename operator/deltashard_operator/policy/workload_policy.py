@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit
 
 from deltashard_checkpoint.deciding.goal import BadGoal
 from deltashard_checkpoint.deciding.goal import goal as goal_of
-from deltashard_checkpoint.deciding.precision import MAX_TABLES
+from deltashard_checkpoint.deciding.precision import MAX_TABLES, text_of
 from deltashard_checkpoint.vocabulary import (
     BITS_CHOICES,
     DECISION_MODES,
@@ -350,7 +350,7 @@ class _Fields:
         for table, encoding in value.items():
             if not isinstance(table, str) or not _TABLE.fullmatch(table) or encoding not in ENCODING_CHOICES:
                 self.fail(key, takes)
-        text = ",".join(f"{table}={encoding}" for table, encoding in sorted(value.items()))
+        text = text_of(value)
         return text if len(text) <= MAX_TABLES else self.fail(key, f"at most {MAX_TABLES} characters in all")
 
     def nullable_integer(self, key: str, default: int) -> int | None:

@@ -14,7 +14,6 @@ Only saves of a timer are measured: who asks for one mostly waits for it, and an
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import math
 import os
 import threading
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, Measure, Profile
+from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, MOST, Measure, Profile
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
 from deltashard_checkpoint.deciding.interval import Situation
@@ -37,7 +36,7 @@ from deltashard_sidecar.deciding.history import Past, ends, past
 from deltashard_sidecar.deciding.record import Record, recorded
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 from deltashard_sidecar.policy import Policy
-from deltashard_sidecar.settings import Settings
+from deltashard_sidecar.settings import Settings, version
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
@@ -49,7 +48,6 @@ PREPARED_S = 60.0
 """Rows are copied ahead for so long at most; without a cut until then none came of it."""
 LONGEST_GAP_S = 86400.0
 """Between two trainers, beyond which nobody was waiting."""
-_MOST = 1e12
 _MOST_PODS = 1_000_000
 _MAX_KEY = 200
 
@@ -184,7 +182,7 @@ class Decider:
     def told(self, said: fleet.Evidence) -> None:
         """The controller counts failures better than a log does: its word replaces what was counted here."""
         numbers = (said.exposure_s, said.lossy, said.restores, said.pool_exposure_s, said.pool_lossy)
-        if not all(0 <= number <= _MOST for number in numbers) or said.pods > _MOST_PODS:  # nor is NaN
+        if not all(0 <= number <= MOST for number in numbers) or said.pods > _MOST_PODS:  # nor is NaN
             self._log.warning("evidence.refused", said=str(said)[:400])
             return
         with self._lock:
@@ -196,7 +194,7 @@ class Decider:
 
     def opened(self, opening: Opening, state: RunState) -> None:
         """A trainer of rank 0 begins an attempt, or goes on in one; `state`: the log as it stands."""
-        key = f"{self._place}, world size {opening.world_size}, {_version()}"[:_MAX_KEY]
+        key = f"{self._place}, world size {opening.world_size}, {version()}"[:_MAX_KEY]
         with self._lock:
             before, self._opening = self._opening, opening
             if before is None or before.run != opening.run:
@@ -459,9 +457,3 @@ def _closing(text: str | None, otherwise: bool) -> bool:
         with suppress(UserError):
             return recorded(text).closing
     return otherwise
-
-
-def _version() -> str:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("deltashard")
-    return ""

@@ -12,14 +12,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deltashard_checkpoint.deciding import cost
-from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, BadProfile, Profile
+from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, BadProfile, Profile, not_negative, number
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.deciding.interval import Basis
 
 from deltashard_sidecar.deciding.choice import Held
-
-MOST = 1e12
-"""No number of seconds or incidents is larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +50,11 @@ def recorded(text: str) -> Record:
         if said is not None:
             basis = Basis(
                 seconds=_positive(said["seconds"]),
-                cost_s=_number(said["cost_s"]),
+                cost_s=number(said["cost_s"]),
                 mtbf_s=_positive(said["mtbf_s"]),
             )
             held = Held(basis=basis, goal=str(said["goal"]))
-        counts = {name: _at_least_0(found["evidence"][name]) for name in ("exposure_s", "lossy", "restores")}
+        counts = {name: not_negative(found["evidence"][name]) for name in ("exposure_s", "lossy", "restores")}
         return Record(
             profile=profile, held=held, evidence=Evidence(**counts), closing=found["closing"] is True
         )
@@ -65,21 +62,7 @@ def recorded(text: str) -> Record:
         raise BadProfile("the recorded decision cannot be read", where=KEY) from None
 
 
-def _number(value: object) -> float:
-    if type(value) not in (int, float) or not abs(value) <= MOST:  # type: ignore[arg-type]  # nor is NaN
-        raise ValueError(value)
-    return float(value)  # type: ignore[arg-type]
-
-
-def _at_least_0(value: object) -> float:
-    number = _number(value)
-    if number < 0:
-        raise ValueError(value)
-    return number
-
-
 def _positive(value: object) -> float:
-    number = _number(value)
-    if number <= 0:
+    if (found := number(value)) <= 0:
         raise ValueError(value)
-    return number
+    return found

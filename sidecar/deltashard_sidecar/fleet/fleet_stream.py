@@ -12,8 +12,6 @@ the controller would have ended it.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import random
 import secrets
 import threading
@@ -31,7 +29,7 @@ from deltashard_sidecar import policy
 from deltashard_sidecar.fleet import heartbeat
 from deltashard_sidecar.fleet.heartbeat import BackOff, Pace
 from deltashard_sidecar.policy import Directive
-from deltashard_sidecar.settings import Settings
+from deltashard_sidecar.settings import Settings, version
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
@@ -138,7 +136,7 @@ class Fleet:
         self._back_off = back_off or BackOff()
         self._hello = heartbeat.hello(
             settings,
-            version=_version(),
+            version=version(),
             process=secrets.token_hex(8),
             started_at_s=time.time(),
         )
@@ -269,9 +267,3 @@ class Fleet:
             self._save_now(reply.save_now)
         elif kind == "evidence":
             self._evidence(reply.evidence)
-
-
-def _version() -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("deltashard")
-    return ""

@@ -32,7 +32,7 @@ from deltashard_checkpoint.deciding.precision import (
     large_tables,
 )
 from deltashard_checkpoint.errors import DeltashardError
-from deltashard_checkpoint.format import element_type
+from deltashard_checkpoint.format.row_block import weight_row_bytes
 from deltashard_checkpoint.format.schema import TableSchema
 from deltashard_checkpoint.vocabulary import ENCODINGS, PRECISION_KEY
 from deltashard_checkpoint.write.precision import Precision as Stored
@@ -93,7 +93,7 @@ class BitChoice:
         """Encodings that a cut shall store tables with; those of `policy.encoding` are left out."""
         own = encodings_of(policy.tables, where="tables")
         said = {table.fqn: own.get(table.fqn, policy.encoding) for table in tables}
-        if policy.bits_goal and policy.bits_mode != "off":
+        if policy.looks_at_bits:
             found = self._chosen(policy, tables, begin, expected, own)
             holds = self.decides(policy, alone=alone)
             self._decided(policy, found, said, holds=holds, expected=expected, alone=alone)
@@ -115,7 +115,7 @@ class BitChoice:
             run = self._harm
         facts = {
             table.fqn: TableFacts(
-                raw_bytes=table.rows * table.columns * element_type.by_name(table.dtype).itemsize_bytes,
+                raw_bytes=_weight_bytes(table),
                 errors=self.errors.of(table.fqn),
                 spent=run.spent.get(table.fqn, 0.0),
             )
@@ -169,7 +169,7 @@ class BitChoice:
     @staticmethod
     def decides(policy: Policy, *, alone: bool) -> bool:
         """Whether chosen bits hold."""
-        return bool(policy.bits_goal) and policy.bits_mode == "apply" and alone
+        return policy.looks_at_bits and policy.bits_mode == "apply" and alone
 
     def heard(self, check: pb.LossCheck) -> None:
         """Losses of steps that were trained again: looked at once an attempt."""
@@ -195,12 +195,7 @@ class BitChoice:
 
     def metadata(self, held: Stored, tables: Sequence[TableSchema]) -> dict[str, str]:
         """What a commit says of the harm so far, and of what a restore of it would add."""
-        facts = {
-            table.fqn: TableFacts(
-                raw_bytes=table.rows * table.columns * element_type.by_name(table.dtype).itemsize_bytes
-            )
-            for table in tables
-        }
+        facts = {table.fqn: TableFacts(raw_bytes=_weight_bytes(table)) for table in tables}
         errors = {}
         for name in large_tables(facts):
             bits = ENCODINGS[held.of_table(name)].bits
@@ -209,6 +204,10 @@ class BitChoice:
         with self._lock:
             told = replace(self._harm, error=errors)
         return {harm.KEY: told.text()} if told.error or told.spent or told.alarm else {}
+
+
+def _weight_bytes(table: TableSchema) -> int:
+    return table.rows * weight_row_bytes(table, table.columns)
 
 
 def summary(encodings: Mapping[str, str]) -> str:

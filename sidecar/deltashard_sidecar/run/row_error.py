@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 from deltashard_checkpoint.codecs.encoding import effective_encoding
-from deltashard_checkpoint.codecs.tuning import relative_error
+from deltashard_checkpoint.codecs.tuning import relative_error, sample_positions
 from deltashard_checkpoint.deciding.precision import BITS
 from deltashard_checkpoint.format.row_block import RowBlock
 from deltashard_checkpoint.vocabulary import BITS_CHOICES, encoding_named
@@ -51,10 +51,7 @@ class RowErrors:
 
 
 def _errors(block: RowBlock) -> dict[int, float]:
-    n = len(block)
-    generator = np.random.default_rng(SEED)
-    rows = np.sort(generator.choice(n, min(n, SAMPLE_ROWS), replace=False))
-    sample = np.ascontiguousarray(block.weights[rows])
+    sample = np.ascontiguousarray(block.weights[sample_positions(len(block), SEED, SAMPLE_ROWS)])
     found = {}
     for bits in BITS:
         encoding = effective_encoding(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from deltashard_checkpoint.deciding.interval import young
+from deltashard_checkpoint.deciding.interval import pls_interval_s, young
 from deltashard_checkpoint.deciding.recovery import (
     Costs,
     cheaper,
     expected_pls,
     full_overhead,
     partial_overhead,
-    pls_interval_s,
 )
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from deltashard_cli.planning.quantity import BadQuantity, Model, dirty, duration, model, seconds, size_bytes
+from deltashard_checkpoint.deciding.goal import duration
+from deltashard_cli.planning.quantity import BadQuantity, Model, dirty, model, seconds, size_bytes
 
 
 @pytest.mark.parametrize(
