@@ -8,7 +8,7 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +20,14 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
-from deltashard_cli.main import main
 from deltashard_cli.output import age, size
 
 from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
+from tests.support.command_line import Cli
 from tests.support.server.minio_server import free_port
 
 RUN = "team/run-1"
-Cli = Callable[..., tuple[int, str]]
 SCRIPT = Path(sys.executable).parent / "deltashard"
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the entry point; (exit code, stdout and stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int)
-        return code, shown.out + shown.err
-
-    return run
 
 
 def answer(cli: Cli, *arguments: object) -> Any:

@@ -25,7 +25,6 @@ from deltashard_cli.dcp import importer
 from deltashard_cli.dcp.metadata import Piece, StoredTensor
 from deltashard_cli.dcp.reader import read_piece
 from deltashard_cli.dcp.writer import export_dcp
-from deltashard_cli.main import main
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -38,31 +37,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.data import DataLoader
 
 from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
+from tests.support.command_line import Cli
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
 ]
-Cli = Callable[..., tuple[int, str]]
 Checkpointers = Callable[..., deltashard.Checkpointer]
 GOLDEN = Path(__file__).parents[2] / "golden" / "v1"
 LIVING = (4, 5, 7, 9, 10, 13)
 """Checkpoints of the golden run of many ranks."""
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the entry point; (exit code, stdout and stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, shown.out + shown.err
-
-    return run
 
 
 @pytest.fixture

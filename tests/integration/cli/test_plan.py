@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +12,12 @@ from deltashard_checkpoint.deciding.interval import fewest_saves
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
-from deltashard_cli.main import main
 
 from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
+from tests.support.command_line import Cli
 
-Cli = Callable[..., tuple[int, str]]
 RUN = "team/run-1"
 SIZED = ("plan", "--bytes", "400GiB", "--pods", "16", "--ranks", "128", "--mtbf", "20h")
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the entry point; (exit code, stdout and stderr)."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        shown = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, shown.out + shown.err
-
-    return run
 
 
 def answer(cli: Cli, *arguments: object) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from deltashard_checkpoint.vocabulary import PRECISION_KEY
 from deltashard_checkpoint.write.precision import recorded
 from torch import nn
 
+from tests.support.checkpointers import Make, checkpointers, leave
+
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
-Make = Callable[..., deltashard.Checkpointer]
 LARGE, SMALL, DIM = 4000, 40, 16
 
 
@@ -56,25 +57,8 @@ class Loop:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Builds Checkpointers of one store; whatever is still open is let go of at the end."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    made: list[deltashard.Checkpointer] = []
-
-    def build(loop: Loop, **options: Any) -> deltashard.Checkpointer:
-        options = {"run": "r", "arena_bytes": 64 << 20, "grace_s": None} | options
-        ckpt = deltashard.Checkpointer(loop.net, loop.optimizer, url=tmp_path / "store", **options)
-        made.append(ckpt)
-        return ckpt
-
-    yield build
-    for ckpt in made:
-        leave(ckpt)
-
-
-def leave(ckpt: deltashard.Checkpointer) -> None:
-    """End as a crash of the program would: nothing is saved."""
-    ckpt.__exit__(KeyboardInterrupt, None, None)
+    with checkpointers(tmp_path, monkeypatch) as build:
+        yield build
 
 
 def newest(tmp_path: Path) -> Checkpoint:

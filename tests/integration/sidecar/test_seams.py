@@ -16,12 +16,12 @@ from deltashard.cut.save_stream import CutFailed
 from deltashard.errors import SaveFailed
 from torch import nn
 
+from tests.support.checkpointers import Make, checkpointers
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, Trainer, sidecar
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
-Make = Callable[..., deltashard.Checkpointer]
 ROWS, DIM = 200, 8
 
 
@@ -84,20 +84,8 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Builds Checkpointers of one store; whatever is still open is let go of at the end."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    made: list[deltashard.Checkpointer] = []
-
-    def build(loop: Loop, **options: Any) -> deltashard.Checkpointer:
-        options = {"run": "r", "encoding": "fp32", "arena_bytes": 64 << 20, "grace_s": None} | options
-        ckpt = deltashard.Checkpointer(loop.net, loop.optimizer, url=tmp_path / "store", **options)
-        made.append(ckpt)
-        return ckpt
-
-    yield build
-    for ckpt in made:
-        ckpt.__exit__(KeyboardInterrupt, None, None)
+    with checkpointers(tmp_path, monkeypatch, encoding="fp32") as build:
+        yield build
 
 
 def adam(params: Any) -> torch.optim.Optimizer:

@@ -1,0 +1,36 @@
+"""Checkpointers of one store, for tests with a real sidecar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deltashard
+import pytest
+
+Make = Callable[..., deltashard.Checkpointer]
+"""Of something with a `net` and an `optimizer`, and of options."""
+
+
+def leave(ckpt: deltashard.Checkpointer) -> None:
+    """End as a crash of the program would: nothing is saved."""
+    ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
+@contextmanager
+def checkpointers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **defaults: Any) -> Iterator[Make]:
+    """Builds Checkpointers of one store; whatever is still open is let go of at the end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    made: list[deltashard.Checkpointer] = []
+
+    def build(loop: Any, **options: Any) -> deltashard.Checkpointer:
+        options = {"run": "r", "arena_bytes": 64 << 20, "grace_s": None} | defaults | options
+        made.append(deltashard.Checkpointer(loop.net, loop.optimizer, url=tmp_path / "store", **options))
+        return made[-1]
+
+    yield build
+    for ckpt in made:
+        leave(ckpt)
