@@ -40,11 +40,8 @@ def url(tmp_path: Path) -> str:
 
 def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]:
     """Of a sidecar in a pod."""
-    token = tmp_path / "token"
-    token.write_text("good")
     return {
-        "fleet": server.address, "fleet-ca": server.authority.pem, "fleet-token-file": token, "run": "r",
-        "workload-uid": "w-1", "encoding": "fp32", "profile-key": "image on this machine", **more,
+        **server.flags(tmp_path), "run": "r", "workload-uid": "w-1", "encoding": "fp32", "profile-key": "image on this machine", **more,
     }  # fmt: skip
 
 

@@ -62,13 +62,6 @@ def pod(workload: str = "w-1", **more: object) -> dict[str, Any]:
     return {"run": "ns/job", "owner": "ns/job", "workload-uid": workload, "encoding": "fp32", **more}
 
 
-def told(tmp_path: Path, server: FleetServer) -> dict[str, Any]:
-    """Flags of one that has a controller."""
-    token = tmp_path / "token"
-    token.write_text("good")
-    return {"fleet": server.address, "fleet-ca": server.authority.pem, "fleet-token-file": token}
-
-
 def place(tmp_path: Path, name: str) -> Path:
     path = tmp_path / name
     path.mkdir()
@@ -332,7 +325,7 @@ def test_a_secret_that_comes_later_is_used_without_a_restart(
     """Absent: a condition, one incident that names the path, and an Open that waits; by its deadline it says the same."""
     path = tmp_path / "credentials"
     url = own_minio.url(own_minio.new_bucket())
-    flags = pod(**told(tmp_path, server))
+    flags = pod(**server.flags(tmp_path))
     root = place(tmp_path, "impatient")
     with sidecar(root, url, environment=from_file(path), open_deadline_s=1, **flags) as process:
         trainer = Trainer(process.socket, Model())
@@ -440,7 +433,7 @@ def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServ
                 "AWS_ENDPOINT_URL_STS": minio.endpoint, "AWS_ROLE_ARN": "arn:minio:iam:::role/unused",
             }  # fmt: skip
             root, url = place(tmp_path, "pod"), minio.url(minio.new_bucket())
-            with sidecar(root, url, environment=environment, **pod(**told(tmp_path, server))) as process:
+            with sidecar(root, url, environment=environment, **pod(**server.flags(tmp_path))) as process:
                 trainer = Trainer(process.socket, Model())
                 opening = trainer.stub.Open.future(
                     pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
@@ -475,7 +468,7 @@ def test_rotated_credentials_are_picked_up(
     path = tmp_path / "credentials"
     credentials(path, "first", "first-secret")
     url = own_minio.url(own_minio.new_bucket())
-    flags = pod(**told(tmp_path, server))
+    flags = pod(**server.flags(tmp_path))
     with sidecar(tmp_path, url, environment=from_file(path), save_deadline_s=30, **flags) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
@@ -508,7 +501,7 @@ def test_rotated_credentials_are_picked_up(
 def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, server: FleetServer) -> None:
     """Open waits for it and says why meanwhile."""
     url = own_minio.url("made-later")
-    with sidecar(tmp_path, url, **pod(**told(tmp_path, server))) as process:
+    with sidecar(tmp_path, url, **pod(**server.flags(tmp_path))) as process:
         trainer = Trainer(process.socket, Model())
         opening = trainer.stub.Open.future(
             pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
@@ -533,7 +526,7 @@ def test_a_full_store_and_one_that_is_down(
     """Clear words, nothing lost, and the next save after the cause is gone holds every row."""
     bucket = own_minio.new_bucket()
     url = own_minio.url(bucket)
-    flags = pod(**told(tmp_path, server))
+    flags = pod(**server.flags(tmp_path))
     with sidecar(tmp_path, url, save_deadline_s=60, **flags) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()

@@ -156,10 +156,8 @@ def test_a_goal_keeps_chains_short(tmp_path: Path, url: str, differential: str) 
 
 def test_raised_bits_make_the_next_cut_a_baseline(tmp_path: Path, url: str, server: FleetServer) -> None:
     """From 2 to 8 by a directive: what restores is what a run of 8 bits restores; it was 2 bits of every old row."""
-    token = tmp_path / "token"
-    token.write_text("good")
     flags = {
-        **FLAGS, "encoding": "q2", "fleet": server.address, "fleet-ca": server.authority.pem, "fleet-token-file": token,
+        **FLAGS, **server.flags(tmp_path), "encoding": "q2",
         "pod-name": "pod", "pod-namespace": "ns", "pod-uid": "p", "workload-kind": "Job", "workload-name": "job",
         "workload-uid": "w", "run": "ns/job", "owner": "ns/job",
     }  # fmt: skip

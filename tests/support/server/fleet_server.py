@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import grpc
 from cryptography import x509
@@ -97,6 +98,12 @@ class FleetServer(fleet_pb2_grpc.FleetServicer):
         with contextlib.suppress(RuntimeError):
             self.port = self._server.add_secure_port(f"localhost:{port}", credentials)
         return self.port
+
+    def flags(self, tmp_path: Path) -> dict[str, Any]:
+        """Of a sidecar that has this controller; its token lies in a file there."""
+        token = tmp_path / "token"
+        token.write_text(self.token)
+        return {"fleet": self.address, "fleet-ca": self.authority.pem, "fleet-token-file": token}
 
     def __enter__(self) -> Self:
         self._server.start()

@@ -49,10 +49,8 @@ def url(tmp_path: Path) -> str:
 
 def flags(tmp_path: Path, server: FleetServer, **more: object) -> dict[str, Any]:
     """Of a sidecar in a pod."""
-    token = tmp_path / "token"
-    token.write_text("good")
     return {
-        "fleet": server.address, "fleet-ca": server.authority.pem, "fleet-token-file": token, "run": "ns/job",
+        **server.flags(tmp_path), "run": "ns/job",
         "owner": "ns/job", "pod-name": "pod", "pod-namespace": "ns", "pod-uid": "p-1", "workload-kind": "Job",
         "workload-name": "job", "workload-uid": "w-1", "encoding": "fp32", **more,
     }  # fmt: skip
