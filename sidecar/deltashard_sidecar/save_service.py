@@ -200,7 +200,11 @@ class SaveService:
             # Its boundary of that step waits for us: the control line stands still.
             reading = Reading(begin.step, self._keeper.step_time_s(session.who.local_rank))
             self._decider.save_begins(
-                cut.cut, reading, planned_steps=begin.planned_steps, timed=cut.reason in PERIODIC
+                cut.cut,
+                reading,
+                planned_steps=begin.planned_steps,
+                pls_target=begin.pls_target,
+                timed=cut.reason in PERIODIC,
             )
         return save
 

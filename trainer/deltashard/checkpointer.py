@@ -274,7 +274,7 @@ class Checkpointer:
         if precopy is None:
             precopy = os.environ.get("DELTASHARD_PRECOPY", "1") != "0"
         contents = Contents() if content_hash else None
-        base = CutBase(self._planned_steps)
+        base = CutBase(self._planned_steps, self._ground.pls_target)
         setbacks = Setbacks(self._clock, self.stats, self._listener)
         requests = Requests(setbacks)
         recovery = Recovery(self._ground, self._program)

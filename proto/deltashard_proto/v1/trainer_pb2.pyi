@@ -311,7 +311,7 @@ class LossCheck(_message.Message):
 class SaveRequest(_message.Message):
     __slots__ = ("begin", "rows", "blob", "seal", "abort", "ready", "several", "prepare")
     class Begin(_message.Message):
-        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "losses", "rebases")
+        __slots__ = ("session", "step", "cut", "reason", "urgent", "since_commit_seq", "since_baseline_seq", "full", "dirty_rows_commit", "dirty_rows_baseline", "total_rows", "tracking_faults", "planned_steps", "losses", "rebases", "pls_target")
         SESSION_FIELD_NUMBER: _ClassVar[int]
         STEP_FIELD_NUMBER: _ClassVar[int]
         CUT_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +327,7 @@ class SaveRequest(_message.Message):
         PLANNED_STEPS_FIELD_NUMBER: _ClassVar[int]
         LOSSES_FIELD_NUMBER: _ClassVar[int]
         REBASES_FIELD_NUMBER: _ClassVar[int]
+        PLS_TARGET_FIELD_NUMBER: _ClassVar[int]
         session: str
         step: int
         cut: int
@@ -342,7 +343,8 @@ class SaveRequest(_message.Message):
         planned_steps: int
         losses: LossCheck
         rebases: bool
-        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., losses: _Optional[_Union[LossCheck, _Mapping]] = ..., rebases: _Optional[bool] = ...) -> None: ...
+        pls_target: float
+        def __init__(self, session: _Optional[str] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., reason: _Optional[str] = ..., urgent: _Optional[bool] = ..., since_commit_seq: _Optional[int] = ..., since_baseline_seq: _Optional[int] = ..., full: _Optional[bool] = ..., dirty_rows_commit: _Optional[int] = ..., dirty_rows_baseline: _Optional[int] = ..., total_rows: _Optional[int] = ..., tracking_faults: _Optional[int] = ..., planned_steps: _Optional[int] = ..., losses: _Optional[_Union[LossCheck, _Mapping]] = ..., rebases: _Optional[bool] = ..., pls_target: _Optional[float] = ...) -> None: ...
     class Seal(_message.Message):
         __slots__ = ("rows", "raw_bytes", "stall_s", "metadata", "pin", "full", "pins", "precopied_rows", "recopied_rows", "slowdown_s")
         class MetadataEntry(_message.Message):

@@ -25,7 +25,9 @@ from dataclasses import dataclass, replace
 from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, MOST, Measure, Profile
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
-from deltashard_checkpoint.deciding.interval import Situation
+from deltashard_checkpoint.deciding.goal import FIXED, goal
+from deltashard_checkpoint.deciding.interval import ENOUGH, Situation
+from deltashard_checkpoint.deciding.recovery import advised
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
@@ -139,6 +141,8 @@ class Decider:
         self._committed = True
         """Whether something was committed since the last incident: a crash loop is one."""
         self._partial = False
+        self._pls_target = 0.0
+        """The trainer's, under partial recovery; 0: it says none."""
         self._left_steps = math.inf
         self._saves = 0
         for cause in CAUSES:
@@ -257,12 +261,16 @@ class Decider:
         with self._lock:
             self._disturbed_s = self._clock()
 
-    def save_begins(self, cut: int, reading: Reading, *, planned_steps: int, timed: bool) -> None:
+    def save_begins(
+        self, cut: int, reading: Reading, *, planned_steps: int, pls_target: float, timed: bool
+    ) -> None:
         """A save of rank 0 begins at the step that was read; `timed`: the timer wanted it."""
         with self._lock:
             self._begin = Begin(cut=cut, reading=reading, timed=timed)
             self._cost = self._ended_s = None
             self._left_steps = planned_steps - reading.step if planned_steps > reading.step else math.inf
+            self._pls_target = pls_target if 0 < pls_target <= 1 else 0.0
+            self._partial = self._pls_target > 0
 
     def save_failed(self, cut: int) -> None:
         """It will never commit, and is no measurement."""
@@ -358,18 +366,8 @@ class Decider:
         terms, opening = terms_of(self._policy), self._opening
         if terms is None or opening is None:
             return None
-        profile, mtbf_s, seen = self._profile, self._rates().mtbf_s, self._seen()
-        now = Situation(
-            cost_s=cost_of(profile, self._held),
-            durable_s=profile.durable.p95,
-            step_s=profile.step_s,
-            mtbf_s=mtbf_s,
-            shards=opening.world_size,
-            partial=self._partial,
-            left_s=self._left_steps * profile.step_s if profile.step_s else math.inf,
-            least_s=terms.least_s,
-            most_s=terms.most_s,
-        )
+        profile, seen = self._profile, self._seen()
+        now = self._situation(opening)
         evidence = (
             f"{self._saves} saves measured by this sidecar, {profile.save.n} in the mean; {seen.lossy:.3g} lossy "
             f"failures and {seen.restores:.3g} restores in {seen.exposure_s / 3600:.3g} h of training"
@@ -393,6 +391,20 @@ class Decider:
             )
         self._held = choice.held
         return choice
+
+    def _situation(self, opening: Opening) -> Situation:
+        profile, policy = self._profile, self._policy
+        return Situation(
+            cost_s=cost_of(profile, self._held),
+            durable_s=profile.durable.p95,
+            step_s=profile.step_s,
+            mtbf_s=self._rates().mtbf_s,
+            shards=opening.world_size,
+            partial=self._partial,
+            left_s=self._left_steps * profile.step_s if profile.step_s else math.inf,
+            least_s=policy.least_s,
+            most_s=policy.most_s or math.inf,
+        )
 
     # What people are told.
 
@@ -435,7 +447,24 @@ class Decider:
     def decisions(self) -> list[Decision]:
         """What holds, what would, and why."""
         with self._lock:
-            return [] if self._choice is None else [self._choice.decision]
+            found = [] if self._choice is None else [self._choice.decision]
+            recovery = self._recovery()
+            return found if recovery is None else [*found, recovery]
+
+    def _recovery(self) -> Decision | None:
+        """Full or partial, where a PLS is aimed at; the trainer's script has the word, so it is advice."""
+        policy, profile, opening = self._policy, self._profile, self._opening
+        aim = goal(policy.goal) if policy.goal else FIXED
+        pls = aim.amount if aim.aim == "pls" else self._pls_target
+        known = self._held is not None or profile.save.n >= ENOUGH
+        if not pls or not known or opening is None or policy.interval_mode == "off":
+            return None
+        return advised(
+            self._situation(opening),
+            pls=pls,
+            load_s=profile.restore.mean,
+            reschedule_s=profile.reschedule.mean,
+        )
 
 
 def _timers(choice: Choice | None) -> tuple[float, int] | None:

@@ -39,6 +39,11 @@ class Ground:
         """Why recovery is full all the same."""
 
     @property
+    def pls_target(self) -> float:
+        """That the run's PLS may come to; 0: recovery is full."""
+        return 0.0 if self.terms is None or self.off else self.terms.pls_target
+
+    @property
     def ready(self) -> bool:
         """Whether something would be staged."""
         return self.terms is not None and not self.off and self.attempt is not None
@@ -51,7 +56,7 @@ class Ground:
     @property
     def metadata(self) -> dict[str, str]:
         """What every commit says of the run."""
-        said = {LINEAGE_KEY: self.lineage} if self.terms is not None and not self.off and self.lineage else {}
+        said = {LINEAGE_KEY: self.lineage} if self.pls_target and self.lineage else {}
         if self.recoveries:
             said |= {PLS_KEY: f"{self.pls:.9g}", RECOVERIES_KEY: str(self.recoveries)}
         return said

@@ -14,9 +14,10 @@ from deltashard.tracking.marks import Mode
 class CutBase:
     """Commit and baseline by their seq, and what makes the next cut full whatever they are."""
 
-    def __init__(self, planned_steps: int = 0) -> None:
-        """`planned_steps`: of the whole run; 0: nobody says."""
+    def __init__(self, planned_steps: int = 0, pls_target: float = 0.0) -> None:
+        """`planned_steps`: of the whole run; 0: nobody says. `pls_target`: under partial recovery; 0: it is full."""
         self._planned_steps = planned_steps
+        self._pls_target = pls_target
         self._commit: int | None = None
         self._baseline: int | None = None
         self._full = False
@@ -75,6 +76,7 @@ class CutBase:
         begin.full = self._full
         begin.rebases = True
         begin.planned_steps = self._planned_steps
+        begin.pls_target = self._pls_target
         begin.tracking_faults = self._faults
         if self._commit is not None:
             begin.since_commit_seq = self._commit

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from deltashard_checkpoint.deciding.interval import pls_interval_s, young
+from deltashard_checkpoint.deciding.interval import SLACK, Situation, pls_interval_s, young
 from deltashard_checkpoint.deciding.recovery import (
     Costs,
+    advised,
     cheaper,
     expected_pls,
     full_overhead,
@@ -67,3 +68,32 @@ def test_the_cheaper_kind_is_taken_each_at_its_own_interval(
 def test_a_save_that_costs_nothing_leaves_what_a_recovery_costs():
     free = Costs(save_s=0.0, load_s=60.0, reschedule_s=60.0, mtbf_s=12000.0)
     assert full_overhead(free) == pytest.approx(0.01)
+
+
+@given(positive, st.floats(0, 100), st.floats(3600, 1e8), st.floats(1e-4, 1), st.integers(2, 4096), st.booleans())
+def test_advice_is_full_unless_partial_saves_more_than_the_slack(
+    save_s, durable_s, mtbf_s, pls, shards, partial
+):
+    """Load and reschedule are paid either way and change nothing; what is in force is no argument."""
+    now = Situation(
+        cost_s=save_s, durable_s=durable_s, step_s=1.0, mtbf_s=mtbf_s, shards=shards, partial=partial
+    )
+    found = advised(now, pls=pls, load_s=0.0, reschedule_s=0.0)
+    assert found.value == ("partial" if partial else "full")
+    assert (found.subject, found.mode) == ("recovery", "advise")
+    assert advised(now, pls=pls, load_s=100.0, reschedule_s=50.0).would == found.would
+    # Where failures cost next to nothing there is nothing to gain.
+    if mtbf_s > 2 * max(1800.0, 5 * durable_s) / SLACK and save_s / 1800.0 < SLACK / 4 and durable_s < 300:
+        assert found.would == "full"
+
+
+def test_one_rank_has_no_survivor():
+    now = Situation(cost_s=1.0, durable_s=1.0, step_s=1.0, mtbf_s=HOUR)
+    assert advised(now, pls=0.1, load_s=1.0, reschedule_s=1.0).would == "full"
+
+
+def test_the_papers_case_is_partial():
+    now = Situation(cost_s=222.0, durable_s=222.0, step_s=1.0, mtbf_s=20 * HOUR, shards=18)
+    found = advised(now, pls=0.1, load_s=396.0, reschedule_s=0.0)
+    assert (found.value, found.would) == ("full", "partial")
+    assert "partial 0.64 % saving every 3 d, with an expected PLS of 0.1" in found.why

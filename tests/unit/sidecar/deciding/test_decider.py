@@ -43,7 +43,7 @@ class Life:
 
     def __init__(self, *, step_s: float = 0.5, seed: int = 0, **said: object) -> None:
         self.rng = random.Random(seed)
-        self.now_s, self.step, self.step_s, self.cut = 1e9, 0, step_s, 0
+        self.now_s, self.step, self.step_s, self.cut, self.pls = 1e9, 0, step_s, 0, 0.0
         self.metrics = Metrics()
         self.policy = Policy(interval_mode="apply", goal="auto", **said)  # type: ignore[arg-type]
         config = settings.load(
@@ -56,11 +56,17 @@ class Life:
         self.decider.governed(self.policy)
 
     def open(
-        self, state: RunState = EMPTY, *, attempt: int = 1, resumed: bool = False, seen: int = 0
+        self,
+        state: RunState = EMPTY,
+        *,
+        attempt: int = 1,
+        resumed: bool = False,
+        seen: int = 0,
+        world_size: int = 1,
     ) -> None:
         self.decider.opened(
             Opening(
-                run="r", attempt=attempt, world_size=1, ranks_here=1, reading=Reading(self.step, self.now_s),
+                run="r", attempt=attempt, world_size=world_size, ranks_here=1, reading=Reading(self.step, self.now_s),
                 resumed=resumed, step_seen=seen,
             ),
             state,
@@ -82,7 +88,7 @@ class Life:
         """A save of the step that was last ended, and the first step after its commit."""
         self.cut += 1
         begun = Reading(self.step, self.now_s)
-        self.decider.save_begins(self.cut, begun, planned_steps=0, timed=reason_timed)
+        self.decider.save_begins(self.cut, begun, planned_steps=0, pls_target=self.pls, timed=reason_timed)
         ended_s = self.now_s + durable_s
         inside = int((durable_s - stall_s - slower_s) / self.step_s)
         self.now_s += stall_s + slower_s + inside * self.step_s
@@ -207,7 +213,7 @@ def test_only_what_a_timer_wanted_is_measured() -> None:
     life.open()
     life.train(50.0)
     life.save(stall_s=30.0, durable_s=30.0, reason_timed=False)
-    life.decider.save_begins(99, Reading(life.step, life.now_s), planned_steps=0, timed=True)
+    life.decider.save_begins(99, Reading(life.step, life.now_s), planned_steps=0, pls_target=0.0, timed=True)
     life.now_s += 5.0
     life.decider.save_failed(99)
     life.step += 1
@@ -307,6 +313,40 @@ def test_who_starts_next_goes_on_from_the_commit() -> None:
     )
     assert other.every_s == 60.0
     assert "0 lossy failures and 1 restores" in other.decider.decisions()[0].evidence
+
+
+def test_recovery_is_compared_where_a_pls_is_aimed_at() -> None:
+    """By what was measured, at the trainer's target or the goal's; it is advice, whatever the interval's mode."""
+    life = Life()
+    life.open(world_size=4)
+    life.saves(ENOUGH, lambda: 0.1)
+    assert [each.subject for each in life.decider.decisions()] == ["interval"], "nobody aims at a PLS"
+    life.pls = 0.02
+    life.saves(1, lambda: 0.1)
+    interval, recovery = life.decider.decisions()
+    assert (interval.goal, recovery.goal, recovery.mode) == ("auto", "pls=0.02", "advise")
+    # Four pods fail once in 7.5 days, which costs 15 minutes of 30; partial recovery's saves next to nothing.
+    assert (recovery.value, recovery.would) == ("partial", "partial")
+    assert "full recovery costs 0.14 % of training saving every 30 min" in recovery.why
+    life.policy = replace(life.policy, interval_mode="off")
+    life.decider.governed(life.policy)
+    assert life.decider.decisions() == []
+
+
+def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:
+    """Partial recovery is what the trainer says it is: no restart is needed to see it."""
+    life = Life()
+    life.policy = replace(life.policy, goal="pls=0.0001")
+    life.decider.governed(life.policy)
+    life.open(world_size=4)
+    life.saves(ENOUGH, lambda: 0.1)
+    interval, recovery = life.decider.decisions()
+    assert "needs partial recovery" in interval.unreachable
+    assert recovery.value == "full"
+    life.pls = 0.0001
+    life.saves(2, lambda: 0.1)
+    interval, recovery = life.decider.decisions()
+    assert (interval.unreachable, recovery.value) == ("", "partial")
 
 
 def test_a_commit_that_says_nonsense_is_passed_over() -> None:
