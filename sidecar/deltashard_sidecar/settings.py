@@ -114,8 +114,8 @@ class Settings:
     most_s: float = 0.0
     """Longest interval that may be chosen, in seconds; 0: no bound of the user's."""
     profile_key: str = ""
-    """Names image and node type: what saves cost is remembered from commit to commit, and counts where this, the world
-    size and the version are the same; nothing: the number of processors."""
+    """Names image and limits: what saves cost is remembered from commit to commit, and counts where this, the node's
+    processors, the world size and the version are the same."""
     bits_goal: str = ""
     """How bits of weights are chosen, by table: budget or check-n-run; nothing: as `encoding` says."""
     bits_mode: str = DEFAULT_BITS_MODE

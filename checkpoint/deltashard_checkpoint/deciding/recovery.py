@@ -88,8 +88,8 @@ def advised(now: Situation, *, pls: float, load_s: float, reschedule_s: float) -
     why = (
         f"a save costs {duration(costs.save_s)}, steps are lost once in {duration(now.mtbf_s)} and a restart takes "
         f"{duration(load_s + reschedule_s)}: full recovery costs {100 * full:.2g} % of training saving every "
-        f"{duration(full_s)}, partial {100 * partial:.2g} % saving every {duration(partial_s)}, with an expected PLS of "
-        f"{expected_pls(partial_s, now.mtbf_s, now.shards):.2g}; it is not exact, and for {100 * SLACK:g} % not worth it"
+        f"{duration(full_s)}, partial {100 * partial:.2g} % saving every {duration(partial_s)}, at an expected PLS of "
+        f"{expected_pls(partial_s, now.mtbf_s, now.shards):.2g}; not exact, it must save more than {100 * SLACK:g} %"
     )
     return _decision(aim, value, "partial" if full - partial > SLACK else "full", why)
 

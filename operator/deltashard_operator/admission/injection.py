@@ -117,6 +117,7 @@ def inject(
         metrics_port=metrics_port(spec, policy),
         declares_port=not host_network,
         grace_s=grace_s,
+        profile_key=sidecar_container.profile_key(spec, trainer),
     )
     _join(trainer)
     inits = list(spec.get("initContainers") or [])

@@ -8,6 +8,7 @@ never "evicted": the kubelet runs it at normal completion too. It returns at onc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ from deltashard_operator.policy import annotation as notes
 from deltashard_operator.policy.workload_policy import FIXED, Policy
 
 COMMAND = "deltashard-sidecar"
+INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+"""Label of nodes."""
 PROBE_PERIOD_S = 2
 PROBE_TIMEOUT_S = 10
 START_S = 120
@@ -53,6 +56,8 @@ class Place:
     declares_port: bool
     """Whether the container declares it; not on the host's network, where a declared port is a claim on the node's."""
     grace_s: int
+    profile_key: str
+    """Image and limits of the training container, and the node type that the pod asks for."""
 
 
 def sidecar(policy: Policy, place: Place) -> dict[str, Any]:
@@ -107,7 +112,16 @@ def _security(run_as_user: int | None, group: int) -> dict[str, Any]:
     }
 
 
-def _choices(policy: Policy) -> dict[str, str]:
+def profile_key(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
+    """What a save's cost is remembered under, beside what the sidecar sees of its node by itself."""
+    resources = trainer.get("resources") or {}
+    limits = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    node = (spec.get("nodeSelector") or {}).get(INSTANCE_TYPE, "")
+    said = [trainer.get("image", ""), *(f"{name} {limits[name]}" for name in sorted(limits)), node]
+    return ", ".join(str(each) for each in said if each)
+
+
+def _choices(policy: Policy, place: Place) -> dict[str, str]:
     """Settings of what is chosen while training runs; none where nothing is."""
     found = {"DELTASHARD_TABLES": policy.tables}
     if policy.goal != FIXED:
@@ -116,6 +130,7 @@ def _choices(policy: Policy) -> dict[str, str]:
             "DELTASHARD_INTERVAL_MODE": policy.interval_mode,
             "DELTASHARD_LEAST_S": notes.seconds(policy.least_s) if policy.least_s else "",
             "DELTASHARD_MOST_S": notes.seconds(policy.most_s) if policy.most_s else "",
+            "DELTASHARD_PROFILE_KEY": place.profile_key,
         }
     if policy.bits_goal:
         found |= {
@@ -139,7 +154,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "DELTASHARD_EVERY_STEPS": str(policy.every_steps),
         "DELTASHARD_ENCODING": policy.encoding,
         "DELTASHARD_DIFFERENTIAL": policy.differential,
-        **_choices(policy),
+        **_choices(policy, place),
         "DELTASHARD_KEEP_LAST": str(policy.keep_last),
         "DELTASHARD_TERM_DEADLINE_S": str(saving_s(place.grace_s)),
         "DELTASHARD_METRICS_PORT": str(place.metrics_port or -1),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -35,10 +34,11 @@ from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.deciding.choice import CAUSES, Choice, Held, choose, cost_of, terms_of
 from deltashard_sidecar.deciding.history import Past, ends, past
+from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.record import Record, recorded
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 from deltashard_sidecar.policy import Policy
-from deltashard_sidecar.settings import Settings, version
+from deltashard_sidecar.settings import Settings
 from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
@@ -51,7 +51,6 @@ PREPARED_S = 60.0
 LONGEST_GAP_S = 86400.0
 """Between two trainers, beyond which nobody was waiting."""
 _MOST_PODS = 1_000_000
-_MAX_KEY = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +117,7 @@ class Decider:
         self._metrics = metrics
         self._log = log
         self._clock = clock
-        self._place = settings.profile_key or f"{os.cpu_count()} processors"
+        self._place = place(settings.profile_key)
         self._lock = threading.Lock()
         self._policy = Policy.of(settings)
         self._opening: Opening | None = None
@@ -198,7 +197,7 @@ class Decider:
 
     def opened(self, opening: Opening, state: RunState) -> None:
         """A trainer of rank 0 begins an attempt, or goes on in one; `state`: the log as it stands."""
-        key = f"{self._place}, world size {opening.world_size}, {version()}"[:_MAX_KEY]
+        key = key_of(self._place, opening.world_size)
         with self._lock:
             before, self._opening = self._opening, opening
             if before is None or before.run != opening.run:

@@ -70,7 +70,9 @@ def test_a_save_that_costs_nothing_leaves_what_a_recovery_costs():
     assert full_overhead(free) == pytest.approx(0.01)
 
 
-@given(positive, st.floats(0, 100), st.floats(3600, 1e8), st.floats(1e-4, 1), st.integers(2, 4096), st.booleans())
+@given(
+    positive, st.floats(0, 100), st.floats(3600, 1e8), st.floats(1e-4, 1), st.integers(2, 4096), st.booleans()
+)
 def test_advice_is_full_unless_partial_saves_more_than_the_slack(
     save_s, durable_s, mtbf_s, pls, shards, partial
 ):
@@ -96,4 +98,4 @@ def test_the_papers_case_is_partial():
     now = Situation(cost_s=222.0, durable_s=222.0, step_s=1.0, mtbf_s=20 * HOUR, shards=18)
     found = advised(now, pls=0.1, load_s=396.0, reschedule_s=0.0)
     assert (found.value, found.would) == ("full", "partial")
-    assert "partial 0.64 % saving every 3 d, with an expected PLS of 0.1" in found.why
+    assert "partial 0.64 % saving every 3 d, at an expected PLS of 0.1" in found.why

@@ -285,6 +285,21 @@ def test_a_goal_and_its_bounds_reach_the_sidecar_and_without_one_nothing_does() 
     assert chosen({"intervalSeconds": 60}, goal="auto")["GOAL"] == "auto"
 
 
+def test_what_saves_cost_is_remembered_by_image_limits_and_node_type() -> None:
+    template = sample.template(nodeSelector={"node.kubernetes.io/instance-type": "m7i.4xlarge", "zone": "a"})
+    trainer = template["spec"]["containers"][0]
+    trainer |= {
+        "image": "team/train:v3",
+        "resources": {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi"}},
+    }
+    env = sample.sidecar_of(injected(template, {"interval": {"goal": "auto"}}))["env"]
+    key = "team/train:v3, cpu 2, memory 8Gi, m7i.4xlarge"
+    assert {"name": "DELTASHARD_PROFILE_KEY", "value": key} in env
+    assert "DELTASHARD_PROFILE_KEY" not in {
+        each["name"] for each in sample.sidecar_of(injected(template))["env"]
+    }
+
+
 def test_where_the_cluster_turns_deciding_off_new_pods_choose_nothing() -> None:
     off = {**sample.DEFAULTS, "interval": {"goal": "auto"}, "deciding": {"enabled": False}}
     policy = workload_policy.resolve("p", workload_policy.merged({}, off), Annotations(policy="p"))
