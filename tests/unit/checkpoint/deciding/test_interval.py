@@ -180,7 +180,9 @@ def test_bounds_hold_and_the_lower_one_wins(aim, now):
     low_s = max(now.durable_s, now.step_s, 0.001, now.least_s)
     high_s = now.most_s
     if auto:
-        low_s = max(SHORTEST_S, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.least_s)
+        # The user's own bounds take the minute's place.
+        taste_s = 0.0 if now.least_s else min(SHORTEST_S, now.most_s)
+        low_s = max(taste_s, now.durable_s / IN_FLIGHT_SHARE, FEWEST_STEPS * now.step_s, now.least_s)
         high_s = min(high_s, max(LONGEST_S, young(now.cost_s, now.mtbf_s)))
     elif aim.aim == "pls":
         high_s = min(high_s, PLS_SHARE * now.left_s)
