@@ -68,9 +68,9 @@ class Size:
 
 
 FULL = Size(
-    pair_rows=1 << 19, measuring_s=30, steady_s=40, blocks=5, block_s=2.0, quiet_s=25, busy_s=40, again_s=30,
+    pair_rows=1 << 19, measuring_s=30, steady_s=40, blocks=5, block_s=2.0, quiet_s=25, busy_s=40, again_s=60,
     static_s=(12, 20), every_steps=80, synchronous_s=10,
-    instants=("at a cut", "just durable", "in between", "before the next", "at a cut", "before the next"),
+    instants=("at a cut", "just durable", "in between", "before the next"),
 )  # fmt: skip
 QUICK = Size(
     pair_rows=1 << 14, measuring_s=4, steady_s=1, blocks=1, block_s=0.3, quiet_s=1, busy_s=1, again_s=1,

@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 KEPT = 4096
 """Newest steps that are kept."""
-_RECORD = struct.Struct("<QQd")
-"""Step, attempt, loss; step 0: none."""
+_RECORD = struct.Struct("<Qd")
+"""Step and loss; step 0: none."""
 _HEAD = 32
-_MAGIC = b"dsloss01"
+_MAGIC = b"dsloss02"
 
 
 class LossBook:
@@ -53,7 +53,7 @@ class LossBook:
             if self._file is None or not math.isfinite(value):
                 return
             self._compare(step, value)
-            _RECORD.pack_into(self._file, _HEAD + step % KEPT * _RECORD.size, step, attempt or 0, value)
+            _RECORD.pack_into(self._file, _HEAD + step % KEPT * _RECORD.size, step, value)
         except (OSError, ValueError, TypeError) as error:
             self.close()
             log.debug("losses are not kept: %s", error)
@@ -89,7 +89,7 @@ class LossBook:
         self._first.extend(
             sorted(
                 (then, loss)
-                for n, (then, _, loss) in enumerate(records)
+                for n, (then, loss) in enumerate(records)
                 if then >= step and then % KEPT == n and math.isfinite(loss)
             )
         )

@@ -60,7 +60,7 @@ def test_only_the_newest_steps_are_kept(tmp_path: Path) -> None:
     found = life(tmp_path, dict.fromkeys(range(KEPT, KEPT + 11), 1.0), attempt=2)
     assert found is not None
     assert found.steps == 11
-    assert (tmp_path / "losses-0").stat().st_size == 32 + KEPT * 24
+    assert (tmp_path / "losses-0").stat().st_size == 32 + KEPT * 16
 
 
 def test_what_is_no_number_is_passed_over(tmp_path: Path) -> None:
