@@ -22,6 +22,7 @@ from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.handoff import Closings
 from deltashard_sidecar.maintenance import Housekeeping
+from deltashard_sidecar.run.bit_choice import Ranks
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.joint_commit import JointCommits
@@ -118,7 +119,12 @@ class SaveService:
             yield _not_prepared("another save of this rank is in flight")
             return
         covers = self._run.decide(
-            session.who, attempt, begin, self._control.in_force.policy, self._decider.expected()
+            session.who,
+            attempt,
+            begin,
+            self._control.in_force.policy,
+            self._decider.expected(),
+            self._ranks(session),
         ).covers
         granted = preparation.grant()
         if session.who.rank == 0:
@@ -212,7 +218,8 @@ class SaveService:
         """What the cut holds and how long it may hold training, by the policy in force. No store is asked."""
         in_force = self._control.in_force
         policy = in_force.policy
-        holding = self._run.decide(session.who, attempt, begin, policy, self._decider.expected())
+        ranks = self._ranks(session)
+        holding = self._run.decide(session.who, attempt, begin, policy, self._decider.expected(), ranks)
         covers = holding.covers
         if holding.turn is not None:
             self._metrics.turns.labels(holding.turn.kind).inc()
@@ -240,13 +247,21 @@ class SaveService:
             precision=holding.precision,
             chain_precision=holding.chain_precision,
             increments=holding.increments,
-            samples=policy.looks_at_bits and session.who.rank == 0,
+            samples=policy.looks_at_bits and (session.who.rank == 0 or ranks.here),
             layout=session.attempt.layout,
             follows=None if in_force.directive is None else in_force.directive.text(),
             profile=self._decider.text(closing=begin.urgent or begin.reason == "close")
             if session.who.rank == 0
             else None,
         )
+
+    def _ranks(self, session: Session) -> Ranks:
+        """The ranks beside this one."""
+        found = {
+            s.who.rank: s.who for s in self._sessions.all() if s.attempt.number == session.attempt.number
+        }
+        tables = {table.fqn: table for who in (*found.values(), session.who) for table in who.tables}
+        return Ranks(tables=tuple(tables.values()), here=len(found) == session.who.world_size)
 
     def _expected(self, cut: Cut) -> set[int]:
         """Ranks of this pod that bring, or brought, a part to the cut: they train under its attempt, or save it."""

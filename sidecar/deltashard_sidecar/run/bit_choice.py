@@ -4,7 +4,8 @@ A choice needs errors of a sample of rows, which the first baseline of a process
 stored with 8 bit. It is made anew at every cut. Where it asks for more bits than rows are stored with, the cut becomes
 a baseline (`write.precision`); fewer bits begin at the next baseline, so that all rows of a table are stored alike.
 
-Chosen bits are applied to runs of one rank. Of several ranks each sees only its own rows: there they are shown, and
+Of several ranks the first one that comes to a cut has the choice made, of all their tables, and the others store by
+it. That needs all of them at one sidecar: in several pods each sees only its own rows, and there bits are shown, and
 `encoding` and `tables` hold.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.deciding.decision import Decision
@@ -48,6 +49,20 @@ HORIZON_S = 86400.0
 """Restores are expected over so long where the trainer does not say how much is left."""
 
 
+_Cut = tuple[int, int, bool]
+"""Attempt, cut, and whether the rank ends with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """Those of a run that this sidecar sees."""
+
+    tables: Sequence[TableSchema]
+    """Of all of them, each once."""
+    here: bool
+    """Whether that is every rank."""
+
+
 class BitChoice:
     """The choice of one run, and what it rests on. Thread-safe."""
 
@@ -60,6 +75,10 @@ class BitChoice:
         """Whether the losses of this attempt's steps that were trained again were looked at."""
         self._resumed_bits = SAFE
         """The fewest that any table had in what this attempt resumed."""
+        self._tables: Sequence[TableSchema] = ()
+        """Of all ranks, as of the newest choice."""
+        self._of_cut: tuple[_Cut, Mapping[str, str]] | None = None
+        """What was chosen last, and for which cut; None: nothing was yet."""
         self._lock = threading.Lock()
         self._metrics = metrics
         self._log = log
@@ -84,24 +103,54 @@ class BitChoice:
     def encodings(
         self,
         policy: Policy,
-        tables: Sequence[TableSchema],
+        ranks: Ranks,
         begin: pb.SaveRequest.Begin,
         expected: Expected,
         *,
-        alone: bool,
+        attempt: int,
     ) -> dict[str, str]:
         """Encodings that a cut shall store tables with; those of `policy.encoding` are left out."""
         own = encodings_of(policy.tables, where="tables")
-        said = {table.fqn: own.get(table.fqn, policy.encoding) for table in tables}
+        said = {table.fqn: own.get(table.fqn, policy.encoding) for table in ranks.tables}
         if policy.looks_at_bits:
-            found = self._chosen(policy, tables, begin, expected, own)
-            holds = self.decides(policy, alone=alone)
-            self._decided(policy, found, said, holds=holds, expected=expected, alone=alone)
-            if holds:
-                said = dict(found.encodings)
+            said = dict(
+                self._of(
+                    policy,
+                    ranks,
+                    begin,
+                    expected,
+                    own,
+                    said,
+                    cut=(attempt, begin.cut, begin.reason == "close"),
+                )
+            )
         else:
             self.decision = None
         return {table: encoding for table, encoding in said.items() if encoding != policy.encoding}
+
+    def _of(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        begin: pb.SaveRequest.Begin,
+        expected: Expected,
+        own: Mapping[str, str],
+        said: Mapping[str, str],
+        *,
+        cut: _Cut,
+    ) -> Mapping[str, str]:
+        with self._lock:
+            if self._of_cut is not None and self._of_cut[0] == cut:
+                return self._of_cut[1]  # what another rank was told of this cut
+        found = self._chosen(policy, ranks.tables, begin, expected, own)
+        holds = self.decides(policy, ranks)
+        self._decided(policy, found, said, holds=holds, expected=expected, ranks=ranks)
+        encodings = found.encodings if holds else said
+        with self._lock:
+            self._tables = ranks.tables
+            if begin.cut:  # 0: one that may come
+                self._of_cut = cut, encodings
+        return encodings
 
     def _chosen(
         self,
@@ -143,7 +192,7 @@ class BitChoice:
         *,
         holds: bool,
         expected: Expected,
-        alone: bool,
+        ranks: Ranks,
     ) -> None:
         would = summary(found.encodings)
         before = self.decision
@@ -160,16 +209,16 @@ class BitChoice:
                 f"{expected.rates.restores.mean_between_s / 3600:.3g} h"
             ),
             unreachable=""
-            if alone or policy.bits_mode != "apply"
-            else "bits are applied to runs of one rank only: shown here",
+            if ranks.here or policy.bits_mode != "apply"
+            else "bits are applied where all ranks are in one pod: shown here",
         )
         if before is None or (before.value, before.would) != (self.decision.value, self.decision.would):
             self._log.info("decided.bits", value=self.decision.value, would=would, why=found.why)
 
     @staticmethod
-    def decides(policy: Policy, *, alone: bool) -> bool:
+    def decides(policy: Policy, ranks: Ranks) -> bool:
         """Whether chosen bits hold."""
-        return policy.looks_at_bits and policy.bits_mode == "apply" and alone
+        return policy.looks_at_bits and policy.bits_mode == "apply" and ranks.here
 
     def heard(self, check: pb.LossCheck) -> None:
         """Losses of steps that were trained again: looked at once an attempt."""
@@ -193,9 +242,10 @@ class BitChoice:
         )
         self._metrics.loss_rise.set(share)
 
-    def metadata(self, held: Stored, tables: Sequence[TableSchema]) -> dict[str, str]:
+    def metadata(self, held: Stored) -> dict[str, str]:
         """What a commit says of the harm so far, and of what a restore of it would add."""
-        facts = {table.fqn: TableFacts(raw_bytes=_weight_bytes(table)) for table in tables}
+        with self._lock:
+            facts = {table.fqn: TableFacts(raw_bytes=_weight_bytes(table)) for table in self._tables}
         errors = {}
         for name in large_tables(facts):
             bits = ENCODINGS[held.of_table(name)].bits

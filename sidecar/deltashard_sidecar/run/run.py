@@ -49,7 +49,7 @@ from deltashard_checkpoint.write.precision import OTHERS, Precision
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
-from deltashard_sidecar.run.bit_choice import BitChoice
+from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
 from deltashard_sidecar.run.identity import Identity, identity
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.range_search import Searches
@@ -422,12 +422,13 @@ class Run:
         begin: pb.SaveRequest.Begin,
         policy: Policy,
         expected: Expected,
+        ranks: Ranks,
     ) -> Holding:
         """What the cut must hold, and how it is encoded. No store is asked."""
         # Another rank of this pod may have heard of the last commit: the newest that any handle has seen counts.
         log = self.log_of(who)
         state = max((log.state, self.state()), key=lambda s: s.tip) if log.run == self.name else log.state
-        encodings = self.bits.encodings(policy, who.tables, begin, expected, alone=who.world_size == 1)
+        encodings = self.bits.encodings(policy, ranks, begin, expected, attempt=attempt)
         asked = Precision.of({OTHERS: policy.encoding, **encodings}, policy.state_encoding)
         history = differential.history(state, attempt, asked)
         decision = differential.decide(policy.differential, history, force_full=begin.full)
@@ -454,7 +455,7 @@ class Run:
         stored = None if covers is None else precision.held(state, covers)
         if raised := precision.raised(asked, stored):
             covers, turn, stored = None, Turn("raised", raised), None
-        elif stored is not None and self.bits.decides(policy, alone=who.world_size == 1):
+        elif stored is not None and self.bits.decides(policy, ranks):
             asked = precision.finer(asked, stored)  # fewer bits begin with a baseline
         held = "baseline" if covers is None else f"since {covers}"
         why = "" if turn is None else f" ({turn.text})"

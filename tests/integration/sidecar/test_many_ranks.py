@@ -9,10 +9,13 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.vocabulary import PRECISION_KEY
+from deltashard_checkpoint.write import precision
 
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, sidecar
@@ -124,6 +127,38 @@ def test_four_ranks_save_and_come_back(tmp_path: Path, count: int) -> None:
         with open_store(url) as store:
             assert RunLog(store, "run").refresh().checkpoints[seq].covers == (seqs[0],)
         again.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path, count: int) -> None:
+    """Of every rank's tables, also for those that rank 0 has not; in two pods `encoding` holds, and it is said why."""
+    url = (tmp_path / "store").as_uri()
+    flags = {"bits_goal": "budget", "bits_mode": "apply", "differential": "full"}
+    with pods(tmp_path, url, count, **flags) as sidecars:
+        group = Group(sidecars, 4)
+        group.open()
+        for _ in range(2):  # the first one brings the sample
+            group.train()
+            seq = group.save_and_commit()
+        with open_store(url) as store:
+            entry = RunLog(store, "run").refresh().checkpoints[seq]
+        stored = precision.recorded(entry.metadata[PRECISION_KEY])
+        assert stored is not None
+        chosen = {rank: stored.of_table(f"rank{rank}.big.weight") for rank in range(4)}
+        if count == 2:
+            assert set(chosen.values()) == {"fp32"}
+            _assert_holds(url, seq, group.models)
+            return
+        assert set(chosen.values()) <= {"q2", "q3", "q4"}
+        assert "q8" in {stored.of_table(f"rank{rank}.small.weight") for rank in range(4)}
+        told = harm.recorded(entry.metadata[harm.KEY])
+        assert told.error.keys() >= {f"rank{rank}.big.weight" for rank in range(4)}
+        wanted = [model.tables[0].weights.copy() for model in group.models]
+        group.restore(seq)
+        for rank, (model, held) in enumerate(zip(group.models, wanted, strict=True)):
+            off = np.linalg.norm(model.tables[0].weights - held) / np.linalg.norm(held)
+            assert off == pytest.approx(told.error[f"rank{rank}.big.weight"], rel=0.2)
+        group.close()
 
 
 def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_common_ones(
