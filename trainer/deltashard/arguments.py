@@ -7,6 +7,7 @@ by the sidecar, whose words `launcher` hands on.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
 import numbers
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from deltashard_checkpoint.deciding.goal import goal as goal_of
-from deltashard_checkpoint.deciding.precision import text_of
+from deltashard_checkpoint.deciding.precision import by_table, text_of
 from deltashard_checkpoint.vocabulary import BITS_GOALS, ENCODING_CHOICES
 from torch import nn
 
@@ -280,6 +281,19 @@ def bits_settings(bits: object, tables: object) -> dict[str, object]:
     if tables:
         said["tables"] = text_of(tables)
     return said
+
+
+def check_tables(tables: Mapping[str, str] | None, known: Iterable[str]) -> None:
+    """Raises `UserError` if `tables=` names one that is not among `known`, all tables of the program."""
+    names = sorted(known)
+    _, unknown = by_table(tables or {}, names)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=3, cutoff=0.3) or names[:3]
+        raise UserError(
+            f"{unknown[0]!r} is no table of the model",
+            where="tables",
+            remedy=f"such as {', '.join(map(repr, near))}" if near else "leave tables= out",
+        )
 
 
 def check_sidecar(settings: object) -> None:

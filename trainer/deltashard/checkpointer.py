@@ -190,6 +190,8 @@ class Checkpointer:
             ),
             state or {},
         )
+        if self._rank.alone:  # of several, each may have tables that the others have not
+            arguments.check_tables(tables, [schema.fqn for schema in self._program.schemas])
         self._clock = StepClock(self._program.tracking)
         self._stance = Stance(self._program.tracking, self._clock)
         self._shelf = LoaderShelf(lambda: self._clock.step)
@@ -451,7 +453,7 @@ class Checkpointer:
         self._clock.tock()
         if loss is not None:
             self._losses.note(
-                float(loss.detach() if isinstance(loss, torch.Tensor) else loss),
+                loss,
                 step=self._clock.step,
                 attempt=self.attempt,
                 arena=self.arena_path,

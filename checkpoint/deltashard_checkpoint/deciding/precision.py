@@ -6,10 +6,11 @@ bits b with
 
     sum over past restores of e^2  +  N95 e_b^2  <=  BUDGET
 
-where e_b is the relative L2 error of a sample of its rows at b bits, and N95 the 95 % quantile of the restores to come.
+where e_b is the relative L2 error of a sample of its rows at b bits, and N95 the 95 % quantile of the restores to come,
+at least one.
 It is the small hot tables that are harmed, and they cost nothing: below 8 bit are only tables of the largest 90 % of
 bytes. `BUDGET` is what keeps the harm to training below the .01 % that Check-N-Run promises, as far as `make papers`
-measures it; Gaussian rows of 64 columns bear no restore within it at 2 bit, 1, 4 and 1,076 at 3, 4 and 8 bit. (0.11
+measures it; Gaussian rows of 64 columns bear no restore within it at 2 bit, and 1, 4 and 1,076 at 3, 4 and 8 bit. (0.11
 would give the paper's own 1, 3, 16 and 3,900: there 20 restores harmed by .055 %.)
 
 **check-n-run** is the paper's rule (NSDI'22): 2 bit for at most 1 expected restore, 3 for 3, 4 for 20, else 8; and 8
@@ -18,7 +19,7 @@ for the rest of the run once more came than expected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deltashard_checkpoint.errors import UserError
@@ -57,6 +58,18 @@ def encodings_of(text: str, *, where: str) -> Mapping[str, str]:
             )
         found[table] = encoding
     return found
+
+
+def by_table(said: Mapping[str, str], tables: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """(encodings by the tables' own names, names that are no table's); tables are named with or without `.weight`."""
+    found, used = {}, set()
+    for table in tables:
+        for name in (table, table.removesuffix(".weight")):
+            if name in said:
+                found[table] = said[name]
+                used.add(name)
+                break
+    return found, tuple(sorted(said.keys() - used))
 
 
 def text_of(encodings: Mapping[str, str]) -> str:
@@ -103,18 +116,18 @@ class Precision:
 def by_budget(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> Precision:
     """Bits by the squared-error budget; `fixed`: the user's own encodings of tables."""
     large = large_tables(tables)
+    # A checkpoint matters only where it is restored: one that bears no restore is none.
+    count = max(outlook.restores, 1)
     found = {}
     for name, facts in tables.items():
         bits = SAFE
         if name in large and not outlook.ending:
-            bits = next(
-                (b for b in BITS if b >= outlook.least_bits and _affordable(facts, b, outlook.restores)), SAFE
-            )
+            bits = next((b for b in BITS if b >= outlook.least_bits and _affordable(facts, b, count)), SAFE)
         found[name] = fixed.get(name, BITS_CHOICES[bits])
     if outlook.ending:
         why = "the run is near its end: what it leaves behind is stored with 8 bit"
     else:
-        restores = f"{outlook.restores} restore{'s' * (outlook.restores != 1)}"
+        restores = f"{count} restore{'s' * (count != 1)}"
         why = (
             f"at most {restores} to come (95 %), each adding its squared error to a budget of {BUDGET:g}; tables of "
             f"the smallest {100 * (1 - LARGE_SHARE):.0f} % of bytes keep 8 bit"

@@ -25,15 +25,15 @@ from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, MOST, Measure, Pr
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
 from deltashard_checkpoint.deciding.goal import FIXED, goal
-from deltashard_checkpoint.deciding.interval import ENOUGH, Situation
+from deltashard_checkpoint.deciding.interval import ENOUGH, IN_FLIGHT_SHARE, Situation
 from deltashard_checkpoint.deciding.recovery import advised
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from deltashard_sidecar.deciding.choice import CAUSES, Choice, Held, choose, cost_of, terms_of
-from deltashard_sidecar.deciding.history import Past, ends, past
+from deltashard_sidecar.deciding.choice import CAUSES, Choice, Held, choose, cost_of, hastened, terms_of
+from deltashard_sidecar.deciding.history import Past, ends, fruitless, past
 from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.record import Record, recorded
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
@@ -139,6 +139,10 @@ class Decider:
         """When the last trainer went without a word."""
         self._committed = True
         """Whether something was committed since the last incident: a crash loop is one."""
+        self._haste = 0
+        """Attempts in a row, before this one, that ended without a checkpoint, less the commits since."""
+        self._hastened = False
+        """Whether that changed the timers since the last look."""
         self._partial = False
         self._pls_target = 0.0
         """The trainer's, under partial recovery; 0: it says none."""
@@ -159,11 +163,13 @@ class Decider:
     def phase(self) -> float:
         """By which share of the interval the attempt's first save is off, -0.1 to 0.1; 0 where nothing is chosen."""
         with self._lock:
-            opening = self._opening
-            if self._choice is None or self._choice.decision.mode != "apply" or opening is None:
+            opening, terms = self._opening, terms_of(self._policy)
+            if self._choice is None or terms is None or terms.mode != "apply" or opening is None:
                 return 0.0
         digest = hashlib.sha256(f"{opening.run}\0{opening.attempt}".encode()).digest()
-        return PHASE_SHARE * (2 * int.from_bytes(digest[:8]) / (1 << 64) - 1)
+        phase = PHASE_SHARE * (2 * int.from_bytes(digest[:8]) / (1 << 64) - 1)
+        # What may be lost at most was promised.
+        return -abs(phase) if terms.goal.aim == "lost-work" else phase
 
     def text(self, *, closing: bool) -> str | None:
         """What rides in a commit that begins now; `closing`: the trainer's end asked for it. None: nothing does."""
@@ -200,7 +206,8 @@ class Decider:
         key = key_of(self._place, opening.world_size)
         with self._lock:
             before, self._opening = self._opening, opening
-            if before is None or before.run != opening.run:
+            # A lower attempt: the store was emptied, and a run of this name begins anew.
+            if before is None or before.run != opening.run or before.attempt > opening.attempt:
                 self._profile, self._held, self._past, self._evidence = Profile(key=key), None, Past(), NONE
                 self._adopt(state, key)
                 self._committed = True
@@ -209,6 +216,7 @@ class Decider:
             self._begin, self._left_steps = None, math.inf
             self._meter = self._meter.began(None)
             self._restoring = opening.resumed
+            self._haste = fruitless(state, before=opening.attempt)
             newest = state.newest()
             self._partial = newest is not None and LINEAGE_KEY in newest.metadata
             if opening.resumed and self._committed and newest is not None:
@@ -281,6 +289,9 @@ class Decider:
         """A save of rank 0 is durable. What it cost is known once the trainer has ended a step after it."""
         with self._lock:
             self._committed = True
+            if self._haste:
+                self._haste, self._hastened = self._haste - 1, True
+                self._decide()
             if self._begin is not None and self._begin.cut == cut:
                 self._ended_s = self._clock()
                 if self._begin.timed and math.isfinite(cost.stall_s) and cost.stall_s >= 0:
@@ -289,28 +300,32 @@ class Decider:
     def look(self, reading: Reading) -> bool:
         """One look at rank 0's control line, once a tick; True when the timers are other ones."""
         with self._lock:
-            opening = self._opening
-            if opening is None or reading.step <= opening.reading.step:
-                return False  # what the line says of time is not this attempt's yet
-            prepares = self._clock() - self._disturbed_s < PREPARED_S
-            before_s = self._meter.trained_s
-            self._meter = self._meter.read(reading, quiet=self._begin is None and not prepares)
-            if (trained_s := self._meter.trained_s - before_s) > 0:
-                self._evidence = self._evidence.trained(trained_s)
-                self._metrics.trained.inc(trained_s)
-            if self._meter.step_s:
-                self._profile = replace(self._profile, step_s=_short(self._meter.step_s))
-            self._restored(opening, reading)
-            begin, cost = self._begin, self._cost
-            if begin is None or self._ended_s is None or reading.at_s <= self._ended_s:
-                return False
-            self._begin, self._disturbed_s = None, -math.inf
-            if cost is None or reading.step <= begin.reading.step:
-                return False
-            self._measured(begin, cost, reading)
-            before = self._choice
-            self._decide()
-            return _timers(before) != _timers(self._choice)
+            hastened, self._hastened = self._hastened, False
+            return self._looked(reading) or hastened
+
+    def _looked(self, reading: Reading) -> bool:
+        opening = self._opening
+        if opening is None or reading.step <= opening.reading.step:
+            return False  # what the line says of time is not this attempt's yet
+        prepares = self._clock() - self._disturbed_s < PREPARED_S
+        before_s = self._meter.trained_s
+        self._meter = self._meter.read(reading, quiet=self._begin is None and not prepares)
+        if (trained_s := self._meter.trained_s - before_s) > 0:
+            self._evidence = self._evidence.trained(trained_s)
+            self._metrics.trained.inc(trained_s)
+        if self._meter.step_s:
+            self._profile = replace(self._profile, step_s=_short(self._meter.step_s))
+        self._restored(opening, reading)
+        begin, cost = self._begin, self._cost
+        if begin is None or self._ended_s is None or reading.at_s <= self._ended_s:
+            return False
+        self._begin, self._disturbed_s = None, -math.inf
+        if cost is None or reading.step <= begin.reading.step:
+            return False
+        self._measured(begin, cost, reading)
+        before = self._choice
+        self._decide()
+        return _timers(before) != _timers(self._choice)
 
     def _restored(self, opening: Opening, reading: Reading) -> None:
         """The first step after a restore: what it took from open to there, without the steps seen since."""
@@ -389,7 +404,9 @@ class Decider:
                 evidence=evidence,
             )
         self._held = choice.held
-        return choice
+        return hastened(
+            choice, self._haste, least_s=max(terms.least_s, profile.durable.p95 / IN_FLIGHT_SHARE)
+        )
 
     def _situation(self, opening: Opening) -> Situation:
         profile, policy = self._profile, self._policy

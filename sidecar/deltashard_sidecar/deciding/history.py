@@ -14,6 +14,7 @@ it sees. Of a run, or a time, without one the log knows less, and this is what i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.log.entry import Checkpoint
@@ -41,6 +42,12 @@ class Past:
 def ends(checkpoint: Checkpoint) -> bool:
     """Whether a trainer's end asked for this checkpoint, as far as the entry itself tells (its reason comes first)."""
     return checkpoint.directive.partition(";")[0] not in ORDINARY
+
+
+def fruitless(state: RunState, *, before: int) -> int:
+    """Attempts in a row that committed nothing, the last ones before attempt `before`."""
+    numbers = sorted((n for n in state.attempts if n < before), reverse=True)
+    return sum(1 for _ in takewhile(lambda n: state.attempts[n].last_seq is None, numbers))
 
 
 def past(state: RunState, *, open_attempt: int | None) -> Past:

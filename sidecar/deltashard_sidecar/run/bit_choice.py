@@ -29,6 +29,7 @@ from deltashard_checkpoint.deciding.precision import (
     TableFacts,
     by_budget,
     by_paper,
+    by_table,
     encodings_of,
     large_tables,
 )
@@ -79,6 +80,8 @@ class BitChoice:
         """Of all ranks, as of the newest choice."""
         self._of_cut: tuple[_Cut, Mapping[str, str]] | None = None
         """What was chosen last, and for which cut; None: nothing was yet."""
+        self._doubted = ""
+        """The setting of whose names some are no table's, and it was said."""
         self._lock = threading.Lock()
         self._metrics = metrics
         self._log = log
@@ -110,7 +113,14 @@ class BitChoice:
         attempt: int,
     ) -> dict[str, str]:
         """Encodings that a cut shall store tables with; those of `policy.encoding` are left out."""
-        own = encodings_of(policy.tables, where="tables")
+        own, unknown = by_table(
+            encodings_of(policy.tables, where="tables"), [table.fqn for table in ranks.tables]
+        )
+        if unknown and ranks.here and policy.tables != self._doubted:
+            self._doubted = policy.tables
+            self._log.warning(
+                "tables.unknown", names=unknown, tables=sorted(table.fqn for table in ranks.tables)[:8]
+            )
         said = {table.fqn: own.get(table.fqn, policy.encoding) for table in ranks.tables}
         if policy.looks_at_bits:
             said = dict(

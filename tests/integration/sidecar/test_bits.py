@@ -10,6 +10,7 @@ import deltashard
 import pytest
 import torch
 from deltashard_checkpoint.deciding import harm
+from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
@@ -84,7 +85,24 @@ def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Pa
     restored = make(again, encoding="q2", tables={"small.weight": "q8"}, content_hash=True).restore()
     assert restored is not None
     assert restored.exact is True
+    assert restored.rounded == {"large.weight": "q2", "small.weight": "q8"}
     assert again.error(loop, "small") < 0.01 < 0.1 < again.error(loop, "large")
+
+
+def test_a_table_may_be_named_as_its_module_and_a_name_that_is_none_is_refused(
+    make: Make, tmp_path: Path
+) -> None:
+    """`small` is `small.weight`; of what is no table, the nearest names are said before anything is started."""
+    with pytest.raises(UserError, match=r"'smal' is no table .*'small.weight'"):
+        make(Loop(0), encoding="q2", tables={"smal": "q8"})
+    loop, again = Loop(0), Loop(1)
+    with make(loop, encoding="fp32", tables={"small": "q8"}) as ckpt:
+        loop.train(ckpt, 3)
+    assert stored(tmp_path) == {"large": "fp32", "small": "q8"}
+    restored = make(again, encoding="fp32").restore()
+    assert restored is not None
+    assert restored.rounded == {"small.weight": "q8"}
+    assert again.error(loop, "large") == 0
 
 
 def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import grpc
 from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.format.index import box_message, box_of
 from deltashard_checkpoint.restore.frame_applier import FrameApplier
+from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_proto.cause import Cause, heard
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -36,6 +37,8 @@ class Received:
     baseline_seq: int | None
     cache_bytes: int
     store_bytes: int
+    rounded: Mapping[str, str]
+    """Tables of whose rows some were stored with fewer bits than they have, and the encoding of the fewest."""
 
 
 def read_frames(
@@ -138,6 +141,7 @@ def read_checkpoint(
         baseline_seq=(done.baseline_seq or None) if rows else seq,
         cache_bytes=done.cache_bytes,
         store_bytes=done.store_bytes,
+        rounded=arrivals.rounded,
     )
 
 
@@ -155,6 +159,7 @@ class Arrivals:
         self._judge = judge
         self._dense = FrameApplier([])
         self._blobs: Blobs | None = None
+        self.rounded: dict[str, str] = {}
 
     def take(self, frame: memoryview, filled: pb.RestoreReply.Filled) -> None:
         """Apply one frame."""
@@ -169,7 +174,16 @@ class Arrivals:
                     remedy="update the sidecar (the operator's image) to this library's version",
                 )
             self._begin_rows()
+        self._note(filled.table.fqn, filled.table.dtype, filled.frame.encoding)
         self._rows(frame, filled)
+
+    def _note(self, table: str, dtype: str, encoding: str) -> None:
+        stored = ENCODINGS.get(encoding)  # empty: rows that are gone
+        if stored is None or stored.dtype == dtype:
+            return
+        before = self.rounded.get(table)
+        if before is None or stored.bits < ENCODINGS[before].bits:
+            self.rounded[table] = encoding
 
     def finish(self, plan: pb.RestoreReply.Plan) -> Blobs:
         """Everything was sent: insist that nothing lacks."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deltashard_checkpoint.deciding.cost import Measure
 from deltashard_proto.v1 import trainer_pb2 as pb
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class LossBook:
     def __init__(self) -> None:
         self._attempt: int | None = None
         self._file: mmap.mmap | None = None
+        self._refused = False
+        """Whether it was said that a loss is no number."""
         self._first: deque[tuple[int, float]] = deque()
         """(step, loss of the first time), steps rising, of those that are to be trained again."""
         self._rise = Measure()
@@ -43,14 +46,14 @@ class LossBook:
         """Of the first time's losses that were compared."""
 
     def note(
-        self, loss: float, *, step: int, attempt: int | None, arena: str | None, run: str, rank: int
+        self, loss: object, *, step: int, attempt: int | None, arena: str | None, run: str, rank: int
     ) -> None:
         """The loss of a step that was just trained under an attempt; `arena`: where the sidecar's directory is."""
         try:
             if attempt != self._attempt:
                 self._open(attempt, arena, run, rank, step)
-            value = float(loss)
-            if self._file is None or not math.isfinite(value):
+            value = self._number(loss)
+            if self._file is None or value is None or not math.isfinite(value):
                 return
             self._compare(step, value)
             _RECORD.pack_into(self._file, _HEAD + step % KEPT * _RECORD.size, step, value)
@@ -64,6 +67,18 @@ class LossBook:
         if not rise.n or self._first:
             return None
         return pb.LossCheck(steps=rise.n, mean=rise.mean, error=rise.error, first=self._sum / rise.n)
+
+    def _number(self, loss: object) -> float | None:
+        try:
+            return float(loss.detach() if isinstance(loss, Tensor) else loss)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            if not self._refused:
+                self._refused = True
+                log.warning(
+                    "step(loss=) takes a number or a tensor of one element, not %.80r: losses are not compared",
+                    loss,
+                )
+            return None
 
     def close(self) -> None:
         """Let the file go."""

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,7 +79,11 @@ class Restored:
     notes: tuple[str, ...] = ()
     """Entries lost with the log, what did not match and was let pass (`strict=False`), what differs of this process."""
     exact: bool | None = None
-    """Whether content hashes taken at the cut equal those of the restored state; None: none were recorded."""
+    """Whether content hashes taken at the cut (`content_hash=True`), of rows as they are stored, equal those of the
+    restored state; None: none were recorded."""
+    rounded: Mapping[str, str] = field(default_factory=dict)
+    """Tables whose weights did not come back bit for bit, and the encoding with the fewest bits that they were stored
+    with, such as "q8"; empty: all did."""
     mode: str = "full"
     """"partial": survivors of a lost rank kept their rows (`recovery="partial"`), and nothing is exact."""
     pls: float = 0.0
@@ -272,6 +277,14 @@ class Restorer:
             apply_globals(rng)
         for note in notes:
             log.warning("restore: %s", note)
+        if received.rounded:
+            count = Counter(received.rounded.values())
+            log.info(
+                "restore: weights came back as they were stored, not bit for bit: %s",
+                ", ".join(
+                    f"{tables} table{'s' * (tables != 1)} with {name}" for name, tables in count.items()
+                ),
+            )
         at = reply.step if road is None else step
         lost = reply.last_step_seen - at if reply.HasField("last_step_seen") else None
         damaged = bool(tries.damage) and wish.which == "latest"
@@ -287,6 +300,7 @@ class Restorer:
             fell_back=bool(tries.excluded) or reply.fell_back or damaged,
             notes=tuple(([tries.damage] if tries.damage else []) + notes + changed),
             exact=exact,
+            rounded=received.rounded,
             mode="full" if road is None else "partial",
             pls=self._ground.pls,
             rank_steps=() if road is None else road.verdict.steps,

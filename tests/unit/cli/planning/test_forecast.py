@@ -102,7 +102,7 @@ def test_bits_follow_the_restores_to_come():
     def bits(mtbf_s: float, rule: str = "budget") -> str:
         return precision(replace(KNOWN, rates=known_rate(mtbf_s), bits=rule))[1]
 
-    assert bits(1e9) == "q2"
+    assert bits(1e9) == "q3", "of a checkpoint at least one restore is expected"
     assert bits(200 * HOUR) == "q4"
     assert bits(3 * HOUR) == "q8"
     assert bits(168 * HOUR / 3, "check-n-run") == "q3"

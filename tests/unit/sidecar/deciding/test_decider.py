@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY
 from deltashard_checkpoint.deciding.interval import ENOUGH
 from deltashard_checkpoint.log.entry import Checkpoint
-from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.log.run_state import Attempt, RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_sidecar import settings
 from deltashard_sidecar.deciding.choice import CAUSES
@@ -331,6 +332,73 @@ def test_recovery_is_compared_where_a_pls_is_aimed_at() -> None:
     life.policy = replace(life.policy, interval_mode="off")
     life.decider.governed(life.policy)
     assert life.decider.decisions() == []
+
+
+def log_of_attempts(fruitless: int, metadata: Mapping[str, str]) -> RunState:
+    """A log whose attempt 1 committed, and so many after it did not; the newest is open."""
+    state, nothing = log_of(metadata), Attempt(world_size=1, resumes_from=2, resumes_attempt=1)
+    first = Attempt(
+        world_size=1, resumes_from=None, resumes_attempt=None, last_cut=1, last_seq=2, last_step=100
+    )
+    later = dict.fromkeys(range(2, 3 + fruitless), nothing)
+    return replace(state, attempts={1: first, **later}, attempt=2 + fruitless)
+
+
+def test_a_run_that_dies_before_each_save_saves_sooner_until_it_gets_on() -> None:
+    """A quarter of the interval for each attempt that ended without a checkpoint; each commit takes one back."""
+    life = Life(most_s=600.0)
+    life.open()
+    life.saves(ENOUGH, lambda: 0.1)
+    text = life.decider.text(closing=False)
+    assert text is not None
+    for fruitless, every_s in ((0, 600.0), (1, 150.0), (2, 37.5), (9, 5.0)):
+        life.open(log_of_attempts(fruitless, {KEY: text}), attempt=2 + fruitless, resumed=True)
+        assert life.every_s == pytest.approx(every_s), "not below five times what a save takes"
+    life = Life(most_s=600.0)
+    life.open(log_of_attempts(2, {KEY: text}), attempt=4, resumed=True)
+    (decision,) = life.decider.decisions()
+    assert "2 attempts in a row ended without a checkpoint" in decision.bound
+    assert (decision.value, decision.would) == ("every 37.5 s", "every 600 s")
+    found = []
+    for _ in range(3):
+        life.saves(1, lambda: 0.1)
+        found.append(life.every_s)
+    assert found == [150.0, 600.0, 600.0]
+    assert "ended without" not in life.decider.decisions()[0].bound
+
+
+def test_the_first_attempts_of_a_run_may_die_early_too() -> None:
+    """Nothing was measured and nothing committed: sooner than a minute."""
+    life = Life()
+    attempts = dict.fromkeys((1, 2, 3), Attempt(world_size=1, resumes_from=None, resumes_attempt=None))
+    life.open(replace(EMPTY, attempts=attempts, attempt=3), attempt=3)
+    assert life.every_s == 60.0 / 16
+
+
+@pytest.mark.parametrize("said", [{"interval_mode": "advise", "every_s": 60.0}, {"least_s": 600.0}])
+def test_haste_leaves_advice_and_the_users_bound(said: dict[str, Any]) -> None:
+    life = Life()
+    life.policy = replace(life.policy, **said)
+    life.decider.governed(life.policy)
+    life.open()
+    life.saves(ENOUGH, lambda: 0.1)
+    text = life.decider.text(closing=False)
+    assert text is not None
+    life.open(log_of_attempts(9, {KEY: text}), attempt=11, resumed=True)
+    assert life.every_s == (60.0 if "every_s" in said else 600.0)
+
+
+def test_a_promise_about_lost_work_is_not_stretched_by_the_phase() -> None:
+    """The first save of an attempt comes sooner, never later."""
+    life = Life()
+    life.policy = replace(life.policy, goal="lost-work=5m")
+    life.decider.governed(life.policy)
+    phases = []
+    for attempt in range(1, 30):
+        life.open(attempt=attempt)
+        phases.append(life.decider.phase())
+    assert -0.1 <= min(phases) < -0.05
+    assert max(phases) <= 0
 
 
 def test_a_goal_of_pls_holds_from_the_first_attempt_on() -> None:

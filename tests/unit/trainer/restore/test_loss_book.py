@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from deltashard.restore.loss_book import KEPT, LossBook
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -76,3 +77,17 @@ def test_a_directory_that_cannot_be_written_costs_the_comparison_alone(tmp_path:
     book = LossBook()
     book.note(1.0, step=1, attempt=1, arena=None, run="r", rank=0)
     assert book.check() is None
+
+
+@pytest.mark.parametrize("loss", ["high", torch.ones(3), object()])
+def test_what_is_no_loss_is_said_once_and_training_goes_on(
+    tmp_path: Path, loss: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no reason for a step to fail."""
+    book = LossBook()
+    for step in (1, 2):
+        book.note(loss, step=step, attempt=1, arena=str(tmp_path / "arena"), run="r", rank=0)
+    assert [each.message for each in caplog.records if "takes a number" in each.message] != []
+    assert len(caplog.records) == 1
+    book.note(torch.tensor([0.5]), step=3, attempt=1, arena=str(tmp_path / "arena"), run="r", rank=0)
+    book.close()
