@@ -14,7 +14,7 @@ import numpy as np
 from deltashard_checkpoint.cache.pack_spool import PACK_BYTES
 from deltashard_checkpoint.deciding import simulation
 from deltashard_checkpoint.deciding.evidence import Rates
-from deltashard_checkpoint.deciding.goal import AUTO, Goal
+from deltashard_checkpoint.deciding.goal import AUTO, Goal, duration
 from deltashard_checkpoint.deciding.interval import Interval, Situation, chosen, young
 from deltashard_checkpoint.deciding.precision import (
     GAUSSIAN_ERRORS,
@@ -157,6 +157,7 @@ class Plan:
     chosen: Forecast
     goals: tuple[Forecast, ...]
     why: str
+    """Of the interval; where requests have a price, with what they add to a save's cost."""
     precision: Precision
     encoding: str
     restores: int
@@ -171,6 +172,7 @@ class Plan:
     stored_bytes: float
     """Of a baseline."""
     cost_s: float
+    """Of a save, in training."""
     baseline_s: float
     """Until a baseline is durable."""
     restore_s: float
@@ -227,7 +229,10 @@ class Planner:
         whole = cycle(known, self.encoding, 1.0).baseline_bytes
         self.stored_bytes = whole
         self.baseline_s = self._sent_s(whole)
-        self.cost_s = known.stall_s + known.slowdown_s + self._request_s(whole)
+        self.cost_s = known.stall_s + known.slowdown_s
+        # Of the mean save, every so often as it would be chosen if requests were free.
+        usual = cycle(known, self.encoding, chosen(AUTO, self._situation(self.cost_s)).seconds)
+        self.request_s = self._request_s(usual.mean_bytes)
         generator = np.random.default_rng(seed)
         self.gaps = (
             simulation.trace_gaps(generator, np.asarray(known.gaps), self.mtbf_s, FAILURES)
@@ -237,10 +242,13 @@ class Planner:
 
     @property
     def situation(self) -> Situation:
-        """What the rules choose from."""
+        """What the rules choose from: there, and nowhere else, the price of requests counts as training."""
+        return self._situation(self.cost_s + self.request_s)
+
+    def _situation(self, cost_s: float) -> Situation:
         known = self.known
         return Situation(
-            cost_s=self.cost_s,
+            cost_s=cost_s,
             durable_s=self.baseline_s,
             step_s=known.step_s,
             mtbf_s=self.mtbf_s,
@@ -351,11 +359,16 @@ class Planner:
         return [*found, self.forecast("Young/Daly", "", self._young())]
 
     def _young(self) -> Interval:
-        free_s = young(self.cost_s, self.mtbf_s)
+        free_s = young(self.situation.cost_s, self.mtbf_s)
         low_s = max(self.baseline_s, self.known.step_s, 0.001)
         if free_s < low_s:
             return Interval(seconds=low_s, bound="the shortest that a save allows")
         return Interval(seconds=free_s)
+
+    def _priced(self) -> str:
+        if not self.request_s:
+            return ""
+        return f"; {duration(self.request_s)} of a save's cost are the price of its requests, in training of that price"
 
     def curve(self, around: Sequence[float], points: int) -> tuple[tuple[float, float], ...]:
         """Overheads of intervals on a logarithmic axis that has all of `around` well inside."""
@@ -375,7 +388,7 @@ class Planner:
         return Plan(
             chosen=first,
             goals=tuple(goals),
-            why=chosen(wanted, self.situation).why,
+            why=chosen(wanted, self.situation).why + self._priced(),
             precision=self.precision,
             encoding=self.encoding,
             restores=self.restores,

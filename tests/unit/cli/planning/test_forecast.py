@@ -127,7 +127,7 @@ def test_partial_recovery_at_a_pls():
 def test_money():
     prices = Prices(gb_month=0.023, put=0.005, get=0.0004, pod_hour=30.0)
     free, paid = Planner(KNOWN), Planner(replace(KNOWN, prices=prices))
-    assert paid.cost_s > free.cost_s == pytest.approx(1.0)
+    assert paid.situation.cost_s > free.situation.cost_s == paid.cost_s == free.cost_s == pytest.approx(1.0)
     first = paid.plan(AUTO, LOST).chosen
     assert first.money_per_day["overhead"] == pytest.approx(30 * 16 * 24 * first.overhead)
     assert first.money_per_day["requests"] == pytest.approx(
@@ -135,6 +135,26 @@ def test_money():
     )
     assert first.money_per_day["storage"] == pytest.approx(first.held_bytes / 1e9 * 0.023 / 30.44)
     assert free.plan(AUTO, LOST).chosen.money_per_day == {}
+
+
+def test_the_price_of_requests_steers_the_choice_and_is_paid_once():
+    free = Planner(replace(KNOWN, prices=Prices(pod_hour=3.0)))
+    paid = Planner(replace(KNOWN, prices=Prices(pod_hour=3.0, put=0.5)))
+    without, found = free.plan(AUTO, LOST), paid.plan(AUTO, LOST)
+    assert found.chosen.interval_s > without.chosen.interval_s, "requests are worth saving"
+    assert found.cost_s == without.cost_s, "no trainer waits for money"
+    assert "price of its requests" in found.why
+    assert "price" not in without.why
+    assert paid.request_s == pytest.approx(
+        paid._puts(cycle(KNOWN, paid.encoding, without.chosen.interval_s).mean_bytes) * 0.0005 * 75
+    )
+    rows = (
+        {each.name: each for each in found.goals}["Check-N-Run"],
+        {each.name: each for each in without.goals}["Check-N-Run"],
+    )
+    assert rows[0].overhead == rows[1].overhead
+    money = [sum(row.money_per_day.values()) for row in rows]
+    assert money[0] == pytest.approx(money[1] + rows[0].puts_per_day * 0.0005)
 
 
 def test_what_a_run_does_now_is_judged_by_its_own_bits():
