@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from deltashard_checkpoint.cache.pack_spool import PACK_BYTES
 from deltashard_checkpoint.deciding import simulation
+from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import Rates
 from deltashard_checkpoint.deciding.goal import AUTO, Goal, duration
 from deltashard_checkpoint.deciding.interval import Interval, Situation, chosen, young
@@ -24,7 +25,7 @@ from deltashard_checkpoint.deciding.precision import (
     by_budget,
     by_paper,
 )
-from deltashard_checkpoint.deciding.recovery import Costs, Recovery, cheaper, expected_pls
+from deltashard_checkpoint.deciding.recovery import advised, expected_pls
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.differential import baseline_pays
 
@@ -166,8 +167,8 @@ class Plan:
     differential: str
     full_bytes_per_day: float
     consecutive_bytes_per_day: float
-    recovery: Recovery | None
-    """CPR's comparison; None without a PLS."""
+    recovery: Decision | None
+    """What a run would be advised to, full or partial, by what its saves cost it; None without a PLS."""
     raw_bytes: float
     stored_bytes: float
     """Of a baseline."""
@@ -365,6 +366,19 @@ class Planner:
             return Interval(seconds=low_s, bound="the shortest that a save allows")
         return Interval(seconds=free_s)
 
+    def _recovery(self) -> Decision | None:
+        """The run's own rule, which knows no prices; a load is that of the table's row of partial recovery."""
+        known = self.known
+        if not known.pls:
+            return None
+        partial_s = chosen(Goal(aim="pls", amount=known.pls), self.situation).seconds
+        return advised(
+            self._situation(self.cost_s),
+            pls=known.pls,
+            load_s=self._load_s(cycle(known, self.encoding, partial_s)),
+            reschedule_s=known.restart_s,
+        )
+
     def _priced(self) -> str:
         if not self.request_s:
             return ""
@@ -383,8 +397,6 @@ class Planner:
         first = goals[0]
         held = cycle(known, self.encoding, first.interval_s)
         row_bytes = _row_bytes(known, self.encoding)
-        load_s = self._load_s(held)
-        costs = Costs(save_s=self.cost_s, load_s=load_s, reschedule_s=known.restart_s, mtbf_s=self.mtbf_s)
         return Plan(
             chosen=first,
             goals=tuple(goals),
@@ -396,12 +408,12 @@ class Planner:
             differential="intermittent",
             full_bytes_per_day=first.saves_per_day * held.baseline_bytes,
             consecutive_bytes_per_day=first.saves_per_day * _increment(known, row_bytes, first.interval_s),
-            recovery=cheaper(costs, pls=known.pls, shards=known.ranks) if known.pls else None,
+            recovery=self._recovery(),
             raw_bytes=known.raw_bytes,
             stored_bytes=self.stored_bytes,
             cost_s=self.cost_s,
             baseline_s=self.baseline_s,
-            restore_s=load_s,
+            restore_s=self._load_s(held),
             mtbf_s=self.mtbf_s,
             curve=self.curve([each.interval_s for each in goals], points),
         )

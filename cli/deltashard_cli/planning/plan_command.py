@@ -289,10 +289,7 @@ def _recovery(found: Plan) -> str:
     if judged is None:
         lost = f"{found.chosen.pls:.2g} of all samples"
         return f"full; partial would lose {lost} at this interval (PLS): --pls asks for it"
-    return (
-        f"{judged.kind}, by CPR's comparison: full {_percent(judged.full)}, partial {_percent(judged.partial)} "
-        f"saving every {duration(judged.interval_s)}; PLS {found.chosen.pls:.2g} at this plan's interval"
-    )
+    return f"{judged.would}: {judged.why}"
 
 
 def _show_goals(out: Console, found: Plan, now: Forecast | None) -> None:

@@ -9,7 +9,7 @@ import pytest
 from deltashard_checkpoint.deciding import simulation
 from deltashard_checkpoint.deciding.evidence import Gamma, Rates
 from deltashard_checkpoint.deciding.goal import AUTO, goal
-from deltashard_checkpoint.deciding.interval import fewest_saves, young
+from deltashard_checkpoint.deciding.interval import PLS_SHARE, fewest_saves, young
 from deltashard_checkpoint.deciding.recovery import expected_pls
 from deltashard_checkpoint.errors import UserError
 from deltashard_cli.planning.assumption import NotEnough, Said, settled
@@ -117,11 +117,34 @@ def test_partial_recovery_at_a_pls():
     assert first.pls == pytest.approx(expected_pls(first.interval_s, 20 * HOUR, 18)) == pytest.approx(0.02)
     assert first.mean_lost_s == first.worst_lost_s == 0
     assert found.recovery is not None
-    assert found.recovery.kind == "partial"
+    assert found.recovery.would == "partial"
     exact = simulation.partial_renewal_overhead(planner.run(first.interval_s), planner.mtbf_s)
     assert first.overhead == exact
     assert abs(first.simulated - exact) <= 4 * first.simulated_error
     assert Planner(KNOWN).plan(AUTO, LOST).recovery is None
+
+
+@pytest.mark.parametrize("prices", [Prices(), Prices(pod_hour=3.0, put=0.5)])
+def test_recovery_is_what_the_run_would_be_advised_to(prices):
+    """Its interval is that of the table's row, bounds included, and so is its share as far as first order goes."""
+    known = replace(KNOWN, pls=0.1, ranks=16, restart_s=30.0, planned_s=168 * HOUR, prices=prices)
+    found = Planner(known).plan(AUTO, LOST)
+    row = next(each for each in found.goals if each.name == "PLS, partial")
+    assert row.interval_s == pytest.approx(PLS_SHARE * 168 * HOUR)
+    assert found.recovery is not None
+    assert found.recovery.would == "partial"
+    assert f"partial {100 * row.overhead:.2g} % saving every 16.8 h" in found.recovery.why
+    assert f"PLS of {row.pls:.2g};" in found.recovery.why
+
+
+def test_partial_recovery_must_be_worth_it_and_leave_somebody():
+    cheap = replace(KNOWN, pls=0.1, stall_s=1e-4, slowdown_s=0.0, rates=known_rate(2000 * HOUR))
+    found = Planner(cheap).plan(AUTO, LOST).recovery
+    assert found is not None
+    assert (found.would, "more than 0.1 %" in found.why) == ("full", True)
+    alone = Planner(replace(KNOWN, pls=0.1, ranks=1)).plan(AUTO, LOST).recovery
+    assert alone is not None
+    assert (alone.would, "nobody survives" in alone.why) == ("full", True)
 
 
 def test_money():
