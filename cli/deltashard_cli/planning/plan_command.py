@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deltashard_cli.option import Finite
-from deltashard_cli.output import console, facts, number, print_json, show, size
+from deltashard_cli.output import console, facts, plural, print_json, show, size
 from deltashard_cli.planning import quantity
 from deltashard_cli.planning.assumption import Assumption, Said, settled
 from deltashard_cli.planning.chart import Mark, chart
@@ -161,8 +161,8 @@ def plan(
     amount = read_goal(f"lost-work={lost_work}", where="--lost-work")
     found = planner.plan(wanted, amount)
     now = None
-    if seen is not None and seen.interval_s is not None:
-        now = at_interval(planner, "now", seen.interval_s, bits=seen.encoding or found.encoding)
+    if seen is not None and seen.now_s is not None:
+        now = at_interval(planner, "now", seen.now_s, bits=seen.encoding or found.encoding)
     if as_json:
         print_json({"assumptions": assumptions, "plan": found, "run": seen, "now": now})
         return
@@ -343,8 +343,12 @@ def _letter(forecast: Forecast) -> str:
 
 def _change(found: Plan, seen: RecordedRun, now: Forecast | None) -> str:
     if now is None:
-        return f"{number(seen.checkpoints)} checkpoint in the log: how often it saves now is not known yet"
-    said = f"Now it saves every {duration(now.interval_s)} with {seen.encoding or 'no rows'}: "
+        return f"{plural(seen.checkpoints, 'checkpoint')} in the log: how often it saves now is not known yet"
+    apart = "" if seen.recent_s is None else f"its last saves were {duration(seen.recent_s)} apart"
+    said = apart.capitalize()
+    if seen.held_s is not None:
+        said = f"Its newest commit says: every {duration(seen.held_s)}{apart and f' ({apart})'}"
+    said += f", with {seen.encoding or 'no rows'}: "
     said += f"{_percent(now.overhead)}, {size(now.bytes_per_day)} a day. "
     return (
         f"{said}The plan, every {duration(found.chosen.interval_s)} with {found.encoding}: "

@@ -14,6 +14,7 @@ from deltashard_checkpoint.deciding.recovery import expected_pls
 from deltashard_checkpoint.errors import UserError
 from deltashard_cli.planning.assumption import NotEnough, Said, settled
 from deltashard_cli.planning.chart import HEIGHT, Mark, chart
+from deltashard_cli.planning.failure_trace import failure_trace
 from deltashard_cli.planning.forecast import (
     FEWEST_GAPS,
     Known,
@@ -260,6 +261,28 @@ def test_without_failures_a_pods_are_assumed():
     known, notes = settled(Said(model=Model(1000, 8, 4), pods=8), None)
     assert known.rates.mtbf_s == pytest.approx(90 * HOUR)
     assert any("30 d" in each.source for each in notes)
+
+
+@pytest.mark.parametrize(
+    ("said", "between_s", "source"),
+    [
+        (Said(model=Model(1000, 8, 4)), 24 * HOUR, "assumed"),
+        (Said(model=Model(1000, 8, 4), mtbf_s=72000.0), 20 * HOUR, "as often as failures"),
+        (Said(model=Model(1000, 8, 4), pods=1000), 0.72 * HOUR, "as often as failures"),
+        (
+            Said(model=Model(1000, 8, 4), trace=failure_trace(["0", "1e6", "2e6"], where="trace")),
+            (2e6 + 43200) / 2.5,
+            "the trace: 2 in",
+        ),
+    ],
+)
+def test_restores_are_listed_and_come_as_often_as_failures_at_least(said, between_s, source):
+    """Bits rest on them, whoever said nothing of them too."""
+    known, notes = settled(said, None)
+    assert known.rates.restores.mean_between_s == pytest.approx(between_s, rel=1e-3)
+    assert known.rates.restores.mean_between_s <= known.rates.mtbf_s
+    restores = next(each for each in notes if each.name == "restores")
+    assert restores.source.startswith(source)
 
 
 def test_a_plan_of_nothing_is_refused():
