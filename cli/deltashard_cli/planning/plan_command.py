@@ -229,7 +229,7 @@ def _show(
     out.print(Text(f"{wanted}: save every {duration(first.interval_s)}", style="bold"))
     out.print(facts(_facts(found)))
     if first.unreachable:
-        out.print(Text(f"not to be had: {first.unreachable}", style="yellow"))
+        out.print(Text(first.unreachable, style="yellow"))
     out.print()
     _show_goals(out, found, now)
     out.print()
