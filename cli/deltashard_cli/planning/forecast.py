@@ -14,7 +14,7 @@ import numpy as np
 from deltashard_checkpoint.cache.pack_spool import PACK_BYTES
 from deltashard_checkpoint.deciding import simulation
 from deltashard_checkpoint.deciding.decision import Decision
-from deltashard_checkpoint.deciding.evidence import Rates
+from deltashard_checkpoint.deciding.evidence import LONGEST_COUNT, Rates
 from deltashard_checkpoint.deciding.goal import AUTO, Goal, duration
 from deltashard_checkpoint.deciding.interval import Interval, Situation, chosen, young
 from deltashard_checkpoint.deciding.precision import (
@@ -37,6 +37,8 @@ RANGE_BYTES = 8 << 20
 """Of one request of a restore, at most."""
 FAILURES = 100_000
 """That are drawn for a simulated overhead."""
+HOPELESS = 10.0
+"""Overhead beyond which training does not get on: how much more it would be is no number for anybody."""
 FEWEST_GAPS = 8
 """Below, a trace's gaps are too few to be drawn from, and failures are taken for exponential."""
 _LONGEST_CYCLE = 1000
@@ -162,7 +164,7 @@ class Plan:
     precision: Precision
     encoding: str
     restores: int
-    """N95 over the planned time."""
+    """N95 over the planned time, counted up to `LONGEST_COUNT`."""
     expected_restores: float
     differential: str
     full_bytes_per_day: float
@@ -191,6 +193,8 @@ def precision(known: Known) -> tuple[Precision, str, int, float]:
     tables = {_TABLES: TableFacts(raw_bytes=max(4 * known.rows * known.columns, 1), errors=GAUSSIAN_ERRORS)}
     if known.bits == "budget":
         found = by_budget(tables, outlook, {})
+        if restores >= LONGEST_COUNT:
+            found = replace(found, why="no budget bears so many restores")
     elif known.bits == "check-n-run":
         found = by_paper(tables, outlook, {})
     else:

@@ -20,6 +20,9 @@ RUN = "team/run-1"
 SIZED = ("plan", "--bytes", "400GiB", "--pods", "16", "--ranks", "128", "--mtbf", "20h")
 
 
+PRICES = ("gb-month", "put", "get", "hour")
+
+
 def answer(cli: Cli, *arguments: object) -> Any:
     code, text = cli(*arguments, "--json")
     assert code == 0, text
@@ -78,6 +81,18 @@ def test_the_example_of_the_help(cli: Cli) -> None:
         assert shown in text
     assert text.isascii()
     assert "--trace" in cli("plan", "--help")[1]
+
+
+def test_training_that_does_not_get_on_is_said_in_words(cli: Cli) -> None:
+    code, text = cli("plan", "--bytes", "100GiB", "--mtbf", "1s")
+    assert code == 0
+    assert "training does not get on" in text
+    assert "no interval keeps up with these failures" in text
+    assert "604,800 restores expected, with 95 % over 100,000" in text
+    assert "100000" not in text
+    for nonsense in ("inf", "e+", "nan"):
+        assert nonsense not in text.replace("inferred", "")
+    assert "over 1,000 %" in text
 
 
 def test_a_trace(cli: Cli, tmp_path: Path) -> None:
@@ -145,6 +160,9 @@ def test_a_run_without_checkpoints_and_no_run(cli: Cli, tmp_path: Path) -> None:
         (("--bytes", "1GiB", "--goal", "fixed"), "nothing to choose"),
         (("--bytes", "1GiB", "--goal", "soon"), "the goal is"),
         (("--bytes", "1GiB", "--dirty", "0%"), "no share"),
+        (("--bytes", "1GiB", "--dirty", "26%@30m", "--dirty", "20%@60m"), "20% of rows within 60 min"),
+        *((("--bytes", "1GiB", f"--price-{of}=-1"), "not in the range") for of in PRICES),
+        *((("--bytes", "1GiB", f"--price-{of}=nan"), "no finite number") for of in PRICES),
         (("--bytes", "1GiB", "--trace", "/does/not/exist"), "No such file"),
     ],
 )
