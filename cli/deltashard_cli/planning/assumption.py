@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from deltashard_checkpoint.deciding.evidence import (
     NONE,
     POD_MTBF_S,
-    RESTORE_MEAN_S,
     Evidence,
     Gamma,
     Rates,
@@ -140,7 +139,11 @@ def settled(said: Said, run: RecordedRun | None) -> tuple[Known, tuple[Assumptio
     elif run is not None and profile is not None and profile.durable.mean > 0:
         bandwidth = run.stored_bytes / profile.durable.mean / pods
         how = "the run's log: bytes of a save over the time until it is durable"
-    note("bandwidth of a pod", f"{bandwidth / 1e6:,.0f} MB/s", how)
+    note(
+        "bandwidth of a pod",
+        f"{bandwidth / 1e6:,.0f} MB/s" if bandwidth >= 1e7 else f"{bandwidth / 1e6:.2g} MB/s",
+        how,
+    )
     step_s = said.step_s if said.step_s is not None else 0.0
     if said.step_s is None and run is not None:
         step_s = (profile.step_s if profile is not None else 0.0) or run.step_s or 0.0
@@ -227,7 +230,7 @@ def _rates(said: Said, run: RecordedRun | None, pods: int) -> tuple[tuple[float,
     gaps: tuple[float, ...] = ()
     seen = NONE
     how = f"assumed: a pod fails once in {duration(POD_MTBF_S)}; say --trace, --mtbf or --failures-per-day"
-    restores = f"assumed: one in {duration(RESTORE_MEAN_S)}; bits follow from them"
+    restores = "assumed, and bits follow from them; say --trace or --mtbf"
     if (trace := said.trace) is not None:
         scale = (said.trace_pods or pods) / pods
         gaps = trace.gaps

@@ -386,7 +386,7 @@ class Planner:
     def _priced(self) -> str:
         if not self.request_s:
             return ""
-        return f"; {duration(self.request_s)} of a save's cost are the price of its requests, in training of that price"
+        return f"; {duration(self.request_s)} of the cost are the price of its requests, as training of that price"
 
     def curve(self, around: Sequence[float], points: int) -> tuple[tuple[float, float], ...]:
         """Overheads of intervals on a logarithmic axis that has all of `around` well inside."""
