@@ -83,6 +83,7 @@ def test_the_profile_in_a_commit_is_taken_before_what_entries_say():
     known, notes = settled(Said(), recorded_run(log))
     assert (known.stall_s, known.slowdown_s, known.step_s, known.restart_s) == (0.125, 0.375, 0.25, 60.0)
     assert known.bandwidth == pytest.approx(4000 / 2)
+    assert {each.name: each.value for each in notes}["bandwidth of a pod"] == "0.002 MB/s"
     assert known.ranks == 2
     assert all("log" in each.source for each in notes if each.name in {"a step", "a save's slowdown"})
     spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
