@@ -6,28 +6,38 @@ entry, which also knows the run's own (perhaps long) name. A plain path is a fil
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import islice
 from urllib.parse import urlsplit
 
-from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.errors import DeltashardError, FormatError, UserError
 from deltashard_checkpoint.format.canonical_json import load
 from deltashard_checkpoint.format.object_key import run_key, validate_run
 from deltashard_checkpoint.log.entry import entry_key, seq_of
 from deltashard_checkpoint.stores.abc import BucketMissing, ObjectNotFound, Store
 from deltashard_checkpoint.stores.retry import RetryPolicy
-from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.stores.url import BadStoreUrl, open_store
 
 _INSIDE_RUN = re.compile(r"/(?:cache|closing|data|log|probe)/")
 POLICY = RetryPolicy(deadline_s=15.0)
 """A person waits: whoever wants a store that is down for longer calls again."""
+PATIENCE = 20_000
+"""Objects of no run that are looked through for the name of one: a directory may be of anything, and of any size."""
+_NAMED = 20
+"""Runs that a message lists."""
 
 
 class NoSuchRun(UserError):
     """The store holds no run of that name."""
+
+
+class TooMuchElse(NoSuchRun):
+    """So many objects of no run that the others were not looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +72,7 @@ def find_run(url: str, run: str | None) -> Target:
     try:
         store = open_root(url)
     except BucketMissing as error:
-        raise _no_such_run(url) or error from None
+        raise (_no_such_run(url) if run is None else None) or error from None
     if run is not None:
         if _is_run(store, validate_run(run)):
             return Target(store=store, run=run)
@@ -81,14 +91,16 @@ def _no_such_run(url: str) -> NoSuchRun | None:
     """For a directory that is not there, in a store that holds runs: it was to be one of them."""
     base, question, query = url.partition("?")
     above, slash, name = base.rstrip("/").rpartition("/")
-    try:
-        store = open_root((above if slash else ".") + question + query)
-    except BucketMissing:
-        return None
-    with closing(store):
-        if next(runs_of(store), None) is None:
-            return None
-        return NoSuchRun(f"no run {name!r}", where=store.url, remedy=_known(store))
+    if slash and not above:
+        return None  # nobody's store is the root of all files; nor is it that of file://, which is no URL
+    with (
+        suppress(BucketMissing, BadStoreUrl),
+        closing(open_root((above if slash else ".") + question + query)) as store,
+    ):
+        if found := _some_runs(store):
+            what = f"no such directory, and no run {name!r} in the one above it"
+            return NoSuchRun(what, where=store.url, remedy=_named(found))
+    return None
 
 
 def _said_names(store: Store) -> Iterator[str]:
@@ -150,25 +162,43 @@ def scanned_run(url: str, run: str | None) -> Target:
         return Target(store=store, run=name)
 
 
-def runs_of(store: Store) -> Iterator[str]:
-    """Names of the runs on a store, in order; one listing request or two for each."""
-    after = ""
-    while (found := next(store.list("", start_after=after), None)) is not None:
-        after = found.key
-        for match in _INSIDE_RUN.finditer(found.key):
-            run = found.key[: match.start()]
-            if _is_run(store, run):
+def runs_of(store: Store, *, patience: float = math.inf) -> Iterator[str]:
+    """Names of the runs on a store, in order; one listing request or two for each, and one for many other objects.
+
+    Raises `TooMuchElse` after `patience` other objects.
+    """
+    after, others, more = "", 0, True
+    none: set[str] = set()  # what might have been a run, and is not
+    while more:
+        more = False
+        for found in store.list("", start_after=after):
+            run = _run_of(store, found.key, none)
+            if run is not None:
                 yield run
-                after = f"{run}/~"  # sorts after every key of the run
+                after, more = f"{run}/~", True  # sorts after every key of the run
                 break
+            others += 1
+            if others >= patience:
+                raise TooMuchElse(
+                    f"{others:,} objects here are of no run, and no more were looked at",
+                    where=store.url,
+                    remedy="check the store URL, or say --run",
+                )
+
+
+def _run_of(store: Store, key: str, none: set[str]) -> str | None:
+    """The run that an object belongs to; what turns out to be none is kept in `none`, and not asked for again."""
+    for match in _INSIDE_RUN.finditer(key):
+        run = key[: match.start()]
+        if run not in none:
+            if _is_run(store, run):
+                return run
+            none.add(run)
+    return None
 
 
 def _only_run(store: Store) -> Target:
-    runs = []
-    for run in runs_of(store):
-        runs.append(run)
-        if len(runs) > 1:
-            break
+    runs = list(islice(runs_of(store, patience=PATIENCE), 2))
     if len(runs) == 1:
         return Target(store=store, run=runs[0])
     what = "which run? The store holds several" if runs else "no run here"
@@ -189,10 +219,17 @@ def _has_log(store: Store, root: str) -> bool:
 
 
 def _known(store: Store) -> str:
-    runs = []
-    for run in runs_of(store):
-        runs.append(run)
-        if len(runs) == 20:
-            runs.append("...")
-            break
-    return f"use --run with one of: {', '.join(runs)}" if runs else "the store holds no run at all"
+    found = _some_runs(store)
+    return _named(found) if found else "check the URL: no run was found there"
+
+
+def _named(runs: Sequence[str]) -> str:
+    return f"use --run with one of: {', '.join([*runs[:_NAMED], *(['...'] if len(runs) > _NAMED else [])])}"
+
+
+def _some_runs(store: Store) -> list[str]:
+    """Names to choose from, one more than are shown; those that are found soon."""
+    found: list[str] = []
+    with suppress(DeltashardError):  # what is wrong is known already: this only helps
+        found.extend(islice(runs_of(store, patience=PATIENCE), _NAMED + 1))
+    return found

@@ -133,7 +133,7 @@ def _auto(now: Situation) -> Interval:
     floors = [
         # A taste, unlike the others: the user's own bounds take its place.
         (0.0 if now.least_s else min(SHORTEST_S, now.most_s), "a minute"),
-        (now.durable_s / IN_FLIGHT_SHARE, f"a save takes {duration(now.durable_s)} to be durable"),
+        (now.durable_s / IN_FLIGHT_SHARE, _in_flight(now)),
         (FEWEST_STEPS * now.step_s, f"{FEWEST_STEPS} steps"),
     ]
     return _bounded(
@@ -147,24 +147,25 @@ def _auto(now: Situation) -> Interval:
 
 def _overhead(goal: Goal, now: Situation) -> Interval:
     if now.step_s <= 0:
-        asked_s = max(now.durable_s, max(now.cost_s, 0.0) / goal.amount)
+        asked_s, durable_s = max(now.cost_s, 0.0) / goal.amount, now.durable_s
     else:
-        asked_s = now.step_s * checkfreq_steps(now.cost_s, now.durable_s, now.step_s, goal.amount)
+        # Whole steps, of which CheckFreq's k is the larger number.
+        asked_s = now.step_s * checkfreq_steps(now.cost_s, 0.0, now.step_s, goal.amount)
+        durable_s = now.step_s * checkfreq_steps(0.0, now.durable_s, now.step_s, goal.amount)
     why = (
         f"a save costs {duration(max(now.cost_s, 0.0))} and is durable after {duration(now.durable_s)}: as often as "
         f"{100 * goal.amount:g} % of training allow"
     )
-    return _bounded(asked_s, now, why, floors=_floors(now))
+    return _bounded(asked_s, now, why, floors=[(durable_s, _in_flight(now)), *_floors(now)])
 
 
 def _lost_work(goal: Goal, now: Situation) -> Interval:
     asked_s = goal.amount - now.durable_s
-    found = _bounded(
-        asked_s,
-        now,
-        f"a failure loses at most {duration(goal.amount)}, {duration(now.durable_s)} of them until a save is durable",
-        floors=_floors(now),
-    )
+    most, lag = duration(goal.amount), duration(now.durable_s)
+    why = f"a failure loses at most {most}, {lag} of them until a save is durable"
+    if asked_s <= 0:
+        why = f"a failure is to lose at most {most}, but a save alone takes {lag} to be durable"
+    found = _bounded(asked_s, now, why, floors=_floors(now))
     worst_s = found.seconds + now.durable_s
     if worst_s <= goal.amount * (1 + 1e-9):
         return found
@@ -172,8 +173,8 @@ def _lost_work(goal: Goal, now: Situation) -> Interval:
         seconds=found.seconds,
         bound=found.bound,
         why=found.why,
-        unreachable=f"at most {duration(goal.amount)} of lost work cannot be had: up to {duration(worst_s)} may be "
-        f"lost, for {found.bound or 'that is the shortest interval'}",
+        unreachable=f"at most {most} of lost work cannot be had: up to {duration(worst_s)} may be lost, with an "
+        f"interval {found.bound or 'that is the shortest'}",
     )
 
 
@@ -199,9 +200,13 @@ def _pls(goal: Goal, now: Situation) -> Interval:
     )
 
 
+def _in_flight(now: Situation) -> str:
+    return f"a save takes {duration(now.durable_s)} to be durable"
+
+
 def _floors(now: Situation) -> list[tuple[float, str]]:
     return [
-        (now.durable_s, f"a save takes {duration(now.durable_s)} to be durable"),
+        (now.durable_s, _in_flight(now)),
         (now.step_s, "one step"),
         (0.001, "a millisecond"),
     ]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deltashard_checkpoint.deciding.evidence import NONE, POD_MTBF_S, Evidence, Gamma, Rates, rates
+from deltashard_checkpoint.deciding.evidence import (
+    NONE,
+    POD_MTBF_S,
+    Evidence,
+    Gamma,
+    Rates,
+    rates,
+)
 from deltashard_checkpoint.deciding.goal import duration
 from deltashard_checkpoint.errors import UserError
 
@@ -23,6 +30,7 @@ SLOWDOWN_S_PER_GB = 0.5
 """Of what a pod holds: docs/speed.md, measured on two cores, which is a pessimist's machine."""
 KNOWN_RATE = 1e6
 """Shape of a rate that is said rather than seen: as if so many failures had been counted."""
+_EACH = "as often as failures, each of which is one"
 
 
 class NotEnough(UserError):
@@ -91,8 +99,9 @@ def settled(said: Said, run: RecordedRun | None) -> tuple[Known, tuple[Assumptio
     ranks = said.ranks or (run.ranks if run is not None else pods)
     note("ranks", f"{ranks:,}", "said" if said.ranks else "the run's log" if run is not None else "one a pod")
 
-    gaps, believed, how = _rates(said, run, pods)
+    gaps, believed, how, of_restores = _rates(said, run, pods)
     note("lossy failures", f"one in {duration(believed.mtbf_s)}", how)
+    note("restores", f"one in {duration(believed.restores.mean_between_s)}", of_restores)
     growth, share, how = _growth(said, run)
     note("rows touched", share, how)
 
@@ -130,7 +139,11 @@ def settled(said: Said, run: RecordedRun | None) -> tuple[Known, tuple[Assumptio
     elif run is not None and profile is not None and profile.durable.mean > 0:
         bandwidth = run.stored_bytes / profile.durable.mean / pods
         how = "the run's log: bytes of a save over the time until it is durable"
-    note("bandwidth of a pod", f"{bandwidth / 1e6:,.0f} MB/s", how)
+    note(
+        "bandwidth of a pod",
+        f"{bandwidth / 1e6:,.0f} MB/s" if bandwidth >= 1e7 else f"{bandwidth / 1e6:.2g} MB/s",
+        how,
+    )
     step_s = said.step_s if said.step_s is not None else 0.0
     if said.step_s is None and run is not None:
         step_s = (profile.step_s if profile is not None else 0.0) or run.step_s or 0.0
@@ -209,26 +222,33 @@ def _growth(said: Said, run: RecordedRun | None) -> tuple[Growth, str, str]:
     return growth, f"{first}, {later} (1 - exp(-k t^{growth.exponent:.2g}))", how
 
 
-def _rates(said: Said, run: RecordedRun | None, pods: int) -> tuple[tuple[float, ...], Rates, str]:
+def _rates(said: Said, run: RecordedRun | None, pods: int) -> tuple[tuple[float, ...], Rates, str, str]:
+    """(gaps that were seen, what is believed, where failures come from, where restores do)."""
     if said.mtbf_s is not None:
         known = Gamma(shape=KNOWN_RATE, rate_s=KNOWN_RATE * said.mtbf_s)
-        return (), Rates(lossy=known, restores=known), "said"
+        return (), Rates(lossy=known, restores=known), "said", _EACH
+    gaps: tuple[float, ...] = ()
+    seen = NONE
+    how = f"assumed: a pod fails once in {duration(POD_MTBF_S)}; say --trace, --mtbf or --failures-per-day"
+    restores = "assumed, and bits follow from them; say --trace or --mtbf"
     if (trace := said.trace) is not None:
         scale = (said.trace_pods or pods) / pods
+        gaps = trace.gaps
         seen = Evidence(exposure_s=trace.exposure_s * scale, lossy=trace.lossy, restores=trace.restores)
-        how = f"the trace: {trace.lossy} in {duration(trace.exposure_s)} of training"
-        if scale != 1:
-            how += f" of {said.trace_pods} pods"
-        return trace.gaps, rates(seen, pods=pods), f"{how}, and what is assumed of any run"
-    if run is not None:
-        seen = run.evidence
-        how = f"the run's log: {len(run.gaps)} in {duration(seen.exposure_s)} of training (older ones count less), and "
-        return run.gaps, rates(seen, pods=pods), f"{how}what is assumed of any run"
-    return (
-        (),
-        rates(NONE, pods=pods),
-        (f"assumed: a pod fails once in {duration(POD_MTBF_S)}; say --trace, --mtbf or --failures-per-day"),
-    )
+        of_pods = f" of {said.trace_pods} pods" if scale != 1 else ""
+        span = f"in {duration(trace.exposure_s)} of training{of_pods}, and what is assumed of any run"
+        how, restores = f"the trace: {trace.lossy} {span}", f"the trace: {trace.restores} {span}"
+    elif run is not None:
+        gaps, seen = run.gaps, run.evidence
+        span = f"in {duration(seen.exposure_s)} of training (older ones count less), and what is assumed of any run"
+        how, restores = (
+            f"the run's log: {len(gaps)} {span}",
+            "the run's log: its failures, and one a day as assumed of any run",
+        )
+    believed = rates(seen, pods=pods)
+    if believed.restores.mean_between_s > believed.mtbf_s:
+        believed, restores = Rates(lossy=believed.lossy, restores=believed.lossy), _EACH
+    return gaps, believed, how, restores
 
 
 def _origin(said: float | None, found: float, run: RecordedRun | None) -> str:

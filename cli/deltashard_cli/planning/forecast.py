@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from deltashard_checkpoint.cache.pack_spool import PACK_BYTES
 from deltashard_checkpoint.deciding import simulation
-from deltashard_checkpoint.deciding.evidence import Rates
-from deltashard_checkpoint.deciding.goal import AUTO, Goal
+from deltashard_checkpoint.deciding.decision import Decision
+from deltashard_checkpoint.deciding.evidence import LONGEST_COUNT, Rates
+from deltashard_checkpoint.deciding.goal import AUTO, Goal, duration
 from deltashard_checkpoint.deciding.interval import Interval, Situation, chosen, young
 from deltashard_checkpoint.deciding.precision import (
     GAUSSIAN_ERRORS,
@@ -24,7 +25,7 @@ from deltashard_checkpoint.deciding.precision import (
     by_budget,
     by_paper,
 )
-from deltashard_checkpoint.deciding.recovery import Costs, Recovery, cheaper, expected_pls
+from deltashard_checkpoint.deciding.recovery import advised, expected_pls
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write.differential import baseline_pays
 
@@ -36,6 +37,8 @@ RANGE_BYTES = 8 << 20
 """Of one request of a restore, at most."""
 FAILURES = 100_000
 """That are drawn for a simulated overhead."""
+HOPELESS = 10.0
+"""Overhead beyond which training does not get on: how much more it would be is no number for anybody."""
 FEWEST_GAPS = 8
 """Below, a trace's gaps are too few to be drawn from, and failures are taken for exponential."""
 _LONGEST_CYCLE = 1000
@@ -157,20 +160,22 @@ class Plan:
     chosen: Forecast
     goals: tuple[Forecast, ...]
     why: str
+    """Of the interval; where requests have a price, with what they add to a save's cost."""
     precision: Precision
     encoding: str
     restores: int
-    """N95 over the planned time."""
+    """N95 over the planned time, counted up to `LONGEST_COUNT`."""
     expected_restores: float
     differential: str
     full_bytes_per_day: float
     consecutive_bytes_per_day: float
-    recovery: Recovery | None
-    """CPR's comparison; None without a PLS."""
+    recovery: Decision | None
+    """What a run would be advised to, full or partial, by what its saves cost it; None without a PLS."""
     raw_bytes: float
     stored_bytes: float
     """Of a baseline."""
     cost_s: float
+    """Of a save, in training."""
     baseline_s: float
     """Until a baseline is durable."""
     restore_s: float
@@ -188,6 +193,8 @@ def precision(known: Known) -> tuple[Precision, str, int, float]:
     tables = {_TABLES: TableFacts(raw_bytes=max(4 * known.rows * known.columns, 1), errors=GAUSSIAN_ERRORS)}
     if known.bits == "budget":
         found = by_budget(tables, outlook, {})
+        if restores >= LONGEST_COUNT:
+            found = replace(found, why="no budget bears so many restores")
     elif known.bits == "check-n-run":
         found = by_paper(tables, outlook, {})
     else:
@@ -227,7 +234,10 @@ class Planner:
         whole = cycle(known, self.encoding, 1.0).baseline_bytes
         self.stored_bytes = whole
         self.baseline_s = self._sent_s(whole)
-        self.cost_s = known.stall_s + known.slowdown_s + self._request_s(whole)
+        self.cost_s = known.stall_s + known.slowdown_s
+        # Of the mean save, every so often as it would be chosen if requests were free.
+        usual = cycle(known, self.encoding, chosen(AUTO, self._situation(self.cost_s)).seconds)
+        self.request_s = self._request_s(usual.mean_bytes)
         generator = np.random.default_rng(seed)
         self.gaps = (
             simulation.trace_gaps(generator, np.asarray(known.gaps), self.mtbf_s, FAILURES)
@@ -237,10 +247,13 @@ class Planner:
 
     @property
     def situation(self) -> Situation:
-        """What the rules choose from."""
+        """What the rules choose from: there, and nowhere else, the price of requests counts as training."""
+        return self._situation(self.cost_s + self.request_s)
+
+    def _situation(self, cost_s: float) -> Situation:
         known = self.known
         return Situation(
-            cost_s=self.cost_s,
+            cost_s=cost_s,
             durable_s=self.baseline_s,
             step_s=known.step_s,
             mtbf_s=self.mtbf_s,
@@ -351,11 +364,29 @@ class Planner:
         return [*found, self.forecast("Young/Daly", "", self._young())]
 
     def _young(self) -> Interval:
-        free_s = young(self.cost_s, self.mtbf_s)
+        free_s = young(self.situation.cost_s, self.mtbf_s)
         low_s = max(self.baseline_s, self.known.step_s, 0.001)
         if free_s < low_s:
             return Interval(seconds=low_s, bound="the shortest that a save allows")
         return Interval(seconds=free_s)
+
+    def _recovery(self) -> Decision | None:
+        """The run's own rule, which knows no prices; a load is that of the table's row of partial recovery."""
+        known = self.known
+        if not known.pls:
+            return None
+        partial_s = chosen(Goal(aim="pls", amount=known.pls), self.situation).seconds
+        return advised(
+            self._situation(self.cost_s),
+            pls=known.pls,
+            load_s=self._load_s(cycle(known, self.encoding, partial_s)),
+            reschedule_s=known.restart_s,
+        )
+
+    def _priced(self) -> str:
+        if not self.request_s:
+            return ""
+        return f"; {duration(self.request_s)} of the cost are the price of its requests, as training of that price"
 
     def curve(self, around: Sequence[float], points: int) -> tuple[tuple[float, float], ...]:
         """Overheads of intervals on a logarithmic axis that has all of `around` well inside."""
@@ -370,12 +401,10 @@ class Planner:
         first = goals[0]
         held = cycle(known, self.encoding, first.interval_s)
         row_bytes = _row_bytes(known, self.encoding)
-        load_s = self._load_s(held)
-        costs = Costs(save_s=self.cost_s, load_s=load_s, reschedule_s=known.restart_s, mtbf_s=self.mtbf_s)
         return Plan(
             chosen=first,
             goals=tuple(goals),
-            why=chosen(wanted, self.situation).why,
+            why=chosen(wanted, self.situation).why + self._priced(),
             precision=self.precision,
             encoding=self.encoding,
             restores=self.restores,
@@ -383,12 +412,12 @@ class Planner:
             differential="intermittent",
             full_bytes_per_day=first.saves_per_day * held.baseline_bytes,
             consecutive_bytes_per_day=first.saves_per_day * _increment(known, row_bytes, first.interval_s),
-            recovery=cheaper(costs, pls=known.pls, shards=known.ranks) if known.pls else None,
+            recovery=self._recovery(),
             raw_bytes=known.raw_bytes,
             stored_bytes=self.stored_bytes,
             cost_s=self.cost_s,
             baseline_s=self.baseline_s,
-            restore_s=load_s,
+            restore_s=self._load_s(held),
             mtbf_s=self.mtbf_s,
             curve=self.curve([each.interval_s for each in goals], points),
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO
 
 import click
+from deltashard_checkpoint.deciding.evidence import LONGEST_COUNT
 from deltashard_checkpoint.deciding.goal import Goal, duration
 from deltashard_checkpoint.deciding.goal import goal as read_goal
 from deltashard_checkpoint.errors import UserError
@@ -17,12 +19,12 @@ from rich.console import Console
 from rich.text import Text
 
 from deltashard_cli.option import Finite
-from deltashard_cli.output import console, facts, number, print_json, show, size
+from deltashard_cli.output import console, facts, plural, print_json, show, size
 from deltashard_cli.planning import quantity
 from deltashard_cli.planning.assumption import Assumption, Said, settled
 from deltashard_cli.planning.chart import Mark, chart
 from deltashard_cli.planning.failure_trace import FailureTrace, failure_trace
-from deltashard_cli.planning.forecast import Forecast, Plan, Planner, Prices, at_interval
+from deltashard_cli.planning.forecast import HOPELESS, Forecast, Plan, Planner, Prices, at_interval
 from deltashard_cli.planning.recorded_run import RecordedRun, recorded_run
 from deltashard_cli.target import Target, find_run
 
@@ -161,8 +163,8 @@ def plan(
     amount = read_goal(f"lost-work={lost_work}", where="--lost-work")
     found = planner.plan(wanted, amount)
     now = None
-    if seen is not None and seen.interval_s is not None:
-        now = at_interval(planner, "now", seen.interval_s, bits=seen.encoding or found.encoding)
+    if seen is not None and seen.now_s is not None:
+        now = at_interval(planner, "now", seen.now_s, bits=seen.encoding or found.encoding)
     if as_json:
         print_json({"assumptions": assumptions, "plan": found, "run": seen, "now": now})
         return
@@ -185,7 +187,8 @@ def _size(text: str | None, where: str) -> float | None:
 
 def _dirty(texts: Sequence[str], interval: str) -> tuple[tuple[float, float], ...]:
     interval_s = quantity.seconds(interval, where="--dirty-interval")
-    return tuple(quantity.dirty(text, interval_s, where="--dirty") for text in texts)
+    points = [quantity.dirty(text, interval_s, where="--dirty") for text in texts]
+    return quantity.growing(points, where="--dirty")
 
 
 def _trace(file: TextIO, span: str | None) -> FailureTrace:
@@ -228,13 +231,20 @@ def _show(
     out.print()
     out.print(Text(f"{wanted}: save every {duration(first.interval_s)}", style="bold"))
     out.print(facts(_facts(found)))
+    if first.overhead > HOPELESS:
+        often = f"with a failure in {duration(found.mtbf_s)}"
+        hopeless = (
+            f"training does not get on: {often}, less than a tenth of the time goes into steps that are kept"
+        )
+        out.print(Text(hopeless, style="yellow"))
     if first.unreachable:
-        out.print(Text(f"not to be had: {first.unreachable}", style="yellow"))
+        out.print(Text(first.unreachable, style="yellow"))
     out.print()
     _show_goals(out, found, now)
     out.print()
     out.print(Text("Overhead against the interval, under full recovery", style="bold"))
-    for line in chart(found.curve, _marks(found, now), point="*" if not out.is_terminal else "\u00b7"):
+    curve = [(each_s, share if share <= HOPELESS else math.inf) for each_s, share in found.curve]
+    for line in chart(curve, _marks(found, now), point="*" if not out.is_terminal else "\u00b7"):
         out.print(Text(line))
     names = [("@", f"{wanted} (chosen)"), *((_letter(each), each.name) for each in found.goals[1:])]
     if now is not None:
@@ -247,7 +257,8 @@ def _show(
 
 def _facts(found: Plan) -> list[tuple[str, str]]:
     first, bits = found.chosen, found.precision
-    restores = f"{found.expected_restores:.3g} restores expected, with 95 % at most {found.restores}"
+    most = f"at most {found.restores}" if found.restores < LONGEST_COUNT else f"over {LONGEST_COUNT:,}"
+    restores = f"{_count(found.expected_restores)} restores expected, with 95 % {most}"
     other = (
         f"{size(found.full_bytes_per_day)} if every save were full, {size(found.consecutive_bytes_per_day)}"
     )
@@ -259,7 +270,7 @@ def _facts(found: Plan) -> list[tuple[str, str]]:
     )
     lost = f"{duration(first.mean_lost_s)} a failure on average, {duration(first.worst_lost_s)} at worst"
     if not first.worst_lost_s:
-        lost = f"no step is trained again; {first.pls:.2g} of all samples (PLS) are lost"
+        lost = f"no step is trained again; {_lost(first)} are lost (PLS)"
     requests = f"{first.puts_per_day:,.0f} PUTs, {first.gets_per_day:,.0f} GETs"
     money = ", ".join(f"{name} {value:,.2f}" for name, value in first.money_per_day.items())
     pairs = [
@@ -287,12 +298,9 @@ def _facts(found: Plan) -> list[tuple[str, str]]:
 def _recovery(found: Plan) -> str:
     judged = found.recovery
     if judged is None:
-        lost = f"{found.chosen.pls:.2g} of all samples"
+        lost = f"{_lost(found.chosen)}"
         return f"full; partial would lose {lost} at this interval (PLS): --pls asks for it"
-    return (
-        f"{judged.kind}, by CPR's comparison: full {_percent(judged.full)}, partial {_percent(judged.partial)} "
-        f"saving every {duration(judged.interval_s)}; PLS {found.chosen.pls:.2g} at this plan's interval"
-    )
+    return f"{judged.would}: {judged.why}"
 
 
 def _show_goals(out: Console, found: Plan, now: Forecast | None) -> None:
@@ -340,14 +348,22 @@ def _marks(found: Plan, now: Forecast | None) -> list[Mark]:
     return marks
 
 
+def _lost(forecast: Forecast) -> str:
+    return f"{forecast.pls:.2g} of all samples" if forecast.pls < 1 else "all samples"
+
+
 def _letter(forecast: Forecast) -> str:
     return forecast.name[0].upper()
 
 
 def _change(found: Plan, seen: RecordedRun, now: Forecast | None) -> str:
     if now is None:
-        return f"{number(seen.checkpoints)} checkpoint in the log: how often it saves now is not known yet"
-    said = f"Now it saves every {duration(now.interval_s)} with {seen.encoding or 'no rows'}: "
+        return f"{plural(seen.checkpoints, 'checkpoint')} in the log: how often it saves now is not known yet"
+    apart = "" if seen.recent_s is None else f"its last saves were {duration(seen.recent_s)} apart"
+    said = apart.capitalize()
+    if seen.held_s is not None:
+        said = f"Its newest commit says: every {duration(seen.held_s)}{apart and f' ({apart})'}"
+    said += f", with {seen.encoding or 'no rows'}: "
     said += f"{_percent(now.overhead)}, {size(now.bytes_per_day)} a day. "
     return (
         f"{said}The plan, every {duration(found.chosen.interval_s)} with {found.encoding}: "
@@ -355,9 +371,15 @@ def _change(found: Plan, seen: RecordedRun, now: Forecast | None) -> str:
     )
 
 
+def _count(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
 def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+    return f"{100 * share:.3g} %" if share <= HOPELESS else f"over {100 * HOPELESS:,.0f} %"
 
 
 def _drawn(forecast: Forecast) -> str:
+    if forecast.simulated > HOPELESS:
+        return _percent(forecast.simulated)
     return f"{100 * forecast.simulated:.3g} +- {100 * forecast.simulated_error:.1g} %"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from deltashard_checkpoint.deciding.goal import BadGoal, duration_s
+from deltashard_checkpoint.deciding.goal import BadGoal, duration, duration_s
 from deltashard_checkpoint.errors import UserError
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kMGTP]i?)?B?(?:/s)?", re.ASCII)
@@ -81,3 +83,17 @@ def dirty(text: str, interval_s: float, *, where: str) -> tuple[float, float]:
     if span_s <= 0:
         raise BadQuantity(f"{text[:40]!r} is of no time", where=where, remedy="such as 26%@30m")
     return span_s, value
+
+
+def growing(points: Sequence[tuple[float, float]], *, where: str) -> tuple[tuple[float, float], ...]:
+    """The points (seconds, share) by time; raises `BadQuantity` where a longer time has touched fewer rows."""
+    found = tuple(sorted(points))
+    for (before_s, before), (after_s, after) in pairwise(found):
+        if after < before or (after_s == before_s and after != before):
+            shorter = f"{100 * before:g}% within {duration(before_s)}"
+            raise BadQuantity(
+                f"{100 * after:g}% of rows within {duration(after_s)}, but {shorter}",
+                where=where,
+                remedy="a longer time touches at least as many rows: 26%@30m and 34%@60m",
+            )
+    return found

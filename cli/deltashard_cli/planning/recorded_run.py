@@ -6,17 +6,21 @@ is that of the writers' clocks, from an attempt's beginning to its last checkpoi
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
-from deltashard_checkpoint.deciding.cost import KEY, BadProfile, Profile, recorded
+from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, BadProfile, Profile, not_negative, recorded
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence
 from deltashard_checkpoint.format.row_block import raw_row_bytes, weight_row_bytes
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry
 from deltashard_checkpoint.vocabulary import ENCODINGS
+
+LAST = 8
+"""Gaps between saves that tell how often a run saves now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,11 @@ class RecordedRun:
     checkpoints: int
     attempts: int
     interval_s: float | None
+    """Median between two saves of one attempt."""
+    recent_s: float | None
+    """The same of the newest attempt's last ones."""
+    held_s: float | None
+    """The interval that the newest commit says is in force (or advised, which it does not tell apart)."""
     step_s: float | None
     encoding: str | None
     """The one of the fewest bits."""
@@ -43,6 +52,11 @@ class RecordedRun:
     profile: Profile
     evidence: Evidence
     gaps: tuple[float, ...]
+
+    @property
+    def now_s(self) -> float | None:
+        """How often it saves now, as far as the log tells."""
+        return self.recent_s if self.held_s is None else self.held_s
 
 
 def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
@@ -64,14 +78,15 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
         if len(each.covers) == len(each.covered) == 1 and each.covered[0] in at
     ]
     between = [
-        (after.at_s - before.at_s, after.step - before.step)
+        (after.attempt, after.at_s - before.at_s, after.step - before.step)
         for before, after in pairwise(checkpoints)
         if before.attempt == after.attempt and after.at_s > before.at_s
     ]
-    steps = [seconds / count for seconds, count in between if count > 0]
+    steps = [seconds / count for _, seconds, count in between if count > 0]
+    recent = [seconds for attempt, seconds, _ in between if attempt == between[-1][0]][-LAST:]
     stalls = [each.stall_s for each in checkpoints if each.stall_s > 0]
     encodings = [name for name in newest.encodings if name in ENCODINGS]
-    interval_s = statistics.median(seconds for seconds, _ in between) if between else None
+    interval_s = statistics.median(seconds for _, seconds, _ in between) if between else None
     evidence, gaps = _failures(known, interval_s or 0.0)
     return RecordedRun(
         rows=rows,
@@ -82,6 +97,8 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
         checkpoints=len(checkpoints),
         attempts=sum(isinstance(each, AttemptOpened) for each in known),
         interval_s=interval_s,
+        recent_s=statistics.median(recent) if recent else None,
+        held_s=_held_s(newest),
         step_s=statistics.median(steps) if steps else None,
         encoding=min(encodings, key=lambda name: ENCODINGS[name].bits) if encodings else None,
         touched=tuple((seconds, share) for seconds, share in touched if seconds > 0 and 0 < share < 1),
@@ -100,6 +117,14 @@ def _profile(checkpoints: Sequence[Checkpoint]) -> Profile:
             with suppress(BadProfile):
                 return recorded(each.metadata[KEY])
     return Profile()
+
+
+def _held_s(newest: Checkpoint) -> float | None:
+    """The sidecar writes its choice beside the profile, as `held`; None: none is in force, or none that can be read."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        found = not_negative(json.loads(newest.metadata[KEY][: MAX_TEXT + 1])["held"]["seconds"])
+        return found or None
+    return None
 
 
 def _failures(entries: Sequence[Entry], interval_s: float) -> tuple[Evidence, tuple[float, ...]]:

@@ -20,24 +20,31 @@ RUN = "team/run-1"
 SIZED = ("plan", "--bytes", "400GiB", "--pods", "16", "--ranks", "128", "--mtbf", "20h")
 
 
+PRICES = ("gb-month", "put", "get", "hour")
+
+
 def answer(cli: Cli, *arguments: object) -> Any:
     code, text = cli(*arguments, "--json")
     assert code == 0, text
     return json.loads(text)
 
 
-def profile() -> str:
+def profile(held_s: float | None = None) -> str:
     def measured(value: float) -> Measure:
         return Measure().sampled(value).sampled(value)
 
-    return Profile(
-        key="k", step_s=0.01, save=measured(0.04), stall=measured(0.01), durable=measured(0.5)
-    ).text()
+    found = Profile(key="k", step_s=0.01, save=measured(0.04), stall=measured(0.01), durable=measured(0.5))
+    held = {"goal": "auto 0 inf", "seconds": held_s, "cost_s": 0.04, "mtbf_s": 1e5}
+    return json.dumps(json.loads(found.text()) | {"held": None if held_s is None else held})
 
 
 @pytest.fixture
 def written(tmp_path: Path) -> str:
     """A run of two attempts, three checkpoints in a chain and one after a failure, with a profile. Its store's URL."""
+    return write(tmp_path)
+
+
+def write(tmp_path: Path, held_s: float | None = None) -> str:
     url = f"file://{tmp_path}/store"
     run = WrittenRun(open_store(url), RUN, tmp_path)
     first = run.save(step=100)
@@ -45,7 +52,7 @@ def written(tmp_path: Path) -> str:
     third = run.save(run.train(), step=300, covers=second, encoding="q8")
     run.attempt = open_attempt(RunLog(run.store, RUN), owner="tests", which=f"seq:{third}").attempt
     run.cut = 0
-    run.save(run.train(), step=400, covers=third, encoding="q8", metadata={KEY: profile()})
+    run.save(run.train(), step=400, covers=third, encoding="q8", metadata={KEY: profile(held_s)})
     run.close()
     return url
 
@@ -55,7 +62,7 @@ def test_the_example_of_the_help(cli: Cli) -> None:
     plan = found["plan"]
     assert plan["cost_s"] == pytest.approx(1.0)
     assert plan["chosen"]["interval_s"] == pytest.approx(min(1800, fewest_saves(1.0, 72000)))
-    assert plan["encoding"] == "q4"
+    assert plan["encoding"] == "q8"
     assert [each["name"] for each in plan["goals"]] == [
         "auto", "overhead 1 %", "lost work", "Check-N-Run", "Young/Daly",
     ]  # fmt: skip
@@ -65,7 +72,7 @@ def test_the_example_of_the_help(cli: Cli) -> None:
     assert code == 0
     for shown in (
         "auto: save every",
-        "q4",
+        "q8",
         "Goals side by side",
         "Check-N-Run",
         "assumed: say --bandwidth",
@@ -74,6 +81,18 @@ def test_the_example_of_the_help(cli: Cli) -> None:
         assert shown in text
     assert text.isascii()
     assert "--trace" in cli("plan", "--help")[1]
+
+
+def test_training_that_does_not_get_on_is_said_in_words(cli: Cli) -> None:
+    code, text = cli("plan", "--bytes", "100GiB", "--mtbf", "1s")
+    assert code == 0
+    assert "training does not get on" in text
+    assert "no interval keeps up with these failures" in text
+    assert "604,800 restores expected, with 95 % over 100,000" in text
+    assert "100000" not in text
+    for nonsense in ("inf", "e+", "nan"):
+        assert nonsense not in text.replace("inferred", "")
+    assert "over 1,000 %" in text
 
 
 def test_a_trace(cli: Cli, tmp_path: Path) -> None:
@@ -104,11 +123,19 @@ def test_a_real_run_says_what_it_is_and_what_would_change(cli: Cli, written: str
     assert found["now"]["overhead"] > found["plan"]["chosen"]["overhead"]
     code, text = cli("plan", written)
     assert code == 0
-    assert "Now it saves every" in text
+    assert "Its last saves were" in text
     assert "n now" in text
     assert answer(cli, "plan", written, "--stall", "9s", "--slowdown", "0s")["plan"][
         "cost_s"
     ] == pytest.approx(9)
+
+
+def test_a_run_that_has_chosen_saves_as_its_newest_commit_says(cli: Cli, tmp_path: Path) -> None:
+    url = write(tmp_path, held_s=1140.0)
+    assert answer(cli, "plan", url)["now"]["interval_s"] == 1140
+    code, text = cli("plan", url)
+    assert code == 0
+    assert "Its newest commit says: every 19 min (its last saves were" in text
 
 
 def test_a_run_without_checkpoints_and_no_run(cli: Cli, tmp_path: Path) -> None:
@@ -133,6 +160,9 @@ def test_a_run_without_checkpoints_and_no_run(cli: Cli, tmp_path: Path) -> None:
         (("--bytes", "1GiB", "--goal", "fixed"), "nothing to choose"),
         (("--bytes", "1GiB", "--goal", "soon"), "the goal is"),
         (("--bytes", "1GiB", "--dirty", "0%"), "no share"),
+        (("--bytes", "1GiB", "--dirty", "26%@30m", "--dirty", "20%@60m"), "20% of rows within 60 min"),
+        *((("--bytes", "1GiB", f"--price-{of}=-1"), "not in the range") for of in PRICES),
+        *((("--bytes", "1GiB", f"--price-{of}=nan"), "no finite number") for of in PRICES),
         (("--bytes", "1GiB", "--trace", "/does/not/exist"), "No such file"),
     ],
 )

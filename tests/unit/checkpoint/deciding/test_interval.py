@@ -128,6 +128,23 @@ def test_overhead_is_checkfreqs_in_seconds_and_in_whole_steps(cost_s, durable_s,
     assert cost_s <= allowed * stepped.seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("changes", "seconds", "bound"),
+    [
+        ({"cost_s": 0.12, "durable_s": 33.1}, 33.1, "not below 33.1 s (a save takes 33.1 s to be durable)"),
+        ({"cost_s": 0.12, "durable_s": 33.05, "step_s": 0.1}, 33.1, "a save takes 33 s to be durable"),
+        ({"cost_s": 1.0, "durable_s": 33.1}, 100.0, ""),
+        ({"cost_s": 0.0, "step_s": 0.1}, 0.1, ""),
+        ({"cost_s": 0.12, "durable_s": 33.1, "least_s": 60.0}, 60.0, "the user allows"),
+    ],
+)
+def test_overhead_says_where_durability_binds_and_not_the_share(changes, seconds, bound):
+    found = chosen(goal("overhead=1%"), quiet(**changes))
+    assert found.seconds == pytest.approx(seconds)
+    assert bound in found.bound
+    assert bool(found.bound) is bool(bound)
+
+
 def test_check_n_run_is_half_an_hour_whatever_it_costs():
     assert chosen(goal("check-n-run"), quiet()).seconds == 1800
     assert chosen(goal("check-n-run"), quiet(cost_s=90.0, mtbf_s=600.0)).seconds == 1800
@@ -154,6 +171,13 @@ def test_lost_work_out_of_reach_says_why():
     assert found.seconds == 200.0
     assert "5 min" in found.unreachable
     assert "durable" in found.unreachable
+
+
+def test_lost_work_shorter_than_a_save_does_not_contain_one():
+    found = chosen(goal("lost-work=5s"), quiet(durable_s=78.5))
+    assert found.why == "a failure is to lose at most 5 s, but a save alone takes 78.5 s to be durable"
+    assert "up to 2.62 min may be lost, with an interval not below 78.5 s (" in found.unreachable
+    assert "of them" in chosen(goal("lost-work=5m"), quiet(durable_s=78.5)).why
 
 
 def test_pls():
@@ -191,7 +215,11 @@ def test_bounds_hold_and_the_lower_one_wins(aim, now):
     assert found.seconds <= max(low_s, high_s) * (1 + 1e-12)
     assert found.why
     if found.bound:
-        assert found.seconds in (pytest.approx(low_s), pytest.approx(high_s))
+        # An overhead's floor is whole steps.
+        upper_s = low_s + now.step_s if aim.aim == "overhead" else low_s
+        assert low_s * (1 - 1e-9) <= found.seconds <= upper_s * (1 + 1e-9) or found.seconds == pytest.approx(
+            high_s
+        )
 
 
 # -- when it changes --------------------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ import pytest
 from deltashard_checkpoint.deciding import simulation
 from deltashard_checkpoint.deciding.evidence import Gamma, Rates
 from deltashard_checkpoint.deciding.goal import AUTO, goal
-from deltashard_checkpoint.deciding.interval import fewest_saves, young
+from deltashard_checkpoint.deciding.interval import PLS_SHARE, fewest_saves, young
 from deltashard_checkpoint.deciding.recovery import expected_pls
 from deltashard_checkpoint.errors import UserError
 from deltashard_cli.planning.assumption import NotEnough, Said, settled
 from deltashard_cli.planning.chart import HEIGHT, Mark, chart
+from deltashard_cli.planning.failure_trace import failure_trace
 from deltashard_cli.planning.forecast import (
     FEWEST_GAPS,
     Known,
@@ -117,17 +118,40 @@ def test_partial_recovery_at_a_pls():
     assert first.pls == pytest.approx(expected_pls(first.interval_s, 20 * HOUR, 18)) == pytest.approx(0.02)
     assert first.mean_lost_s == first.worst_lost_s == 0
     assert found.recovery is not None
-    assert found.recovery.kind == "partial"
+    assert found.recovery.would == "partial"
     exact = simulation.partial_renewal_overhead(planner.run(first.interval_s), planner.mtbf_s)
     assert first.overhead == exact
     assert abs(first.simulated - exact) <= 4 * first.simulated_error
     assert Planner(KNOWN).plan(AUTO, LOST).recovery is None
 
 
+@pytest.mark.parametrize("prices", [Prices(), Prices(pod_hour=3.0, put=0.5)])
+def test_recovery_is_what_the_run_would_be_advised_to(prices):
+    """Its interval is that of the table's row, bounds included, and so is its share as far as first order goes."""
+    known = replace(KNOWN, pls=0.1, ranks=16, restart_s=30.0, planned_s=168 * HOUR, prices=prices)
+    found = Planner(known).plan(AUTO, LOST)
+    row = next(each for each in found.goals if each.name == "PLS, partial")
+    assert row.interval_s == pytest.approx(PLS_SHARE * 168 * HOUR)
+    assert found.recovery is not None
+    assert found.recovery.would == "partial"
+    assert f"partial {100 * row.overhead:.2g} % saving every 16.8 h" in found.recovery.why
+    assert f"PLS of {row.pls:.2g};" in found.recovery.why
+
+
+def test_partial_recovery_must_be_worth_it_and_leave_somebody():
+    cheap = replace(KNOWN, pls=0.1, stall_s=1e-4, slowdown_s=0.0, rates=known_rate(2000 * HOUR))
+    found = Planner(cheap).plan(AUTO, LOST).recovery
+    assert found is not None
+    assert (found.would, "more than 0.1 %" in found.why) == ("full", True)
+    alone = Planner(replace(KNOWN, pls=0.1, ranks=1)).plan(AUTO, LOST).recovery
+    assert alone is not None
+    assert (alone.would, "nobody survives" in alone.why) == ("full", True)
+
+
 def test_money():
     prices = Prices(gb_month=0.023, put=0.005, get=0.0004, pod_hour=30.0)
     free, paid = Planner(KNOWN), Planner(replace(KNOWN, prices=prices))
-    assert paid.cost_s > free.cost_s == pytest.approx(1.0)
+    assert paid.situation.cost_s > free.situation.cost_s == paid.cost_s == free.cost_s == pytest.approx(1.0)
     first = paid.plan(AUTO, LOST).chosen
     assert first.money_per_day["overhead"] == pytest.approx(30 * 16 * 24 * first.overhead)
     assert first.money_per_day["requests"] == pytest.approx(
@@ -135,6 +159,26 @@ def test_money():
     )
     assert first.money_per_day["storage"] == pytest.approx(first.held_bytes / 1e9 * 0.023 / 30.44)
     assert free.plan(AUTO, LOST).chosen.money_per_day == {}
+
+
+def test_the_price_of_requests_steers_the_choice_and_is_paid_once():
+    free = Planner(replace(KNOWN, prices=Prices(pod_hour=3.0)))
+    paid = Planner(replace(KNOWN, prices=Prices(pod_hour=3.0, put=0.5)))
+    without, found = free.plan(AUTO, LOST), paid.plan(AUTO, LOST)
+    assert found.chosen.interval_s > without.chosen.interval_s, "requests are worth saving"
+    assert found.cost_s == without.cost_s, "no trainer waits for money"
+    assert "price of its requests" in found.why
+    assert "price" not in without.why
+    assert paid.request_s == pytest.approx(
+        paid._puts(cycle(KNOWN, paid.encoding, without.chosen.interval_s).mean_bytes) * 0.0005 * 75
+    )
+    rows = (
+        {each.name: each for each in found.goals}["Check-N-Run"],
+        {each.name: each for each in without.goals}["Check-N-Run"],
+    )
+    assert rows[0].overhead == rows[1].overhead
+    money = [sum(row.money_per_day.values()) for row in rows]
+    assert money[0] == pytest.approx(money[1] + rows[0].puts_per_day * 0.0005)
 
 
 def test_what_a_run_does_now_is_judged_by_its_own_bits():
@@ -217,6 +261,28 @@ def test_without_failures_a_pods_are_assumed():
     known, notes = settled(Said(model=Model(1000, 8, 4), pods=8), None)
     assert known.rates.mtbf_s == pytest.approx(90 * HOUR)
     assert any("30 d" in each.source for each in notes)
+
+
+@pytest.mark.parametrize(
+    ("said", "between_s", "source"),
+    [
+        (Said(model=Model(1000, 8, 4)), 24 * HOUR, "assumed"),
+        (Said(model=Model(1000, 8, 4), mtbf_s=72000.0), 20 * HOUR, "as often as failures"),
+        (Said(model=Model(1000, 8, 4), pods=1000), 0.72 * HOUR, "as often as failures"),
+        (
+            Said(model=Model(1000, 8, 4), trace=failure_trace(["0", "1e6", "2e6"], where="trace")),
+            (2e6 + 43200) / 2.5,
+            "the trace: 2 in",
+        ),
+    ],
+)
+def test_restores_are_listed_and_come_as_often_as_failures_at_least(said, between_s, source):
+    """Bits rest on them, whoever said nothing of them too."""
+    known, notes = settled(said, None)
+    assert known.rates.restores.mean_between_s == pytest.approx(between_s, rel=1e-3)
+    assert known.rates.restores.mean_between_s <= known.rates.mtbf_s
+    restores = next(each for each in notes if each.name == "restores")
+    assert restores.source.startswith(source)
 
 
 def test_a_plan_of_nothing_is_refused():

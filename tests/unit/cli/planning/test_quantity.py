@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from deltashard_checkpoint.deciding.goal import duration
-from deltashard_cli.planning.quantity import BadQuantity, Model, dirty, model, seconds, size_bytes
+from deltashard_cli.planning.quantity import BadQuantity, Model, dirty, growing, model, seconds, size_bytes
 
 
 @pytest.mark.parametrize(
@@ -56,6 +56,15 @@ def test_shares_of_rows():
     for text in ("26", "0%", "100%", "-3%", "26%@", "26%@0s", "26%@soon", "nan%"):
         with pytest.raises(BadQuantity):
             dirty(text, 1800.0, where="x")
+
+
+def test_rows_touched_never_become_fewer():
+    assert growing([(3600.0, 0.34), (1800.0, 0.26)], where="x") == ((1800.0, 0.26), (3600.0, 0.34))
+    assert len(growing([(1800.0, 0.26), (3600.0, 0.26), (3600.0, 0.26)], where="x")) == 3
+    with pytest.raises(BadQuantity, match="20% of rows within 60 min, but 26% within 30 min"):
+        growing([(3600.0, 0.2), (1800.0, 0.26)], where="--dirty")
+    with pytest.raises(BadQuantity, match="within 30 min, but"):
+        growing([(1800.0, 0.2), (1800.0, 0.26)], where="--dirty")
 
 
 def test_seconds_are_bounded():

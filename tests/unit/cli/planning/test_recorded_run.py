@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -82,11 +83,49 @@ def test_the_profile_in_a_commit_is_taken_before_what_entries_say():
     known, notes = settled(Said(), recorded_run(log))
     assert (known.stall_s, known.slowdown_s, known.step_s, known.restart_s) == (0.125, 0.375, 0.25, 60.0)
     assert known.bandwidth == pytest.approx(4000 / 2)
+    assert {each.name: each.value for each in notes}["bandwidth of a pod"] == "0.002 MB/s"
     assert known.ranks == 2
     assert all("log" in each.source for each in notes if each.name in {"a step", "a save's slowdown"})
     spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
     known, _ = settled(Said(), recorded_run(spoiled))
     assert (known.stall_s, known.step_s) == (pytest.approx(0.02), 10.0)
+
+
+def held(text: str | None, seconds: object) -> str:
+    choice = None if text is None else {"goal": text, "seconds": seconds, "cost_s": 1.0, "mtbf_s": 1e5}
+    return json.dumps(json.loads(Profile().text()) | {"held": choice, "evidence": {}, "closing": False})
+
+
+def test_how_often_it_saves_now_is_what_the_newest_commit_says_or_how_its_last_saves_lay():
+    """Old commits of a run that saved every two seconds while it measured say nothing of today."""
+    old = [saved(2 + at, 2.0 * at, attempt=1, covers=None, rows=2000) for at in range(20)]
+    new = [saved(31 + at, 1000 + 600.0 * at, attempt=30, covers=None, rows=2000) for at in range(3)]
+    found = recorded_run([opened(1, 0.0), *old, opened(30, 900.0, resumes_from=21), *new])
+    assert found is not None
+    assert (found.interval_s, found.recent_s, found.held_s, found.now_s) == (2.0, 600.0, None, 600.0)
+
+    def now_s(*texts: str) -> float | None:
+        log = [
+            opened(1, 0.0),
+            *(
+                replace(each, metadata={KEY: text} if text else {})
+                for each, text in zip(new, texts, strict=True)
+            ),
+        ]
+        return recorded_run(log).now_s
+
+    assert now_s("", "", held("auto 0 inf", 1140.0)) == 1140.0
+    assert now_s("", held("auto 0 inf", 1140.0), "") == 600.0, "its goal was taken away"
+    for spoiled in (
+        held(None, 0),
+        held("auto", "soon"),
+        held("auto", -5),
+        held("auto", 0),
+        Profile().text(),
+        "[",
+        "[]",
+    ):
+        assert now_s("", "", spoiled) == 600.0
 
 
 def test_what_is_said_stands_over_the_log():

@@ -1,0 +1,96 @@
+"""What a URL of the command line means where nothing, or nothing of ours, is there; and how long that takes to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.stores.abc import BucketMissing, ObjectInfo
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_cli import target
+from deltashard_cli.target import NoSuchRun, TooMuchElse, find_run, runs_of
+
+
+class CountingStore(MemoryStore):
+    """Counts listings, and what was taken from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listings = self.taken = self.heads = 0
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        self.listings += 1
+        for each in super().list(prefix, start_after=start_after):
+            self.taken += 1
+            yield each
+
+    def head(self, key: str) -> ObjectInfo:
+        self.heads += 1
+        return super().head(key)
+
+
+def write(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"{}")
+
+
+def test_runs_between_other_objects_are_found_with_few_requests():
+    store = CountingStore()
+    for at in range(500):
+        store.put(f"a/data/{at}", b"")
+        store.put(f"z/{at}", b"")
+    for run in ("m/one", "m/two", "y"):
+        for key in (entry_key(0), entry_key(1), "data/x"):
+            store.put(f"{run}/{key}", b"")
+    assert list(runs_of(store)) == ["m/one", "m/two", "y"]
+    assert store.listings == 4 + 1, "from the start, after each run, and the log that a/ might have"
+    assert store.heads == 4
+    assert store.taken == 1000 + 3
+
+
+def test_a_tree_of_anything_else_is_not_looked_through_to_its_end(monkeypatch):
+    monkeypatch.setattr(target, "PATIENCE", 100)
+    store = CountingStore()
+    for at in range(500):
+        store.put(f"a/{at}", b"")
+    with pytest.raises(TooMuchElse, match="100 objects here are of no run"):
+        list(runs_of(store, patience=100))
+    assert store.taken == 100
+
+
+def test_where_there_is_much_else_a_run_is_found_by_its_name_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(target, "PATIENCE", 100)
+    write(tmp_path, *(f"a/{at}" for at in range(120)), f"run/{entry_key(0)}")
+    with pytest.raises(TooMuchElse, match="no more were looked at"):
+        find_run(str(tmp_path), None)
+    assert find_run(str(tmp_path), "run").run == "run"
+    with pytest.raises(NoSuchRun, match="no run 'x'") as refused:
+        find_run(str(tmp_path), "x")
+    assert "no run was found" in refused.value.remedy
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_what_is_not_there(tmp_path, scheme):
+    """Where the run was said, the URL is a store's: runs of what lies around it are nobody's business."""
+    write(tmp_path, f"there/{entry_key(0)}")
+    with pytest.raises(BucketMissing, match="directory does not exist") as missing:
+        find_run(f"{scheme}{tmp_path}/nonexist", "x")
+    assert missing.value.where == f"file://{tmp_path}/nonexist"
+    with pytest.raises(NoSuchRun, match="no run 'nonexist' in the one above it") as refused:
+        find_run(f"{scheme}{tmp_path}/nonexist", None)
+    assert refused.value.remedy == "use --run with one of: there"
+    with pytest.raises(BucketMissing, match="directory does not exist"):
+        find_run(f"{scheme}/no-such-root-directory", None)
+
+
+def test_only_so_many_runs_are_listed(tmp_path):
+    write(tmp_path, *(f"r{at:02}/{entry_key(0)}" for at in range(25)))
+    with pytest.raises(NoSuchRun, match="several") as refused:
+        find_run(str(tmp_path), None)
+    assert refused.value.remedy.endswith("r18, r19, ...")
+    assert len(list(runs_of(open_store(str(tmp_path))))) == 25
