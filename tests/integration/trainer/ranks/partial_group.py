@@ -83,6 +83,8 @@ def train(
         with ckpt:
             restored = ckpt.restore(which=eval(which), weights_only=eval(weights_only))
             if leave:
+                # Not before all have restored: who still builds its meeting would wait five minutes for the others.
+                torch.distributed.barrier()
                 os._exit(0)
             np.savez(workdir / f"begun-{rank}.npz", **held(ckpt, training))
             said |= {
