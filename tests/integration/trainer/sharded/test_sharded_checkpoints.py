@@ -93,8 +93,17 @@ def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("optimizer", case.OPTIMIZERS)
-@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise", "data_parallel"])
+@pytest.mark.parametrize(
+    ("sharding", "optimizer"),
+    [
+        ("table_wise", "rowwise"),
+        ("row_wise", "adagrad"),
+        ("column_wise", "rowwise"),
+        ("column_wise", "sgd"),
+        ("data_parallel", "rowwise"),
+        ("data_parallel", "adagrad"),
+    ],
+)
 def test_restored_and_trained_on_as_if_nothing_happened(
     tmp_path: Path, sharding: str, optimizer: str
 ) -> None:

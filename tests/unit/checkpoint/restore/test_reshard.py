@@ -42,7 +42,7 @@ saves = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(history=st.lists(saves, min_size=1, max_size=3), after=shardings(), seed=st.integers(0, 99))
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.slow
