@@ -90,7 +90,7 @@ bench-ranks: venv
 bench-fleet: venv servers
 	$(RUN) bench/fleet.py
 
-# What the papers claim, measured on this machine: 25 minutes on two cores; out/papers.json, docs/papers.md.
+# What the papers claim, measured on this machine: 15 minutes on two idle cores; out/papers.json, docs/papers.md.
 papers: venv
 	$(RUN) bench/papers/run.py
 

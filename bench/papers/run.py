@@ -12,7 +12,7 @@ Under "headlines" a part's figures may list rows for the table at the top of the
 fails stands in the result with its error, and the others still run. 1 is returned if one failed or an order does not
 hold.
 
-    bench/papers/run.py                        all parts in full: 25 minutes on two cores; writes docs/papers.md
+    bench/papers/run.py                        all parts in full: 15 minutes on two idle cores; writes docs/papers.md
     bench/papers/run.py --quick                small, for CI: does it run, and do the orders hold; writes no page
     bench/papers/run.py --only check_n_run,neo
                                                only these; what --out has of the others stays, and the page has it
