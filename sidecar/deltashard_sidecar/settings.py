@@ -213,6 +213,12 @@ class Settings:
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
         for name in RANGES:
             _in_range(name, getattr(self, name), where=f"--{name.replace('_', '-')} or {variable_of(name)}")
+        if 0 < self.most_s < self.least_s:
+            raise SettingError(
+                f"no interval is at least {self.least_s:g} s and at most {self.most_s:g} s",
+                where="least_s, most_s",
+                remedy="least_s is the shortest interval that may be chosen, most_s the longest",
+            )
         if self.block_bytes % 4096:
             raise SettingError(
                 f"block_bytes is {self.block_bytes}", where="block_bytes", remedy="a multiple of 4096"

@@ -49,6 +49,7 @@ def test_the_socket_variable_names_the_socket() -> None:
         ([*NEEDED, "--run", "../other"], "cannot name a run"),
         ([*NEEDED, "--keep-last", "0"], "keep_last is 0"),
         ([*NEEDED, "--prefetch", "perhaps"], "no bool"),
+        ([*NEEDED, "--least-s", "60", "--most-s", "10"], "no interval is at least 60 s and at most 10 s"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(argv: list[str], says: str) -> None:
