@@ -210,16 +210,14 @@ def test_bounds_hold_and_the_lower_one_wins(aim, now):
         high_s = min(high_s, max(LONGEST_S, young(now.cost_s, now.mtbf_s)))
     elif aim.aim == "pls":
         high_s = min(high_s, PLS_SHARE * now.left_s)
+    elif aim.aim == "overhead" and now.step_s:
+        low_s = max(low_s, now.step_s * math.ceil(now.durable_s / now.step_s))  # whole steps
     assert math.isfinite(found.seconds)
     assert found.seconds >= low_s * (1 - 1e-12)
     assert found.seconds <= max(low_s, high_s) * (1 + 1e-12)
     assert found.why
     if found.bound:
-        # An overhead's floor is whole steps.
-        upper_s = low_s + now.step_s if aim.aim == "overhead" else low_s
-        assert low_s * (1 - 1e-9) <= found.seconds <= upper_s * (1 + 1e-9) or found.seconds == pytest.approx(
-            high_s
-        )
+        assert found.seconds == pytest.approx(low_s) or found.seconds == pytest.approx(high_s)
 
 
 # -- when it changes --------------------------------------------------------------------------------------------
