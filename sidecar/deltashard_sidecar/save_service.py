@@ -257,10 +257,9 @@ class SaveService:
 
     def _ranks(self, session: Session) -> Ranks:
         """The ranks beside this one."""
-        found = {
-            s.who.rank: s.who for s in self._sessions.all() if s.attempt.number == session.attempt.number
-        }
-        tables = {table.fqn: table for who in (*found.values(), session.who) for table in who.tables}
+        others = (s.who for s in self._sessions.all() if s.attempt.number == session.attempt.number)
+        found = {who.rank: who for who in (*others, session.who)}
+        tables = {table.fqn: table for who in found.values() for table in who.tables}
         return Ranks(tables=tuple(tables.values()), here=len(found) == session.who.world_size)
 
     def _expected(self, cut: Cut) -> set[int]:
