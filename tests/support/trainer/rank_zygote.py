@@ -17,7 +17,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import traceback
@@ -27,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support.server.port import free_port
 from tests.support.tool import ROOT
 
 STUCK_S = 120
@@ -145,9 +145,7 @@ def _ranks(
     (workdir / "out").mkdir(parents=True, exist_ok=True)
     for old in (workdir / "out").iterdir():
         old.unlink()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     children = []
     for rank in range(world):
         child = os.fork()
