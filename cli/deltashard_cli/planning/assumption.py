@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from deltashard_checkpoint.deciding.evidence import (
-    NONE,
-    POD_MTBF_S,
-    Evidence,
-    Gamma,
-    Rates,
-    rates,
-)
+from deltashard_checkpoint.deciding.evidence import NONE, POD_MTBF_S, Evidence, Gamma, Rates, rates
 from deltashard_checkpoint.deciding.goal import duration
 from deltashard_checkpoint.errors import UserError
 

@@ -97,6 +97,7 @@ def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
     ("sharding", "optimizer"),
     [
         ("table_wise", "rowwise"),
+        ("row_wise", "rowwise"),
         ("row_wise", "adagrad"),
         ("column_wise", "rowwise"),
         ("column_wise", "sgd"),
