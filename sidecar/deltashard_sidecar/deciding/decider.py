@@ -141,8 +141,8 @@ class Decider:
         """Whether something was committed since the last incident: a crash loop is one."""
         self._haste = 0
         """Attempts in a row, before this one, that ended without a checkpoint, less the commits since."""
-        self._hastened = False
-        """Whether that changed the timers since the last look."""
+        self._looked_at: tuple[float, int] | None = None
+        """The timers that were chosen at the last look; None: none were."""
         self._partial = False
         self._pls_target = 0.0
         """The trainer's, under partial recovery; 0: it says none."""
@@ -290,7 +290,7 @@ class Decider:
         with self._lock:
             self._committed = True
             if self._haste:
-                self._haste, self._hastened = self._haste - 1, True
+                self._haste -= 1
                 self._decide()
             if self._begin is not None and self._begin.cut == cut:
                 self._ended_s = self._clock()
@@ -298,15 +298,16 @@ class Decider:
                     self._cost = cost
 
     def look(self, reading: Reading) -> bool:
-        """One look at rank 0's control line, once a tick; True when the timers are other ones."""
+        """One look at rank 0's control line, once a tick; True when the timers are others than at the look before."""
         with self._lock:
-            hastened, self._hastened = self._hastened, False
-            return self._looked(reading) or hastened
+            self._read(reading)
+            before, self._looked_at = self._looked_at, _timers(self._choice)
+            return before != self._looked_at
 
-    def _looked(self, reading: Reading) -> bool:
+    def _read(self, reading: Reading) -> None:
         opening = self._opening
         if opening is None or reading.step <= opening.reading.step:
-            return False  # what the line says of time is not this attempt's yet
+            return  # what the line says of time is not this attempt's yet
         prepares = self._clock() - self._disturbed_s < PREPARED_S
         before_s = self._meter.trained_s
         self._meter = self._meter.read(reading, quiet=self._begin is None and not prepares)
@@ -318,14 +319,12 @@ class Decider:
         self._restored(opening, reading)
         begin, cost = self._begin, self._cost
         if begin is None or self._ended_s is None or reading.at_s <= self._ended_s:
-            return False
+            return
         self._begin, self._disturbed_s = None, -math.inf
         if cost is None or reading.step <= begin.reading.step:
-            return False
+            return
         self._measured(begin, cost, reading)
-        before = self._choice
         self._decide()
-        return _timers(before) != _timers(self._choice)
 
     def _restored(self, opening: Opening, reading: Reading) -> None:
         """The first step after a restore: what it took from open to there, without the steps seen since."""
