@@ -21,7 +21,15 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from kubernetes import client
 
 from tests.support.eventually import eventually_async
-from tests.support.operator.fleet_service import PATIENCE_S, Book, Pod, Reporter, request_token, serving
+from tests.support.operator.fleet_service import (
+    PATIENCE_S,
+    Book,
+    Pod,
+    Reporter,
+    refused,
+    request_token,
+    serving,
+)
 from tests.support.server.apiserver import ApiServer, Authority, Rest, put
 from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.minio_server import free_port
@@ -171,11 +179,8 @@ def test_a_token_is_believed_for_its_own_pod_only(
         async with serving(api) as service:
             for number, (sent, changes, code, cause) in enumerate(cases):
                 before = service.value("streams_refused_total", cause=cause)
-                assert service.fleet.port is not None
-                hello = pod.hello(f"p{number}", **changes)
-                async with Reporter(service.fleet.port, service.authority.pem, sent, hello) as sidecar:
-                    found, sentence = await sidecar.refused()
-                    assert found is code, (cause, sentence)
+                found, sentence = await service.refused(pod, sent, f"p{number}", **changes)
+                assert found is code, (cause, sentence)
                 assert service.value("streams_refused_total", cause=cause) == before + 1
             assert service.book.events == []
             async with service.reporter(pod, token) as sidecar:
@@ -192,13 +197,11 @@ def test_the_ledger_has_the_last_word(api: client.ApiClient, pod: Pod, token: st
         known = False
         book = Book(known=lambda _hello: known)
         async with serving(api, book=book) as service:
-            async with service.reporter(pod, token) as sidecar:
-                assert (await sidecar.refused())[0] is Code.NOT_FOUND
+            assert (await service.refused(pod, token))[0] is Code.NOT_FOUND
             known, book.refuse = True, True
-            async with service.reporter(pod, token) as sidecar:
-                code, sentence = await sidecar.refused()
-                assert code is Code.PERMISSION_DENIED
-                assert "not of this workload" in sentence
+            code, sentence = await service.refused(pod, token)
+            assert code is Code.PERMISSION_DENIED
+            assert "not of this workload" in sentence
             book.refuse = False
             async with service.reporter(pod, token) as sidecar:
                 await sidecar.greet()
@@ -221,10 +224,7 @@ def test_a_deleted_pods_token_is_worth_nothing(api: client.ApiClient, rest: Rest
                 while code is not Code.UNAUTHENTICATED:
                     turn += 1
                     service.reviewer._answers.clear()
-                    async with service.reporter(gone, token, f"p{turn}") as sidecar:
-                        await sidecar.call.write(wire.ReportRequest(hello=sidecar.hello))
-                        await sidecar.call.done_writing()
-                        code, _ = await sidecar.status()
+                    code, _ = await service.refused(gone, token, f"p{turn}")
 
     asyncio.run(scenario())
 
@@ -316,8 +316,7 @@ def test_an_api_that_is_away_is_no_refusal(apiserver: ApiServer, rest: Rest, pod
                 await sidecar.greet()
             upstream, proxy.upstream_port = proxy.upstream_port, free_port()
             api.rest_client.pool_manager.clear()
-            async with service.reporter(other, other_token) as sidecar:
-                assert (await sidecar.refused())[0] is Code.UNAVAILABLE
+            assert (await service.refused(other, other_token))[0] is Code.UNAVAILABLE
             async with service.reporter(pod, token) as sidecar:
                 await sidecar.greet()
             assert service.value("token_reviews_total", outcome="unavailable", source="api") == 1
@@ -358,8 +357,8 @@ def test_a_new_certificate_serves_new_connections_while_streams_live_on(
                     await eventually_async(lambda: loads() == 4, "a leaf of the new authority")
                     async with Reporter(port, old.pem + new.pem, token, pod.hello("both")) as both:
                         await both.greet()
-                    async with Reporter(port, old.pem, token, pod.hello("lost")) as lost:
-                        assert (await lost.refused())[0] is Code.UNAVAILABLE, "no handshake"
+                    lost = await refused(port, old.pem, token, pod.hello("lost"))
+                    assert lost[0] is Code.UNAVAILABLE, "no handshake"
                     before = len(service.book.heartbeats)
                     await first.beat()
                     await eventually_async(
@@ -415,8 +414,7 @@ def test_limits_hold(api: client.ApiClient, pod: Pod, token: str, monkeypatch: p
         async with serving(api, max_streams=1) as service:
             async with service.reporter(pod, token) as sidecar:
                 await sidecar.greet()
-                async with service.reporter(pod, token, "p2") as second:
-                    assert (await second.refused())[0] is Code.RESOURCE_EXHAUSTED
+                assert (await service.refused(pod, token, "p2"))[0] is Code.RESOURCE_EXHAUSTED
                 key = (pod.namespace, f"job-of-{pod.uid}")
                 told = sum(service.fleet.save_now(key, "user", urgent=False, deadline_s=0) for _ in range(50))
                 assert told == fleets.MAX_SAVES, "nothing is sent before the loop turns"
@@ -466,8 +464,7 @@ def test_a_pod_has_a_few_places_and_not_all(api: client.ApiClient, rest: Rest, p
                 await eventually_async(
                     lambda: service.fleet._places[pod.uid] == fleets.POD_STREAMS, "all proven"
                 )
-                async with service.reporter(pod, token, "more") as more:
-                    assert (await more.refused())[0] is Code.RESOURCE_EXHAUSTED
+                assert (await service.refused(pod, token, "more"))[0] is Code.RESOURCE_EXHAUSTED
                 assert service.value("streams_refused_total", cause="too_many") == 1
                 async with service.reporter(other, other.token(rest)) as theirs:
                     await theirs.greet()
