@@ -82,6 +82,8 @@ class FrameApplier:
         it is): `notes` says which. Raises `UserError` for arrays that do not fit their box.
         """
         self.notes: list[str] = []
+        self.narrowed: dict[str, str] = {}
+        """Tables of whose optimizer state some was stored in a narrower type than it has, and that type."""
         self._strict = strict
         self._tables: dict[str, list[_Table]] = {}
         for target in targets:
@@ -131,6 +133,12 @@ class FrameApplier:
             rows = table.apply(frame, ids)
             if len(rows):
                 applied.append(Applied(target=table.target, rows=rows))
+                for section in frame.fields:
+                    if (
+                        section.spec.name in table.target.fields
+                        and section.stored_dtype != section.spec.dtype
+                    ):
+                        self.narrowed[table.target.schema.fqn] = section.stored_dtype
         return tuple(applied)
 
     @property

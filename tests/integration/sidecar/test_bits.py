@@ -105,6 +105,27 @@ def test_a_table_may_be_named_as_its_module_and_a_name_that_is_none_is_refused(
     assert again.error(loop, "large") == 0
 
 
+def test_state_that_came_back_narrower_is_said(make: Make) -> None:
+    """Adam's moments at bfloat16: `rounded_state` names the tables; weights alone bring no state, and say none."""
+
+    def loop(seed: int) -> Loop:
+        made = Loop(seed)
+        made.optimizer = torch.optim.SparseAdam(made.net.parameters(), lr=0.01)
+        return made
+
+    options = {"encoding": "fp32", "state_encoding": "bf16"}
+    first = loop(0)
+    with make(first, **options) as ckpt:
+        first.train(ckpt, 3)
+    restored = make(loop(1), **options).restore()
+    assert restored is not None
+    assert restored.rounded == {}
+    assert restored.rounded_state == {"large.weight": "bfloat16", "small.weight": "bfloat16"}
+    weights = make(loop(2), run="other", **options).restore(from_run="r", weights_only=True)
+    assert weights is not None
+    assert weights.rounded_state == {}
+
+
 def test_bits_are_chosen_by_the_budget_and_small_tables_keep_eight(make: Make, tmp_path: Path) -> None:
     """Before a sample all is at 8 bit; then the large table has fewer; each restore spends; near the end it is 8 again."""
     options = {"bits": "budget", "differential": "full", "planned_steps": 100}

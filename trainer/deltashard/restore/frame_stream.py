@@ -39,6 +39,8 @@ class Received:
     store_bytes: int
     rounded: Mapping[str, str]
     """Tables of whose rows some were stored with fewer bits than they have, and the encoding of the fewest."""
+    rounded_state: Mapping[str, str]
+    """The like of optimizer state, and the type that it was stored in."""
 
 
 def read_frames(
@@ -142,6 +144,7 @@ def read_checkpoint(
         cache_bytes=done.cache_bytes,
         store_bytes=done.store_bytes,
         rounded=arrivals.rounded,
+        rounded_state=arrivals.rounded_state,
     )
 
 
@@ -184,6 +187,11 @@ class Arrivals:
         before = self.rounded.get(table)
         if before is None or stored.bits < ENCODINGS[before].bits:
             self.rounded[table] = encoding
+
+    @property
+    def rounded_state(self) -> Mapping[str, str]:
+        """Tables of whose optimizer state some was narrowed, and to which type."""
+        return self._applier.narrowed
 
     def finish(self, plan: pb.RestoreReply.Plan) -> Blobs:
         """Everything was sent: insist that nothing lacks."""

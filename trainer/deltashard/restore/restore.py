@@ -84,6 +84,8 @@ class Restored:
     rounded: Mapping[str, str] = field(default_factory=dict)
     """Tables whose weights did not come back bit for bit, and the encoding with the fewest bits that they were stored
     with, such as "q8"; empty: all did."""
+    rounded_state: Mapping[str, str] = field(default_factory=dict)
+    """Tables of whose optimizer state some did not (`state_encoding="bf16"`), and the type that it was stored in."""
     mode: str = "full"
     """"partial": survivors of a lost rank kept their rows (`recovery="partial"`), and nothing is exact."""
     pls: float = 0.0
@@ -285,6 +287,12 @@ class Restorer:
                     f"{tables} table{'s' * (tables != 1)} with {name}" for name, tables in count.items()
                 ),
             )
+        if received.rounded_state:
+            tables = len(received.rounded_state)
+            log.info(
+                "restore: optimizer state of %d table%s came back as it was stored, in %s",
+                tables, "s" * (tables != 1), ", ".join(sorted(set(received.rounded_state.values()))),
+            )  # fmt: skip
         at = reply.step if road is None else step
         lost = reply.last_step_seen - at if reply.HasField("last_step_seen") else None
         damaged = bool(tries.damage) and wish.which == "latest"
@@ -301,6 +309,7 @@ class Restorer:
             notes=tuple(([tries.damage] if tries.damage else []) + notes + changed),
             exact=exact,
             rounded=received.rounded,
+            rounded_state=received.rounded_state,
             mode="full" if road is None else "partial",
             pls=self._ground.pls,
             rank_steps=() if road is None else road.verdict.steps,

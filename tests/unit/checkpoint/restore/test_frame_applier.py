@@ -75,6 +75,26 @@ def test_a_chain_restores_every_row_bit_for_bit(tmp_path: Path) -> None:
     assert checkpoint_reader.read_checkpoint(run.store, RUN, "step:1").blobs["rng"] == b"old"
 
 
+def test_state_that_was_narrowed_is_named_where_it_is_wanted() -> None:
+    """By table, with the type it was stored in; who takes weights alone got nothing narrow, nor who took no row."""
+    model = Model(schema(rows=20))
+    table = model.table
+
+    def narrowed(target: TableTarget, state_encoding: str) -> dict[str, str]:
+        options = EncodeOptions(encoding=ENCODINGS["fp32"], state_encoding=state_encoding)
+        frame = encode_rows(model.block(range(10)), options, step=1)
+        applier = FrameApplier([target])
+        applier.apply(frame.data)
+        return applier.narrowed
+
+    target = _target(table)
+    assert narrowed(target, "fp32") == {}
+    assert narrowed(target, "bf16") == {table.fqn: "bfloat16"}
+    weights = TableTarget(schema=table, box=target.box, weights=target.weights, fields={})
+    assert narrowed(weights, "bf16") == {}
+    assert narrowed(_target(table, box(table, 10, 20, 0, table.columns)), "bf16") == {}
+
+
 @pytest.mark.parametrize("before", ["rows", "columns", "grid"])
 @pytest.mark.parametrize("after", ["rows", "columns", "grid", "whole"])
 def test_restore_goes_to_any_other_sharding(tmp_path: Path, before: str, after: str) -> None:
