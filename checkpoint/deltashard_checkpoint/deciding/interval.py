@@ -57,7 +57,7 @@ class Situation:
     """0: not known."""
     mtbf_s: float
     shards: int = 1
-    """Ranks that hold rows; for `pls`."""
+    """Of the rows, lost one at a time (`failing_apart`); for `pls`."""
     partial: bool = False
     """Whether recovery is partial."""
     left_s: float = math.inf
@@ -100,6 +100,14 @@ def fewest_saves(cost_s: float, mtbf_s: float, slack: float = SLACK) -> float:
 def checkfreq_steps(cost_s: float, durable_s: float, step_s: float, overhead: float) -> int:
     """CheckFreq's k: a save is durable before the next begins, and costs at most `overhead` of k steps."""
     return max(math.ceil(durable_s / step_s), math.ceil(max(cost_s, 0.0) / (overhead * step_s)), 1)
+
+
+def failing_apart(ranks: int, pods: int) -> int:
+    """CPR's N: into how many shards failures divide the rows.
+
+    A pod takes all its ranks along. In a run of one pod there is only a rank to lose: with the pod goes all.
+    """
+    return min(pods, ranks) if pods > 1 else ranks
 
 
 def pls_interval_s(pls: float, mtbf_s: float, shards: int) -> float:

@@ -16,7 +16,7 @@ from deltashard_checkpoint.deciding import simulation
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import LONGEST_COUNT, Rates
 from deltashard_checkpoint.deciding.goal import AUTO, Goal, duration
-from deltashard_checkpoint.deciding.interval import Interval, Situation, chosen, young
+from deltashard_checkpoint.deciding.interval import Interval, Situation, chosen, failing_apart, young
 from deltashard_checkpoint.deciding.precision import (
     GAUSSIAN_ERRORS,
     Outlook,
@@ -257,7 +257,7 @@ class Planner:
             durable_s=self.baseline_s,
             step_s=known.step_s,
             mtbf_s=self.mtbf_s,
-            shards=known.ranks,
+            shards=failing_apart(known.ranks, known.pods),
             partial=known.pls > 0,
             left_s=known.planned_s,
         )
@@ -325,7 +325,7 @@ class Planner:
             save_share=run.save_s / interval_s,
             mean_lost_s=lost_s,
             worst_lost_s=worst_s,
-            pls=expected_pls(interval_s, self.mtbf_s, known.ranks),
+            pls=expected_pls(interval_s, self.mtbf_s, failing_apart(known.ranks, known.pods)),
             increments=len(held.increments),
             saves_per_day=saves,
             bytes_per_day=saves * held.mean_bytes,

@@ -25,7 +25,7 @@ from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, MOST, Measure, Pr
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
 from deltashard_checkpoint.deciding.goal import FIXED, goal
-from deltashard_checkpoint.deciding.interval import ENOUGH, IN_FLIGHT_SHARE, Situation
+from deltashard_checkpoint.deciding.interval import ENOUGH, IN_FLIGHT_SHARE, Situation, failing_apart
 from deltashard_checkpoint.deciding.recovery import advised
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
@@ -100,6 +100,11 @@ class Opening:
     """A trainer came back to a checkpoint: an incident. False where one goes on in the middle of its attempt."""
     step_seen: int = 0
     """Last step of the trainer before, if this arena saw it."""
+
+    @property
+    def pods(self) -> int:
+        """Of the run, when all have as many trainers as this one."""
+        return -(-self.world_size // max(1, self.ranks_here))
 
 
 class Decider:
@@ -363,8 +368,8 @@ class Decider:
 
     def _rates(self) -> Rates:
         opening = self._opening
-        pods = 1 if opening is None else -(-opening.world_size // max(1, opening.ranks_here))
-        return rates(self._seen(), pods=self._pool.pods or pods, pool=self._pool.seen)
+        pods = self._pool.pods or (1 if opening is None else opening.pods)
+        return rates(self._seen(), pods=pods, pool=self._pool.seen)
 
     def _decide(self) -> None:
         """The choice anew. Whatever goes wrong with it costs the choice, and leaves the timers as they are said."""
@@ -414,7 +419,7 @@ class Decider:
             durable_s=profile.durable.p95,
             step_s=profile.step_s,
             mtbf_s=self._rates().mtbf_s,
-            shards=opening.world_size,
+            shards=failing_apart(opening.world_size, opening.pods),
             partial=self._partial,
             left_s=self._left_steps * profile.step_s if profile.step_s else math.inf,
             least_s=policy.least_s,

@@ -22,6 +22,7 @@ from deltashard_checkpoint.deciding.interval import (
     Situation,
     checkfreq_steps,
     chosen,
+    failing_apart,
     fewest_saves,
     share,
     worth_changing,
@@ -251,3 +252,11 @@ BASIS = Basis(seconds=300.0, cost_s=1.0, mtbf_s=36000.0)
 )
 def test_only_what_is_no_chance_changes_an_interval(basis, costs, seconds, changes, changed):
     assert worth_changing(basis, Interval(seconds=seconds), costs, quiet(**changes)) is changed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pods", "shards"), [(1, 1, 1), (4, 1, 4), (4, 4, 4), (128, 16, 16), (2, 4, 2), (1, 4, 1)]
+)
+def test_a_pod_is_lost_with_all_its_ranks(ranks: int, pods: int, shards: int) -> None:
+    """Only where the run has one pod is a rank lost alone."""
+    assert failing_apart(ranks, pods) == shards

@@ -111,7 +111,7 @@ def test_bits_follow_the_restores_to_come():
 
 
 def test_partial_recovery_at_a_pls():
-    planner = Planner(replace(KNOWN, pls=0.02, ranks=18, planned_s=1e9))
+    planner = Planner(replace(KNOWN, pls=0.02, ranks=36, pods=18, planned_s=1e9))
     found = planner.plan(goal("pls=0.02"), LOST)
     first = found.chosen
     assert first.interval_s == pytest.approx(2 * 0.02 * 18 * 20 * HOUR)
