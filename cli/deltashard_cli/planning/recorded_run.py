@@ -6,14 +6,14 @@ is that of the writers' clocks, from an attempt's beginning to its last checkpoi
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
-from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, BadProfile, Profile, not_negative, recorded
+from deltashard_checkpoint.deciding import cost, record
+from deltashard_checkpoint.deciding.cost import KEY, BadProfile, Profile
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence
 from deltashard_checkpoint.format.row_block import raw_row_bytes, weight_row_bytes
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry
@@ -40,7 +40,7 @@ class RecordedRun:
     recent_s: float | None
     """The same of the newest attempt's last ones."""
     held_s: float | None
-    """The interval that the newest commit says is in force (or advised, which it does not tell apart)."""
+    """The interval in force, as the newest commit says; None: none was chosen, or it is advice."""
     step_s: float | None
     encoding: str | None
     """The one of the fewest bits."""
@@ -115,15 +115,15 @@ def _profile(checkpoints: Sequence[Checkpoint]) -> Profile:
     for each in reversed(checkpoints):
         if KEY in each.metadata:
             with suppress(BadProfile):
-                return recorded(each.metadata[KEY])
+                return cost.recorded(each.metadata[KEY])
     return Profile()
 
 
 def _held_s(newest: Checkpoint) -> float | None:
-    """The sidecar writes its choice beside the profile, as `held`; None: none is in force, or none that can be read."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        found = not_negative(json.loads(newest.metadata[KEY][: MAX_TEXT + 1])["held"]["seconds"])
-        return found or None
+    with suppress(BadProfile):
+        found = record.recorded(newest.metadata.get(KEY, ""))
+        if found.held is not None and found.applied:
+            return found.held.basis.seconds
     return None
 
 

@@ -25,6 +25,7 @@ from deltashard_checkpoint.deciding.interval import (
     chosen,
     worth_changing,
 )
+from deltashard_checkpoint.deciding.record import Held
 from deltashard_checkpoint.vocabulary import DecisionMode
 
 from deltashard_sidecar.policy import Policy
@@ -77,15 +78,6 @@ def terms_of(policy: Policy) -> Terms | None:
         least_s=policy.least_s,
         most_s=policy.most_s or math.inf,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A choice in force, or advised."""
-
-    basis: Basis
-    goal: str
-    """Name of the terms that it was chosen under."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,16 +26,16 @@ from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
 from deltashard_checkpoint.deciding.goal import FIXED, goal
 from deltashard_checkpoint.deciding.interval import ENOUGH, IN_FLIGHT_SHARE, Situation, failing_apart
+from deltashard_checkpoint.deciding.record import Held, Record, recorded
 from deltashard_checkpoint.deciding.recovery import advised
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from deltashard_sidecar.deciding.choice import CAUSES, Choice, Held, choose, cost_of, hastened, terms_of
+from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, cost_of, hastened, terms_of
 from deltashard_sidecar.deciding.history import Past, ends, fruitless, past
 from deltashard_sidecar.deciding.place import key_of, place
-from deltashard_sidecar.deciding.record import Record, recorded
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.settings import Settings
@@ -181,7 +181,13 @@ class Decider:
         with self._lock:
             if self._choice is None:
                 return None
-            record = Record(profile=self._profile, held=self._held, evidence=self._seen(), closing=closing)
+            record = Record(
+                profile=self._profile,
+                held=self._held,
+                applied=self._choice.decision.mode == "apply",
+                evidence=self._seen(),
+                closing=closing,
+            )
         text = record.text()
         return text if len(text) <= MAX_TEXT else None
 

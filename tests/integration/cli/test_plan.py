@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
-from deltashard_checkpoint.deciding.interval import fewest_saves
+from deltashard_checkpoint.deciding.interval import Basis, fewest_saves
+from deltashard_checkpoint.deciding.record import Held, Record
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
@@ -29,13 +30,17 @@ def answer(cli: Cli, *arguments: object) -> Any:
     return json.loads(text)
 
 
-def profile(held_s: float | None = None) -> str:
+def profile(held_s: float | None = None, *, applied: bool = True) -> str:
     def measured(value: float) -> Measure:
         return Measure().sampled(value).sampled(value)
 
     found = Profile(key="k", step_s=0.01, save=measured(0.04), stall=measured(0.01), durable=measured(0.5))
-    held = {"goal": "auto 0 inf", "seconds": held_s, "cost_s": 0.04, "mtbf_s": 1e5}
-    return json.dumps(json.loads(found.text()) | {"held": None if held_s is None else held})
+    held = (
+        None
+        if held_s is None
+        else Held(basis=Basis(seconds=held_s, cost_s=0.04, mtbf_s=1e5), goal="auto 0 inf")
+    )
+    return Record(profile=found, held=held, applied=applied).text()
 
 
 @pytest.fixture
@@ -44,7 +49,7 @@ def written(tmp_path: Path) -> str:
     return write(tmp_path)
 
 
-def write(tmp_path: Path, held_s: float | None = None) -> str:
+def write(tmp_path: Path, held_s: float | None = None, *, applied: bool = True) -> str:
     url = f"file://{tmp_path}/store"
     run = WrittenRun(open_store(url), RUN, tmp_path)
     first = run.save(step=100)
@@ -52,7 +57,9 @@ def write(tmp_path: Path, held_s: float | None = None) -> str:
     third = run.save(run.train(), step=300, covers=second, encoding="q8")
     run.attempt = open_attempt(RunLog(run.store, RUN), owner="tests", which=f"seq:{third}").attempt
     run.cut = 0
-    run.save(run.train(), step=400, covers=third, encoding="q8", metadata={KEY: profile(held_s)})
+    run.save(
+        run.train(), step=400, covers=third, encoding="q8", metadata={KEY: profile(held_s, applied=applied)}
+    )
     run.close()
     return url
 
@@ -136,6 +143,13 @@ def test_a_run_that_has_chosen_saves_as_its_newest_commit_says(cli: Cli, tmp_pat
     code, text = cli("plan", url)
     assert code == 0
     assert "Its newest commit says: every 19 min (its last saves were" in text
+
+
+def test_an_interval_that_is_only_advised_is_not_what_a_run_does(cli: Cli, tmp_path: Path) -> None:
+    url = write(tmp_path, held_s=1140.0, applied=False)
+    found = answer(cli, "plan", url)
+    assert found["now"]["interval_s"] == pytest.approx(found["run"]["recent_s"])
+    assert "Its newest commit says" not in cli("plan", url)[1]
 
 
 def test_a_run_without_checkpoints_and_no_run(cli: Cli, tmp_path: Path) -> None:

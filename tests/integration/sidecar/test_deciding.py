@@ -12,11 +12,11 @@ import pytest
 import torch
 from deltashard_checkpoint.deciding.cost import KEY
 from deltashard_checkpoint.deciding.interval import ENOUGH
+from deltashard_checkpoint.deciding.record import Record, recorded
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
-from deltashard_sidecar.deciding.record import Record, recorded
 from torch import nn
 
 from tests.support.eventually import eventually

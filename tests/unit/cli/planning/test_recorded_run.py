@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
+from deltashard_checkpoint.deciding.record import Record
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed
 from deltashard_cli.planning.assumption import Said, settled
@@ -91,9 +92,9 @@ def test_the_profile_in_a_commit_is_taken_before_what_entries_say():
     assert (known.stall_s, known.step_s) == (pytest.approx(0.02), 10.0)
 
 
-def held(text: str | None, seconds: object) -> str:
+def held(text: str | None, seconds: object, **others: object) -> str:
     choice = None if text is None else {"goal": text, "seconds": seconds, "cost_s": 1.0, "mtbf_s": 1e5}
-    return json.dumps(json.loads(Profile().text()) | {"held": choice, "evidence": {}, "closing": False})
+    return json.dumps(json.loads(Record(profile=Profile(), applied=True).text()) | {"held": choice} | others)
 
 
 def test_how_often_it_saves_now_is_what_the_newest_commit_says_or_how_its_last_saves_lay():
@@ -121,6 +122,9 @@ def test_how_often_it_saves_now_is_what_the_newest_commit_says_or_how_its_last_s
         held("auto", "soon"),
         held("auto", -5),
         held("auto", 0),
+        held("auto", 1140.0, applied=False),
+        held("auto", 1140.0, applied=None),
+        held("auto", 1140.0, evidence={}),
         Profile().text(),
         "[",
         "[]",

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY
 from deltashard_checkpoint.deciding.interval import ENOUGH
+from deltashard_checkpoint.deciding.record import recorded
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import Attempt, RunState
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_sidecar import settings
 from deltashard_sidecar.deciding.choice import CAUSES
 from deltashard_sidecar.deciding.decider import Cost, Decider, Opening
-from deltashard_sidecar.deciding.record import recorded
 from deltashard_sidecar.deciding.step_meter import Reading
 from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.telemetry.metric import Metrics

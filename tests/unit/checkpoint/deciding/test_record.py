@@ -10,8 +10,7 @@ from deltashard_checkpoint.deciding import cost
 from deltashard_checkpoint.deciding.cost import MAX_TEXT, BadProfile, Measure, Profile
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.deciding.interval import Basis
-from deltashard_sidecar.deciding.choice import Held
-from deltashard_sidecar.deciding.record import Record, recorded
+from deltashard_checkpoint.deciding.record import Held, Record, recorded
 
 
 def measure(seed: int) -> Measure:
@@ -27,6 +26,7 @@ FULL = Record(
         reschedule=measure(5),
     ),
     held=Held(basis=Basis(seconds=123.456789, cost_s=-0.001, mtbf_s=1e6), goal="lost-work=300s 0.1 1e+06"),
+    applied=True,
     evidence=Evidence(exposure_s=123456.789, lossy=1.23456789, restores=2.3456789),
     closing=True,
 )  # fmt: skip

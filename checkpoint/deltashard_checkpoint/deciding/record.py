@@ -1,8 +1,8 @@
 """What of the decider rides in every commit's metadata, beside the directive: who starts next goes on from there. Pure.
 
-It is the profile's document with three names more: `held`, `evidence` and `closing`. Only under a goal is anything
-written. Where image, node type or world size differ (`Profile.key`), what was measured counts for nothing, and only the
-evidence goes on: failures are the run's.
+It is the profile's document with four names more: `held`, `applied`, `evidence` and `closing`. Only under a goal is
+anything written. Where image, node type or world size differ (`Profile.key`), what was measured counts for nothing, and
+only the evidence goes on: failures are the run's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, BadProfile, Profi
 from deltashard_checkpoint.deciding.evidence import Evidence
 from deltashard_checkpoint.deciding.interval import Basis
 
-from deltashard_sidecar.deciding.choice import Held
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A choice in force, or advised."""
+
+    basis: Basis
+    goal: str
+    """Name of the terms that it was chosen under."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +32,9 @@ class Record:
 
     profile: Profile
     held: Held | None = None
-    """The choice in force; None: none yet."""
+    """The newest choice; None: none yet."""
+    applied: bool = False
+    """Whether it is in force, and not only shown. False where a commit does not say, as some of 2026 do not."""
     evidence: Evidence = field(default_factory=Evidence)
     closing: bool = False
     """Whether the trainer's end asked for this save: a restart from it lost nothing."""
@@ -34,6 +43,7 @@ class Record:
         """Its form in a commit's metadata."""
         document = json.loads(self.profile.text()) | {
             "held": None if self.held is None else {"goal": self.held.goal, **asdict(self.held.basis)},
+            "applied": self.applied,
             "evidence": asdict(self.evidence),
             "closing": self.closing,
         }
@@ -56,7 +66,11 @@ def recorded(text: str) -> Record:
             held = Held(basis=basis, goal=str(said["goal"]))
         counts = {name: not_negative(found["evidence"][name]) for name in ("exposure_s", "lossy", "restores")}
         return Record(
-            profile=profile, held=held, evidence=Evidence(**counts), closing=found["closing"] is True
+            profile=profile,
+            held=held,
+            applied=found.get("applied") is True,
+            evidence=Evidence(**counts),
+            closing=found["closing"] is True,
         )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise BadProfile("the recorded decision cannot be read", where=KEY) from None
