@@ -235,8 +235,8 @@ def _rates(said: Said, run: RecordedRun | None, pods: int) -> tuple[tuple[float,
         gaps, seen = run.gaps, run.evidence
         span = f"in {duration(seen.exposure_s)} of training (older ones count less), and what is assumed of any run"
         how, restores = (
-            f"the run's log: {len(gaps)} {span}",
-            "the run's log: its failures, and one a day as assumed of any run",
+            f"the run's log: {seen.lossy:.3g} {span}",
+            f"the run's log: {seen.restores:.3g}, and one a day as assumed of any run",
         )
     believed = rates(seen, pods=pods)
     if believed.restores.mean_between_s > believed.mtbf_s:

@@ -1,7 +1,7 @@
 """What a run's log says of its model, its saves and its failures. Pure: from entries to numbers.
 
-The log does not say why an attempt ended: each later attempt that resumed is taken for a failure that lost steps. Time
-is that of the writers' clocks, from an attempt's beginning to its last checkpoint.
+Failures are those that the run's own decider counted, as its commits say. Where none was at work they are counted here,
+by its rule. Time is that of the writers' clocks, from an attempt's beginning to its last checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from itertools import pairwise
 
 from deltashard_checkpoint.deciding import cost, record
 from deltashard_checkpoint.deciding.cost import KEY, BadProfile, Profile
+from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence
+from deltashard_checkpoint.deciding.record import Record
 from deltashard_checkpoint.format.row_block import raw_row_bytes, weight_row_bytes
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry
 from deltashard_checkpoint.vocabulary import ENCODINGS
@@ -52,6 +54,7 @@ class RecordedRun:
     profile: Profile
     evidence: Evidence
     gaps: tuple[float, ...]
+    """Trained seconds between failures that lost steps."""
 
     @property
     def now_s(self) -> float | None:
@@ -119,31 +122,50 @@ def _profile(checkpoints: Sequence[Checkpoint]) -> Profile:
     return Profile()
 
 
-def _held_s(newest: Checkpoint) -> float | None:
+def _record(checkpoint: Checkpoint) -> Record | None:
+    """What the run's decider wrote into this commit; None: nothing, or nothing that can be read."""
     with suppress(BadProfile):
-        found = record.recorded(newest.metadata.get(KEY, ""))
-        if found.held is not None and found.applied:
-            return found.held.basis.seconds
+        return record.recorded(checkpoint.metadata.get(KEY, ""))
     return None
 
 
+def _held_s(newest: Checkpoint) -> float | None:
+    found = _record(newest)
+    if found is None or found.held is None or not found.applied:
+        return None
+    return found.held.basis.seconds
+
+
 def _failures(entries: Sequence[Entry], interval_s: float) -> tuple[Evidence, tuple[float, ...]]:
-    """Faded as a run fades it; a failure lies half an interval after the last checkpoint before it."""
-    evidence, gaps = NONE, []
-    begun_s: float | None = None
-    newest_s = 0.0
+    """What was seen of failures, faded as a run fades it, and what was trained between those that lost steps.
+
+    An attempt that resumes is an incident if something was committed since the last one: a crash loop is one. Steps
+    were lost with it unless the newest checkpoint was asked for by its trainer's end. A decider's own count stands over
+    what was counted up to its commit.
+
+    Exposure is what was committed. A gap ends half an interval later, where a failure lies on average: at the
+    checkpoint itself nothing would be lost.
+    """
+    evidence, gaps, trained_s = NONE, [], 0.0
+    newest_s: float | None = None
+    lossy: bool | None = None  # what a restart would be now; None: nothing was committed since the last one
     for each in entries:
         match each:
             case AttemptOpened():
-                if begun_s is not None and each.resumes_from is not None:
-                    gap = max(newest_s - begun_s, 0.0) + interval_s / 2
-                    gaps.append(gap)
-                    evidence = evidence.trained(gap).incident(lossy=True)
-                begun_s = newest_s = each.at_s
+                if lossy is not None and each.resumes_from is not None:
+                    evidence = evidence.incident(lossy=lossy)
+                    if lossy:
+                        gaps.append(trained_s + interval_s / 2)
+                        trained_s = 0.0
+                    lossy = None
+                newest_s = each.at_s
             case Checkpoint():
-                newest_s = max(newest_s, each.at_s)
+                passed_s = 0.0 if newest_s is None else max(each.at_s - newest_s, 0.0)
+                newest_s = each.at_s if newest_s is None else max(newest_s, each.at_s)
+                trained_s += passed_s
+                found = _record(each)
+                evidence = evidence.trained(passed_s) if found is None else found.evidence
+                lossy = not (ends(each) if found is None else found.closing)
             case _:
                 pass
-    if begun_s is not None:
-        evidence = evidence.trained(newest_s - begun_s)
     return evidence, tuple(gap for gap in gaps if gap > 0)

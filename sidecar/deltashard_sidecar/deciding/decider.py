@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, MOST, Measure, Profile
 from deltashard_checkpoint.deciding.decision import Decision
+from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
 from deltashard_checkpoint.deciding.goal import FIXED, goal
 from deltashard_checkpoint.deciding.interval import ENOUGH, IN_FLIGHT_SHARE, Situation, failing_apart
@@ -34,7 +35,7 @@ from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, cost_of, hastened, terms_of
-from deltashard_sidecar.deciding.history import Past, ends, fruitless, past
+from deltashard_sidecar.deciding.history import Past, fruitless, past
 from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 from deltashard_sidecar.policy import Policy

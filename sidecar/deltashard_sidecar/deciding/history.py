@@ -16,12 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import takewhile
 
+from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import Evidence
-from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
-
-ORDINARY = frozenset({"timer", "steps", "baseline", "user"})
-"""Reasons of saves that say nothing of the trainer's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +34,6 @@ class Past:
         if step_s <= 0:
             return Evidence()
         return Evidence(exposure_s=self.steps * step_s, lossy=self.lossy, restores=self.restores)
-
-
-def ends(checkpoint: Checkpoint) -> bool:
-    """Whether a trainer's end asked for this checkpoint, as far as the entry itself tells (its reason comes first)."""
-    return checkpoint.directive.partition(";")[0] not in ORDINARY
 
 
 def fruitless(state: RunState, *, before: int) -> int:

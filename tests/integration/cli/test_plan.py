@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
+from deltashard_checkpoint.deciding.evidence import Evidence, rates
 from deltashard_checkpoint.deciding.interval import Basis, fewest_saves
 from deltashard_checkpoint.deciding.record import Held, Record
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -18,6 +20,8 @@ from tests.support.checkpoint.written_run import HALF, ITEMS, WrittenRun
 from tests.support.command_line import Cli
 
 RUN = "team/run-1"
+COUNTED = Evidence(exposure_s=360_000, lossy=2.5, restores=4)
+"""By the run's own decider."""
 SIZED = ("plan", "--bytes", "400GiB", "--pods", "16", "--ranks", "128", "--mtbf", "20h")
 
 
@@ -40,7 +44,7 @@ def profile(held_s: float | None = None, *, applied: bool = True) -> str:
         if held_s is None
         else Held(basis=Basis(seconds=held_s, cost_s=0.04, mtbf_s=1e5), goal="auto 0 inf")
     )
-    return Record(profile=found, held=held, applied=applied).text()
+    return Record(profile=found, held=held, applied=applied, evidence=COUNTED).text()
 
 
 @pytest.fixture
@@ -124,7 +128,8 @@ def test_a_real_run_says_what_it_is_and_what_would_change(cli: Cli, written: str
     assert run["rows"] == ITEMS.rows + HALF.rows
     assert (run["checkpoints"], run["attempts"], run["encoding"]) == (4, 2, "q8")
     assert [share for _, share in run["touched"]] == pytest.approx([0.086] * 3, abs=0.02)
-    assert run["evidence"]["lossy"] == pytest.approx(1, abs=0.01)
+    assert run["evidence"] == asdict(COUNTED)
+    assert found["plan"]["mtbf_s"] == pytest.approx(rates(COUNTED, pods=1).mtbf_s)
     assert found["plan"]["cost_s"] == pytest.approx(0.04)
     assert found["now"]["interval_s"] == pytest.approx(run["interval_s"])
     assert found["now"]["overhead"] > found["plan"]["chosen"]["overhead"]

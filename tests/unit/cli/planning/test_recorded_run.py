@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
+from deltashard_checkpoint.deciding.evidence import Evidence, rates
 from deltashard_checkpoint.deciding.record import Record
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed
@@ -20,18 +21,21 @@ TABLE = TableSchema(
 HALF = TableSchema(fqn="half", rows=1000, columns=8, dtype="bfloat16")
 ROW_BYTES = 1000 * (16 * 4 + 4) + 1000 * 8 * 2
 BASE = {"previous": "", "writer": "w"}
+DAY_S = 86400.0
 
 
 def opened(seq: int, at_s: float, resumes_from: int | None = None) -> AttemptOpened:
     return AttemptOpened(seq=seq, at_s=at_s, world_size=2, resumes_from=resumes_from, owner="o", **BASE)
 
 
-def saved(seq: int, at_s: float, *, attempt: int, covers: int | None, rows: int, **more) -> Checkpoint:
+def saved(
+    seq: int, at_s: float, *, attempt: int, covers: int | None, rows: int, reason: str = "timer", **more
+) -> Checkpoint:
     listed = Listed(layout="l", world_size=2, manifest="m", covers=(covers,))
     return Checkpoint(
         seq=seq, at_s=at_s, attempt=attempt, cut=seq, step=10 * seq, tables=(TABLE, HALF), encodings=("bf16", "q8"),
         rows=rows, raw_bytes=ROW_BYTES + 500 if covers is None else 1000, stored_bytes=4000, stall_s=0.02,
-        listed=listed, **BASE, **more,
+        listed=listed, directive=f"{reason}; full: baseline", **BASE, **more,
     )  # fmt: skip
 
 
@@ -56,7 +60,83 @@ def test_a_log_of_two_attempts():
     assert found.gaps == (350.0,)  # half an interval after the last checkpoint
     assert found.evidence.lossy == pytest.approx(1, rel=0.01)
     assert found.evidence.restores == found.evidence.lossy
-    assert found.evidence.exposure_s == pytest.approx(450, rel=0.01)
+    assert found.evidence.exposure_s == pytest.approx(400, rel=0.01), "what was committed"
+
+
+def day(first: int, begin_s: float, *, attempt: int, end: str = "timer") -> list[Checkpoint]:
+    """Saves of a day, ten minutes apart; what asked for the last one."""
+    return [
+        saved(
+            first + at,
+            begin_s + 600.0 * (at + 1),
+            attempt=attempt,
+            covers=None,
+            rows=2000,
+            reason="timer" if at < 143 else end,
+        )
+        for at in range(144)
+    ]
+
+
+def test_a_crash_loop_is_one_failure():
+    """A hundred attempts that came back to one checkpoint trained nothing, and tell of one trouble."""
+    loop = [opened(1000 + at, DAY_S + 60.0 * at, resumes_from=145) for at in range(100)]
+    last = loop[-1]
+    log = [
+        opened(1, 0.0),
+        *day(2, 0.0, attempt=1),
+        *loop,
+        *day(1100, last.at_s, attempt=last.seq),
+    ]
+    found = recorded_run(log)
+    assert found is not None
+    assert found.gaps == (DAY_S + 300,)
+    assert found.evidence.lossy == pytest.approx(2 ** (-1 / 7)), "a day ago"
+    assert found.evidence.exposure_s == pytest.approx(Evidence().trained(2 * DAY_S).exposure_s)
+    assert rates(found.evidence, pods=1).mtbf_s / 3600 == pytest.approx(124.8, abs=0.1)
+    source = {each.name: each.source for each in settled(Said(), found)[1]}
+    assert "0.906 in 43.5 h of training" in source["lossy failures"]
+    assert "0.906" in source["restores"]
+
+
+def test_a_trainer_that_closed_lost_nothing():
+    """It is a restore, and the time until steps are lost goes on."""
+    log = [
+        opened(1, 0.0),
+        *day(2, 0.0, attempt=1, end="close"),
+        opened(200, 2 * DAY_S, resumes_from=145),
+        *day(201, 2 * DAY_S, attempt=200),
+        opened(400, 4 * DAY_S, resumes_from=344),
+    ]
+    found = recorded_run(log)
+    assert found is not None
+    assert found.gaps == (2 * DAY_S + 300,)
+    assert found.evidence.lossy == 1
+    assert found.evidence.restores == pytest.approx(1 + 2 ** (-1 / 7))
+
+
+def test_what_the_runs_decider_counted_stands_over_what_its_log_shows():
+    """It knows of more than the log does; and what came after its commit is added."""
+    counted = Evidence(exposure_s=5e5, lossy=3.5, restores=7.25)
+    text = Record(profile=Profile(), evidence=counted).text()
+    decided = [*LOG[:-1], replace(LOG[-1], metadata={KEY: text})]
+    found = recorded_run(decided)
+    assert found is not None
+    assert (found.evidence, found.gaps) == (counted, (350.0,))
+    back = opened(7, 1200.0, resumes_from=6)
+    found = recorded_run([*decided, back, replace(back, seq=8)])
+    assert found is not None
+    assert found.evidence == counted.incident(lossy=True)
+    closing = Record(profile=Profile(), evidence=counted, closing=True).text()
+    found = recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: closing}), back])
+    assert found is not None
+    assert found.evidence == counted.incident(lossy=False)
+    later = saved(9, 1300.0, attempt=7, covers=None, rows=2000)
+    found = recorded_run([*decided, back, later])
+    assert found is not None
+    assert found.evidence == counted.incident(lossy=True).trained(100.0), "its goal was taken away"
+    spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
+    assert recorded_run(spoiled).evidence == recorded_run(LOG).evidence
 
 
 def test_a_run_without_checkpoints_says_nothing():

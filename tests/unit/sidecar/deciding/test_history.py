@@ -6,7 +6,7 @@ from typing import Any
 
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import Attempt, RunState
-from deltashard_sidecar.deciding.history import ends, past
+from deltashard_sidecar.deciding.history import past
 
 
 def attempt(last_seq: int | None, last_step: int | None, resumes: int | None = None) -> Attempt:
@@ -43,10 +43,3 @@ def test_steps_and_ends_of_attempts() -> None:
     evidence = seen.evidence(0.5)
     assert (evidence.exposure_s, evidence.lossy, evidence.restores) == (150.0, 1, 2)
     assert seen.evidence(0.0).lossy == 0, "failures without their time would be a rate of nothing"
-
-
-def test_which_saves_a_trainers_end_asks_for() -> None:
-    """Whatever reason is none of ordinary saves is the word of an eviction or a drain."""
-    assert [ends(checkpoint(1, f"{reason}; full: baseline")) for reason in ("timer", "user", "close", "drain")] == [
-        False, False, True, True,
-    ]  # fmt: skip
