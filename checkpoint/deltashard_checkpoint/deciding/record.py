@@ -14,7 +14,7 @@ from typing import Any
 from deltashard_checkpoint.deciding import cost
 from deltashard_checkpoint.deciding.cost import KEY, MAX_TEXT, BadProfile, Profile, not_negative, number
 from deltashard_checkpoint.deciding.evidence import Evidence
-from deltashard_checkpoint.deciding.interval import Basis
+from deltashard_checkpoint.deciding.interval import ENOUGH, Basis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,17 @@ class Record:
     evidence: Evidence = field(default_factory=Evidence)
     closing: bool = False
     """Whether the trainer's end asked for this save: a restart from it lost nothing."""
+
+    @property
+    def cost_s(self) -> float | None:
+        """What a save costs, in trainer seconds: as measured, and right after a change as it was measured for that.
+
+        None: neither, yet.
+        """
+        save = self.profile.save
+        if self.held is not None and save.n < ENOUGH:
+            return self.held.basis.cost_s
+        return save.mean if save.n else None
 
     def text(self) -> str:
         """Its form in a commit's metadata."""

@@ -115,8 +115,8 @@ def settled(said: Said, run: RecordedRun | None) -> tuple[Known, tuple[Assumptio
         f"{pod_gb:.3g} GB a pod, as measured in docs/speed.md; say --stall",
     )
     seen = (
-        max(profile.save.mean - profile.stall.mean, 0.0)
-        if profile is not None and profile.save.n and profile.stall.n
+        max(run.cost_s - profile.stall.mean, 0.0)
+        if run is not None and run.cost_s is not None and profile is not None and profile.stall.n
         else None
     )
     slowdown_s = pick(

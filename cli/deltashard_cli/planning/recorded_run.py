@@ -52,6 +52,8 @@ class RecordedRun:
     stored_bytes: float
     """Of a checkpoint, on average."""
     profile: Profile
+    cost_s: float | None
+    """Of a save, in trainer seconds, as the profile's commit has it."""
     evidence: Evidence
     gaps: tuple[float, ...]
     """Trained seconds between failures that lost steps."""
@@ -91,6 +93,7 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
     encodings = [name for name in newest.encodings if name in ENCODINGS]
     interval_s = statistics.median(seconds for _, seconds, _ in between) if between else None
     evidence, gaps = _failures(known, interval_s or 0.0)
+    measured = _measured(checkpoints)
     return RecordedRun(
         rows=rows,
         columns=round(values / max(rows, 1)),
@@ -107,19 +110,20 @@ def recorded_run(entries: Iterable[Entry]) -> RecordedRun | None:
         touched=tuple((seconds, share) for seconds, share in touched if seconds > 0 and 0 < share < 1),
         stall_s=statistics.fmean(stalls) if stalls else None,
         stored_bytes=statistics.fmean(each.stored_bytes for each in checkpoints),
-        profile=_profile(checkpoints),
+        profile=measured.profile,
+        cost_s=measured.cost_s,
         evidence=evidence,
         gaps=gaps,
     )
 
 
-def _profile(checkpoints: Sequence[Checkpoint]) -> Profile:
-    """The newest that can be read."""
+def _measured(checkpoints: Sequence[Checkpoint]) -> Record:
+    """The newest profile that can be read, with the choice beside it if that can be read, too."""
     for each in reversed(checkpoints):
         if KEY in each.metadata:
             with suppress(BadProfile):
-                return cost.recorded(each.metadata[KEY])
-    return Profile()
+                return _record(each) or Record(profile=cost.recorded(each.metadata[KEY]))
+    return Record(profile=Profile())
 
 
 def _record(checkpoint: Checkpoint) -> Record | None:

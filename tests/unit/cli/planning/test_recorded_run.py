@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from deltashard_checkpoint.deciding.cost import KEY, Measure, Profile
 from deltashard_checkpoint.deciding.evidence import Evidence, rates
-from deltashard_checkpoint.deciding.record import Record
+from deltashard_checkpoint.deciding.interval import ENOUGH, Basis
+from deltashard_checkpoint.deciding.record import Held, Record
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed
 from deltashard_cli.planning.assumption import Said, settled
@@ -170,6 +171,45 @@ def test_the_profile_in_a_commit_is_taken_before_what_entries_say():
     spoiled = [*LOG[:-1], replace(LOG[-1], metadata={KEY: "{"})]
     known, _ = settled(Said(), recorded_run(spoiled))
     assert (known.stall_s, known.step_s) == (pytest.approx(0.02), 10.0)
+
+
+def several(value: float, count: int) -> Measure:
+    found = Measure()
+    for _ in range(count):
+        found = found.sampled(value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("chosen", "saves", "slowdown_s"),
+    [
+        (True, 0, 0.75),
+        (True, ENOUGH - 1, 0.75),
+        (True, ENOUGH, 1.875),
+        (False, ENOUGH - 1, 1.875),
+    ],
+)
+def test_right_after_a_change_a_save_costs_what_was_measured_for_it(
+    *, chosen: bool, saves: int, slowdown_s: float
+):
+    """The mean of saves begins anew with each change of interval; the run itself goes by the old one until eight."""
+    profile = Profile(save=several(2.0, saves), stall=several(0.125, 40))
+    choice = Held(basis=Basis(seconds=600.0, cost_s=0.875, mtbf_s=1e5), goal="auto 0 inf") if chosen else None
+    for applied in (True, False):
+        text = Record(profile=profile, held=choice, applied=applied).text()
+        known, notes = settled(Said(), recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: text})]))
+        assert (known.stall_s, known.slowdown_s) == (0.125, slowdown_s)
+        assert {each.name: each.source for each in notes}["a save's slowdown"] == "the run's log"
+
+
+def test_a_run_that_has_measured_no_save_has_no_cost():
+    text = Record(profile=Profile(stall=several(0.125, 1))).text()
+    found = recorded_run([*LOG[:-1], replace(LOG[-1], metadata={KEY: text})])
+    assert found is not None
+    assert found.cost_s is None
+    assert {each.name: each.source for each in settled(Said(), found)[1]}["a save's slowdown"].startswith(
+        "assumed"
+    )
 
 
 def held(text: str | None, seconds: object, **others: object) -> str:
