@@ -36,6 +36,7 @@ class Said:
 
     model: Model | None = None
     raw_bytes: float | None = None
+    """Of tables and their state alone."""
     dense_bytes: float | None = None
     pods: int | None = None
     ranks: int | None = None
@@ -181,7 +182,7 @@ def _model(said: Said, run: RecordedRun | None) -> tuple[Model, float, str]:
     if said.model is not None:
         return said.model, dense_bytes, "said"
     if said.raw_bytes is not None:
-        rows = max(round((said.raw_bytes - dense_bytes) / (4 * COLUMNS + STATE_BYTES)), 1)
+        rows = max(round(said.raw_bytes / (4 * COLUMNS + STATE_BYTES)), 1)
         return (
             Model(rows=rows, columns=COLUMNS, state_bytes=STATE_BYTES),
             dense_bytes,

@@ -106,6 +106,20 @@ def test_training_that_does_not_get_on_is_said_in_words(cli: Cli) -> None:
     assert "over 1,000 %" in text
 
 
+def test_dense_parameters_come_on_top_of_the_bytes_of_tables(cli: Cli) -> None:
+    """More of them than of tables, too: 10 GB were taken for a single row."""
+    sized = ("plan", "--bytes", "10GB", "--mtbf", "20h")
+    tables, both = answer(cli, *sized), answer(cli, *sized, "--dense", "20GB")
+    assert tables["plan"]["raw_bytes"] == pytest.approx(10e9)
+    assert both["plan"]["raw_bytes"] == pytest.approx(30e9)
+    assert both["plan"]["stored_bytes"] == pytest.approx(tables["plan"]["stored_bytes"] + 20e9)
+    rows = [
+        next(each["value"] for each in found["assumptions"] if each["name"] == "model")
+        for found in (tables, both)
+    ]
+    assert rows == ["38,461,538 rows of 64 float32 and 4 B of optimizer state"] * 2
+
+
 def test_a_trace(cli: Cli, tmp_path: Path) -> None:
     trace = tmp_path / "failures.csv"
     trace.write_text(
