@@ -240,9 +240,9 @@ class SaveLoop:
             self._requests.fail(veto)
             return False
         latest_s = math.inf if self._term is None or self._term.until_s is None else self._term.until_s
-        self._cut(
-            link, self._requests.reason, urgent=self._requests.urgent is not None, latest_s=latest_s, cut=cut
-        )
+        # An order says no reason: every rank has its own.
+        reason = "close" if close and self._requests.urgent is None else self._requests.reason
+        self._cut(link, reason, urgent=self._requests.urgent is not None, latest_s=latest_s, cut=cut)
         if not self._saver.in_flight:
             self._saver.owe(cut)
             self._saver.pay()
@@ -400,6 +400,7 @@ class SaveLoop:
             if self._orders is not None:
                 self._pay_missed(self._orders, last=True)
             self._finish_here(until_s)
+        self._refine(until_s)
         self._mend(until_s, at_step=False)
 
     def _finish_here(self, until_s: float) -> None:
@@ -435,6 +436,19 @@ class SaveLoop:
                 last = SaveFailed("the save is still uploading", where="close()")
             self._news.apply()
 
+    def _refine(self, until_s: float) -> None:
+        """What a run leaves behind has 8 bit: if the last step was saved with fewer that were chosen, cut it again."""
+        last = self._saver.last
+        if last is None or last.commit is None or not last.coarse or last.reason == "close":
+            return
+        if last.step != self._clock.step:
+            return  # nothing was trained since a restore
+        why: object = self._why_not_again(last, at_step=False) or self._cut_again(
+            last, until_s, reason="close"
+        )
+        if why:
+            log.warning("step %d stays stored with the few bits that its save chose: %s", last.step, why)
+
     def _mend(self, until_s: float, *, at_step: bool) -> None:
         """No cut is to follow the last one: if it is in doubt, take it once more, or say that it stays as it is."""
         doubt = self._saver.doubt(until_s)
@@ -446,7 +460,7 @@ class SaveLoop:
             self._saver.say(doubt, f"It stays as it is: {why}")
             return
         self._saver.say(doubt, f"Step {step} is cut once more")
-        error = self._cut_again(last, until_s)
+        error = self._cut_again(last, until_s, reason=last.reason)
         if error is not None:
             log.error(
                 "step %d was not saved once more, its checkpoint stays as it is, unless this upload ends: %s",
@@ -468,18 +482,18 @@ class SaveLoop:
         veto = self._saver.veto()
         return "" if veto is None else str(veto)
 
-    def _cut_again(self, last: Flight, until_s: float) -> Exception | None:
+    def _cut_again(self, last: Flight, until_s: float, *, reason: str) -> Exception | None:
         """With the same pins and metadata, which from now on mean this checkpoint; returns why it is not durable."""
         link = self._attachment.link
         if link is None:
             return SaveFailed(Wait.AWAY.said, where="close()")
         handles = [
-            SaveHandle(reason=last.reason, pin=each.pin, metadata=each.metadata, waiter=self.wait)
+            SaveHandle(reason=reason, pin=each.pin, metadata=each.metadata, waiter=self.wait)
             for each in last.handles
-        ] or [SaveHandle(reason=last.reason, pin=None, metadata={}, waiter=self.wait)]
+        ] or [SaveHandle(reason=reason, pin=None, metadata={}, waiter=self.wait)]
         for handle in handles:
             self._requests.add(handle)
-        self._cut(link, last.reason, latest_s=until_s)
+        self._cut(link, reason, latest_s=until_s)
         if not self.drain(until_s):
             return SaveFailed("it is still uploading", where="close()")
         if all(handle.commit is not None for handle in handles):

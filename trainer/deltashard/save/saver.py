@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from deltashard_checkpoint.crash_point import crash_point
-from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING
+from deltashard_checkpoint.deciding.precision import SAFE
+from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, bits_of
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -452,6 +453,7 @@ class Saver:
             renewed = {} if ahead is None or ahead.mode is None else self._renewed(ahead, ahead.mode, cuts)
             begun = stream.begun(hold_s)
             crash_point("cut.begun")
+            flight.coarse = self._chosen_coarse(begun)
             mode = self._base.mode(begun)
             if self._base.asks_rebase(begun):
                 self._tracking.rebase()
@@ -485,6 +487,14 @@ class Saver:
             raise
         flight.left()
         return mode, copied.full
+
+    def _chosen_coarse(self, begun: pb.SaveReply.Begun) -> bool:
+        """Whether bits were chosen, and for some table fewer than 8."""
+        policy = self._attachment.policy
+        if not policy.bits_goal or policy.bits_mode != "apply":
+            return False
+        stored = (begun.encodings.get(table.fqn, begun.encoding) for table in self._program.schemas)
+        return any((bits_of(encoding) or 0) < SAFE for encoding in stored)
 
     def _begin(
         self, link: Link, flight: Flight, counts: DirtyCounts, *, urgent: bool

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.stores.url import open_store
 
 from tests.support.trainer.rank_zygote import RankZygote
@@ -26,9 +27,13 @@ def run() -> Iterator[Run]:
 
 def commits(workdir: Path) -> dict[int, int]:
     """Steps by seq."""
+    return {seq: entry.step for seq, entry in checkpoints(workdir).items()}
+
+
+def checkpoints(workdir: Path) -> Mapping[int, Checkpoint]:
+    """By seq."""
     with open_store((workdir / "store").as_uri()) as store:
-        state = RunLog(store, "group").refresh()
-    return {seq: entry.step for seq, entry in state.checkpoints.items()}
+        return RunLog(store, "group").refresh().checkpoints
 
 
 def test_a_group_that_was_killed_ends_as_one_that_was_not(run: Run, tmp_path: Path) -> None:
@@ -42,6 +47,8 @@ def test_a_group_that_was_killed_ends_as_one_that_was_not(run: Run, tmp_path: Pa
         assert back[rank]["state"] == whole[rank]["state"]
         assert back[rank]["seen"] == whole[rank]["seen"][17 * 4 :]
         assert back[rank]["committed"][1] == 50
+    newest = max(checkpoints(tmp_path / "ckpt").items())[1]
+    assert newest.directive.startswith("close;"), "an end that was meant is no failure, and has its own bits"
     assert whole[0]["state"]["torch"] != whole[1]["state"]["torch"]
 
 
