@@ -130,6 +130,6 @@ def not_negative(value: object, most: float = MOST) -> float:
 
 
 def _count(value: object) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value <= MOST:
         raise ValueError(value)
     return value

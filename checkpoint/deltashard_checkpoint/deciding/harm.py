@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltashard_checkpoint.deciding.cost import not_negative
+from deltashard_checkpoint.deciding.cost import MOST, not_negative
 from deltashard_checkpoint.deciding.precision import BITS
 from deltashard_checkpoint.errors import UserError
 
@@ -84,7 +84,12 @@ def recorded(text: str) -> Harm:
             for name, (spent, error) in found["tables"].items()
         }
         restores, alarm = found["restores"], found["alarm"]
-        if type(restores) is not int or type(alarm) is not int or restores < 0 or alarm not in (0, *BITS):
+        if (
+            type(restores) is not int
+            or type(alarm) is not int
+            or not 0 <= restores <= MOST
+            or alarm not in (0, *BITS)
+        ):
             raise ValueError(restores)  # noqa: TRY301 - told below, as all that is wrong
         return Harm(
             restores=restores,

@@ -89,6 +89,9 @@ class TableFacts:
     """Sum of e^2 over the restores that it went through."""
 
 
+_ENDING = "the run is near its end: what it leaves behind is stored with 8 bit"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
     """The run."""
@@ -125,7 +128,7 @@ def by_budget(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping
             bits = next((b for b in BITS if b >= outlook.least_bits and _affordable(facts, b, count)), SAFE)
         found[name] = fixed.get(name, BITS_CHOICES[bits])
     if outlook.ending:
-        why = "the run is near its end: what it leaves behind is stored with 8 bit"
+        why = _ENDING
     else:
         restores = f"{count} restore{'s' * (count != 1)}"
         why = (
@@ -163,7 +166,11 @@ def check_n_run_bits(expected: float, happened: int) -> int:
 
 
 def by_paper(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> Precision:
-    """Check-N-Run's rule: one width for all tables."""
+    """Check-N-Run's rule: one width for all tables, and 8 bit at the end, which is ours."""
+    if outlook.ending:
+        return Precision(
+            encodings={name: fixed.get(name, BITS_CHOICES[SAFE]) for name in tables}, why=_ENDING
+        )
     least = max(check_n_run_bits(outlook.expected, outlook.happened), outlook.least_bits)
     bits = next((b for b in BITS if b >= least), SAFE)
     why = (

@@ -46,6 +46,12 @@ def test_no_directive_turns_saving_off() -> None:
         recorded('{"generation": 1, "policy": {}, "timers": true, "workload": ""}')
 
 
+def test_a_number_that_no_float_holds_is_refused() -> None:
+    """It may stand in a bucket, and must not end an Open."""
+    with pytest.raises(BadDirective):
+        recorded('{"generation": 1, "policy": {"every_s": 1' + 400 * "0" + '}, "workload": ""}')
+
+
 def test_only_a_newer_generation_counts() -> None:
     """Late, repeated and reordered messages change nothing."""
     held = InForce(started_with=BASE)

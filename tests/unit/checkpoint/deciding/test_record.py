@@ -52,6 +52,7 @@ def test_it_comes_back_as_it_was_and_has_room() -> None:
         (("evidence", "lossy"), True),
         (("evidence",), None),
         (("save", "n"), -1),
+        (("save", "n"), 10**400),
         (("save", "squares"), -1.0),
         (("save", "mean"), 1e300),
         (("step_s",), -1.0),
