@@ -109,6 +109,8 @@ class Sidecar:
         self._outlived = 0, 0.0
         """Attempt whose saves an Attach has waited for, and until when (monotonic) any does."""
         self._idle_since_s = time.monotonic()
+        self._unseen: Session | None = None
+        """Rank 0's, which goes on in an attempt that is not seen in the log yet."""
         metrics.watch_blocks(keeper.counts, [use.value for use in Use])
         metrics.trainers.set_function(lambda: len(self.sessions.all()))
 
@@ -137,7 +139,6 @@ class Sidecar:
         if attempt is not None:
             session.attempt.found(self.run.resume(session.who, attempt))
             self._found(session, attempt)
-            self.control.adopt(session)
         elif session.who.rank == 0:
             self.decider.came()
         self.activity.attached()
@@ -276,9 +277,9 @@ class Sidecar:
         except FencedError as error:
             self.activity.fenced(Cause(error.cause), str(error), step=step_seen)
             raise
+        self.control.adopt()  # first: what was measured stands under the goal that it was measured for
         self._begins(session, reply)
         self.control.opened(session, reply)
-        self.control.adopt(session)
         self.activity.opened(reply)
         self.metrics.attempts.inc()
         self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=session.who.rank)
@@ -303,20 +304,30 @@ class Sidecar:
         )
 
     def _found(self, session: Session, attempt: int) -> None:
-        """A trainer goes on in the middle of its attempt, with a sidecar that was started since."""
-        who = session.who
-        if who.rank == 0:
-            self.decider.opened(
-                Opening(
-                    run=self.run.name,
-                    attempt=attempt,
-                    world_size=who.world_size,
-                    ranks_here=len(self.sessions.all()),
-                    reading=self._reading(session),
-                ),
-                self.run.log_of(who).state,
-            )
-            self.control.decided()
+        """A trainer goes on in the middle of its attempt, with a sidecar that was started since.
+
+        What the run was told, measured and chose stands in its log. Where that cannot be read yet, nothing is decided
+        before it is: a commit would say that nothing had been known.
+        """
+        who, state = session.who, self.run.state()
+        self.control.adopt()
+        if who.rank != 0:
+            return
+        self._unseen = None if attempt in state.attempts else session
+        if self._unseen is not None:
+            return
+        self.run.bits.goes_on(state, attempt)
+        self.decider.opened(
+            Opening(
+                run=self.run.name,
+                attempt=attempt,
+                world_size=who.world_size,
+                ranks_here=len(self.sessions.all()),
+                reading=self._reading(session),
+            ),
+            state,
+        )
+        self.control.decided()
 
     def _reading(self, session: Session) -> Reading:
         rank = session.who.local_rank
@@ -326,6 +337,8 @@ class Sidecar:
         """Let the decider see how rank 0 gets on."""
         for session in self.sessions.all():
             if session.who.rank == 0 and session.attempt.number is not None:
+                if session is self._unseen:
+                    self._found(session, session.attempt.number)
                 if self.decider.look(self._reading(session)):
                     self.control.decided()
                 return

@@ -139,9 +139,9 @@ class TrainerControl:
             session.notices.post(notices.policy(self._told.message()))
             self.direct(session)
 
-    def adopt(self, session: Session) -> None:
+    def adopt(self) -> None:
         """Follow what this workload's newest commit was told, should no controller say so (again)."""
-        newest = self._run.log_of(session.who).state.newest()
+        newest = self._run.state().newest()
         text = None if newest is None else newest.metadata.get(KEY)
         if text is None:
             return

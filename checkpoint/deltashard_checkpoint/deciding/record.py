@@ -26,6 +26,13 @@ class Held:
     """Name of the terms that it was chosen under."""
 
 
+def cost_of(profile: Profile, held: Held | None) -> float:
+    """What a save costs, in trainer seconds: as measured, and right after a change as it was measured for that."""
+    if held is not None and profile.save.n < ENOUGH:
+        return held.basis.cost_s
+    return profile.save.mean
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """As of one commit."""
@@ -41,14 +48,9 @@ class Record:
 
     @property
     def cost_s(self) -> float | None:
-        """What a save costs, in trainer seconds: as measured, and right after a change as it was measured for that.
-
-        None: neither, yet.
-        """
-        save = self.profile.save
-        if self.held is not None and save.n < ENOUGH:
-            return self.held.basis.cost_s
-        return save.mean if save.n else None
+        """`cost_of` what it has; None: nothing was measured yet."""
+        known = self.held is not None or self.profile.save.n
+        return cost_of(self.profile, self.held) if known else None
 
     def text(self) -> str:
         """Its form in a commit's metadata."""

@@ -33,7 +33,9 @@ from deltashard_sidecar.policy import Policy
 MEASURING_S = 60.0
 """Interval until saves were measured, where none is said."""
 HASTE = 4.0
-"""By so much sooner the first save comes for each attempt that ended without a checkpoint."""
+"""By so much sooner the first save comes for each attempt that ended without a checkpoint ..."""
+SOONEST_S = 1.0
+"""... but not before this, unless the interval is shorter: after hundreds of attempts nothing would be left of it."""
 Cause = Literal["measured", "cost", "failures", "durable", "policy"]
 """Why a choice came: the first one; what saves cost changed; how often steps are lost; a save takes longer than the
 interval; another goal or bound."""
@@ -105,13 +107,6 @@ def choose(terms: Terms, profile: Profile, now: Situation, held: Held | None, ev
     return _held(terms, held, found, evidence, cause)
 
 
-def cost_of(profile: Profile, held: Held | None) -> float:
-    """What a save costs, in trainer seconds: as measured, and right after a change as it was measured for that."""
-    if held is not None and profile.save.n < ENOUGH:
-        return held.basis.cost_s
-    return profile.save.mean
-
-
 def _cause(
     terms: Terms, profile: Profile, now: Situation, held: Held | None, found: Interval
 ) -> Cause | None:
@@ -176,7 +171,8 @@ def hastened(choice: Choice, fruitless: int, *, least_s: float) -> Choice:
     Whatever keeps ending them may end this one as early. Its first save comes after a quarter of the interval for each
     of them, not below `least_s`, and each commit takes one quarter back: a run that dies every few minutes gets on.
     """
-    every_s = max(choice.every_s / HASTE**fruitless, least_s)
+    sooner_s = choice.every_s / HASTE ** min(fruitless, 30)  # of a thousand attempts it is beyond a float
+    every_s = max(sooner_s, least_s, min(SOONEST_S, choice.every_s))
     if choice.decision.mode != "apply" or every_s >= choice.every_s:
         return choice
     count = f"{fruitless} attempt{'s' * (fruitless != 1)}"

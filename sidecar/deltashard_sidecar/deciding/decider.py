@@ -27,14 +27,14 @@ from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Expected, Rates, rates
 from deltashard_checkpoint.deciding.goal import FIXED, goal
 from deltashard_checkpoint.deciding.interval import ENOUGH, IN_FLIGHT_SHARE, Situation, failing_apart
-from deltashard_checkpoint.deciding.record import Held, Record, recorded
+from deltashard_checkpoint.deciding.record import Held, Record, cost_of, recorded
 from deltashard_checkpoint.deciding.recovery import advised
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
-from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, cost_of, hastened, terms_of
+from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, hastened, terms_of
 from deltashard_sidecar.deciding.history import Past, fruitless, past
 from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
@@ -218,20 +218,26 @@ class Decider:
         key = key_of(self._place, opening.world_size)
         with self._lock:
             before, self._opening = self._opening, opening
+            newest, attempt = state.newest(), state.attempts.get(opening.attempt)
+            came_back = opening.resumed
             # A lower attempt: the store was emptied, and a run of this name begins anew.
             if before is None or before.run != opening.run or before.attempt > opening.attempt:
                 self._profile, self._held, self._past, self._evidence = Profile(key=key), None, Past(), NONE
-                self._adopt(state, key)
+                # Its coming back was counted by a process that ended before it could commit so.
+                came_back |= (
+                    attempt is not None and attempt.resumes_from is not None and attempt.last_seq is None
+                )
+                self._adopt(state, key, came_back=came_back)
                 self._committed = True
             elif self._profile.key != key:
                 self._profile, self._held = Profile(key=key), None
             self._begin, self._left_steps = None, math.inf
             self._meter = self._meter.began(None)
             self._restoring = opening.resumed
-            self._haste = fruitless(state, before=opening.attempt)
-            newest = state.newest()
+            fruitful = attempt is not None and attempt.last_seq is not None
+            self._haste = 0 if fruitful else fruitless(state, before=opening.attempt)
             self._partial = newest is not None and LINEAGE_KEY in newest.metadata
-            if opening.resumed and self._committed and newest is not None:
+            if came_back and self._committed and newest is not None:
                 self._committed = False
                 lossy = not _closing(newest.metadata.get(KEY), ends(newest))
                 if opening.step_seen:
@@ -239,15 +245,19 @@ class Decider:
                 self._evidence = self._evidence.incident(lossy=lossy)
             self._decide()
 
-    def _adopt(self, state: RunState, key: str) -> None:
+    def _adopt(self, state: RunState, key: str, *, came_back: bool) -> None:
         """Go on from what the newest commit says, or from what the log does."""
         assert self._opening is not None
         newest = state.newest()
+        if newest is not None and newest.attempt == self._opening.attempt:
+            # One that this sidecar's life began with, before it saw the log, says nothing.
+            saying = [entry for entry in state.checkpoints.values() if KEY in entry.metadata]
+            newest = max(saying, key=lambda entry: entry.seq, default=newest)
         text = None if newest is None else newest.metadata.get(KEY)
         if newest is None or text is None:
             # The last attempt's end is counted where it is seen: by the trainer that comes back.
             last = None if newest is None else newest.attempt
-            goes_on = self._opening.resumed or last == self._opening.attempt
+            goes_on = came_back or last == self._opening.attempt
             self._past = past(state, open_attempt=last if goes_on else None)
             return
         try:

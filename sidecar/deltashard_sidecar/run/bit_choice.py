@@ -36,6 +36,7 @@ from deltashard_checkpoint.deciding.precision import (
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.row_block import weight_row_bytes
 from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import ENCODINGS, PRECISION_KEY
 from deltashard_checkpoint.write.precision import Precision as Stored
 from deltashard_checkpoint.write.precision import recorded
@@ -74,8 +75,10 @@ class BitChoice:
         self._harm = Harm()
         self._judged = False
         """Whether the losses of this attempt's steps that were trained again were looked at."""
-        self._resumed_bits = SAFE
-        """The fewest that any table had in what this attempt resumed."""
+        self._resumed: Stored | None = None
+        """How the rows were stored that this attempt resumed; None: it resumed none, or that is not known."""
+        self._own: frozenset[str] = frozenset()
+        """Tables whose encoding the user said, as of the newest choice."""
         self._tables: Sequence[TableSchema] = ()
         """Of all ranks, as of the newest choice."""
         self._of_cut: tuple[_Cut, Mapping[str, str]] | None = None
@@ -88,20 +91,30 @@ class BitChoice:
 
     def opened(self, metadata: Mapping[str, str], *, restores: bool) -> None:
         """An attempt was opened that resumes from a checkpoint with this metadata, or (not `restores`) from none."""
-        found = Harm()
-        text = metadata.get(harm.KEY)
-        if restores and text is not None:
-            try:
-                found = harm.recorded(text)
-            except DeltashardError as error:
-                self._log.warning("harm.unreadable", **explain(error))
-        said = metadata.get(PRECISION_KEY)
-        stored = None if said is None else recorded(said)
-        bits = SAFE if stored is None else min(ENCODINGS[each].bits for each in stored.weights.values())
+        found = self._recorded(metadata) if restores else Harm()
         with self._lock:
             self._harm = found.restored() if restores else found
             self._judged = False
-            self._resumed_bits = bits
+            self._resumed = _stored(metadata)
+
+    def goes_on(self, state: RunState, attempt: int) -> None:
+        """An attempt is under way that another process's choice began: what that knew stands in the log."""
+        resumed = state.attempts[attempt].resumes_from
+        source = None if resumed is None else state.checkpoints.get(resumed)
+        self.opened({} if source is None else source.metadata, restores=source is not None)
+        mine = [c for c in state.checkpoints.values() if c.attempt == attempt and harm.KEY in c.metadata]
+        if mine:
+            found = self._recorded(max(mine, key=lambda checkpoint: checkpoint.seq).metadata)
+            with self._lock:
+                self._harm = found
+
+    def _recorded(self, metadata: Mapping[str, str]) -> Harm:
+        if (text := metadata.get(harm.KEY)) is not None:
+            try:
+                return harm.recorded(text)
+            except DeltashardError as error:
+                self._log.warning("harm.unreadable", **explain(error))
+        return Harm()
 
     def encodings(
         self,
@@ -157,7 +170,7 @@ class BitChoice:
         self._decided(policy, found, said, holds=holds, expected=expected, ranks=ranks)
         encodings = found.encodings if holds else said
         with self._lock:
-            self._tables = ranks.tables
+            self._tables, self._own = ranks.tables, frozenset(own)
             if begin.cut:  # 0: one that may come
                 self._of_cut = cut, encodings
         return encodings
@@ -236,7 +249,7 @@ class BitChoice:
             if self._judged or not check.steps:
                 return
             self._judged = True
-            least = self._resumed_bits
+            least = self._least_chosen()
             rose = harm.rose(steps=check.steps, mean=check.mean, error=check.error, first=check.first)
             if rose and least < SAFE:
                 self._harm = replace(self._harm, alarm=max(self._harm.alarm, harm.next_bits(least)))
@@ -252,18 +265,35 @@ class BitChoice:
         )
         self._metrics.loss_rise.set(share)
 
-    def metadata(self, held: Stored) -> dict[str, str]:
-        """What a commit says of the harm so far, and of what a restore of it would add."""
+    def _least_chosen(self) -> int:
+        """The fewest bits that were chosen for a table of what this attempt resumed; the lock is held."""
+        stored = self._resumed
+        if stored is None:
+            return SAFE
+        names = {table.fqn for table in self._tables} or {*stored.weights}
+        return min((ENCODINGS[stored.of_table(name)].bits for name in names - self._own), default=SAFE)
+
+    def metadata(self, held: Stored | None) -> dict[str, str]:
+        """What a commit says of the harm so far, and of what a restore of it would add; None: nobody chooses its bits.
+
+        What restores did before is carried on then, too: bits may be chosen again.
+        """
         with self._lock:
             facts = {table.fqn: TableFacts(raw_bytes=_weight_bytes(table)) for table in self._tables}
         errors = {}
-        for name in large_tables(facts):
-            bits = ENCODINGS[held.of_table(name)].bits
-            if (error := self.errors.of(name).get(bits)) is not None:
-                errors[name] = error
+        if held is not None:
+            for name in large_tables(facts):
+                bits = ENCODINGS[held.of_table(name)].bits
+                if (error := self.errors.of(name).get(bits)) is not None:
+                    errors[name] = error
         with self._lock:
             told = replace(self._harm, error=errors)
         return {harm.KEY: told.text()} if told.error or told.spent or told.alarm else {}
+
+
+def _stored(metadata: Mapping[str, str]) -> Stored | None:
+    said = metadata.get(PRECISION_KEY)
+    return None if said is None else recorded(said)
 
 
 def _weight_bytes(table: TableSchema) -> int:

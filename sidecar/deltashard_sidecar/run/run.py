@@ -455,8 +455,12 @@ class Run:
         stored = None if covers is None else precision.held(state, covers)
         if raised := precision.raised(asked, stored):
             covers, turn, stored = None, Turn("raised", raised), None
-        elif stored is not None and self.bits.decides(policy, ranks):
-            asked = precision.finer(asked, stored)  # fewer bits begin with a baseline
+        elif self.bits.decides(policy, ranks):
+            # Fewer bits begin with a baseline: of all ranks, not of one that must send everything where others do not.
+            alone = begin.full and differential.decide(policy.differential, history) != "full"
+            newest = state.newest() if stored is None and alone and who.world_size > 1 else None
+            beside = stored if newest is None else precision.held(state, newest.seq)
+            asked = asked if beside is None else precision.finer(asked, beside)
         held = "baseline" if covers is None else f"since {covers}"
         why = "" if turn is None else f" ({turn.text})"
         return Holding(

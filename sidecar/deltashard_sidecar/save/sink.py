@@ -197,8 +197,8 @@ class PartSink:
             INCREMENTS_KEY: None if baseline else self._cut.increments,
             harm.KEY: None,
         }
-        if self._cut.samples and self._who.rank == 0:
-            mine |= self._run.bits.metadata(precision)
+        if self._who.rank == 0:
+            mine |= self._run.bits.metadata(precision if self._cut.samples else None)
         return {name: text for name, text in sealed.metadata.items() if name not in mine} | {
             name: text for name, text in mine.items() if text is not None
         }

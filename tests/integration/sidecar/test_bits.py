@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from deltashard_checkpoint.write.precision import recorded
 from torch import nn
 
 from tests.support.checkpointers import Make, checkpointers, leave
+from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
@@ -220,3 +223,87 @@ def test_rows_that_stay_finer_than_they_are_chosen_are_told_so(make: Make, tmp_p
     assert restored.exact is True
     assert restored.step == 5
     assert last.error(again, "large") == 0
+
+
+@pytest.mark.parametrize("rule", ["budget", "check-n-run"])
+def test_what_a_run_leaves_behind_has_8_bit_though_its_last_step_was_saved(
+    make: Make, tmp_path: Path, rule: str
+) -> None:
+    """Where the user's own save of that step chose fewer: close() cuts it once more, under the same pin."""
+    loop = Loop(0)
+    ckpt = make(loop, bits=rule, differential="full")
+    loop.train(ckpt, 2)
+    ckpt.save().wait(120)
+    loop.train(ckpt, 2)
+    ckpt.save(pin="final").wait(120)
+    assert stored(tmp_path)["large"] in ("q2", "q3", "q4")
+    coarse = newest(tmp_path)
+    ckpt.close()
+    assert stored(tmp_path) == {"large": "q8", "small": "q8"}
+    left = newest(tmp_path)
+    assert (left.step, left.seq, left.pins) == (4, coarse.seq + 1, ("final",))
+    assert left.directive.startswith("close;")
+
+
+def test_close_cuts_nothing_twice_that_has_8_bit(make: Make, tmp_path: Path) -> None:
+    """Nor where a user said the few bits."""
+    for number, options in enumerate(({"bits": "budget"}, {"encoding": "q4"})):
+        loop = Loop(0)
+        ckpt = make(loop, run=f"r{number}", **options)
+        loop.train(ckpt, 2)
+        commit = ckpt.save().wait(120)
+        ckpt.close()
+        state = RunLog(open_store(f"file://{tmp_path}/store"), f"r{number}").refresh()
+        assert state.newest().seq == commit.seq
+
+
+@pytest.mark.parametrize("committed", [False, True], ids=["before a commit", "after one"])
+def test_a_sidecar_that_is_killed_forgets_no_harm(make: Make, tmp_path: Path, committed: bool) -> None:
+    """What restores did, and the alarm that losses rang, are the run's; the next process reads them in the log."""
+    options = {"bits": "check-n-run", "differential": "full", "planned_steps": 10_000}
+    loop, again = Loop(0), Loop(1)
+    ckpt = make(loop, **options)
+    loop.train(ckpt, 2, loss=1.0)
+    ckpt.save().wait(120)
+    loop.train(ckpt, 40, loss=1.0)
+    leave(ckpt)
+    ckpt = make(again, **options)
+    assert ckpt.restore() is not None
+    again.train(ckpt, 41, loss=1.01)
+    if committed:
+        ckpt.save().wait(120)
+    before = harm.recorded(newest(tmp_path).metadata[harm.KEY])
+    pid = ckpt.sidecar_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: ckpt.sidecar_pid not in (None, pid), what="another sidecar")
+    again.train(ckpt, 1)
+    ckpt.save().wait(120)
+    told = harm.recorded(newest(tmp_path).metadata[harm.KEY])
+    assert told.restores == 1
+    assert told.spent.keys() == {"large.weight"}
+    if committed:
+        assert told.alarm == before.alarm > 0
+        again.train(ckpt, 1)
+        ckpt.save().wait(120)
+        assert int(stored(tmp_path)["large"][1:]) >= told.alarm
+
+
+def test_an_alarm_is_about_the_tables_whose_bits_were_chosen(make: Make, tmp_path: Path) -> None:
+    """Not about a table at the user's 2 bit, nor about the encoding that no table has."""
+    options = {"bits": "budget", "differential": "full", "encoding": "q2", "tables": {"small": "q2"}}
+    loop, again = Loop(0), Loop(1)
+    ckpt = make(loop, **options)
+    for _ in range(2):
+        loop.train(ckpt, 2, loss=1.0)
+        ckpt.save().wait(120)
+    chosen = int(stored(tmp_path)["large"][1:])
+    assert stored(tmp_path)["small"] == "q2"
+    assert 2 < chosen < 8
+    loop.train(ckpt, 40, loss=1.0)
+    leave(ckpt)
+    ckpt = make(again, **options)
+    assert ckpt.restore() is not None
+    again.train(ckpt, 41, loss=1.01)
+    ckpt.save().wait(120)
+    assert harm.recorded(newest(tmp_path).metadata[harm.KEY]).alarm == harm.next_bits(chosen)

@@ -388,6 +388,61 @@ def test_haste_leaves_advice_and_the_users_bound(said: dict[str, Any]) -> None:
     assert life.every_s == (60.0 if "every_s" in said else 600.0)
 
 
+@pytest.mark.parametrize("fruitless", [511, 512, 5000])
+def test_a_loop_of_a_weekend_leaves_a_timer(fruitless: int) -> None:
+    """Nothing was measured: the first save comes after a second, not all the time and not never."""
+    life = Life()
+    nothing = Attempt(world_size=1, resumes_from=None, resumes_attempt=None)
+    attempts = dict.fromkeys(range(1, fruitless + 2), nothing)
+    life.open(replace(EMPTY, attempts=attempts, attempt=fruitless + 1), attempt=fruitless + 1)
+    assert life.every_s == 1.0
+    assert life.decider.text(closing=False) is not None
+
+
+def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
+    """The restore that the attempt began with; and its haste only while it has committed nothing."""
+    life = Life(most_s=600.0)
+    life.open()
+    life.saves(ENOUGH, lambda: 0.1)
+    text = life.decider.text(closing=False)
+    assert text is not None
+    state = log_of_attempts(2, {KEY: text})
+    life = Life(most_s=600.0)
+    life.open(state, attempt=4)
+    (decision,) = life.decider.decisions()
+    assert "1 lossy failures and 1 restores" in decision.evidence
+    assert life.every_s == pytest.approx(37.5)
+    life.saves(2, lambda: 0.1)
+    assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence, "once"
+    text = life.decider.text(closing=False)
+    assert text is not None
+    later = log_of({KEY: text}, attempt=4)
+    mine = replace(state.attempts[4], last_cut=1, last_seq=5, last_step=100)
+    later = replace(later, attempts={**state.attempts, 4: mine}, attempt=4)
+    life = Life(most_s=600.0)
+    life.open(later, attempt=4)
+    assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence, "its commit says it"
+    assert life.every_s == 600.0
+
+
+def test_a_commit_that_was_made_before_the_log_was_seen_hides_nothing() -> None:
+    """A sidecar that started while the store was away commits without a record: the one before it counts."""
+    life = Life(most_s=600.0)
+    life.open()
+    life.saves(ENOUGH, lambda: 0.1)
+    text = life.decider.text(closing=False)
+    assert text is not None
+    before = log_of({KEY: text}, attempt=1).checkpoints[2]
+    unsaid = replace(before, seq=3, cut=2, step=200, metadata={})
+    mine = Attempt(
+        world_size=1, resumes_from=None, resumes_attempt=None, last_cut=2, last_seq=3, last_step=200
+    )
+    life = Life(most_s=600.0)
+    life.open(RunState(run="r", checkpoints={2: before, 3: unsaid}, attempts={1: mine}, attempt=1))
+    assert life.every_s == 600.0
+    assert recorded(life.decider.text(closing=False) or "").profile.save.n == ENOUGH
+
+
 def test_a_promise_about_lost_work_is_not_stretched_by_the_phase() -> None:
     """The first save of an attempt comes sooner, never later."""
     life = Life()
