@@ -198,8 +198,8 @@ class TrainerControl:
             by = self._run.newest_attempt(session.who)
             taken_over = fence.cause is Cause.TAKEN_OVER
             session.notices.post(notices.fenced(attempt, by, fence.why, taken_over=taken_over))
+        self.direct(session)  # first: whoever heard of the commit finds the step of the next cut
         session.notices.post(notice)
-        self.direct(session)
 
     def awaits_urgent(self, attempt: int) -> bool:
         """Whether a trainer of this attempt was told to save at once and has not begun."""

@@ -161,6 +161,28 @@ def test_bits_are_chosen_for_all_ranks_where_they_share_a_sidecar(tmp_path: Path
         group.close()
 
 
+def test_a_rank_that_sends_all_its_rows_alone_keeps_the_bits_of_the_others(tmp_path: Path) -> None:
+    """Fewer begin when all ranks bring a baseline: a table would lie with deltas of few bits over rows of 8."""
+    url = (tmp_path / "store").as_uri()
+    flags = {"bits_goal": "budget", "bits_mode": "apply", "differential": "one-shot"}
+    with pods(tmp_path, url, 1, **flags) as sidecars:
+        group = Group(sidecars, 2)
+        group.open()
+        group.train()
+        base = group.save_and_commit()
+        group.train()
+        cuts = [trainer.save(full=trainer.rank == 1) for trainer in group.trainers]
+        (seq,) = {t.committed(cut).seq for t, cut in zip(group.trainers, cuts, strict=True)}
+        with open_store(url) as store:
+            entry = RunLog(store, "run").refresh().checkpoints[seq]
+        assert set(entry.covers) == {base, None}
+        stored = precision.recorded(entry.metadata[PRECISION_KEY])
+        assert stored is not None
+        assert {stored.of_table(f"rank{rank}.big.weight") for rank in range(2)} == {"q8"}
+        assert set(entry.encodings) == {"q8"}
+        group.close()
+
+
 def test_each_rank_reads_the_common_blobs_and_its_own_and_a_lone_reader_the_common_ones(
     tmp_path: Path,
 ) -> None:
