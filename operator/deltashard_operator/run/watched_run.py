@@ -197,13 +197,19 @@ class Run:
         return evidence.rates(self.incidents.evidence, pods=self.pods_at_risk, pool=self.pool)
 
     @property
-    def deciders(self) -> frozenset[str]:
-        """UIDs of the pods that decide: those with rank 0. Empty: not known."""
-        return frozenset(
-            uid
+    def deciders(self) -> Mapping[str, str]:
+        """The sidecars that decide now, pod UID -> process: those whose rank 0 has an attempt.
+
+        Before it has one, they would drop what they are told for what the log says.
+        """
+        return {
+            uid: each.hello.process
             for uid, each in self.reports.items()
-            if each.connected and each.heartbeat is not None and has_rank_0(each.heartbeat)
-        )
+            if each.connected
+            and each.heartbeat is not None
+            and each.heartbeat.attempt
+            and has_rank_0(each.heartbeat)
+        }
 
     @property
     def parts(self) -> int:

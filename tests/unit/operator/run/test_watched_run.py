@@ -360,7 +360,9 @@ def test_of_several_that_decide_the_one_with_rank_0_counts() -> None:
     )
     run, _ = watched_run.with_report(run, hello("p-2", "s-2"), other, NOW_S)
     assert run.decisions == (DECIDED,)
-    assert run.deciders == {"p-1"}
+    assert run.deciders == {"p-1": "s-1"}
+    run, _ = watched_run.with_report(run, hello(), beat(attempt=0), NOW_S)
+    assert not run.deciders, "its trainer has no attempt yet"
 
 
 def test_a_chosen_interval_is_shown_and_not_where_it_began() -> None:
