@@ -1,7 +1,8 @@
 """When a run's decider is told what was seen of its failures: rarely, and never all runs at once. Pure.
 
 A process of a sidecar is told when it begins to decide, and all that decide when a rate has doubled or halved since
-they were told together. What it hears replaces its own counts, so it is always counted at that moment and never an
+they were told together; nobody before the interruption that it comes after is counted (`Run.deciders`), and then at
+once. What it hears replaces its own counts, so it is always counted at that moment and never an
 older word said again: since then it has gone on counting by itself, and a new process has read newer counts in the
 newest commit. A stream that is renewed is the same process, and hears nothing; only a word told so shortly before a
 stream's end that it may be lost (`LOST_S`) is told anew.
@@ -70,7 +71,7 @@ def due(
     Args:
         before: what they were told; None: nothing, by this controller.
         rates: as believed now.
-        deciders: the processes that decide, by pod UID; empty: none does at the moment.
+        deciders: the processes that may be told, by pod UID; empty: none at the moment.
         now_s: now.
     """
     if before is None:

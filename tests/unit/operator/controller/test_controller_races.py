@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from deltashard_operator.controller.controller import Controller
+from deltashard_operator.controller.controller import JUDGE_S, Controller
 from deltashard_operator.controller.watch import SETTLE_SOON_S
 from deltashard_operator.fleet.sidecar_report import (
     Directive,
     Heartbeat,
     Hello,
+    Incident,
+    IncidentKind,
     Phase,
     PolicyInForce,
     Rank,
@@ -24,6 +26,7 @@ from deltashard_operator.fleet.sidecar_report import (
 from deltashard_operator.kube.call import Answer
 from deltashard_operator.kube.object_watch import ObjectKey
 from deltashard_operator.run import run_record
+from deltashard_operator.run.failure import SETTLE_S
 
 from tests.support.operator import sample
 from tests.support.operator.controller_api import UID, Api, checkpoint_run, controller_of, job, pod
@@ -271,14 +274,22 @@ class Beating:
         self.controller.connected(hello)
         return hello
 
-    async def trains(
-        self, hello: Hello, seconds: float, *, attempt: int, phase: Phase = Phase.TRAINING
-    ) -> None:
+    def goes(self, hello: Hello, **status: Any) -> None:
+        """Its pod ended like this, and is deleted."""
+        self.controller.disconnected(hello)
+        document = pod()
+        document["metadata"] |= {"uid": hello.pod_uid, "name": hello.pod}
+        document["status"] |= status
+        self.controller.watches.on_pod(document)
+        self.controller.watches.pod_gone(ObjectKey("n", hello.pod, hello.pod_uid), document)
+
+    async def trains(self, hello: Hello, seconds: float, *, attempt: int, **more: Any) -> None:
         """Heartbeats for so long."""
         ranks = (Rank(rank=0, world_size=1, step=5),)
         until_s = self.now_s + seconds
         while True:
-            said = Heartbeat(run=f"n/train-{UID}", phase=phase, attempt=attempt, ranks=ranks)
+            fields: dict[str, Any] = {"phase": Phase.TRAINING} | more
+            said = Heartbeat(run=f"n/train-{UID}", attempt=attempt, ranks=ranks, **fields)
             self.controller.reported(hello, said)
             await self.ticks()
             if self.now_s >= until_s:
@@ -327,6 +338,52 @@ def test_a_renewed_stream_hears_nothing_and_a_new_process_what_is_counted_now() 
         run.controller.disconnected(again)
         await run.trains(run.comes("p-1", "s-2"), 0.0, attempt=1)
         assert [each[0] for each in run.heard()] == [{"p-1": "s-2"}], "the word may have been lost"
+
+    asyncio.run(scenario())
+
+
+def test_a_pod_that_comes_after_a_failure_hears_of_it_once_it_is_counted_and_then_at_once() -> None:
+    """Before, the word would take back what its sidecar counted itself; the hour of changed rates is not for it."""
+
+    async def scenario() -> None:
+        run = Beating()
+        await run.begin()
+        here = run.comes("p-0", "s-0")
+        await run.trains(here, 600.0, attempt=1)
+        assert run.heard() == [({"p-0": "s-0"}, 0, 0.0)]
+        killed = {"name": "trainer", "state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
+        for failures in (1, 2, 3):
+            run.goes(here, phase="Failed", containerStatuses=[killed])
+            run.now_s += 60.0
+            here = run.comes(f"p-{failures}", f"s-{failures}")
+            await run.trains(here, 0.0, attempt=0)
+            await run.trains(here, SETTLE_S - 1.0, attempt=failures + 1)
+            assert run.heard() == []
+            await run.trains(here, JUDGE_S, attempt=failures + 1)
+            assert [each[:2] for each in run.heard()] == [({f"p-{failures}": f"s-{failures}"}, failures)]
+            await run.trains(here, 600.0, attempt=failures + 1)
+            assert run.heard() == []
+
+    asyncio.run(scenario())
+
+
+def test_a_pod_that_was_evicted_after_its_save_is_no_failure_in_the_word_of_a_slow_restore() -> None:
+    """That nothing was lost is known when the checkpoint is restored, which takes longer than the attempt settles."""
+
+    async def scenario() -> None:
+        run = Beating()
+        await run.begin()
+        here = run.comes("p-0", "s-0")
+        await run.trains(here, 600.0, attempt=1)
+        evicted = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+        run.goes(here, conditions=[evicted])
+        assert len(run.heard()) == 1
+        here = run.comes("p-1", "s-1")
+        await run.trains(here, 120.0, attempt=2, phase=Phase.RESTORING)
+        assert run.heard() == []
+        restored = Incident(id=1, kind=IncidentKind.RESTORED, step=5)
+        await run.trains(here, 0.0, attempt=2, incidents=(restored,))
+        assert [each[:2] for each in run.heard()] == [({"p-1": "s-1"}, 0)]
 
     asyncio.run(scenario())
 
