@@ -161,6 +161,7 @@ class Controller:
         """See `sidecar_report.Ledger`."""
         entry = self._books.by_key.get(hello.run_key)
         if entry is not None:
+            entry.informed = evidence_pace.cut_off(entry.informed, *hello.stream_key, self._wall())
             self._books.set(entry, watched_run.without_connected(entry.run, hello))
 
     # -- conclusions -------------------------------------------------------------------------------------------------
@@ -252,22 +253,24 @@ class Controller:
         _log.info("run.directed", namespace=run.workload.namespace, run=run.name, generation=generation)
 
     def _inform(self, entry: Entry, now_s: float) -> None:
-        """Have the run's decider told what was seen of its failures, when it is time."""
+        """Have the run's deciders told what was seen of its failures, when it is time."""
         run, fleet = entry.run, self._books.fleet
         if run.finished or not run.live or fleet is None or not self.synced:
             return
-        pods, rates = run.deciders, run.rates
-        if not evidence_pace.due(entry.informed, rates, pods, now_s):
+        deciders, rates = run.deciders, run.rates
+        hearers = evidence_pace.due(entry.informed, rates, deciders, now_s)
+        if not hearers:
             return
         self._bucket = self._bucket.filled(now_s)
         less = self._bucket.taken()
         if less is None:
             return
         self._bucket = less
-        entry.informed = Informed(rates=rates, at_s=now_s, pods=pods)
-        fleet.inform(
-            run.key, Sighted(seen=run.incidents.evidence, pods=run.pods_at_risk, pool=run.pool), pods
-        )
+        if entry.informed is None or len(hearers) == len(deciders):
+            entry.informed = Informed(rates=rates, at_s=now_s, newest_s=now_s, told=deciders)
+        else:
+            entry.informed = entry.informed.also(hearers, here=run.reports.keys(), now_s=now_s)
+        fleet.inform(Sighted(seen=run.incidents.evidence, pods=run.pods_at_risk, pool=run.pool), hearers)
 
     def _count_nodes(self, entry: Entry) -> None:
         seen = entry.run.incidents.nodes

@@ -1,14 +1,22 @@
 """When a run's decider is told what was seen of its failures: rarely, and never all runs at once. Pure.
 
-It is told at first, when a rate has doubled or halved since it was told last, and when it is another pod than then. Of
-a changed rate a run hears once an hour at most, and the fleet shares a bucket of `BURST` messages that fills by
+A process of a sidecar is told when it begins to decide, and all that decide when a rate has doubled or halved since
+they were told together; nobody before the interruption that it comes after is counted (`Run.deciders`), and then at
+once. What it hears replaces its own counts, so it is always counted at that moment and never an
+older word said again: since then it has gone on counting by itself, and a new process has read newer counts in the
+newest commit. A stream that is renewed is the same process, and hears nothing; only a word told so shortly before a
+stream's end that it may be lost (`LOST_S`) is told anew.
+
+Of a changed rate a run hears once an hour at most, and the fleet shares a bucket of `BURST` messages that fills by
 `PER_S` a second, so that a controller that starts anew, or a zone that fails, makes no wave of messages. What does not
-get through now does with a later judgement: every run is judged every few seconds.
+get through now does with a later judgement: every run is judged every few seconds. Where every pod is a run of its own
+and decides, those that come are told and not all of them anew: of thousands of pods some always come.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 
 from deltashard_checkpoint.deciding.evidence import Rates
 from deltashard_checkpoint.deciding.interval import EVIDENCE_RATIO
@@ -16,16 +24,27 @@ from deltashard_checkpoint.deciding.interval import EVIDENCE_RATIO
 RUN_S = 3600.0
 BURST = 100.0
 PER_S = 20.0
+LOST_S = 60.0
+"""A stream that broke is noticed by three heartbeats' silence, or half a minute of a message that nobody takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Informed:
-    """What a run's decider was told last."""
+    """What a run's deciders were told."""
 
     rates: Rates
+    """As they were when all were told."""
     at_s: float
-    pods: frozenset[str]
-    """UIDs of the pods that were told; empty: all."""
+    """When that was."""
+    newest_s: float
+    """When any was told last."""
+    told: Mapping[str, str]
+    """Who heard it or a later word, pod UID -> process."""
+
+    def also(self, hearers: Mapping[str, str], *, here: Container[str], now_s: float) -> Informed:
+        """These were told, too; of the others those whose pods are still `here` count as told."""
+        kept = {uid: process for uid, process in self.told.items() if uid in here}
+        return replace(self, told={**kept, **hearers}, newest_s=now_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,22 +63,31 @@ class Bucket:
         return Bucket(left=self.left - 1, at_s=self.at_s) if self.left >= 1 else None
 
 
-def due(before: Informed | None, rates: Rates, pods: frozenset[str], now_s: float) -> bool:
-    """Whether a run's decider is to be told.
+def due(
+    before: Informed | None, rates: Rates, deciders: Mapping[str, str], now_s: float
+) -> Mapping[str, str]:
+    """Which of a run's deciders are to be told now.
 
     Args:
-        before: what it was told last; None: nothing, by this controller.
+        before: what they were told; None: nothing, by this controller.
         rates: as believed now.
-        pods: UIDs of the pods that decide; empty: not known.
+        deciders: the processes that may be told, by pod UID; empty: none at the moment.
         now_s: now.
     """
     if before is None:
-        return True
-    if before.pods and not pods <= before.pods:
-        return True  # another pod decides; those that were told are not asked again
+        return deciders
     news = (
         rates.lossy.mean_between_s / before.rates.lossy.mean_between_s,
         rates.restores.mean_between_s / before.rates.restores.mean_between_s,
     )
     changed = any(not 1 / EVIDENCE_RATIO < each < EVIDENCE_RATIO for each in news)
-    return changed and not 0 <= now_s - before.at_s < RUN_S
+    if changed and not 0 <= now_s - before.at_s < RUN_S:
+        return deciders
+    return {uid: process for uid, process in deciders.items() if before.told.get(uid) != process}
+
+
+def cut_off(before: Informed | None, pod_uid: str, process: str, now_s: float) -> Informed | None:
+    """After the stream of a process ended: a word told just before may not have arrived, and does not count."""
+    if before is None or before.told.get(pod_uid) != process or now_s - before.newest_s >= LOST_S:
+        return before
+    return replace(before, told={uid: each for uid, each in before.told.items() if uid != pod_uid})

@@ -32,8 +32,8 @@ class Director(Protocol):
     def direct(self, run_key: RunKey, directive: Directive) -> None:
         """From now on this is the run's directive."""
 
-    def inform(self, run_key: RunKey, sighted: Sighted, pods: frozenset[str]) -> None:
-        """Tell what was seen of the run's failures to its sidecars in these pods, all if there are none."""
+    def inform(self, sighted: Sighted, hearers: Mapping[str, str]) -> None:
+        """Tell what was seen of a run's failures to these sidecars of it, pod UID -> process."""
 
     def forget(self, run_key: RunKey) -> None:
         """The run is over."""

@@ -12,6 +12,10 @@ kind: the highest acknowledgement, the newest directive and evidence, `MAX_SAVES
 too slowly loses only save requests, counted, and after `WRITE_S` its stream. One that sends too fast is read no faster
 than one message in `GAP_S`: its socket fills up, not our memory.
 
+A directive is kept for streams to come; evidence is not. It says no time, and who hears it drops its own counts for it:
+said again on a renewed stream it would undo what training and failures have added since. Who comes is told by the
+controller, which counts anew (`controller/evidence_pace`).
+
 Without a certificate nothing listens; the port opens when there is one. A changed certificate gets a gRPC server of
 its own on the same port, and the old one takes no more connections and ends with its last stream, which is after
 `reauthenticate_s` at the latest. (gRPC's dynamic credentials swap the certificate while other threads use it: a use
@@ -24,7 +28,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +136,6 @@ class Fleet(service.FleetServicer):
         self._streams: dict[tuple[str, str], Stream] = {}
         self._by_run: dict[RunKey, set[Stream]] = {}
         self._directives: dict[RunKey, Directive] = {}
-        self._evidence: dict[RunKey, wire.Evidence] = {}
         self._pair: Pair | None = None
         self._server: grpc.aio.Server | None = None
         self._served: Pair | None = None
@@ -236,18 +239,18 @@ class Fleet(service.FleetServicer):
             stream.directive = directive
             stream.wake.set()
 
-    def inform(self, run_key: RunKey, sighted: Sighted, pods: frozenset[str]) -> None:
-        """Tell the run's sidecars in these pods what was seen of its failures; without pods, and those to come, all."""
-        self._evidence[run_key] = message = sighted.message()
-        for stream in self._by_run.get(run_key, ()):
-            if not pods or stream.hello.pod_uid in pods:
+    def inform(self, sighted: Sighted, hearers: Mapping[str, str]) -> None:
+        """Tell these sidecars (pod UID -> process), as far as they are here, what was seen of their run's failures."""
+        message = sighted.message()
+        for stream_key in hearers.items():
+            stream = self._streams.get(stream_key)
+            if stream is not None:
                 stream.evidence = message
                 stream.wake.set()
 
     def forget(self, run_key: RunKey) -> None:
-        """The run is over: drop its directive and evidence."""
+        """The run is over: drop its directive."""
         self._directives.pop(run_key, None)
-        self._evidence.pop(run_key, None)
 
     def save_now(self, run_key: RunKey, reason: str, urgent: bool, deadline_s: float) -> int:
         """Ask the run's sidecars that are here for a save; returns how many will be told."""
@@ -357,11 +360,7 @@ class Fleet(service.FleetServicer):
         except Exception:  # noqa: BLE001 - one sidecar's call fails, not the service
             _log.exception("fleet.ledger_failed", namespace=hello.namespace, pod=hello.pod)
             raise Rejection("failed", *ENDINGS["failed"]) from None
-        stream = Stream(
-            hello=hello,
-            directive=self._directives.get(hello.run_key),
-            evidence=self._evidence.get(hello.run_key),
-        )
+        stream = Stream(hello=hello, directive=self._directives.get(hello.run_key))
         stream.wake.set()
         self._streams[hello.stream_key] = stream
         self._by_run.setdefault(hello.run_key, set()).add(stream)

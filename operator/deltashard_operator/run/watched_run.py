@@ -20,6 +20,7 @@ from deltashard_checkpoint.deciding.decision import Decision, Subject
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Rates
 from deltashard_proto.cause import Cause
 
+from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import (
     Heartbeat,
     Hello,
@@ -42,6 +43,7 @@ HORIZON_S = 86400.0
 NO_POLICY = PolicyInForce()
 NO_WISH = Wish()
 NO_INCIDENTS = Incidents()
+NO_TALLY = Tally()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,13 +199,26 @@ class Run:
         return evidence.rates(self.incidents.evidence, pods=self.pods_at_risk, pool=self.pool)
 
     @property
-    def deciders(self) -> frozenset[str]:
-        """UIDs of the pods that decide: those with rank 0. Empty: not known."""
-        return frozenset(
-            uid
+    def deciders(self) -> Mapping[str, str]:
+        """The sidecars that decide and may be told of failures now, pod UID -> process: those with rank 0.
+
+        A sidecar counts the interruption that its attempt comes after when that is opened, and drops what it was told
+        before. It is counted here a little later (`failure.SETTLE_S`), and what was lost is known once the checkpoint
+        is restored. Until both are there, what could be told would take the sidecar's count back.
+        """
+        return {
+            uid: each.hello.process
             for uid, each in self.reports.items()
-            if each.connected and each.heartbeat is not None and has_rank_0(each.heartbeat)
-        )
+            if each.connected
+            and each.heartbeat is not None
+            and has_rank_0(each.heartbeat)
+            and self._counted(uid, each.heartbeat)
+        }
+
+    def _counted(self, uid: str, said: Heartbeat) -> bool:
+        """Whether all interruptions before this pod's attempt are counted, with what they lost."""
+        tally = self.tallies.get(_part(self, uid, said.run), NO_TALLY)
+        return 0 < said.attempt <= tally.attempt and said.phase is not sidecar_report.Phase.RESTORING
 
     @property
     def parts(self) -> int:

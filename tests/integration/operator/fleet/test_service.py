@@ -121,10 +121,10 @@ def test_directives_go_out_on_change_and_on_connect(api: client.ApiClient, pod: 
     asyncio.run(scenario())
 
 
-def test_evidence_goes_to_who_decides_and_to_everyone_who_comes(
+def test_evidence_goes_to_the_processes_it_is_for_and_is_never_said_again(
     api: client.ApiClient, pod: Pod, token: str
 ) -> None:
-    """All are told where it is not known who decides, and a sidecar that comes again hears it anew."""
+    """Who hears it drops its own counts for it, so an old word must not reach a renewed stream or a new process."""
 
     def sighted(lossy: float) -> Sighted:
         seen = Evidence(exposure_s=3600.0, lossy=lossy, restores=4.0)
@@ -133,24 +133,24 @@ def test_evidence_goes_to_who_decides_and_to_everyone_who_comes(
     async def scenario() -> None:
         async with serving(api) as service:
             key = (pod.namespace, f"job-of-{pod.uid}")
-            service.fleet.inform(key, sighted(1.0), frozenset())
+            service.fleet.inform(sighted(0.0), {pod.uid: "p1"})
             async with service.reporter(pod, token) as one:
                 await one.greet()
+                service.fleet.inform(sighted(1.0), {pod.uid: "p1", "another": "p1"})
                 found = (await one.next()).evidence
                 assert (found.exposure_s, found.lossy, found.restores) == (3600.0, 1.0, 4.0)
                 assert (found.pods, found.pool_exposure_s, found.pool_lossy) == (8, 60.0, 2.0)
-                service.fleet.inform(key, sighted(2.0), frozenset({"another"}))
-                service.fleet.inform(key, sighted(3.0), frozenset({pod.uid}))
+                service.fleet.inform(sighted(2.0), {pod.uid: "p2"})
+                service.fleet.inform(sighted(3.0), {pod.uid: "p1"})
                 assert (await one.next()).evidence.lossy == 3.0
-            async with service.reporter(pod, token, "p2") as two:
-                await two.greet()
-                assert (await two.next()).evidence.lossy == 3.0
-            service.fleet.forget(key)
-            async with service.reporter(pod, token, "p3") as three:
-                await three.greet()
-                service.fleet.save_now(key, "user", urgent=False, deadline_s=0)
-                assert (await three.next()).WhichOneof("kind") == "save_now"
-            assert service.value("evidence_sent_total") == 3
+            await eventually_async(lambda: not service.book.present, "the end")
+            for process in ("p1", "p2"):
+                async with service.reporter(pod, token, process) as renewed:
+                    await renewed.greet()
+                    service.fleet.save_now(key, "user", urgent=False, deadline_s=0)
+                    assert (await renewed.next()).WhichOneof("kind") == "save_now"
+                await eventually_async(lambda: not service.book.present, "the end")
+            assert service.value("evidence_sent_total") == 2
 
     asyncio.run(scenario())
 
