@@ -278,7 +278,8 @@ class Run:
         """Last commit of the attempt that a trainer attached in the middle of, as far as the store answers."""
         log = self.log.fork()
         try:
-            log.refresh(deadline_s=REATTACH_DEADLINE_S)
+            with deadline(REATTACH_DEADLINE_S):  # of each request, too: the trainer waits
+                log.refresh(deadline_s=REATTACH_DEADLINE_S)
         except DeltashardError as error:
             self._logger.warning("log.unseen", **explain(error))
         with self._lock:

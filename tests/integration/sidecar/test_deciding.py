@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,9 @@ from torch import nn
 
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import SidecarProcess, sidecar
+from tests.support.server.faulty_proxy import FaultyProxy
 from tests.support.server.fleet_server import Authority, FleetServer
+from tests.support.server.minio_server import MinioServer, free_port
 
 # torch's own optimizers build sparse tensors without saying whether to check them.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -208,3 +212,46 @@ def test_a_goal_is_an_argument_of_the_checkpointer(tmp_path: Path, monkeypatch: 
         deltashard.errors.UserError, match="goal= takes what the interval is chosen for, not 'cheap'"
     ):
         Training(url=tmp_path / "store", run="r", goal="cheap")
+
+
+def test_a_sidecar_that_starts_while_the_store_is_away_writes_nothing_that_is_not_known(
+    tmp_path: Path, minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run's past stands in a log that it cannot read yet; the first record after that goes on from the last one."""
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("DELTASHARD_MOST_S", "0.2")
+    for name, value in minio_server.environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = minio_server.new_bucket()
+
+    def records() -> dict[int, Record]:
+        state = RunLog(open_store(minio_server.url(bucket)), "r").refresh()
+        return {seq: recorded(c.metadata[KEY]) for seq, c in state.checkpoints.items() if KEY in c.metadata}
+
+    def link_of(training: Training) -> object:
+        return training.ckpt._session.link
+
+    with FaultyProxy(minio_server.port) as proxy:
+        url = minio_server.url(bucket, port=proxy.port)
+        options = {"url": url, "run": "r", "goal": "auto", "every_s": 0.2, "arena_bytes": 64 << 20}
+        training = Training(**options)
+        training.until(records, "a commit")
+        training.drop()
+        training = Training(**options)
+        training.until(lambda: any(each.evidence.restores for each in records().values()), "a past")
+        training.until(lambda: not training.ckpt._saver.in_flight, "no save in flight")
+        pid, link = training.ckpt.sidecar_pid, link_of(training)
+        assert pid is not None
+        proxy.upstream_port = free_port()
+        proxy.cut()
+        os.kill(pid, signal.SIGKILL)
+        seq, before = max(records().items())
+        training.until(lambda: link_of(training) not in (None, link), "another sidecar")
+        proxy.upstream_port = minio_server.port
+        training.until(lambda: max(records()) > seq, "a record of its own")
+        after = min((number, each) for number, each in records().items() if number > seq)[1]
+        training.drop()
+    assert after.evidence.restores == pytest.approx(before.evidence.restores, rel=1e-3)
+    assert before.evidence.restores == pytest.approx(1, rel=1e-3)
+    assert after.evidence.exposure_s >= before.evidence.exposure_s
