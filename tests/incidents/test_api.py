@@ -18,6 +18,7 @@ from deltashard.attach.launcher import ChildLauncher, SidecarOptions, environmen
 from deltashard.errors import AnotherTrainer, CheckpointMismatch, SidecarUnavailable, UserError
 
 from tests.incidents.toys import ROWS, Run, Toy, kill
+from tests.support.machine import limit_s
 
 SECRET = "the-corrected-secret"
 
@@ -229,14 +230,15 @@ def test_other_parameter_groups_are_refused_before_anything_is_written(stored: P
 
 
 SECOND = """
-import sys, time
+import sys
 from deltashard.attach.launcher import ChildLauncher, SidecarOptions
+from deltashard.attach.lock import hold_file
 from deltashard.errors import AnotherTrainer
-began = time.monotonic()
+hold_file.__kwdefaults__["deadline_s"] = 86400.0  # which a holder gets that is ending
 try:
     ChildLauncher(SidecarOptions(url=sys.argv[1], run="run"))
 except AnotherTrainer as error:
-    print(time.monotonic() - began, error)
+    print(error)
 """
 
 
@@ -246,13 +248,15 @@ def test_a_second_trainer_of_a_run_on_one_machine_is_told_within_seconds(tmp_pat
     first = ChildLauncher(SidecarOptions(url=url, run="run"))
     try:
         second = subprocess.run(
-            [sys.executable, "-c", SECOND, url], capture_output=True, text=True, check=True, timeout=120
+            [sys.executable, "-c", SECOND, url],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=limit_s(120),
         )
     finally:
         first.close()
-    seconds, said = second.stdout.split(maxsplit=1)
-    assert float(seconds) < 8.0  # a holder that is ending gets ten
-    assert f"process {os.getpid()} already trains this run" in said
+    assert f"process {os.getpid()} already trains this run" in second.stdout
 
 
 def test_a_second_checkpointer_of_a_run_in_one_process_is_told_at_once(stored: Path) -> None:

@@ -16,6 +16,8 @@ from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_check
 from deltashard_checkpoint.stores.url import open_store
 from torch import nn
 
+from tests.support.eventually import eventually
+
 torch.sparse.check_sparse_tensor_invariants.disable()  # said explicitly, or torch warns
 
 ROWS, WIDTH, BATCH = 3000, 16, 32
@@ -73,6 +75,15 @@ class Run:
             self.tables.step()
             self.dense.step()
             self.ckpt.step()
+
+    def cut(self, reason: str) -> deltashard.SaveHandle:
+        """A save that has been cut after the last step, though the sidecar may be busy with the end of the one before."""
+
+        def cut() -> deltashard.SaveHandle | None:
+            handle = self.ckpt.save(reason)
+            return None if handle.cut is None else handle
+
+        return eventually(cut, what=f"the cut {reason!r}")
 
     def save(self) -> deltashard.Commit:
         """Cut after the last step, wait until it is durable."""

@@ -37,6 +37,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
 from tests.support.eventually import eventually
+from tests.support.machine import limit_s
 
 DEADLINE_S = 60.0
 
@@ -90,9 +91,10 @@ class SidecarProcess:
         crash_at: str = "",
         wait: bool = True,
         environment: dict[str, str | None] | None = None,
+        constants: dict[str, float] | None = None,
         **flags: object,
     ):
-        """`environment` is added to this process's own; None takes a variable away."""
+        """`environment` is added to this process's own; None takes a variable away. `constants`: see `sidecar_zygote`."""
         self.dir = root / "run"
         self.dir.mkdir(exist_ok=True)
         self.log_path = root / "sidecar.log"
@@ -111,7 +113,9 @@ class SidecarProcess:
             env.pop(name, None)
             if value is not None:
                 env[name] = value
-        pid = Zygote.get().ask(argv=self.argv, env=env, cwd=str(root), log=str(self.log_path))
+        pid = Zygote.get().ask(
+            argv=self.argv, env=env, cwd=str(root), log=str(self.log_path), constants=constants or {}
+        )
         assert pid
         self.pid: int = pid
         if wait:
@@ -144,7 +148,7 @@ class SidecarProcess:
     def metrics_page(self) -> str:
         """What Prometheus would scrape."""
         where = f"http://127.0.0.1:{self.ready()['metrics_port']}/metrics"
-        with urllib.request.urlopen(where, timeout=5) as page:
+        with urllib.request.urlopen(where, timeout=limit_s(20)) as page:
             return page.read().decode()
 
     def poll(self) -> int | None:
@@ -338,6 +342,8 @@ class Trainer:
         self.commit_seq: int | None = None
         self.attempt = attempt
         self.cut = 0
+        self.last: Cut | None = None
+        """The newest that began."""
         self.commits: dict[int, pb.Commit] = {}
         self.failures: dict[int, pb.Notice.SaveFailed] = {}
         self.urgent: list[pb.Notice.SaveNow] = []
@@ -422,7 +428,22 @@ class Trainer:
             begin.since_baseline_seq = self.base_seq
         if self.commit_seq is not None and (self.consecutive or self.rebases) and not full:
             begin.since_commit_seq = self.commit_seq
-        return Cut(self, begin, together=together)
+        before = self.last
+        cut = eventually(lambda: self._begun(begin, before, together=together), what=f"cut {self.cut} begins")
+        self.last = cut
+        return cut
+
+    def _begun(self, begin: pb.SaveRequest.Begin, before: Cut | None, *, together: bool) -> Cut | None:
+        """The cut; None where the sidecar is busy with the end of the one before, which has ended: ask again.
+
+        Not one of several ranks: of a cut that was refused its peers have heard.
+        """
+        try:
+            return Cut(self, begin, together=together)
+        except SaveRefused as refused:
+            if refused.cause != "busy" or self.world_size > 1 or before is None or not before.ended:
+                raise
+            return None
 
     def save(self, **options: object) -> int:
         """A whole cut up to `staged`; returns its number."""
@@ -567,6 +588,14 @@ class Cut:
             assert self.over.wait(DEADLINE_S)
             failed = self.end.failed if self.end is not None else None
             raise SaveRefused(failed.cause if failed else "gone", failed.message if failed else "")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is known how it ended."""
+        if not self.over.is_set():
+            return False
+        staged = self.end is not None and self.end.WhichOneof("kind") == "staged"
+        return not staged or self.number in self.trainer.commits or self.number in self.trainer.failures
 
     def _read(self) -> None:
         try:

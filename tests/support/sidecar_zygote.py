@@ -1,8 +1,9 @@
 """Starts sidecars in 30 ms instead of a second: a process that has imported everything and forks.
 
 What runs in the child is the real `main`, with its own arguments, environment, working directory and log. One request
-is one line of JSON on stdin, the answer one on stdout: `{"argv", "env", "cwd", "log"}` -> pid, `{"poll": pid}` -> exit
-status or null. Nothing with threads is started before the fork.
+is one line of JSON on stdin, the answer one on stdout: `{"argv", "env", "cwd", "log", "constants"}` -> pid, `{"poll": pid}`
+-> exit status or null. `constants` are values to take the place of a module's, `{"package.module.NAME": value}`. Nothing
+with threads is started before the fork.
 """
 
 import json
@@ -29,6 +30,10 @@ def child(request: dict) -> None:
     name, _, nth = os.environ.get("DELTASHARD_CRASH_AT", "").partition(":")
     crash_point._armed, crash_point._left = name or None, int(nth or 1)
     main = importlib.import_module("deltashard_sidecar.main").main
+    for path, value in request["constants"].items():
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name), path
+        setattr(importlib.import_module(module), name, value)
     status = 1
     try:
         status = main(request["argv"])

@@ -90,7 +90,7 @@ def _config(authority: Authority, name: str) -> Path:
 
 
 def controller_manager(folder: Path, authority: Authority) -> list[str]:
-    """Flags of kube-controller-manager, which gives a node up after 6 s."""
+    """Flags of kube-controller-manager, which gives a node up after 12 s: no stall of this machine is a lost node."""
     ca, key = authority.file, authority.key_file
     return [
         f"--kubeconfig={_config(authority, 'kube-controller-manager')}", "--bind-address=127.0.0.1",
@@ -98,7 +98,7 @@ def controller_manager(folder: Path, authority: Authority) -> list[str]:
         "--use-service-account-credentials", f"--root-ca-file={ca}",
         f"--service-account-private-key-file={authority.folder / 'accounts.key'}",
         f"--cluster-signing-cert-file={ca}", f"--cluster-signing-key-file={key}", "--leader-elect=false",
-        "--node-monitor-period=1s", "--node-monitor-grace-period=6s", "--kube-api-qps=200",
+        "--node-monitor-period=1s", "--node-monitor-grace-period=12s", "--kube-api-qps=200",
         "--kube-api-burst=400",
     ]  # fmt: skip
 

@@ -99,7 +99,7 @@ class Node:
             "imageGCHighThresholdPercent": 100,
             "nodeStatusUpdateFrequency": "1s",
             "syncFrequency": "10s",  # a changed Secret is in its volume so soon, not after a minute
-            "nodeLeaseDurationSeconds": 4,
+            "nodeLeaseDurationSeconds": 8,
             "podLogsDir": str(self.logs),
             "volumePluginDir": str(self.folder / "plugins"),
             "tlsCertFile": str(certificate),

@@ -30,7 +30,7 @@ BACK_SOON = [
     {"key": f"node.kubernetes.io/{why}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 2}
     for why in ("not-ready", "unreachable")
 ]
-"""A pod of a lost node is given up after 2 s, not after 5 min."""
+"""A pod of a lost node is given up after 2 s, not after 5 min; only where nodes are lost on purpose."""
 
 
 def _field(name: str, path: str) -> Object:
@@ -92,13 +92,15 @@ def training_job(
         "enableServiceLinks": False,
         "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
         "containers": [trainer],
-        "tolerations": copy.deepcopy(BACK_SOON),
         "volumes": [{"name": "tmp", "emptyDir": {}}],
         **(pod or {}),
     }
     if pool:
         template["nodeSelector"] = {POOL: pool}
-        template["tolerations"] += [{"key": POOL, "value": pool, "effect": "NoSchedule"}]
+        template["tolerations"] = [
+            *copy.deepcopy(BACK_SOON),
+            {"key": POOL, "value": pool, "effect": "NoSchedule"},
+        ]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

@@ -15,6 +15,7 @@ from kubernetes import client, watch
 
 from tests.integration.charts.helm import CERTIFICATE, NAMESPACE, RELEASE, HelmRefused, Release, render
 from tests.support.eventually import eventually
+from tests.support.machine import limit_s
 from tests.support.server.apiserver import ApiServer, Rest
 
 CA = base64.b64encode(b"the authority").decode()
@@ -450,7 +451,7 @@ def test_the_test_s_rights_last_as_long_as_it_runs(release: Release, http: Rest,
     assert not allowed(http, "deltashard-test", "default", "create", created)
     path = f"/api/v1/namespaces/{NAMESPACE}/pods/deltashard-test"
     with ThreadPoolExecutor(1) as pool:
-        test = pool.submit(release, "test", RELEASE, "--timeout", "3m")
+        test = pool.submit(release, "test", RELEASE, "--timeout", f"{limit_s(180):.0f}s")
         eventually(
             lambda: test.done() or http("GET", path).status == 200, what="the test's pod", timeout_s=120
         )
@@ -462,10 +463,10 @@ def test_the_test_s_rights_last_as_long_as_it_runs(release: Release, http: Rest,
         status = {"status": {"phase": phase}}
         assert http("PATCH", f"{path}/status", status, content=MERGE).status == 200
         if phase == "Succeeded":
-            assert "Phase:          Succeeded" in test.result(180)
+            assert "Phase:          Succeeded" in test.result(limit_s(180))
         else:
             with pytest.raises(HelmRefused, match="failed"):
-                test.result(180)
+                test.result(limit_s(180))
     root = "/apis/rbac.authorization.k8s.io/v1/namespaces/default"
     left = (f"{root}/roles", f"{root}/rolebindings", f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts")
     assert [http("GET", f"{each}/deltashard-test").status for each in left] == [404, 404, 404]

@@ -116,7 +116,8 @@ def test_a_choice_is_made_shown_switched_off_and_adopted_by_who_comes_next(
     with sidecar(tmp_path, url, **said) as process:
         monkeypatch.setenv("DELTASHARD_SOCKET", str(process.socket))
         training = Training()
-        training.until(lambda: "is being measured" in decision(server).why, "it says that it measures")
+        # Not a step meanwhile: what is measured are saves, and there are none.
+        eventually(lambda: "is being measured" in decision(server).why, what="it says that it measures")
         assert decision(server).value == "every 0.1 s"
         training.until(lambda: decision(server).value == "every 300 s", "a choice")
         shown = decision(server)

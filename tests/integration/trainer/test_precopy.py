@@ -336,10 +336,17 @@ def test_more_rows_than_blocks(make: Any) -> None:
     """What has no block is copied at the cut; a cut larger than the arena goes through."""
     program = make(every_steps=8, arena_bytes=32 << 20, rows=400_000, differential="full")
     program.train(8)
-    program.train_until(lambda: program.ckpt.stats.head_starts.cuts >= 2, "two cuts with a head start")
+
+    def twice_full() -> bool:
+        copying = program.copying
+        if copying is not None:  # else its step may overtake it
+            eventually(lambda: copying.done, what="the copy")
+        return program.ckpt.stats.head_starts.ended["arena full"] >= 2
+
+    program.train_until(twice_full, "two cuts that filled the arena ahead")
+    assert program.ckpt.stats.head_starts.cuts >= 2
     program.settle()
     program.check()
-    assert program.ckpt.stats.head_starts.ended["arena full"] >= 2
 
 
 @pytest.mark.parametrize("when", ["asked", "copied"])
@@ -367,7 +374,10 @@ def test_close_and_leaving_in_the_middle_of_a_copy(make: Any) -> None:
     program.train_until(lambda: program.copying is not None, "a copy ahead")
     program.ckpt.close()
     program.check()
-    assert not [t for t in threading.enumerate() if t.name.startswith("deltashard-precopy") and t.is_alive()]
+    eventually(
+        lambda: not [t for t in threading.enumerate() if t.name.startswith("deltashard-precopy")],
+        what="the copying thread ends",
+    )
 
 
 def test_switched_off(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

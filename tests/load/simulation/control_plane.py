@@ -2,8 +2,9 @@
 
 Everything of the chart is there but its pods: service accounts and their rights, custom resources, the webhook's
 configuration, empty Secrets. What would be pods are processes (`operators`), each with its own service account's token,
-so that a right that is missing is missed here, too. The webhook's Service is turned into a name for loopback, which is
-all that is changed: the API server dials it and checks the certificate for the Service's own name.
+so that a right that is missing is missed here, too. The webhook's Service is turned into a name for loopback and its
+calls may take longer, which is all that is changed: the API server dials it and checks the certificate for the Service's
+own name.
 
 The API server writes down what both accounts ask for, reads included, before it answers them (`audits`).
 """
@@ -183,6 +184,7 @@ class Plane:
             if document["kind"] == "MutatingWebhookConfiguration":
                 for hook in document["webhooks"]:
                     hook["clientConfig"]["service"]["port"] = self.webhook_port
+                    hook["timeoutSeconds"] = 30  # a machine that is busy for once loses no admission
             if document["kind"] == "CustomResourceDefinition":
                 definitions.append(document["metadata"]["name"])
             self.make(document, SYSTEM)

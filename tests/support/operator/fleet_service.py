@@ -20,6 +20,7 @@ from deltashard_proto.v1 import fleet_pb2 as wire
 from deltashard_proto.v1 import fleet_pb2_grpc as service
 
 from tests.support.server.apiserver import Authority, Issued, Rest
+from tests.support.server.port import free_port
 
 PATIENCE_S = 120.0
 """For what should take an instant, on a machine that has other things to do."""
@@ -156,14 +157,14 @@ class Service:
 
 @asynccontextmanager
 async def serving(api: Any, **settings: Any) -> AsyncIterator[Service]:
-    """A fleet that reviews tokens at this API, on a free port of loopback."""
+    """A fleet that reviews tokens at this API, on a port of loopback that is kept."""
     authority, metrics, book = Authority("fleet"), FleetMetrics(), settings.pop("book", None) or Book()
     tls = Tls(authority.issue())
     reviewer = Reviewer(api, count=metrics.reviewed)
     # Three of them are how long a sidecar may be silent: none shall be because this machine is busy.
     settings = {"heartbeat_s": PATIENCE_S} | settings
     fleet = Fleet(ledger=book, reviewer=reviewer, tls=tls, metrics=metrics, **settings)
-    await fleet.start("127.0.0.1", 0)
+    await fleet.start("127.0.0.1", free_port())  # which a next one may have, when this one has stopped
     try:
         yield Service(fleet, book, tls, authority, metrics, reviewer)
     finally:

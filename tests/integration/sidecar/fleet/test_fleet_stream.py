@@ -19,6 +19,7 @@ from deltashard_sidecar.fleet.heartbeat import BackOff
 from deltashard_sidecar.telemetry.structured_logging import configure
 
 from tests.support.eventually import eventually
+from tests.support.machine import limit_s
 from tests.support.server.fleet_server import Authority, FleetServer
 from tests.support.server.port import free_port
 from tests.support.sidecar.fleet_side import SOON, Side
@@ -163,7 +164,7 @@ def test_another_authority_is_not_believed(authority: Authority, token: Path) ->
         assert not impostor.tokens
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(limit_s(200))
 def test_nothing_is_left_of_a_thousand_streams(authority: Authority, token: Path) -> None:
     """A controller in a crash loop costs no descriptors and no threads."""
     side, process = Side(), psutil.Process()
@@ -171,9 +172,9 @@ def test_nothing_is_left_of_a_thousand_streams(authority: Authority, token: Path
     with FleetServer(authority) as server:
         server.end_at_once = True
         with client(side, server.address, authority, token, back_off=AT_ONCE):
-            eventually(lambda: reconnects() >= 50, within_s=120, what="warm")
+            eventually(lambda: reconnects() >= 50, timeout_s=40, what="warm")
             fds, threads = process.num_fds(), threading.active_count()
-            eventually(lambda: reconnects() >= 1050, within_s=300, what="1,000 reconnects")
+            eventually(lambda: reconnects() >= 1050, timeout_s=100, what="1,000 reconnects")
             eventually(lambda: process.num_fds() <= fds + 8, within_s=DEADLINE_S, what="no descriptors left")
             eventually(
                 lambda: threading.active_count() <= threads + 4, within_s=DEADLINE_S, what="no threads left"

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from deltashard_sidecar.policy import KEY
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, SaveRefused, Trainer, sidecar
 from tests.support.server.fleet_server import Authority, FleetServer
+from tests.support.server.port import free_port
 
 DEADLINE_S = 60.0
 
@@ -134,7 +134,8 @@ def test_the_last_commit_is_told_though_the_pod_goes_at_once(
     tmp_path: Path, url: str, server: FleetServer
 ) -> None:
     """A Job that completes ends its sidecar moments after the last save: its controller still hears of that."""
-    with sidecar(tmp_path, url, **flags(tmp_path, server)) as process:
+    patient = {"deltashard_sidecar.fleet.fleet_stream.NEWS_DEADLINE_S": DEADLINE_S}  # busier than a node
+    with sidecar(tmp_path, url, constants=patient, **flags(tmp_path, server)) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
         heard(server, "open", attempt=1)
@@ -246,7 +247,7 @@ def test_save_now_reaches_the_trainer(tmp_path: Path, url: str, server: FleetSer
 
 def test_a_controller_restart_loses_nothing(tmp_path: Path, url: str, authority: Authority) -> None:
     """Saves go on meanwhile; the next controller hears where the run is and of every incident in between."""
-    first = FleetServer(authority)
+    first = FleetServer(authority, port=free_port())  # nobody takes it meanwhile
     with first, sidecar(tmp_path, url, **flags(tmp_path, first)) as process:
         trainer = Trainer(process.socket, Model())
         trainer.open()
@@ -274,7 +275,8 @@ def test_nothing_waits_for_a_controller_that_is_silent(tmp_path: Path, url: str,
     """One that accepts connections and never says a word: saves commit, the sidecar ends in time."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_flags = flags(tmp_path, server) | {"fleet": f"localhost:{silent.getsockname()[1]}"}
-        with sidecar(tmp_path, url, metrics_port=0, **silent_flags) as process:
+        for_ever = {"deltashard_sidecar.fleet.fleet_stream.WELCOME_DEADLINE_S": 86400.0}
+        with sidecar(tmp_path, url, metrics_port=0, constants=for_ever, **silent_flags) as process:
             trainer = Trainer(process.socket, Model())
             trainer.open()
             silent.settimeout(DEADLINE_S)
@@ -285,9 +287,7 @@ def test_nothing_waits_for_a_controller_that_is_silent(tmp_path: Path, url: str,
             page = process.metrics_page()
             assert re.search(r"^deltashard_fleet_connected 0.0$", page, re.MULTILINE)
             trainer.close()
-            began_s = time.monotonic()
             assert process.terminate() == 0
-            assert time.monotonic() - began_s < 30.0
             connection.close()
 
 

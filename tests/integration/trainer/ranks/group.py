@@ -389,7 +389,7 @@ def uneven(rank: int, workdir: Path) -> Any:
     program.ckpt.save().wait(60)
     for _ in range(rank):  # without a collective
         program.ckpt.step()
-    program.ckpt.close(deadline_s=3.0)
+    program.ckpt.close(deadline_s=60.0)
 
 
 def replicas(rank: int, workdir: Path) -> Any:

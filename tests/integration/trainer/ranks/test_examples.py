@@ -136,10 +136,12 @@ def test_a_sharded_model_goes_on_where_its_ranks_were(torchrun: Start, tmp_path:
         timeout_s=300,
     )
     assert process.poll() is None, log.read_text()
-    for rank in _ranks(process):
-        os.kill(rank, signal.SIGKILL)
-    process.kill()
+    ranks = _ranks(process)
+    process.kill()  # first, or it starts others in their place
     process.wait(60)
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank, signal.SIGKILL)
     saved = max(_steps(tmp_path / "store"))
     process, again = torchrun("torchrec", "store")
     logs = [again, *_to_the_end(process, lambda: torchrun("torchrec", "store"))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject
@@ -26,18 +27,30 @@ class Scripted(MemoryStore):
         super().__init__()
         self.answers = list(answers)
         self.asked = 0
-        self.lock = threading.Lock()
+        self.taken = threading.Condition()
 
     def get(self, key: str) -> bytes:
         """What the script says."""
-        with self.lock:
+        with self.taken:
             answer = self.answers[self.asked]
             self.asked += 1
+            self.taken.notify_all()
         return answer()
 
     def get_into(self, key: str, offset: int, out: memoryview) -> None:
         """The same, delivered."""
         deliver(out, 0, self.get(key))
+
+
+class Ordered(HedgingStore):
+    """Asks for nothing more before what it asked for has its answer: the n-th request is the n-th to get one."""
+
+    def _start(self, *arguments: Any, **options: Any) -> None:
+        assert isinstance(self.inner, Scripted)
+        with self.inner.taken:
+            before = self.inner.asked
+            super()._start(*arguments, **options)
+            assert self.inner.taken.wait_for(lambda: asked(self) > before, WAIT_S)
 
 
 class Held:
@@ -73,7 +86,7 @@ def hedging(*answers: Answer, late: bool = True, **options: object) -> tuple[Hed
     def overdue(ended: threading.Event, _seconds: float) -> bool:
         return late or not ended.wait(WAIT_S)
 
-    return HedgingStore(Scripted(*answers), hedged=told.append, overdue=overdue, **options), told  # type: ignore[arg-type]
+    return Ordered(Scripted(*answers), hedged=told.append, overdue=overdue, **options), told  # type: ignore[arg-type]
 
 
 def asked(store: HedgingStore) -> int:
@@ -212,16 +225,18 @@ def test_second_requests_are_bounded() -> None:
 def test_both_requests_are_under_the_callers_deadline() -> None:
     """The threads that ask know it."""
     seen: list[float] = []
+    both = threading.Barrier(2)
 
     def looking() -> bytes:
         seen.append(remaining_s())
+        both.wait(WAIT_S)
         return b"x"
 
     store, _ = hedging(looking, looking)
     with deadline(1000.0):
         store.get("k")
     join()
-    assert seen
+    assert len(seen) == 2
     assert all(0 < left_s <= 1000.0 for left_s in seen)
 
 

@@ -34,6 +34,7 @@ from deltashard_checkpoint.stores.s3.error_code import RequestRefused
 from deltashard_checkpoint.stores.s3.store import S3Store
 from deltashard_checkpoint.stores.url import open_store
 
+from tests.support.machine import limit_s
 from tests.support.server.faulty_proxy import FaultyProxy, FixedAnswers, Trickle
 from tests.support.server.minio_server import MinioServer, free_port
 from tests.support.server.troubled_s3 import Request, Trouble, TroubledS3
@@ -428,7 +429,7 @@ def test_down_and_back(own_minio: MinioServer) -> None:
 def test_503_for_ever(minio_url: str) -> None:
     """Retries back off, end by the deadline, and the error still says SlowDown."""
     body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
-    policy = RetryPolicy(deadline_s=4.0, first_delay_s=0.05, longest_delay_s=0.3)
+    policy = RetryPolicy(deadline_s=limit_s(1.5), first_delay_s=0.05, longest_delay_s=0.3)
     with (
         FixedAnswers(503, body) as server,
         open_store(f"s3://some-bucket?endpoint=http://127.0.0.1:{server.port}", policy=policy) as store,
@@ -436,7 +437,7 @@ def test_503_for_ever(minio_url: str) -> None:
         begun = time.monotonic()
         with pytest.raises(StoreUnavailable, match="SlowDown"):
             store.get("a")
-        assert time.monotonic() - begun < 15.0
+        assert time.monotonic() - begun < limit_s(5.0)
         assert 3 <= server.requests <= 50
         seen = server.requests
         with pytest.raises(StoreUnavailable, match="SlowDown"):
