@@ -288,7 +288,7 @@ class Sidecar:
 
     def _begins(self, session: Session, reply: pb.OpenReply) -> None:
         """Rank 0 begins an attempt: its sidecar decides how often the run saves."""
-        who = session.who
+        who, self._unseen = session.who, None
         reading = Reading(reply.step, session.attempt.asked_at_s)
         self.decider.opened(
             Opening(

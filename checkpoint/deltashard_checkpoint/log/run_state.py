@@ -79,6 +79,20 @@ class RunState:
     stopped: Unreadable | None = None
     """Where the fold had to stop; None in a healthy log."""
 
+    def said(self, key: str, checkpoint: Checkpoint) -> str | None:
+        """Metadata of a checkpoint; where it says nothing under `key`, of the newest before it that does.
+
+        Looked at are its attempt's, and those of the attempt that this one resumed.
+        """
+        attempt = self.attempts.get(checkpoint.attempt)
+        near = {checkpoint.attempt, None if attempt is None else attempt.resumes_attempt}
+        saying = [
+            each
+            for each in self.checkpoints.values()
+            if each.seq <= checkpoint.seq and each.attempt in near and key in each.metadata
+        ]
+        return max(saying, key=lambda each: each.seq).metadata[key] if saying else None
+
     def newest(self) -> Checkpoint | None:
         """The newest live checkpoint."""
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None

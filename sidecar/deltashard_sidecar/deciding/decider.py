@@ -234,8 +234,8 @@ class Decider:
             self._begin, self._left_steps = None, math.inf
             self._meter = self._meter.began(None)
             self._restoring = opening.resumed
-            fruitful = attempt is not None and attempt.last_seq is not None
-            self._haste = 0 if fruitful else fruitless(state, before=opening.attempt)
+            commits = sum(1 for each in state.checkpoints.values() if each.attempt == opening.attempt)
+            self._haste = max(0, fruitless(state, before=opening.attempt) - commits)
             self._partial = newest is not None and LINEAGE_KEY in newest.metadata
             if came_back and self._committed and newest is not None:
                 self._committed = False
@@ -249,11 +249,8 @@ class Decider:
         """Go on from what the newest commit says, or from what the log does."""
         assert self._opening is not None
         newest = state.newest()
-        if newest is not None and newest.attempt == self._opening.attempt:
-            # One that this sidecar's life began with, before it saw the log, says nothing.
-            saying = [entry for entry in state.checkpoints.values() if KEY in entry.metadata]
-            newest = max(saying, key=lambda entry: entry.seq, default=newest)
-        text = None if newest is None else newest.metadata.get(KEY)
+        # A sidecar's first commit says nothing where its log could not be read before.
+        text = None if newest is None else state.said(KEY, newest)
         if newest is None or text is None:
             # The last attempt's end is counted where it is seen: by the trainer that comes back.
             last = None if newest is None else newest.attempt
@@ -436,7 +433,7 @@ class Decider:
             durable_s=profile.durable.p95,
             step_s=profile.step_s,
             mtbf_s=self._rates().mtbf_s,
-            shards=failing_apart(opening.world_size, opening.pods),
+            shards=failing_apart(opening.world_size, self._pool.pods or opening.pods),
             partial=self._partial,
             left_s=self._left_steps * profile.step_s if profile.step_s else math.inf,
             least_s=policy.least_s,

@@ -36,6 +36,7 @@ from deltashard_checkpoint.deciding.precision import (
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.row_block import weight_row_bytes
 from deltashard_checkpoint.format.schema import TableSchema
+from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import ENCODINGS, PRECISION_KEY
 from deltashard_checkpoint.write.precision import Precision as Stored
@@ -72,6 +73,8 @@ class BitChoice:
         self.errors = RowErrors()
         self.decision: Decision | None = None
         """The newest; None: nothing is chosen."""
+        self._attempt: int | None = None
+        """Whose harm is known; None: no log was read yet, and nothing is chosen or said."""
         self._harm = Harm()
         self._judged = False
         """Whether the losses of this attempt's steps that were trained again were looked at."""
@@ -89,27 +92,29 @@ class BitChoice:
         self._metrics = metrics
         self._log = log
 
-    def opened(self, metadata: Mapping[str, str], *, restores: bool) -> None:
-        """An attempt was opened that resumes from a checkpoint with this metadata, or (not `restores`) from none."""
-        found = self._recorded(metadata) if restores else Harm()
+    def opened(self, attempt: int, source: Checkpoint | None, state: RunState) -> None:
+        """An attempt was opened that resumes from `source`, a checkpoint of that log, or from none."""
+        found = Harm() if source is None else self._recorded(state.said(harm.KEY, source)).restored()
         with self._lock:
-            self._harm = found.restored() if restores else found
+            self._attempt, self._harm = attempt, found
             self._judged = False
-            self._resumed = _stored(metadata)
+            self._resumed = None if source is None else _stored(source)
 
     def goes_on(self, state: RunState, attempt: int) -> None:
-        """An attempt is under way that another process's choice began: what that knew stands in the log."""
+        """An attempt is under way: what the process before knew of it stands in the log."""
+        with self._lock:
+            if self._attempt == attempt:
+                return  # this one's own, which knows more
         resumed = state.attempts[attempt].resumes_from
-        source = None if resumed is None else state.checkpoints.get(resumed)
-        self.opened({} if source is None else source.metadata, restores=source is not None)
+        self.opened(attempt, None if resumed is None else state.checkpoints.get(resumed), state)
         mine = [c for c in state.checkpoints.values() if c.attempt == attempt and harm.KEY in c.metadata]
         if mine:
-            found = self._recorded(max(mine, key=lambda checkpoint: checkpoint.seq).metadata)
+            found = self._recorded(max(mine, key=lambda checkpoint: checkpoint.seq).metadata[harm.KEY])
             with self._lock:
                 self._harm = found
 
-    def _recorded(self, metadata: Mapping[str, str]) -> Harm:
-        if (text := metadata.get(harm.KEY)) is not None:
+    def _recorded(self, text: str | None) -> Harm:
+        if text is not None:
             try:
                 return harm.recorded(text)
             except DeltashardError as error:
@@ -165,7 +170,7 @@ class BitChoice:
         with self._lock:
             if self._of_cut is not None and self._of_cut[0] == cut:
                 return self._of_cut[1]  # what another rank was told of this cut
-        found = self._chosen(policy, ranks.tables, begin, expected, own)
+        found = self._chosen(policy, ranks, begin, expected, own)
         holds = self.decides(policy, ranks)
         self._decided(policy, found, said, holds=holds, expected=expected, ranks=ranks)
         encodings = found.encodings if holds else said
@@ -178,20 +183,20 @@ class BitChoice:
     def _chosen(
         self,
         policy: Policy,
-        tables: Sequence[TableSchema],
+        ranks: Ranks,
         begin: pb.SaveRequest.Begin,
         expected: Expected,
         own: Mapping[str, str],
     ) -> Precision:
         with self._lock:
-            run = self._harm
+            run, unknown = self._harm, self._attempt is None and ranks.here
         facts = {
             table.fqn: TableFacts(
                 raw_bytes=_weight_bytes(table),
                 errors=self.errors.of(table.fqn),
                 spent=run.spent.get(table.fqn, 0.0),
             )
-            for table in tables
+            for table in ranks.tables
         }
         left_s = HORIZON_S
         if begin.planned_steps and expected.step_s:
@@ -202,7 +207,7 @@ class BitChoice:
             expected=(expected.trained_s + left_s) / expected.rates.restores.mean_between_s,
             happened=run.restores,
             ending=ending or begin.reason == "close",
-            least_bits=max(policy.least_bits, run.alarm, BITS[0]),
+            least_bits=SAFE if unknown else max(policy.least_bits, run.alarm, BITS[0]),
         )
         rule = by_paper if policy.bits_goal == "check-n-run" else by_budget
         return rule(facts, outlook, own)
@@ -287,12 +292,14 @@ class BitChoice:
                 if (error := self.errors.of(name).get(bits)) is not None:
                     errors[name] = error
         with self._lock:
+            if self._attempt is None:
+                return {}
             told = replace(self._harm, error=errors)
         return {harm.KEY: told.text()} if told.error or told.spent or told.alarm else {}
 
 
-def _stored(metadata: Mapping[str, str]) -> Stored | None:
-    said = metadata.get(PRECISION_KEY)
+def _stored(checkpoint: Checkpoint) -> Stored | None:
+    said = checkpoint.metadata.get(PRECISION_KEY)
     return None if said is None else recorded(said)
 
 

@@ -314,6 +314,7 @@ class Run:
     ) -> pb.OpenReply:
         which = request.which or "latest"
         source: Checkpoint | None = None
+        read: RunState | None = None
         damage, lost = "", False
         log = self.log.fork()
         if request.from_run:
@@ -358,7 +359,7 @@ class Run:
             reply.previous_attempt = max(earlier)
         if opened.voided is not None:
             reply.voided_first, reply.voided_stop = opened.voided
-        self.bits.opened({} if resume is None else resume.metadata, restores=resume is not None)
+        self.bits.opened(opened.attempt, resume, read or opened.state)
         if resume is not None:
             self.metrics.resumed(step=resume.step, at_s=resume.at_s)
             self.metrics.lost(resume.metadata.get(PLS_KEY, "0"))

@@ -246,12 +246,18 @@ def test_what_a_run_leaves_behind_has_8_bit_though_its_last_step_was_saved(
 
 
 def test_close_cuts_nothing_twice_that_has_8_bit(make: Make, tmp_path: Path) -> None:
-    """Nor where a user said the few bits."""
-    for number, options in enumerate(({"bits": "budget"}, {"encoding": "q4"})):
+    """Nor where a user said the few bits, of all tables or of the one that could have them."""
+    said = (
+        {"bits": "budget", "planned_steps": 4},
+        {"encoding": "q4"},
+        {"bits": "budget", "tables": {"large": "q4"}},
+    )
+    for number, options in enumerate(said):
         loop = Loop(0)
         ckpt = make(loop, run=f"r{number}", **options)
-        loop.train(ckpt, 2)
-        commit = ckpt.save().wait(120)
+        for _ in range(2):
+            loop.train(ckpt, 2)
+            commit = ckpt.save().wait(120)
         ckpt.close()
         state = RunLog(open_store(f"file://{tmp_path}/store"), f"r{number}").refresh()
         assert state.newest().seq == commit.seq

@@ -12,6 +12,7 @@ from typing import Any
 import deltashard
 import pytest
 import torch
+from deltashard_checkpoint.deciding import harm
 from deltashard_checkpoint.deciding.cost import KEY
 from deltashard_checkpoint.deciding.interval import ENOUGH
 from deltashard_checkpoint.deciding.record import Record, recorded
@@ -235,7 +236,9 @@ def test_a_sidecar_that_starts_while_the_store_is_away_writes_nothing_that_is_no
 
     with FaultyProxy(minio_server.port) as proxy:
         url = minio_server.url(bucket, port=proxy.port)
-        options = {"url": url, "run": "r", "goal": "auto", "every_s": 0.2, "arena_bytes": 64 << 20}
+        options = {
+            "url": url, "run": "r", "goal": "auto", "every_s": 0.2, "arena_bytes": 64 << 20, "bits": "check-n-run"
+        }  # fmt: skip
         training = Training(**options)
         training.until(records, "a commit")
         training.drop()
@@ -256,3 +259,10 @@ def test_a_sidecar_that_starts_while_the_store_is_away_writes_nothing_that_is_no
     assert after.evidence.restores == pytest.approx(before.evidence.restores, rel=1e-3)
     assert before.evidence.restores == pytest.approx(1, rel=1e-3)
     assert after.evidence.exposure_s >= before.evidence.exposure_s
+    entries = RunLog(open_store(minio_server.url(bucket)), "r").refresh().checkpoints.items()
+    harms = [
+        harm.recorded(c.metadata[harm.KEY])
+        for number, c in entries
+        if number > seq and harm.KEY in c.metadata
+    ]
+    assert {(each.restores, *each.spent) for each in harms} == {(1, "0.weight")}

@@ -44,6 +44,11 @@ class Capture:
         self._shelf = shelf
         self._looked_for_forgotten = False
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank."""
+        return self._rank.alone
+
     def blobs(
         self, step: int, content: Mapping[str, str] | None, *, all_here: bool = False
     ) -> Iterator[tuple[str, EncodedTree]]:

@@ -240,7 +240,7 @@ class SaveLoop:
             self._requests.fail(veto)
             return False
         latest_s = math.inf if self._term is None or self._term.until_s is None else self._term.until_s
-        # An order says no reason: every rank has its own.
+        # A rank that still ends its last step when others close cuts by a reason of its own.
         reason = "close" if close and self._requests.urgent is None else self._requests.reason
         self._cut(link, reason, urgent=self._requests.urgent is not None, latest_s=latest_s, cut=cut)
         if not self._saver.in_flight:
@@ -441,6 +441,9 @@ class SaveLoop:
         last = self._saver.last
         if last is None or last.commit is None or not last.coarse or last.reason == "close":
             return
+        evicted = self._term is not None and self._term.until_s is not None
+        if evicted or time.monotonic() >= until_s:
+            return  # not the run's end; or no time to spare for what is durable already
         if last.step != self._clock.step:
             return  # nothing was trained since a restore
         why: object = self._why_not_again(last, at_step=False) or self._cut_again(

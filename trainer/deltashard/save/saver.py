@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from deltashard_checkpoint.crash_point import crash_point
-from deltashard_checkpoint.deciding.precision import SAFE
-from deltashard_checkpoint.vocabulary import DEFAULT_STATE_ENCODING, bits_of
+from deltashard_checkpoint.deciding.precision import SAFE, by_table, encodings_of
+from deltashard_checkpoint.vocabulary import DEFAULT_ENCODING, DEFAULT_STATE_ENCODING, bits_of
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -489,12 +489,16 @@ class Saver:
         return mode, copied.full
 
     def _chosen_coarse(self, begun: pb.SaveReply.Begun) -> bool:
-        """Whether bits were chosen, and for some table fewer than 8."""
+        """Whether bits were chosen, and for some table that is not the user's own fewer than 8."""
         policy = self._attachment.policy
         if not policy.bits_goal or policy.bits_mode != "apply":
             return False
-        stored = (begun.encodings.get(table.fqn, begun.encoding) for table in self._program.schemas)
-        return any((bits_of(encoding) or 0) < SAFE for encoding in stored)
+        tables = [table.fqn for table in self._program.schemas]
+        own, _ = by_table(encodings_of(policy.tables, where="tables"), tables)
+        # Of several ranks it is not known whether bits hold: those that are not `encoding` are chosen for sure.
+        others = begun.encoding if self._capture.alone else DEFAULT_ENCODING
+        chosen = (begun.encodings.get(table, others) for table in tables if table not in own)
+        return any((bits_of(encoding) or 0) < SAFE for encoding in chosen)
 
     def _begin(
         self, link: Link, flight: Flight, counts: DirtyCounts, *, urgent: bool

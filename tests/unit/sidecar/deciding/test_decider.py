@@ -400,7 +400,7 @@ def test_a_loop_of_a_weekend_leaves_a_timer(fruitless: int) -> None:
 
 
 def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
-    """The restore that the attempt began with; and its haste only while it has committed nothing."""
+    """The restore that the attempt began with; and of its haste what its commits have left."""
     life = Life(most_s=600.0)
     life.open()
     life.saves(ENOUGH, lambda: 0.1)
@@ -422,7 +422,7 @@ def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_no
     life = Life(most_s=600.0)
     life.open(later, attempt=4)
     assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence, "its commit says it"
-    assert life.every_s == 600.0
+    assert life.every_s == 150.0, "one commit took one quarter back"
 
 
 def test_a_commit_that_was_made_before_the_log_was_seen_hides_nothing() -> None:
@@ -441,6 +441,29 @@ def test_a_commit_that_was_made_before_the_log_was_seen_hides_nothing() -> None:
     life.open(RunState(run="r", checkpoints={2: before, 3: unsaid}, attempts={1: mine}, attempt=1))
     assert life.every_s == 600.0
     assert recorded(life.decider.text(closing=False) or "").profile.save.n == ENOUGH
+
+
+def test_what_an_attempt_knew_is_found_by_the_next_though_its_last_commit_did_not_say_it() -> None:
+    """Its sidecar had committed before it saw the log, and died then."""
+    life = Life(most_s=600.0)
+    life.open()
+    life.saves(ENOUGH, lambda: 0.1)
+    text = life.decider.text(closing=False)
+    assert text is not None
+    before = log_of({KEY: text}, attempt=1).checkpoints[2]
+    unsaid = replace(before, seq=4, attempt=3, step=200, metadata={})
+    first = Attempt(
+        world_size=1, resumes_from=None, resumes_attempt=None, last_cut=1, last_seq=2, last_step=100
+    )
+    second = Attempt(world_size=1, resumes_from=2, resumes_attempt=1, last_cut=1, last_seq=4, last_step=200)
+    third = Attempt(world_size=1, resumes_from=4, resumes_attempt=3)
+    attempts = {1: first, 3: second, 5: third}
+    life = Life(most_s=600.0)
+    life.open(
+        RunState(run="r", checkpoints={2: before, 4: unsaid}, attempts=attempts, attempt=5), attempt=5, resumed=True
+    )  # fmt: skip
+    assert life.every_s == 600.0
+    assert "1 lossy failures and 1 restores" in life.decider.decisions()[0].evidence
 
 
 def test_a_promise_about_lost_work_is_not_stretched_by_the_phase() -> None:
