@@ -167,18 +167,15 @@ def check_n_run_bits(expected: float, happened: int) -> int:
 
 def by_paper(tables: Mapping[str, TableFacts], outlook: Outlook, fixed: Mapping[str, str]) -> Precision:
     """Check-N-Run's rule: one width for all tables, and 8 bit at the end, which is ours."""
-    if outlook.ending:
-        return Precision(
-            encodings={name: fixed.get(name, BITS_CHOICES[SAFE]) for name in tables}, why=_ENDING
-        )
     least = max(check_n_run_bits(outlook.expected, outlook.happened), outlook.least_bits)
-    bits = next((b for b in BITS if b >= least), SAFE)
+    bits = SAFE if outlook.ending else next((b for b in BITS if b >= least), SAFE)
     why = (
         f"Check-N-Run: {outlook.happened} restores came, and {outlook.expected:.2g} were expected"
         if outlook.happened > outlook.expected
         else f"Check-N-Run: {outlook.expected:.2g} restores are expected"
     )
-    return Precision(encodings={name: fixed.get(name, BITS_CHOICES[bits]) for name in tables}, why=why)
+    encodings = {name: fixed.get(name, BITS_CHOICES[bits]) for name in tables}
+    return Precision(encodings=encodings, why=_ENDING if outlook.ending else why)
 
 
 def raised(before: Mapping[str, str], after: Mapping[str, str]) -> bool:

@@ -325,7 +325,7 @@ class Planner:
             save_share=run.save_s / interval_s,
             mean_lost_s=lost_s,
             worst_lost_s=worst_s,
-            pls=expected_pls(interval_s, self.mtbf_s, failing_apart(known.ranks, known.pods)),
+            pls=expected_pls(interval_s, self.mtbf_s, self.situation.shards),
             increments=len(held.increments),
             saves_per_day=saves,
             bytes_per_day=saves * held.mean_bytes,

@@ -136,8 +136,8 @@ class Flight:
     step: int
     reason: str
     handles: list[SaveHandle] = field(default_factory=list)
-    coarse: bool = False
-    """Bits were chosen for it, and for some table fewer than 8."""
+    begun: pb.SaveReply.Begun | None = None
+    """What the sidecar answered to it: how its tables are stored."""
     commit: Commit | None = None
     error: SaveFailed | None = None
     """How it ended; neither: that is not known yet."""

@@ -439,7 +439,12 @@ class SaveLoop:
     def _refine(self, until_s: float) -> None:
         """What a run leaves behind has 8 bit: if the last step was saved with fewer that were chosen, cut it again."""
         last = self._saver.last
-        if last is None or last.commit is None or not last.coarse or last.reason == "close":
+        if (
+            last is None
+            or last.commit is None
+            or last.reason == "close"
+            or not self._saver.chosen_coarse(last)
+        ):
             return
         evicted = self._term is not None and self._term.until_s is not None
         if evicted or time.monotonic() >= until_s:

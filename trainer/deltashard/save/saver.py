@@ -453,7 +453,7 @@ class Saver:
             renewed = {} if ahead is None or ahead.mode is None else self._renewed(ahead, ahead.mode, cuts)
             begun = stream.begun(hold_s)
             crash_point("cut.begun")
-            flight.coarse = self._chosen_coarse(begun)
+            flight.begun = begun
             mode = self._base.mode(begun)
             if self._base.asks_rebase(begun):
                 self._tracking.rebase()
@@ -488,10 +488,10 @@ class Saver:
         flight.left()
         return mode, copied.full
 
-    def _chosen_coarse(self, begun: pb.SaveReply.Begun) -> bool:
-        """Whether bits were chosen, and for some table that is not the user's own fewer than 8."""
-        policy = self._attachment.policy
-        if not policy.bits_goal or policy.bits_mode != "apply":
+    def chosen_coarse(self, flight: Flight) -> bool:
+        """Whether bits were chosen for it, and for some table that is not the user's own fewer than 8."""
+        policy, begun = self._attachment.policy, flight.begun
+        if begun is None or not policy.bits_goal or policy.bits_mode != "apply":
             return False
         tables = [table.fqn for table in self._program.schemas]
         own, _ = by_table(encodings_of(policy.tables, where="tables"), tables)

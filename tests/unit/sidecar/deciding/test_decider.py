@@ -121,6 +121,15 @@ class Life:
         return self.metrics.decided.labels(cause)._value.get()
 
 
+def chosen(life: Life) -> tuple[Life, str]:
+    """The same, that has measured enough saves for a choice; and the record of that in a commit."""
+    life.open()
+    life.saves(ENOUGH, lambda: 0.1)
+    text = life.decider.text(closing=False)
+    assert text is not None
+    return life, text
+
+
 def test_a_pod_that_is_not_rank_0s_decides_nothing() -> None:
     """It never hears of an attempt."""
     life = Life(every_s=7.0)
@@ -346,11 +355,7 @@ def log_of_attempts(fruitless: int, metadata: Mapping[str, str]) -> RunState:
 
 def test_a_run_that_dies_before_each_save_saves_sooner_until_it_gets_on() -> None:
     """A quarter of the interval for each attempt that ended without a checkpoint; each commit takes one back."""
-    life = Life(most_s=600.0)
-    life.open()
-    life.saves(ENOUGH, lambda: 0.1)
-    text = life.decider.text(closing=False)
-    assert text is not None
+    life, text = chosen(Life(most_s=600.0))
     for fruitless, every_s in ((0, 600.0), (1, 150.0), (2, 37.5), (9, 5.0)):
         life.open(log_of_attempts(fruitless, {KEY: text}), attempt=2 + fruitless, resumed=True)
         assert life.every_s == pytest.approx(every_s), "not below five times what a save takes"
@@ -380,10 +385,7 @@ def test_haste_leaves_advice_and_the_users_bound(said: dict[str, Any]) -> None:
     life = Life()
     life.policy = replace(life.policy, **said)
     life.decider.governed(life.policy)
-    life.open()
-    life.saves(ENOUGH, lambda: 0.1)
-    text = life.decider.text(closing=False)
-    assert text is not None
+    _, text = chosen(life)
     life.open(log_of_attempts(9, {KEY: text}), attempt=11, resumed=True)
     assert life.every_s == (60.0 if "every_s" in said else 600.0)
 
@@ -401,11 +403,7 @@ def test_a_loop_of_a_weekend_leaves_a_timer(fruitless: int) -> None:
 
 def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_not_commit() -> None:
     """The restore that the attempt began with; and of its haste what its commits have left."""
-    life = Life(most_s=600.0)
-    life.open()
-    life.saves(ENOUGH, lambda: 0.1)
-    text = life.decider.text(closing=False)
-    assert text is not None
+    _, text = chosen(Life(most_s=600.0))
     state = log_of_attempts(2, {KEY: text})
     life = Life(most_s=600.0)
     life.open(state, attempt=4)
@@ -427,11 +425,7 @@ def test_a_sidecar_that_starts_in_an_attempt_counts_what_the_one_before_could_no
 
 def test_a_commit_that_was_made_before_the_log_was_seen_hides_nothing() -> None:
     """A sidecar that started while the store was away commits without a record: the one before it counts."""
-    life = Life(most_s=600.0)
-    life.open()
-    life.saves(ENOUGH, lambda: 0.1)
-    text = life.decider.text(closing=False)
-    assert text is not None
+    _, text = chosen(Life(most_s=600.0))
     before = log_of({KEY: text}, attempt=1).checkpoints[2]
     unsaid = replace(before, seq=3, cut=2, step=200, metadata={})
     mine = Attempt(
@@ -445,11 +439,7 @@ def test_a_commit_that_was_made_before_the_log_was_seen_hides_nothing() -> None:
 
 def test_what_an_attempt_knew_is_found_by_the_next_though_its_last_commit_did_not_say_it() -> None:
     """Its sidecar had committed before it saw the log, and died then."""
-    life = Life(most_s=600.0)
-    life.open()
-    life.saves(ENOUGH, lambda: 0.1)
-    text = life.decider.text(closing=False)
-    assert text is not None
+    _, text = chosen(Life(most_s=600.0))
     before = log_of({KEY: text}, attempt=1).checkpoints[2]
     unsaid = replace(before, seq=4, attempt=3, step=200, metadata={})
     first = Attempt(
