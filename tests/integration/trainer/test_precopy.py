@@ -83,6 +83,15 @@ class Program:
     def copying(self) -> precopy.Precopy | None:
         return self.ckpt._saver.head_start._now
 
+    def begin_copy(self) -> None:
+        """Train until a copy ahead has just begun. Hold `memory.reading`: then nothing is copied yet."""
+        eventually(lambda: self.copying is not None or self.train(), what="a copy ahead")
+
+    def end_copy(self) -> None:
+        """Train until no copy goes on: how many steps before its cut one begins depends on the machine."""
+        eventually(lambda: self.copying is None or self.train(), what="the cut of a copy")
+        self.settle()
+
     def settle(self) -> None:
         """No save in flight, and nothing that the copying thread has still to look at."""
         self.ckpt._loop.drain(float("inf"))
@@ -192,11 +201,11 @@ def test_an_evaluation_with_other_weights_while_rows_are_copied(make: Any, how: 
     """Through `.data` and put back, so that no version tells. What is stored is the step; what was written is noticed."""
     program = make(every_steps=10)
     program.train(14)
-    program.settle()
+    program.end_copy()
     weight = program.first.weight
     averaged = torch.full_like(weight, 7.0)
     with memory.reading:  # the copy waits for the evaluation to begin
-        program.train_until(lambda: program.copying is not None, "a copy ahead")
+        program.begin_copy()
         kept = weight.data if how == "swap" else weight.detach().clone()
         if how == "swap":
             weight.data = averaged
@@ -220,12 +229,12 @@ def test_an_evaluation_with_other_weights_while_rows_are_copied(make: Any, how: 
 def cut_with_a_stray(program: Program) -> int:
     """A cut that has row 5 of the first table as it was while it was copied only; returns its step."""
     program.train(14)
-    program.settle()
+    program.end_copy()
     weight = program.first.weight
     with torch.no_grad():
         weight[1:8:2] += 1  # so that all of it is copied ahead: another table, odd rows are never trained
     with memory.reading:
-        program.train_until(lambda: program.copying is not None, "a copy ahead")
+        program.begin_copy()
         kept = weight.detach()[5].clone()
         weight.data[5] = 7.0
     copying = program.copying
