@@ -7,6 +7,9 @@ SERVERS = minio etcd helm kubectl coredns promql kwok kubernetes
 
 CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
+# Whatever the machine says: without compiled files each process that tests start compiles torch again, for seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-fleet bench-group bench-ranks papers clean
 venv: .venv/.synced
 
@@ -16,7 +19,7 @@ $(UV):
 	.bootstrap/bin/pip install -q 'uv>=0.9'
 
 .venv/.synced: $(UV) pyproject.toml uv.lock setup.py checkpoint/deltashard_checkpoint/codecs/_native.c
-	$(UV) sync --frozen --all-extras --python $(PYTHON)
+	$(UV) sync --frozen --all-extras --compile-bytecode --python $(PYTHON)
 	touch $@
 
 # RANKS=4: the same data on so many ranks of TorchRec under torchrun, out/demo-ranks.html.
