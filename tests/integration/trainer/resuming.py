@@ -17,6 +17,7 @@ from pathlib import Path
 import deltashard
 import numpy as np
 import torch
+import torch._dynamo  # what every child's first optimizer would import
 from torch import nn
 
 ROWS, DIM, STEPS, SAVE_AT, KILL_AT = 600, 8, 26, 15, 18
