@@ -13,6 +13,7 @@ from pathlib import Path
 
 import deltashard
 import torch
+import torch._dynamo  # what every child's first optimizer would import
 from deltashard.errors import CheckpointMismatch
 from torch import nn
 
