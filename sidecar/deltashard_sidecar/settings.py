@@ -173,7 +173,8 @@ class Settings:
     metrics_host: str = "127.0.0.1"
     """Address the Prometheus endpoint binds; in a pod `0.0.0.0`."""
     linger_s: float = -1.0
-    """Exit when no trainer has been attached and no save in flight for so long; -1 never exits (pods)."""
+    """Exit when no trainer has been attached and no save in flight for so long, after the start for 30 s more; -1 never
+    exits (pods)."""
     log_level: str = "info"
     """debug, info, warning or error."""
     fleet: str = ""

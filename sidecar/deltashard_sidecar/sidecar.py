@@ -46,6 +46,9 @@ from deltashard_sidecar.telemetry.metric import Metrics
 from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 from deltashard_sidecar.trainer_control import TrainerControl
 
+FIRST_S = 30.0
+"""So long, beside `linger_s`, a sidecar waits for its first trainer."""
+
 
 class Stopping(EnvironmentFault):
     """The sidecar got SIGTERM: it finishes what is in flight and takes nothing new."""
@@ -108,7 +111,7 @@ class Sidecar:
         self._attaching = threading.Lock()
         self._outlived = 0, 0.0
         """Attempt whose saves an Attach has waited for, and until when (monotonic) any does."""
-        self._idle_since_s = time.monotonic()
+        self._idle_since_s = time.monotonic() + FIRST_S
         self._unseen: Session | None = None
         """Rank 0's, which goes on in an attempt that is not seen in the log yet."""
         metrics.watch_blocks(keeper.counts, [use.value for use in Use])
@@ -402,6 +405,7 @@ class Sidecar:
         self.run.forget_others(self._sessions_in_use)
         if self.sessions.all() or self.flights.in_flight():
             self._idle_since_s = now_s
+            return True
         linger_s = self.settings.linger_s
         return linger_s < 0 or now_s - self._idle_since_s < linger_s
 

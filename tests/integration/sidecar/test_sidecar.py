@@ -167,6 +167,19 @@ def test_it_lingers_only_without_a_trainer(tmp_path: Path, url: str) -> None:
         trainer.close()
 
 
+def test_one_that_does_not_linger_stays_with_its_trainer(tmp_path: Path, url: str) -> None:
+    """linger_s=0: it ends when the trainer left, not at its first look."""
+    with sidecar(tmp_path, url, encoding="fp32", linger_s=0) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        with pytest.raises(AssertionError, match="not within"):
+            eventually(lambda: process.poll() is not None, within_s=2.0)
+        trainer.save_and_commit()
+        trainer.detach()
+        assert process.died() == 0
+        trainer.close()
+
+
 def test_a_killed_trainer_is_no_trainer(tmp_path: Path, url: str) -> None:
     """Its lock and its stream are gone, whatever killed it: the lingering sidecar exits."""
     code = (
