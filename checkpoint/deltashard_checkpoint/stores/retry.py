@@ -159,6 +159,7 @@ class RetryingStore(Store):
         begun_s = self._clock()
         allowance_s = min(self.policy.allowance_s(size_bytes), remaining_s())
         failures = 0
+        said: StoreUnavailable | None = None
         while True:
             try_begun_s = self._clock()
             left_s = allowance_s - (try_begun_s - begun_s)
@@ -171,6 +172,8 @@ class RetryingStore(Store):
                 failures += 1
                 delay_s = self.policy.delay_s(failures, self._uniform())
                 spent_s = now_s - begun_s
+                if said is None or spent_s < allowance_s:
+                    said = error  # one that the deadline cut off knows nothing of the store
                 if failures < limit and spent_s + delay_s < allowance_s and not abandoned():
                     self._sleep(delay_s)
                     if not abandoned():
@@ -179,10 +182,10 @@ class RetryingStore(Store):
                 if limit == 1:
                     raise
                 raise StoreUnavailable(
-                    f"{operation} failed {failures} times in {spent_s:.1f} s, last: {error.what}",
-                    where=error.where or f"{self.url}/{key}",
-                    remedy=error.remedy or "is the store up and reachable?",
-                ) from error
+                    f"{operation} failed {failures} times in {spent_s:.1f} s, last: {said.what}",
+                    where=said.where or f"{self.url}/{key}",
+                    remedy=said.remedy or "is the store up and reachable?",
+                ) from said
             except Exception as error:
                 now_s = self._clock()
                 self.observer.attempted(operation, now_s - try_begun_s, error)

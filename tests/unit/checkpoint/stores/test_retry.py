@@ -104,6 +104,23 @@ def test_the_deadline_ends_it() -> None:
     assert log.calls == [("get", 0, False)]
 
 
+def test_a_try_that_the_deadline_cut_off_hides_nothing_that_the_store_said() -> None:
+    """A pause may end just before the deadline: the last try knows only that time was up."""
+    clock = Clock()
+
+    class Throttling(MemoryStore):
+        def get(self, key: str) -> bytes:
+            if not clock.slept:
+                raise StoreUnavailable("SlowDown")
+            clock.now_s = 10.0
+            raise StoreUnavailable("the call's deadline passed")
+
+    policy = RetryPolicy(deadline_s=10.0)
+    store = RetryingStore(Throttling(), policy=policy, clock=clock, sleep=clock.sleep, uniform=lambda: 1.0)
+    with pytest.raises(StoreUnavailable, match=r"get failed 2 times in 10.0 s, last: SlowDown"):
+        store.get("a")
+
+
 def test_bigger_objects_get_more_time() -> None:
     """By the slowest rate that is still progress."""
     for size_bytes, expected_s in ((0, 10.0), (50_000_000, 35.0)):
