@@ -136,7 +136,7 @@ def test_a_lost_pod_of_a_training_is_replaced(plane: Plane) -> None:
         found = [pod for pod in workload.living(plane) if pod.job == "train-0"]
         return len(found) == 2 and mine[0] not in found
 
-    eventually(replaced, what="the replacement", every_s=0.5, within_s=control_plane.PATIENCE_S)
+    eventually(replaced, what="the replacement", every_s=0.5, timeout_s=control_plane.PATIENCE_S)
     path = f"/api/v1/namespaces/{TEAM}/pods?labelSelector={cluster_name.JOB_NAME_LABEL}%3Dtrain-0"
     for pod in plane.rest("GET", path).document["items"]:
         assert [each["name"] for each in pod["spec"]["initContainers"]] == [cluster_name.SIDECAR]

@@ -92,7 +92,7 @@ def test_numbered_pods_are_runs_of_their_own(tmp_path: Path, url: str) -> None:
     again = place(tmp_path, "again")
     with sidecar(again, url, **pod(index="1", prefetch="yes")) as process:
         trainer = Trainer(process.socket, Model())
-        eventually(lambda: list((again / "cache").glob("*.pack")), within_s=DEADLINE_S, what="prefetched")
+        eventually(lambda: list((again / "cache").glob("*.pack")), timeout_s=DEADLINE_S, what="prefetched")
         assert trainer.open().step == 11
         trainer.close()
 
@@ -245,7 +245,7 @@ def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
         trainer.model.train()
         trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=20)
         store = open_store(direct)
-        eventually(lambda: list(store.list("ns/job/closing/")), within_s=DEADLINE_S, what="the marker")
+        eventually(lambda: list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what="the marker")
         slow.hang = True
         number = trainer.save(reason="urgent", urgent=True)
         state = trainer.model.state()
@@ -282,16 +282,16 @@ def test_a_marker_goes_with_the_trainer_that_never_cut(tmp_path: Path, url: str)
         for gone in ("detached", "killed"):
             trainer.save_and_commit()
             # The timer has come by, so the sidecar has seen this trainer alive.
-            eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER, within_s=DEADLINE_S)
+            eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER, timeout_s=DEADLINE_S)
             trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=20)
-            eventually(lambda: list(store.list("ns/job/closing/")), within_s=DEADLINE_S, what="the marker")
+            eventually(lambda: list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what="the marker")
             if gone == "detached":
                 trainer.detach()
                 trainer.attach()
                 trainer.open()
             else:
                 trainer.close()
-            eventually(lambda: not list(store.list("ns/job/closing/")), within_s=DEADLINE_S, what=gone)
+            eventually(lambda: not list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what=gone)
 
 
 # Stores that are not ready.
@@ -342,15 +342,15 @@ def test_a_secret_that_comes_later_is_used_without_a_restart(
         opening = trainer.stub.Open.future(
             pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
         )
-        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), within_s=DEADLINE_S)
-        eventually(lambda: not server.last.credentials_ok, within_s=DEADLINE_S, what="the condition")
-        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="it is not the store's fault")
+        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), timeout_s=DEADLINE_S)
+        eventually(lambda: not server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition")
+        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="it is not the store's fault")
         assert str(path) in server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING)[-1].message
         assert not opening.done()
         credentials(path, own_minio.access_key, own_minio.secret_key)
         trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
         trainer.save_and_commit()
-        eventually(lambda: server.last.credentials_ok, within_s=DEADLINE_S, what="the condition ends")
+        eventually(lambda: server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition ends")
         trainer.close()
 
 
@@ -439,9 +439,9 @@ def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServ
                 opening = trainer.stub.Open.future(
                     pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
                 )
-                eventually(lambda: server.beats and not server.last.credentials_ok, within_s=DEADLINE_S)
+                eventually(lambda: server.beats and not server.last.credentials_ok, timeout_s=DEADLINE_S)
                 eventually(
-                    lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), within_s=DEADLINE_S
+                    lambda: server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING), timeout_s=DEADLINE_S
                 )
                 assert str(token) in server.incidents(fleet.INCIDENT_KIND_CREDENTIALS_MISSING)[0].message
                 token.touch()
@@ -451,7 +451,9 @@ def test_a_web_identity_token_that_comes_later(tmp_path: Path, server: FleetServ
                 new.rename(token)
                 trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
                 trainer.save_and_commit()
-                eventually(lambda: server.last.credentials_ok, within_s=DEADLINE_S, what="the condition ends")
+                eventually(
+                    lambda: server.last.credentials_ok, timeout_s=DEADLINE_S, what="the condition ends"
+                )
                 trainer.close()
         finally:
             minio.stop()
@@ -482,16 +484,16 @@ def test_rotated_credentials_are_picked_up(
             lambda: [
                 i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "denied"
             ],
-            within_s=DEADLINE_S,
+            timeout_s=DEADLINE_S,
             what="denied",
         )
-        eventually(lambda: not server.last.store_ok, within_s=DEADLINE_S, what="the condition")
+        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="the condition")
         assert server.last.credentials_ok
         credentials(path, "second", "second-secret")
         trainer.model.train()
         state = trainer.model.state()
         commit = trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="well again")
+        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="well again")
         trainer.model.wipe()
         trainer.restore(commit.seq)
         assert same(trainer.model.state(), state)
@@ -507,8 +509,8 @@ def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, serve
         opening = trainer.stub.Open.future(
             pb.OpenRequest(session=trainer.reply.session, which="latest"), timeout=120
         )
-        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE), within_s=DEADLINE_S)
-        eventually(lambda: not server.last.store_ok, within_s=DEADLINE_S, what="the condition")
+        eventually(lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE), timeout_s=DEADLINE_S)
+        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="the condition")
         one = server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[0]
         assert one.cause == "bucket_missing"
         assert "create the bucket" in one.message
@@ -516,7 +518,7 @@ def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, serve
         own_minio.client().make_bucket("made-later")
         trainer.attempt = opening.result(timeout=DEADLINE_S).attempt
         trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="the condition ends")
+        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="the condition ends")
         trainer.close()
 
 
@@ -539,7 +541,7 @@ def test_a_full_store_and_one_that_is_down(
             trainer.save_and_commit()
         eventually(
             lambda: [i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "full"],
-            within_s=DEADLINE_S,
+            timeout_s=DEADLINE_S,
             what="full",
         )
         (one,) = (i for i in server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE) if i.cause == "full")
@@ -547,20 +549,20 @@ def test_a_full_store_and_one_that_is_down(
         manage.bucket_quota_clear(bucket)
         trainer.model.train()
         trainer.save_and_commit()
-        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="room again")
+        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="room again")
         own_minio.stop()
         trainer.model.train()
         state = trainer.model.state()
         number = trainer.save()
-        eventually(lambda: not server.last.store_ok, within_s=DEADLINE_S, what="down")
+        eventually(lambda: not server.last.store_ok, timeout_s=DEADLINE_S, what="down")
         eventually(
             lambda: server.incidents(fleet.INCIDENT_KIND_STORE_UNAVAILABLE)[-1].cause == "unavailable",
-            within_s=DEADLINE_S,
+            timeout_s=DEADLINE_S,
             what="down is told",
         )
         own_minio.start()
-        eventually(lambda: number in trainer.commits, within_s=DEADLINE_S, what="committed by itself")
-        eventually(lambda: server.last.store_ok, within_s=DEADLINE_S, what="up again")
+        eventually(lambda: number in trainer.commits, timeout_s=DEADLINE_S, what="committed by itself")
+        eventually(lambda: server.last.store_ok, timeout_s=DEADLINE_S, what="up again")
         seq = trainer.commits[number].seq
         trainer.model.wipe()
         trainer.restore(seq)
@@ -597,7 +599,7 @@ if opened.HasField("resume_seq"):
     t.restore(opened.resume_seq)
 print(os.getuid(), t.model.step, flush=True)
 t.model.train(); t.stepped()
-eventually(lambda: t.urgent, within_s=90)
+eventually(lambda: t.urgent, timeout_s=90)
 commit = t.save_and_commit(reason="urgent", urgent=True)
 print("committed", commit.step, flush=True)
 eventually(lambda: False, within_s=90)
@@ -677,7 +679,7 @@ def test_a_trainer_of_another_user_with_the_shared_group(tmp_path: Path) -> None
             assert process.poll() is None, log.read_text()
             return ready.exists() and json.loads(ready.read_text())["pid"] == process.pid
 
-        eventually(serves, within_s=DEADLINE_S, what="the sidecar serves")
+        eventually(serves, timeout_s=DEADLINE_S, what="the sidecar serves")
         eventually(health, what="healthy")
         for path in (volume / "arena", volume / "sidecar.sock"):
             found = path.stat()

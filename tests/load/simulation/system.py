@@ -102,7 +102,7 @@ class System:
             eventually(
                 all_here,
                 what=f"{number} sidecars",
-                within_s=control_plane.PATIENCE_S + number / 10,
+                timeout_s=control_plane.PATIENCE_S + number / 10,
                 every_s=0.2,
             )
         except TimeoutError as error:
@@ -183,7 +183,7 @@ class System:
             return len(found) == len(places)
 
         eventually(
-            replaced, what=f"{len(places)} replacements", every_s=0.5, within_s=control_plane.PATIENCE_S
+            replaced, what=f"{len(places)} replacements", every_s=0.5, timeout_s=control_plane.PATIENCE_S
         )
         members = workload.members(self.plane, found, ranks=self.pods_each, restored=True)
         self._add(members, within_s=1.0)

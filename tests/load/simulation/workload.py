@@ -107,7 +107,7 @@ def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> No
             assert reply.status in {201, 500, 503}, reply.document
             return reply.status == 201
 
-        eventually(admitted, what=f"Job {number}", every_s=0.5, within_s=control_plane.PATIENCE_S)
+        eventually(admitted, what=f"Job {number}", every_s=0.5, timeout_s=control_plane.PATIENCE_S)
         inits = made["spec"]["template"]["spec"].get("initContainers") or []
         assert [each["name"] for each in inits] == [cluster_name.SIDECAR], "it was not injected"
 
@@ -122,7 +122,7 @@ def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> No
         running,
         what=f"{runs * pods} running pods",
         every_s=0.5,
-        within_s=control_plane.PATIENCE_S + runs * pods / 10,
+        timeout_s=control_plane.PATIENCE_S + runs * pods / 10,
     )
 
 

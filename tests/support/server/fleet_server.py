@@ -90,7 +90,7 @@ class FleetServer(fleet_pb2_grpc.FleetServicer):
         self._server = grpc.server(self._pool, options=(("grpc.so_reuseport", 0),))
         fleet_pb2_grpc.add_FleetServicer_to_server(self, self._server)
         self.port = 0
-        eventually(lambda: self._bind(port), within_s=60.0, what=f"port {port} is free")
+        eventually(lambda: self._bind(port), timeout_s=60.0, what=f"port {port} is free")
 
     def _bind(self, port: int) -> int:
         """One that somebody holds is waited for: a port given is that of a server that has just ended."""

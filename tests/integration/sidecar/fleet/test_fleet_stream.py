@@ -56,7 +56,7 @@ def client(
 
 
 def wait(condition: Callable[[], object], what: str) -> None:
-    eventually(condition, within_s=DEADLINE_S, what=what)
+    eventually(condition, timeout_s=DEADLINE_S, what=what)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_nothing_is_left_of_a_thousand_streams(authority: Authority, token: Path
             eventually(lambda: reconnects() >= 50, timeout_s=40, what="warm")
             fds, threads = process.num_fds(), threading.active_count()
             eventually(lambda: reconnects() >= 1050, timeout_s=100, what="1,000 reconnects")
-            eventually(lambda: process.num_fds() <= fds + 8, within_s=DEADLINE_S, what="no descriptors left")
+            eventually(lambda: process.num_fds() <= fds + 8, timeout_s=DEADLINE_S, what="no descriptors left")
             eventually(
-                lambda: threading.active_count() <= threads + 4, within_s=DEADLINE_S, what="no threads left"
+                lambda: threading.active_count() <= threads + 4, timeout_s=DEADLINE_S, what="no threads left"
             )

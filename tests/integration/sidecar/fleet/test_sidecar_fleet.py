@@ -60,7 +60,7 @@ def heard(server: FleetServer, what: str, **expected: object) -> fleet.Heartbeat
     """Wait for a last heartbeat with these values."""
     eventually(
         lambda: all(getattr(server.last, name) == value for name, value in expected.items()),
-        within_s=DEADLINE_S,
+        timeout_s=DEADLINE_S,
         what=f"{what}, last heard: {server.last}",
     )
     return server.last
@@ -85,7 +85,7 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         trainer.stepped()
         heard(server, "training", phase=fleet.PHASE_TRAINING, attempt=1)
         commit = trainer.save_and_commit()
-        eventually(lambda: server.last.last_commit.seq == commit.seq, within_s=DEADLINE_S, what="the commit")
+        eventually(lambda: server.last.last_commit.seq == commit.seq, timeout_s=DEADLINE_S, what="the commit")
         beat = server.last
         assert (beat.last_commit.step, beat.checkpoints) == (5, 1)
         assert beat.last_commit_at_s == newest(url).at_s
@@ -99,10 +99,10 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         opened = again.open()
         again.restore(opened.resume_seq)
         eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_TRAINER_LOST), within_s=DEADLINE_S, what="lost"
+            lambda: server.incidents(fleet.INCIDENT_KIND_TRAINER_LOST), timeout_s=DEADLINE_S, what="lost"
         )
         eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_RESTORED), within_s=DEADLINE_S, what="restored"
+            lambda: server.incidents(fleet.INCIDENT_KIND_RESTORED), timeout_s=DEADLINE_S, what="restored"
         )
         (restored,) = server.incidents(fleet.INCIDENT_KIND_RESTORED)
         assert (restored.step, restored.lost_steps, restored.cause) == (5, 2, "cache")
@@ -115,7 +115,7 @@ def test_the_life_of_a_pod_as_the_controller_hears_it(tmp_path: Path, url: str, 
         cut.outbox.put(None)
         heard(server, "the failure", saves_failed=1, saves_failed_in_a_row=1)
         eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED), within_s=DEADLINE_S, what="told"
+            lambda: server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED), timeout_s=DEADLINE_S, what="told"
         )
         (failed,) = server.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)
         assert failed.cause == "aborted"
@@ -262,7 +262,7 @@ def test_a_controller_restart_loses_nothing(tmp_path: Path, url: str, authority:
         with FleetServer(authority, port=first.port) as second:
             eventually(
                 lambda: len(second.incidents(fleet.INCIDENT_KIND_SAVE_FAILED)) == 3,
-                within_s=120.0,
+                timeout_s=120.0,
                 what="the incidents in between",
             )
             heard(second, "where it is", saves_failed=3)
@@ -303,7 +303,7 @@ def test_fenced_by_another_pod_is_told(tmp_path: Path, url: str, server: FleetSe
         eventually(lambda: trainer.fenced, what="the notice")
         assert trainer.fenced[0].taken_over
         eventually(
-            lambda: server.incidents(fleet.INCIDENT_KIND_FENCED), within_s=DEADLINE_S, what="the incident"
+            lambda: server.incidents(fleet.INCIDENT_KIND_FENCED), timeout_s=DEADLINE_S, what="the incident"
         )
         assert server.incidents(fleet.INCIDENT_KIND_FENCED)[0].cause == "taken_over"
         trainer.close()
@@ -337,7 +337,7 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             )
             heard(server, "in force", directive=1)
             eventually(
-                lambda: step(ckpt) or policies[-1] == "q4", within_s=DEADLINE_S, what="the library heard"
+                lambda: step(ckpt) or policies[-1] == "q4", timeout_s=DEADLINE_S, what="the library heard"
             )
             commit = ckpt.save().wait(DEADLINE_S)
             assert not commit.baseline, "another encoding is no reason for a whole baseline"
@@ -347,11 +347,11 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
             assert ckpt.save().wait(DEADLINE_S).baseline, (
                 "a tracking fault makes the next save hold every row"
             )
-            eventually(lambda: server.incidents(fleet.INCIDENT_KIND_TRACKING_FAULT), within_s=DEADLINE_S)
+            eventually(lambda: server.incidents(fleet.INCIDENT_KIND_TRACKING_FAULT), timeout_s=DEADLINE_S)
             server.tell(save_now=fleet.SaveRequested(reason="user"))
             before = ckpt.stats.commits
             eventually(
-                lambda: step(ckpt) or ckpt.stats.commits > before, within_s=DEADLINE_S, what="saved now"
+                lambda: step(ckpt) or ckpt.stats.commits > before, timeout_s=DEADLINE_S, what="saved now"
             )
         again = torch.nn.EmbeddingBag(60_000, 8, sparse=True)
         with deltashard.Checkpointer(
