@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
-from deltashard_operator.kube import webhook_configuration
 
-from tests.support.operator.webhook_process import WebhookProcess
+from tests.support.eventually import eventually
+from tests.support.operator.webhook_process import WebhookProcess, configuration, has_sidecar, job, opted
 from tests.support.server.apiserver import ApiServer, Rest
 
 HOOKS = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
@@ -45,6 +45,8 @@ def kubeconfig(apiserver: ApiServer, rest: Rest, tmp_path: Path) -> Path:
         "subjects": [{"kind": "ServiceAccount", "name": name, "namespace": "default"}],
     }
     assert rest("POST", f"{root}/rolebindings", binding).status == 201
+    with apiserver.http(f"system:serviceaccount:default:{name}") as own:
+        eventually(lambda: own.create(job("probe"), dry_run=True).status == 201, what="the right in force")
     path = f"/api/v1/namespaces/default/serviceaccounts/{name}/token"
     reply = rest("POST", path, {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}})
     assert reply.status == 201, reply.document
@@ -57,18 +59,24 @@ def kubeconfig(apiserver: ApiServer, rest: Rest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def configured(rest: Rest) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Register the webhook under a `clientConfig`, until the test ends."""
+    """Register the webhook under a `clientConfig`, in force, until the test ends."""
     names = []
 
+    def in_force() -> bool:
+        reply = rest.create(job("probe", opted()), dry_run=True)
+        return reply.status != 201 or has_sidecar(reply)
+
     def configure(client_config: dict[str, Any]) -> None:
-        document = webhook_configuration.mutating(client_config)
+        document = configuration(client_config)
         document["metadata"]["name"] = name = f"chart-test-{uuid.uuid4().hex[:8]}"
         assert rest("POST", HOOKS, document).status == 201
         names.append(name)
+        eventually(in_force, what="the configuration in force")
 
     yield configure
     for name in names:
         rest("DELETE", f"{HOOKS}/{name}")
+    eventually(lambda: not in_force(), what="the configuration's end")
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import yaml
 
 from tests.load.simulation.process import Process
 from tests.support.eventually import eventually
+from tests.support.operator import webhook_process
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import ROOT, free_port
 from tests.support.tool import built
@@ -184,7 +185,7 @@ class Plane:
             if document["kind"] == "MutatingWebhookConfiguration":
                 for hook in document["webhooks"]:
                     hook["clientConfig"]["service"]["port"] = self.webhook_port
-                    hook["timeoutSeconds"] = 30  # a machine that is busy for once loses no admission
+                    hook["timeoutSeconds"] = webhook_process.PATIENCE_S
             if document["kind"] == "CustomResourceDefinition":
                 definitions.append(document["metadata"]["name"])
             self.make(document, SYSTEM)

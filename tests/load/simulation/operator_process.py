@@ -13,13 +13,15 @@ from tests.load.simulation import control_plane
 from tests.load.simulation.control_plane import CONTROLLER, SYSTEM, WEBHOOK, Plane
 from tests.load.simulation.process import Process, Usage
 from tests.support.eventually import eventually
+from tests.support.operator.webhook_process import PROGRAM
 from tests.support.server.minio_server import free_port
 
 
 class Service:
     """One of the two: a process, its plain port, and what it was mounted."""
 
-    def __init__(self, plane: Plane, name: str, module: str, **flags: object) -> None:
+    def __init__(self, plane: Plane, name: str, *program: str, **flags: object) -> None:
+        """`program`: what Python is to run."""
         self.plane = plane
         self.name = name
         self.folder = plane.folder / name
@@ -35,7 +37,7 @@ class Service:
         } | {key.replace("_", "-"): value for key, value in flags.items()}
         self.process = Process(
             name,
-            [sys.executable, "-m", module, *(f"--{key}={value}" for key, value in words.items())],
+            [sys.executable, *program, *(f"--{key}={value}" for key, value in words.items())],
             folder=plane.folder,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
@@ -81,7 +83,8 @@ class Webhook(Service):
         super().__init__(
             plane,
             WEBHOOK,
-            "deltashard_operator.main",
+            "-c",
+            PROGRAM,
             port=plane.webhook_port,
             fleet_ca=plane.folder / WEBHOOK / "ca.crt",
             drain_s=0.5,
@@ -106,6 +109,7 @@ class Controller(Service):
         super().__init__(
             plane,
             CONTROLLER,
+            "-m",
             "deltashard_operator.controller_main",
             fleet_port=self.fleet_port,
             namespace=SYSTEM,

@@ -22,6 +22,17 @@ from tests.support.operator import sample
 from tests.support.server.apiserver import ApiServer, Authority, Reply, Rest, put
 from tests.support.server.minio_server import free_port
 
+PATIENCE_S = 30
+"""For an admission, on a machine that has other things to do; an API server waits no longer."""
+PROGRAM = f"""
+import sys
+from deltashard_operator.kube import webhook_configuration
+webhook_configuration.TIMEOUT_S = {PATIENCE_S}
+from deltashard_operator import main
+sys.exit(main.main())
+"""
+"""`deltashard-webhook` with that patience."""
+
 
 @dataclass
 class WebhookProcess:
@@ -52,7 +63,7 @@ class WebhookProcess:
         }
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "deltashard_operator.main", *(f"--{k}={v}" for k, v in flags.items())],
+                [sys.executable, "-c", PROGRAM, *(f"--{k}={v}" for k, v in flags.items())],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -127,6 +138,14 @@ def has_sidecar(reply: Reply) -> bool:
     return any(c["name"] == cluster_name.SIDECAR for c in inits)
 
 
+def configuration(client_config: dict[str, Any]) -> dict[str, Any]:
+    """The webhook's configuration, with that patience."""
+    document = webhook_configuration.mutating(client_config)
+    for hook in document["webhooks"]:
+        hook["timeoutSeconds"] = PATIENCE_S
+    return document
+
+
 @contextmanager
 def registered(rest: Rest, client_config: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
     """The webhook's configuration in the cluster, in force; yields how to change where it points."""
@@ -134,12 +153,12 @@ def registered(rest: Rest, client_config: dict[str, Any]) -> Iterator[Callable[[
     def probe() -> Reply:
         return rest.create(job("probe", opted()), dry_run=True)
 
-    document = webhook_configuration.mutating(client_config)
+    document = configuration(client_config)
     path = f"{HOOKS}/{webhook_configuration.CONFIGURATION}"
     assert rest("POST", HOOKS, document).status == 201
 
     def change(client_config: dict[str, Any]) -> None:
-        document = webhook_configuration.mutating(client_config)
+        document = configuration(client_config)
         document["metadata"]["resourceVersion"] = rest("GET", path).document["metadata"]["resourceVersion"]
         assert rest("PUT", path, document).status == 200
 

@@ -35,7 +35,14 @@ from kubernetes import client
 
 from tests.support.eventually import eventually, eventually_async
 from tests.support.operator.fleet_service import PATIENCE_S, Book, Pod, Reporter
-from tests.support.operator.webhook_process import HOOKS, WebhookProcess, has_sidecar, job, opted
+from tests.support.operator.webhook_process import (
+    HOOKS,
+    WebhookProcess,
+    configuration,
+    has_sidecar,
+    job,
+    opted,
+)
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import free_port
 
@@ -63,7 +70,7 @@ class Place:
         ):
             document = {"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}
             assert self.rest("POST", self.path(kind), document).status == 201
-        assert self.rest("POST", HOOKS, webhook_configuration.mutating(self.client_config)).status == 201
+        assert self.rest("POST", HOOKS, configuration(self.client_config)).status == 201
 
     def path(self, kind: str, name: str = "") -> str:
         """Of an object in the namespace."""
