@@ -88,7 +88,7 @@ def test_strict_cluster(bench: Bench) -> None:
     assert [each["name"] for each in pod["spec"]["initContainers"]] == ["istio-proxy", SIDECAR, "fetch"]
     assert pod["status"]["qosClass"] == "Guaranteed"
     committed = bench.wait_commits(job)
-    trainer = job.container(life["pod"], "trainer")["containerID"]
+    trainer = job.wait_container(life["pod"], "trainer")["containerID"]
     os.kill(bench.cluster.nodes[life["node"]].container_pid(trainer), signal.SIGKILL)
     bench.assert_resumed(bench.began(job, 1), at_least=committed)
     job.wait_complete()

@@ -7,7 +7,6 @@ import signal
 
 import pytest
 
-from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import Bench
 from tests.cluster.scenario.job import SIDECAR
 
@@ -22,7 +21,7 @@ def test_killed_containers(bench: Bench) -> None:
     node, pod = bench.cluster.nodes[began["node"]], began["pod"]
 
     def strike(container: str, number: signal.Signals) -> None:
-        os.kill(node.container_pid(job.container(pod, container)["containerID"]), number)
+        os.kill(node.container_pid(job.wait_container(pod, container)["containerID"]), number)
 
     bench.wait_commits(job, count=2)
     strike("trainer", signal.SIGKILL)
@@ -30,24 +29,23 @@ def test_killed_containers(bench: Bench) -> None:
     assert again["pod"] == pod
     assert again["source"] == "cache"
     bench.assert_resumed(again, at_least=began["step"] + 1)
-    assert job.container(pod, "trainer")["restartCount"] == 1
+    job.wait_container(pod, "trainer", restartCount=1)
 
     bench.wait_commits(job, beyond=again["step"])
     strike(SIDECAR, signal.SIGKILL)
     at_kill = bench.witness.last_step(again["life"])
-    wait_until(
-        lambda: job.container(pod, SIDECAR)["restartCount"] == 1, timeout_s=60, what="the sidecar restarted"
-    )
+    job.wait_container(pod, SIDECAR, restartCount=1)
     bench.note("the sidecar was killed and is back")
     bench.wait_commits(job, beyond=at_kill)
-    assert bench.witness.last_step(again["life"]) > at_kill
+    bench.witness.wait_step(again["life"], at_kill + 1, timeout_s=60)
     assert job.container(pod, "trainer")["restartCount"] == 1
 
     committed = bench.newest(job)
     strike("trainer", signal.SIGUSR1)  # which makes it eat memory
     third = bench.began(job, 2)
     assert third["pod"] == pod
-    assert job.container(pod, "trainer")["lastState"]["terminated"]["reason"] == "OOMKilled"
+    told = job.wait_container(pod, "trainer", restartCount=2)
+    assert told["lastState"]["terminated"]["reason"] == "OOMKilled"
     bench.assert_resumed(third, at_least=committed)
     assert job.container(pod, SIDECAR)["restartCount"] == 1
     bench.assert_store_whole(job)

@@ -34,7 +34,7 @@ def assert_heir_rules(bench: Bench, job: TrainingJob, heir: Event) -> None:
     """Whoever came last writes the run, whatever the zombie does."""
     bench.wait_commits(job, beyond=heir["step"])
     assert checkpoints(bench.url, job.run)[-1].attempt == heir["attempt"]
-    assert bench.witness.last_step(heir["life"]) > heir["step"]
+    bench.witness.wait_step(heir["life"], heir["step"] + 1, timeout_s=60)
     bench.assert_store_whole(job)
 
 

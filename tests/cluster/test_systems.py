@@ -140,7 +140,7 @@ def test_uninstall_and_upgrade(bench: Bench, tmp_path: Path) -> None:
     system.uninstall()
     bench.note("uninstalled")
     bench.wait_commits(job, beyond=bench.newest(job), count=2)
-    assert bench.witness.last_step(life["life"]) > 0
+    bench.witness.wait_step(life["life"], 1, timeout_s=60)
     bench.assert_store_whole(job)
     assert command_line("ls", bench.url)
     plain = bench.manifest("plain", steps=1)

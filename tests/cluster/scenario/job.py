@@ -263,6 +263,16 @@ class TrainingJob:
                 return dict(each)
         raise ClusterError(f"pod {pod} has no container {name} yet")
 
+    def wait_container(self, pod: str, name: str, **wanted: Any) -> dict[str, Any]:
+        """The status of one container once it runs, with these values: its kubelet may tell later than it does itself."""
+
+        def told() -> bool:
+            found = self.container(pod, name)
+            return "running" in found["state"] and all(found[key] == value for key, value in wanted.items())
+
+        wait_until(told, timeout_s=60, what=lambda: f"{name} running, {wanted}: {self.container(pod, name)}")
+        return self.container(pod, name)
+
     def evict(self, pod: str) -> None:
         """Ask for its eviction, as a drain or an autoscaler does."""
         body = {
