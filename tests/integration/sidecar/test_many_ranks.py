@@ -20,6 +20,9 @@ from deltashard_checkpoint.write import precision
 from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, sidecar
 
+PATIENT = {"deltashard_sidecar.save_service.BRIEF_WAIT_S": 30.0}
+"""A rank does not begin a cut anew that was refused, as a lone trainer does where the end of its last one is told slowly."""
+
 
 class Group:
     """W ranks, each with tables of its own, over so many sidecars: what the trainer's library would do for them."""
@@ -82,7 +85,11 @@ def pods(root: Path, url: str, count: int, **flags: object) -> Iterator[list[Sid
         for pod in range(count):
             (root / f"pod{pod}").mkdir(exist_ok=True)
             process = SidecarProcess(
-                root / f"pod{pod}", url, encoding="fp32", **{"arena_bytes": "256MiB", **flags}
+                root / f"pod{pod}",
+                url,
+                encoding="fp32",
+                constants=PATIENT,
+                **{"arena_bytes": "256MiB", **flags},
             )
             stack.callback(process.kill)
             found.append(process)
