@@ -268,7 +268,7 @@ def test_a_trained_model_goes_on_under_plain_torch(
     with checkpointer(*lost) as ckpt:
         assert ckpt.restore() is None
         train(lost, range(5), ckpt)
-        ckpt.save().wait(60)
+        ckpt.save().wait(240)
     code, text = cli("export", tmp_path / "store" / "r", tmp_path / "out", "--format", "dcp", "--state")
     assert code == 0
     assert "left out" not in text
@@ -290,7 +290,7 @@ def test_weights_alone_are_a_models_state_dict(cli: Cli, checkpointer: Checkpoin
     with checkpointer(*lost) as ckpt:
         assert ckpt.restore() is None
         train(lost, range(2), ckpt)
-        ckpt.save().wait(60)
+        ckpt.save().wait(240)
     code, text = cli("export", tmp_path / "store", tmp_path / "a" / "out", "--format", "dcp", "--json")
     assert code == 0
     said = json.loads(text)
@@ -365,9 +365,9 @@ def test_training_goes_on_from_an_import(
         assert (restored.step, restored.seq, restored.notes) == (5, 2, ())
         same(plain, moved)
         train(moved, range(5, 8), ckpt)
-        ckpt.save().wait(60)
+        ckpt.save().wait(240)
         train(moved, range(8, 9), ckpt)
-        ckpt.save().wait(60)
+        ckpt.save().wait(240)
     train(plain, range(5, 9))
     same(plain, moved)
     again = made(kind)
@@ -464,7 +464,7 @@ def test_there_and_back(cli: Cli, checkpointer: Checkpointers, tmp_path: Path) -
     with checkpointer(*lost) as ckpt:
         assert ckpt.restore() is None
         train(lost, range(4), ckpt)
-        ckpt.save().wait(60)
+        ckpt.save().wait(240)
     assert cli("export", tmp_path / "store", tmp_path / "out", "--format", "dcp", "--state")[0] == 0
     command = ("import", tmp_path / "store", tmp_path / "out", "--run", "back", "--step", 4)
     code, text = cli(*command, "--optimizer", "torch.optim.adagrad.Adagrad", "--tables", "embeddings.*", "--tables", "places.*")  # fmt: skip
@@ -478,7 +478,7 @@ def test_there_and_back(cli: Cli, checkpointer: Checkpointers, tmp_path: Path) -
         same(lost, back)
         assert len(list(ckpt.wrap(DataLoader(range(3), shuffle=True)))) == 3
         train(back, range(4, 5), ckpt)
-        ckpt.save().wait(60)
+        ckpt.save().wait(240)
 
 
 def test_on_an_object_store(cli: Cli, minio_url: str, saved: Path, tmp_path: Path) -> None:

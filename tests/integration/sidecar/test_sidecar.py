@@ -288,7 +288,7 @@ def test_a_rank_is_one_process(process: SidecarProcess, trainer: Trainer) -> Non
     """A second live process of a rank is told who has it; the same process may attach anew, and the old session ends."""
     request = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, pid=os.getpid() + 1)
     with pytest.raises(grpc.RpcError, match=f"process {os.getpid()} trains as local rank 0"):
-        trainer.stub.Attach(request, timeout=20)
+        trainer.stub.Attach(request, timeout=60)
     old = trainer.reply.session
     trainer.attach()
     with pytest.raises(grpc.RpcError, match="UnknownSession"):

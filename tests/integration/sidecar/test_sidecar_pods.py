@@ -243,7 +243,7 @@ def test_the_next_pod_waits_for_the_last_save_of_the_one_that_goes(
         trainer.model.step = 5
         trainer.save_and_commit()
         trainer.model.train()
-        trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=20)
+        trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=60)
         store = open_store(direct)
         eventually(lambda: list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what="the marker")
         slow.hang = True
@@ -283,7 +283,7 @@ def test_a_marker_goes_with_the_trainer_that_never_cut(tmp_path: Path, url: str)
             trainer.save_and_commit()
             # The timer has come by, so the sidecar has seen this trainer alive.
             eventually(lambda: trainer.arena.line(0)[SAVE_AT_STEP] != NEVER, timeout_s=DEADLINE_S)
-            trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=20)
+            trainer.stub.Notify(pb.NotifyRequest(reason="stopping", deadline_s=60), timeout=60)
             eventually(lambda: list(store.list("ns/job/closing/")), timeout_s=DEADLINE_S, what="the marker")
             if gone == "detached":
                 trainer.detach()

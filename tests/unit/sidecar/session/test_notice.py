@@ -38,7 +38,7 @@ def test_a_reader_that_is_gone_takes_nothing_with_it() -> None:
     thread.start()
     alive[0] = False
     queue.poke()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     queue.post(committed(pb.Commit(seq=5)))
     queue.close()

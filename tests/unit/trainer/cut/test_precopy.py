@@ -300,10 +300,10 @@ def test_no_memory_is_moved_while_it_is_read():
             assert not moved.wait(0.05)
 
     job = pool.submit(reads)
-    assert read.wait(10)
+    assert read.wait(60)
     tensor.share_memory_()
     moved.set()
-    job.result(10)
+    job.result(60)
     assert tensor.is_shared()
     pool.shutdown()
 

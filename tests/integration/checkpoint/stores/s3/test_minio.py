@@ -398,7 +398,7 @@ def test_killed_in_mid_put(own_minio: MinioServer) -> None:
         proxy.rewrite = count
         with ThreadPoolExecutor(1) as pool:
             putting = pool.submit(store.put, "pack", data)
-            assert half.wait(30)
+            assert half.wait(120)
             with pytest.raises(StoreUnavailable, match="failed|connection"):
                 open_store(
                     own_minio.url("any-bucket"), policy=RetryPolicy(deadline_s=0.3, first_delay_s=0.05)
