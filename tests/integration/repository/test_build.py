@@ -50,14 +50,19 @@ def build(tmp_path: Path) -> Build:
     }
 
     def start(*words: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [str(ROOT / "tools" / "build"), *words, "minio"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        # Tests that run in the background of a shell ignore SIGINT, and so would what they start.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            return subprocess.Popen(
+                [str(ROOT / "tools" / "build"), *words, "minio"],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     return start
 
