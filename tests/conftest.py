@@ -15,6 +15,8 @@ from tests.support.tool import MISSING
 
 # How long a busy machine may take to answer a cut says nothing about what is tested either.
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")
+# Nor does how long its sidecar takes to be done with a save whose end it has told: the next one would be refused as busy.
+os.environ.setdefault("DELTASHARD_BRIEF_WAIT_S", "10")
 
 pytest.register_assert_rewrite("deltashard_checkpoint.stores.conformance")
 # How long an example takes says something about the machine, nothing about what is tested.

@@ -39,7 +39,8 @@ from deltashard_sidecar.trainer_control import TrainerControl
 
 URGENT_WAIT_S = 3.0
 """An urgent save waits so long at its begin for one that uploads; then it is refused and asked for again afterwards."""
-BRIEF_WAIT_S = 1.0
+BRIEF_WAIT_S = float(os.environ.get("DELTASHARD_BRIEF_WAIT_S", "1"))
+"""A save waits so long at its begin for what is about to end anyway."""
 ENCODE_NICENESS = 10
 """Niceness of encoding threads: on shared cores (a laptop) the cut that is being copied, and training, go first."""
 
