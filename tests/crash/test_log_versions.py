@@ -104,7 +104,7 @@ def test_a_build_from_before_format_2_refuses_a_run_of_many_ranks_and_changes_no
     attempt = run.open(world_size=2, layout=layout.data).attempt
     if ending == "checkpoint":
         commit_parts(
-            run.log, attempt=attempt, cut=1, step=200, world_size=2, layout=layout.digest, deadline_s=5.0,
+            run.log, attempt=attempt, cut=1, step=200, world_size=2, layout=layout.digest, deadline_s=60.0,
             reports=[run.report(attempt, 1, rank=rank, boxes=[half]) for rank, half in enumerate(halves)],
         )  # fmt: skip
     before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}

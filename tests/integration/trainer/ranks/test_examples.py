@@ -15,27 +15,28 @@ import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.url import open_store
 
-from tests.support.eventually import eventually
+from tests.support.eventually import NotWithin, eventually
 from tests.support.machine import limit_s
 from tests.support.tool import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 Start = Callable[..., tuple["subprocess.Popen[bytes]", Path]]
-STEPS = 400
+FOREVER, MORE = 10_000_000, 100
+"""Steps: of who is stopped from outside, however fast the machine; and of who goes on after it, to the end."""
 
 
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Iterator[Start]:
-    """Starts an example on two ranks, into `store`; returns torchrun's process and what all print."""
+    """Starts an example on two ranks, for so many steps, into `store`; returns torchrun's process and what all print."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(example: str, store: str, *arguments: str) -> tuple[subprocess.Popen[bytes], Path]:
+    def start(example: str, steps: int = FOREVER) -> tuple[subprocess.Popen[bytes], Path]:
         log = tmp_path / f"log-{len(started)}"
         said = {
             "OMP_NUM_THREADS": "1",
             # After a restart gloo finds no addresses of dead ranks in a store that they left.
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "DELTASHARD_URL": f"file://{tmp_path / store}",
+            "DELTASHARD_URL": f"file://{tmp_path / 'store'}",
             "DELTASHARD_RUN": "run",
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -49,7 +50,7 @@ def torchrun(tmp_path: Path) -> Iterator[Start]:
         with log.open("wb") as file:
             started.append(
                 subprocess.Popen(
-                    [*command, f"--steps={STEPS}", "--encoding=fp32", "--every-s=0.2", *arguments],
+                    [*command, f"--steps={steps}", "--encoding=fp32", "--every-s=0.2"],
                     stdout=file,
                     stderr=file,
                     env=os.environ | said,
@@ -97,6 +98,10 @@ def _to_the_end(
     return logs
 
 
+def _begun(said: str) -> list[int]:
+    return [int(step) for step in re.findall(r"begins at step (\d+)", said)]
+
+
 def _losses(said: str) -> dict[tuple[str, str], set[str]]:
     found: dict[tuple[str, str], set[str]] = {}
     # torchrun's Python writes a line's end by itself: the other rank's line may stand before it.
@@ -107,29 +112,40 @@ def _losses(said: str) -> dict[tuple[str, str], set[str]]:
 
 def test_a_killed_rank_comes_back_with_all_others(torchrun: Start, tmp_path: Path) -> None:
     """Without a person; each step that is trained again has the loss that it had, to the last bit."""
-    process, log = torchrun("ddp", "store")
+    process, log = torchrun("ddp")
     eventually(
         lambda: len(_steps(tmp_path / "store")) >= 2 or process.poll() is not None,
         what="saves",
         timeout_s=300,
     )
+    assert process.poll() is None, log.read_text()
     os.kill(_ranks(process)[1], signal.SIGKILL)
-    logs = [log, *_to_the_end(process, lambda: torchrun("ddp", "store"))]
+
+    def back() -> bool:
+        begun = _begun(log.read_text())
+        return len(begun) >= 4 and max(_steps(tmp_path / "store")) > max(begun)
+
+    with contextlib.suppress(NotWithin):  # gloo, see `_to_the_end`
+        eventually(lambda: back() or process.poll() is not None, what="the group is back", timeout_s=30)
+    process.terminate()
+    process.wait(limit_s(60))
+    until = max(int(step) for _, step in _losses(log.read_text())) + MORE
+    logs = [log, *_to_the_end(process, lambda: torchrun("ddp", until))]
     said = "".join(each.read_text() for each in logs)
-    begun = [int(step) for step in re.findall(r"begins at step (\d+)", said)]
+    begun = _begun(said)
     assert begun[:2] == [0, 0]
     assert len(begun) >= 4
     assert begun[-1] == begun[-2] > 0
     losses = _losses(said)
     other = {at: each for at, each in losses.items() if len(each) > 1}
     assert not other, f"{other}\n{said[-20000:]}"
-    assert {step for _, step in losses} == {str(step) for step in range(1, STEPS + 1)}
-    assert max(_steps(tmp_path / "store")) == STEPS
+    assert {step for _, step in losses} == {str(step) for step in range(1, until + 1)}
+    assert max(_steps(tmp_path / "store")) == until
 
 
 def test_a_sharded_model_goes_on_where_its_ranks_were(torchrun: Start, tmp_path: Path) -> None:
     """TorchRec's tables over two ranks, behind a pipeline: torchrun is told to end, and is started again."""
-    process, log = torchrun("torchrec", "store")
+    process, log = torchrun("torchrec")
     eventually(
         lambda: len(_steps(tmp_path / "store")) >= 2 or process.poll() is not None,
         what="saves",
@@ -143,9 +159,10 @@ def test_a_sharded_model_goes_on_where_its_ranks_were(torchrun: Start, tmp_path:
         with contextlib.suppress(ProcessLookupError):
             os.kill(rank, signal.SIGKILL)
     saved = max(_steps(tmp_path / "store"))
-    process, again = torchrun("torchrec", "store")
-    logs = [again, *_to_the_end(process, lambda: torchrun("torchrec", "store"))]
-    begun = [int(step) for step in re.findall(r"begins at step (\d+)", logs[0].read_text())]
+    until = max(int(step) for step in re.findall(r"step (\d+), loss", log.read_text())) + MORE
+    process, again = torchrun("torchrec", until)
+    logs = [again, *_to_the_end(process, lambda: torchrun("torchrec", until))]
+    begun = _begun(logs[0].read_text())
     assert len(set(begun)) == 1
     assert begun[0] >= saved
-    assert max(_steps(tmp_path / "store")) == STEPS
+    assert max(_steps(tmp_path / "store")) == until

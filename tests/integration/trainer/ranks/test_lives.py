@@ -267,7 +267,7 @@ def test_a_store_that_is_slow_hangs_and_goes_costs_saves_and_nothing_else(
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(weather)
             said = run_on_minio(tmp_path, RANKS, "store", url=own_minio.url(bucket, port=proxy.port))
-            done.result(1)
+            done.result()
         proxy.release()
     for each in said:
         assert {phase: each[phase] for phase in ("hangs", "gone")} == {"hangs": 0, "gone": 0}
