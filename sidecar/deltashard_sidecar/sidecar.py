@@ -137,6 +137,7 @@ class Sidecar:
             self._check_group(request)
             self._admit_to_arena(request.local_rank)
             session = self.control.admit(request)
+            self._idle_since_s = time.monotonic()  # it may be gone again before anybody looks
             self.saves.came_back(session)
         attempt = session.attempt.number
         if attempt is not None:

@@ -642,6 +642,7 @@ class Checkpointer:
             self._session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
             self._launcher.close()
             self._stance.close()
+            self._shelf.close()
             self._program.tracking.close()
             _live.discard(self)
 

@@ -17,6 +17,8 @@ from deltashard.state.value import decode_value, encode_value
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
+from tests.support.trainer.step_count import StepCount
+
 
 class Counting(Dataset[int]):
     """0..n-1; counts how often each was read, in whichever process, and where no checkpoint finds it."""
@@ -68,7 +70,7 @@ class Rank:
     """One rank's loader; every batch is a step."""
 
     def __init__(self, data: Data, life: Life, rank: int, **options: Any) -> None:
-        self.steps = 0
+        self.steps = StepCount()
         self.data = Counting(data.samples)
         self.seen: dict[int, list[int]] = defaultdict(list)
         """By epoch."""
@@ -89,15 +91,15 @@ class Rank:
                 num_workers=life.workers,
                 persistent_workers=life.persistent,
             ),
-            clock=lambda: self.steps,
+            clock=self.steps,
             **options,
         )
-        self._run = self._train()
+        self._run = _trained(self.loader, self.seen, self.steps)
 
     def take(self, steps: int) -> None:
         """So many steps, over epochs."""
-        until = self.steps + steps
-        while self.steps < until:
+        until = self.steps.now + steps
+        while self.steps.now < until:
             next(self._run)
 
     def rest_of_epoch(self) -> None:
@@ -105,19 +107,20 @@ class Rank:
         while next(self._run):
             pass
 
-    def _train(self) -> Iterator[bool]:
-        """Steps for ever: True after each, False where an epoch ends."""
-        while True:
-            epoch = self.loader.epoch
-            for batch in self.loader:
-                self.seen[epoch] += batch.tolist()
-                self.steps += 1
-                yield True
-            yield False
-
     def tree(self) -> dict[str, Any]:
         """As a checkpoint would hold it."""
         return decode_value(encode_value(self.loader.capture()).to_bytes())
+
+
+def _trained(loader: WrappedLoader, seen: dict[int, list[int]], steps: StepCount) -> Iterator[bool]:
+    """Steps for ever: True after each, False where an epoch ends."""
+    while True:
+        epoch = loader.epoch
+        for batch in loader:
+            seen[epoch] += batch.tolist()
+            steps.now += 1
+            yield True
+        yield False
 
 
 def handed_over(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:

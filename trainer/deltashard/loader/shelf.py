@@ -82,3 +82,7 @@ class LoaderShelf:
             else:
                 self._waiting[name] = tree
         self._rng = rng
+
+    def close(self) -> None:
+        """No position is asked for any more: each loader is its program's alone, and ends with it."""
+        self._loaders.clear()

@@ -33,6 +33,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -107,6 +108,18 @@ class _Pass:
         self.asked = False
 
 
+def _roots(loader: Any) -> dict[str, object]:
+    """Where what moves is looked for; a stateful loader keeps its own order."""
+    stateful = isinstance(loader, Stateful)
+    if not isinstance(loader, DataLoader):
+        return {} if stateful else {"loader": loader}
+    names = ["dataset", "collate_fn"]
+    if not stateful:
+        names += ["sampler", "batch_sampler", "generator"]
+        names += [n for n in vars(loader) if not n.startswith("_") and n not in _STANDARD]
+    return {n: getattr(loader, n, None) for n in names}
+
+
 class WrappedLoader:
     """Iterates `loader` and knows what was delivered. Made by `Checkpointer.wrap`; attributes pass through."""
 
@@ -167,7 +180,8 @@ class WrappedLoader:
         self._company = company or Company(clock)
         self._member = self._company.join(name)
         self._pace = Pace(self._company, self._member)
-        self._belongings = Belongings(self._roots)
+        # Not a method of this one: in a cycle its iterator would be the collector's, which waits 5 s for each worker.
+        self._belongings = Belongings(partial(_roots, loader))
         self._warn_of(self._belongings.walk())
         self._position = Position(epoch=0, delivered=0)
         self._pass: _Pass | None = None
@@ -208,17 +222,6 @@ class WrappedLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _roots(self) -> dict[str, object]:
-        """Where what moves is looked for; a stateful loader keeps its own order."""
-        loader = self.loader
-        if not self._torch:
-            return {} if self._stateful else {"loader": loader}
-        names = ["dataset", "collate_fn"]
-        if not self._stateful:
-            names += ["sampler", "batch_sampler", "generator"]
-            names += [n for n in vars(loader) if not n.startswith("_") and n not in _STANDARD]
-        return {n: getattr(loader, n, None) for n in names}
-
     def _warn_of(self, walk: Walk) -> None:
         if self._persistent:
             log.warning(
@@ -226,7 +229,7 @@ class WrappedLoader:
                 "numbers that its workers draw are others: leave it out for a bit-exact resume, if the dataset draws"
             )
         if self._workers and draws(
-            Walk({n: v for n, v in self._roots().items() if n in ("dataset", "collate_fn")})
+            Walk({n: v for n, v in _roots(self.loader).items() if n in ("dataset", "collate_fn")})
         ):
             if self._stateful:
                 self._say(

@@ -92,7 +92,7 @@ def alternated(world: World) -> None:
     loaders = {"a": world.wrap(shuffled(), "a"), "b": world.wrap(shuffled(11, 3, noisy=True), "b")}
     passes: dict[str, Iterator[Any]] = {}
     while True:
-        name = "ab"[world.steps % 2]
+        name = "ab"[world.steps.now % 2]
         if name not in passes:
             passes[name] = iter(loaders[name])
         try:
@@ -107,7 +107,7 @@ def two_to_one(world: World) -> None:
     loaders = {"a": world.wrap(shuffled(), "a"), "b": world.wrap(shuffled(11, 3, noisy=True), "b")}
     passes: dict[str, Iterator[Any]] = {}
     while True:
-        name = "a" if world.steps % 3 else "b"
+        name = "a" if world.steps.now % 3 else "b"
         batch = next(passes[name], None) if name in passes else None
         if batch is None:
             passes[name] = iter(loaders[name])
@@ -121,7 +121,7 @@ def two_to_one(world: World) -> None:
 def turns_forgotten(world: World) -> None:
     a, b = world.wrap(shuffled(), "a"), world.wrap(shuffled(), "b")
     first = iter(a)
-    for _ in range(2 if world.steps == 0 else 100):
+    for _ in range(2 if world.steps.now == 0 else 100):
         batch = next(first, None)
         if batch is None:
             break

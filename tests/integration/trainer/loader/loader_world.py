@@ -16,6 +16,8 @@ from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.state.rng import apply_globals, capture_globals
 from deltashard.state.value import decode_value, encode_value
 
+from tests.support.trainer.step_count import StepCount
+
 
 class Over(Exception):
     """The run is over."""
@@ -30,8 +32,8 @@ class World:
         np.random.seed(seed)
         self.end = end
         self.cut_at = cut_at
-        self.steps = cut_at if held else 0
-        self.company = Company(lambda: self.steps)
+        self.steps = StepCount(cut_at if held else 0)
+        self.company = Company(self.steps)
         self.loaders: dict[str, WrappedLoader] = {}
         self.log: list[Any] = []
         self.cut: tuple[bytes, bytes] | None = None
@@ -57,10 +59,10 @@ class World:
         """A training step: draws as dropout would, of all global generators."""
         drawn = float(torch.rand(())), random.random(), float(np.random.rand())
         self.log.append((*(plain(each) for each in seen), drawn))
-        self.steps += 1
-        if self.steps == self.cut_at and self.cut is None:
+        self.steps.now += 1
+        if self.steps.now == self.cut_at and self.cut is None:
             self._take()
-        if self.steps >= self.end:
+        if self.steps.now >= self.end:
             raise Over
 
     def _take(self) -> None:

@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.support.trainer.step_count import StepCount
+
 
 class Rank:
     """One rank's loader; every batch is a step."""
@@ -23,7 +25,7 @@ class Rank:
     def __init__(
         self, rank: int, world: int, *, samples: int = 48, batch_size: int = 2, **options: Any
     ) -> None:
-        self.steps = 0
+        self.steps = StepCount()
         self.seen: list[int] = []
         loader_options = {k: options.pop(k) for k in ("num_workers", "drop_last") if k in options}
         data = list(range(samples))
@@ -32,27 +34,27 @@ class Rank:
         )
         self.loader = WrappedLoader(
             DataLoader(data, batch_size=batch_size, sampler=sampler, **loader_options),
-            clock=lambda: self.steps,
+            clock=self.steps,
             **options,
         )
 
     def take(self, steps: int) -> None:
         """So many steps, over epochs."""
-        until = self.steps + steps
-        while self.steps < until:
+        until = self.steps.now + steps
+        while self.steps.now < until:
             epoch = self.loader.epoch
             self.loader.sampler.set_epoch(epoch)
             for batch in self.loader:
                 self.seen += batch.tolist()
-                self.steps += 1
-                if self.steps == until:
+                self.steps.now += 1
+                if self.steps.now == until:
                     return
 
     def rest_of_epoch(self) -> None:
         self.loader.sampler.set_epoch(self.loader.epoch)
         for batch in self.loader:
             self.seen += batch.tolist()
-            self.steps += 1
+            self.steps.now += 1
 
     def tree(self) -> dict[str, Any]:
         """As a checkpoint would hold it."""
@@ -158,7 +160,7 @@ def test_a_pipeline_is_behind_what_it_was_handed() -> None:
         assert next(fetched, None) is None
         rank.loader.sampler.set_epoch(1)
         next(iter(rank.loader))
-        rank.steps = 3
+        rank.steps.now = 3
         rank.seen = [number for batch in batches[:3] for number in batch.tolist()]
         trees.append(rank.tree())
     (alone,) = resumed(trees, 1, samples=16)

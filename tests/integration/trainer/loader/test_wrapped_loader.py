@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import types
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +19,12 @@ from deltashard.errors import CheckpointMismatch, StateError
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.state.rng import apply_globals, capture_globals
 from deltashard.state.value import decode_value, encode_value
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.support.checkpointers import checkpointers
+from tests.support.trainer.step_count import StepCount
 
 # torchdata asks torch for what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
@@ -76,16 +85,16 @@ class Program:
     """A loop that draws dropout after every batch, as a training step would."""
 
     def __init__(self, make: Callable[[], Any], **options: Any) -> None:
-        self.step = 0
+        self.steps = StepCount()
         self.seen: list[tuple[int, Any, float]] = []
-        self.loader = WrappedLoader(make(), clock=lambda: self.step, **options)
+        self.loader = WrappedLoader(make(), clock=self.steps, **options)
 
     def run(self, until: int) -> None:
-        while self.step < until:
+        while self.steps.now < until:
             for batch in self.loader:
                 self.seen.append((self.loader.epoch, torch.as_tensor(batch).tolist(), float(torch.rand(()))))
-                self.step += 1
-                if self.step == until:
+                self.steps.now += 1
+                if self.steps.now == until:
                     return
 
     def cut(self) -> tuple[bytes, bytes]:
@@ -114,7 +123,7 @@ def test_a_resumed_loop_sees_and_draws_what_the_lost_one_would_have(kind: str, a
     random.seed(99)
     np.random.seed(99)
     resumed = Program(LOADERS[kind])
-    resumed.step = at
+    resumed.steps.now = at
     held = decode_value(rng)
     apply_globals(held)
     resumed.loader.resume(decode_value(loader), held)
@@ -173,6 +182,46 @@ def test_persistent_workers_are_warned_of(
     loader = kind(Numbers(), batch_size=4, num_workers=1, persistent_workers=persistent)
     WrappedLoader(loader, clock=lambda: 0)
     assert ("persistent_workers" in caplog.text) is (persistent and not stateful)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """What is still there is in a cycle. Torch waits 5 s for each worker of a pass that the collector ends."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def left_within_an_epoch(loader: WrappedLoader) -> weakref.ref[WrappedLoader]:
+    for _ in loader:
+        break
+    return weakref.ref(loader)
+
+
+def test_a_pass_that_was_left_ends_with_its_loader() -> None:
+    """Not at some collection later, with minutes of waiting where workers are many."""
+    with no_collector():
+        loader = WrappedLoader(DataLoader(Numbers(), batch_size=4), clock=lambda: 0)
+        left = left_within_an_epoch(loader)
+        del loader
+        assert left() is None
+
+
+def test_a_closed_checkpointer_holds_no_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a training that ends within an epoch, in a process that goes on."""
+    net = nn.Embedding(30, 4, sparse=True)
+    program = types.SimpleNamespace(net=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    with checkpointers(tmp_path, monkeypatch) as make:
+        ckpt = make(program)
+        loader = ckpt.wrap(DataLoader(Numbers(), batch_size=4))
+        ckpt.restore()
+        with no_collector():
+            left = left_within_an_epoch(loader)
+            ckpt.close()
+            del loader
+            assert left() is None
 
 
 def test_epochs_are_counted() -> None:

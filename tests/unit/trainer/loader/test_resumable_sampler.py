@@ -270,7 +270,7 @@ def test_a_pipeline_that_fetches_ahead_is_behind_what_it_was_handed() -> None:
     fetched = iter(lost.loader)
     for _ in range(5):
         next(fetched)
-    lost.steps = 3
+    lost.steps.now = 3
     (again,) = resume(data, Life(saved=0, batch_size=4), [lost.tree()], pipelined=True)
     assert [i for batch in again.loader for i in batch.tolist()] == order(data, 0)[6:]
 
