@@ -104,6 +104,7 @@ class _Pass:
         self.order: Mapping[str, Any] | None = None
         """How its samples are dealt out to ranks (`deal.order_of`)."""
         self.warm = False
+        self.ahead: bool | None = None
         self.handed = 0
         self.asked = False
 
@@ -551,7 +552,7 @@ class WrappedLoader:
         self._broken = False
         made = _Pass(epoch=position.epoch + (1 if over else 0), delivered=0, clock=now, resumed=None)
         made.start = self._moment()
-        made.warm = self._is_warm()
+        made.warm, made.ahead = self._is_warm(), bool(self._workers)
         self._tell_epoch(made.epoch)
         made.order = self._order()
         if self._seeded and self._by_sampler:
@@ -593,7 +594,8 @@ class WrappedLoader:
         if timely:
             self._look_at_head(resume.start)
         self._apply_moment(resume.start)
-        made.start, made.first, made.warm = resume.start, resume.first, resume.warm
+        made.start, made.first = resume.start, resume.first
+        made.warm, made.ahead = resume.warm, resume.ahead
         self._tell_epoch(resume.epoch)
         saved = self._resume_tree.get("deal")
         made.order = self._order(epoch=saved["epoch"] if isinstance(saved, Mapping) else None)
@@ -616,6 +618,7 @@ class WrappedLoader:
                 warm=made.warm,
                 prints=made.prints if self._watched else None,
                 to_print=fingerprint,
+                before=self._before_order(resume),
             )
         else:
             if made.warm and not self._is_warm():
@@ -628,6 +631,26 @@ class WrappedLoader:
         else:
             self._company.left = capture_globals()
         return made
+
+    def _before_order(self, resume: Position) -> Callable[[], None] | None:
+        """Where workers draw the order at once, and the lost process drew it at its first batch: as it stood there."""
+        if resume.ahead is False and self._workers and resume.first is not None and resume.begun:
+            return partial(apply_draws, self.loader, resume.first)
+        return None
+
+    def _order_drawn_under(self, current: _Pass, resume: Position) -> Mapping[str, Any] | None:
+        """The random state under which the lost process drew the order, where this one draws it at the first batch."""
+        created = current.after_iter
+        if self._workers or not self._torch or self._stateful or created is None or resume.first is None:
+            return resume.first or created
+        if resume.ahead is None and not _same(resume.first["globals"]["torch"], created["globals"]["torch"]):
+            self._say(
+                "ahead",
+                "goes on in an epoch that a process of an older version began. If that one had workers "
+                "(num_workers), and this one has none, the rest of this epoch comes in another order: some samples "
+                "come twice, others not at all. Give it workers until the epoch is over",
+            )
+        return created if resume.ahead else resume.first
 
     def _look_at_head(self, start: Mapping[str, Any]) -> None:
         """Say when somebody drew since the restore, and not what was drawn at the head of this epoch."""
@@ -658,9 +681,9 @@ class WrappedLoader:
         company = self._company
         timely = company.timely(self.name)
         entry = None if timely else self._moment()
-        begun = resume.delivered > 0 or resume.again is not None
+        begun = resume.begun
         if begun:
-            before = resume.first or current.after_iter
+            before = self._order_drawn_under(current, resume)
             if before is not None:
                 self._apply_inside(before)
             if current.sampler is not None:
@@ -677,7 +700,7 @@ class WrappedLoader:
         elif begun:
             company.put_back(self.name)
         if not begun:
-            current.first = self._moment()
+            current.first, current.ahead = self._moment(), bool(self._workers)
 
     def _replay(self, current: _Pass, count: int) -> None:
         for number in range(1, count + 1):
@@ -743,6 +766,7 @@ class WrappedLoader:
                     first=current.first,
                     inner=inner,
                     warm=current.warm,
+                    ahead=current.ahead,
                     dealt=current.dealt,
                     order=current.order,
                 )

@@ -46,6 +46,9 @@ class Position:
     """A stateful loader's own state."""
     warm: bool = False
     """Whether persistent workers lived when the pass began: then it drew no seed."""
+    ahead: bool | None = None
+    """Whether the pass drew its order when its iterator was created, as workers have it, and not when its first batch
+    was asked for. None: an older version did not say."""
     again: Mapping[str, Any] | None = None
     """The loop still uses the batch after `delivered` (passes over another loader within it): random state and
     belongings when that batch was asked for. It is delivered once more."""
@@ -66,10 +69,16 @@ class Position:
             inner=tree["inner"] if has_own_state(tree) else None,
             first=tree.get("first"),
             warm=bool(tree.get("warm")),
+            ahead=tree.get("ahead"),
             again=tree.get("again"),
             dealt=tree.get("dealt"),
             order=tree.get("order"),
         )
+
+    @property
+    def begun(self) -> bool:
+        """Whether a batch of the epoch was asked for."""
+        return self.delivered > 0 or self.again is not None
 
     def tree(self) -> dict[str, Any]:
         """As plain data."""
@@ -81,6 +90,7 @@ class Position:
             "inner": self.inner if self.dealt is None else "dealt out anew",
             "first": self.first,
             "warm": self.warm,
+            "ahead": self.ahead,
             "again": self.again,
             "dealt": self.dealt,
         }
@@ -101,11 +111,16 @@ class PassedSampler:
     makes sure that all that skipping draws is drawn before the random state of the cut is put back. Drawing in
     `__iter__` would be too early: a loader's own seed comes before the sampler's.
 
-    `prints` gets a fingerprint of the 1st, 2nd, 4th, 8th ... entry drawn.
+    `prints` gets a fingerprint of the 1st, 2nd, 4th, 8th ... entry drawn. `before` is done before the first is.
     """
 
     def __init__(
-        self, sampler: Any, skip: int, prints: dict[int, str] | None = None, to_print: Print = repr
+        self,
+        sampler: Any,
+        skip: int,
+        prints: dict[int, str] | None = None,
+        to_print: Print = repr,
+        before: Callable[[], None] | None = None,
     ) -> None:
         self.sampler = sampler
         self.skip = skip
@@ -114,6 +129,7 @@ class PassedSampler:
         self._drawn = 0
         self._prints = prints
         self._print = to_print
+        self._before = before
 
     def __iter__(self) -> Iterator[Any]:
         self._indices = iter(self.sampler)
@@ -138,6 +154,9 @@ class PassedSampler:
                 self._left = 0
 
     def _draw(self) -> Any:
+        before, self._before = self._before, None
+        if before is not None:
+            before()
         entry = next(self._indices)
         self._drawn += 1
         if self._prints is not None and is_printed(self._drawn):
@@ -201,10 +220,11 @@ def through_sampler(
     prints: dict[int, str] | None = None,
     to_print: Print = repr,
     instead: Iterable[Any] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> tuple[Iterator[Any], PassedSampler]:
     """A pass from batch `skip` on: its iterator, and the sampler to `advance`.
 
-    `instead`: entries of this pass, in the place of those of the loader's own sampler.
+    `instead`: entries of this pass, in the place of those of the loader's own sampler. `before`: see `PassedSampler`.
     `warm`: the workers are persistent and lived before, so that the pass draws no seed. Workers that are new here are
     started with a seed that is not the lost ones', and the random state is put back.
     """
@@ -217,7 +237,7 @@ def through_sampler(
         apply_draws(loader, draws)
         live = getattr(loader, "_iterator", None)
     if warm and live is not None:
-        sampler = PassedSampler(entries, skip, prints, to_print)
+        sampler = PassedSampler(entries, skip, prints, to_print, before)
         live._index_sampler = sampler  # noqa: SLF001 - persistent workers take their indices from here
         try:
             return iter(loader), sampler
@@ -225,7 +245,7 @@ def through_sampler(
             _at_next_pass(live, loader.__dict__[name])
     # A shallow clone for this one pass: DataLoader guards its samplers against assignment.
     clone = copy.copy(loader)
-    clone.__dict__[name] = sampler = PassedSampler(entries, skip, prints, to_print)
+    clone.__dict__[name] = sampler = PassedSampler(entries, skip, prints, to_print, before)
     clone.__dict__["_iterator"] = None
     iterator = iter(clone)
     if loader.persistent_workers and loader.num_workers:

@@ -141,6 +141,70 @@ def _uninterrupted(kind: str, at: int, end: int) -> list[tuple[int, Any, float]]
     return program.seen[at:]
 
 
+def draw_and_go_on(loader: WrappedLoader, steps: StepCount, *, upto: int, late: bool) -> list[Any]:
+    """Batches and draws of training until step `upto`; `late`: something is drawn before the first batch, too."""
+    seen = []
+    batches = iter(loader)
+    if late:
+        torch.rand(3)
+    for batch in batches:
+        seen.append((batch.tolist(), float(torch.rand(()))))
+        steps.now += 1
+        if steps.now == upto:
+            break
+    return seen
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["default generator", "own generator"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "drawn between"])
+@pytest.mark.parametrize("skip", ["sampler", "replay"])
+@pytest.mark.parametrize(("lost", "resumed"), [(2, 0), (0, 2), (1, 2), (2, 2), (0, 0)])
+def test_another_number_of_workers_goes_on_in_the_same_order(
+    lost: int, resumed: int, skip: Any, late: bool, own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Workers have the order drawn when the iterator is created, a loader without them when it is asked for a batch."""
+
+    def loader(workers: int, steps: StepCount) -> WrappedLoader:
+        generator = torch.Generator().manual_seed(3) if own else None
+        made = DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=workers, generator=generator)
+        return WrappedLoader(made, clock=steps, skip=skip)
+
+    torch.manual_seed(4)
+    steps = StepCount()
+    wanted = draw_and_go_on(loader(lost, steps), steps, upto=6, late=late)
+    torch.manual_seed(4)
+    steps = StepCount()
+    cut = loader(lost, steps)
+    seen = draw_and_go_on(cut, steps, upto=3, late=late)
+    rng = encode_value(cut.boundary_rng() or capture_globals()).to_bytes()
+    tree = encode_value(cut.capture()).to_bytes()
+    torch.manual_seed(99)
+    steps = StepCount(3)
+    held = decode_value(rng)
+    apply_globals(held)
+    again = loader(resumed, steps)
+    again.resume(decode_value(tree), held)
+    seen += draw_and_go_on(again, steps, upto=6, late=late)
+    # What was skipped by fetching is compared by its content.
+    said = skip == "replay" and "does not give what it gave in the lost process" in caplog.text
+    assert seen == wanted or said
+    assert not said or (late and resumed > lost)
+
+
+def test_an_order_that_an_older_version_drew_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """It did not write down whether it had workers: with none in this process it may be another order."""
+    torch.manual_seed(4)
+    steps = StepCount()
+    lost = WrappedLoader(DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1), clock=steps)
+    draw_and_go_on(lost, steps, upto=3, late=False)
+    tree = lost.capture()
+    del tree["ahead"]
+    again = WrappedLoader(DataLoader(Numbers(), batch_size=4, shuffle=True), clock=steps)
+    again.resume(decode_value(encode_value(tree).to_bytes()), capture_globals())
+    next(iter(again))
+    assert "a process of an older version began" in caplog.text
+
+
 def test_a_batch_fetched_after_the_last_step_is_not_used_up() -> None:
     """`break` after fetching: the boundary's position and randomness are cut."""
     torch.manual_seed(4)
