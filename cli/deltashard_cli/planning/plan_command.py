@@ -128,6 +128,10 @@ def plan(
         raise click.UsageError("--run names a run of URL, which is missing")
     if trace_file is None and (trace_span is not None or trace_pods is not None):
         raise click.UsageError("--trace-span and --trace-pods say something of a --trace, which is missing")
+    if ranks is not None and ranks < (pods or 1):
+        raise click.UsageError(
+            f"--ranks {ranks} on --pods {pods}: a pod has one rank at least; say the ranks of all pods together"
+        )
     wanted = read_goal(goal, where="--goal")
     if wanted.aim == "fixed":
         raise click.UsageError("--goal fixed has nothing to choose")

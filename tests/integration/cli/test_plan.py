@@ -190,6 +190,7 @@ def test_a_run_without_checkpoints_and_no_run(cli: Cli, tmp_path: Path) -> None:
         (("--bytes", "1GiB", "--mtbf", "1h", "--failures-per-day", "2"), "same thing"),
         (("--bytes", "1GiB", "--trace-span", "1d"), "--trace, which is missing"),
         (("--run", "x"), "which is missing"),
+        (("--bytes", "1GiB", "--pods", "4", "--ranks", "1"), "a pod has one rank at least"),
         (("--bytes", "1GiB", "--goal", "fixed"), "nothing to choose"),
         (("--bytes", "1GiB", "--goal", "soon"), "the goal is"),
         (("--bytes", "1GiB", "--dirty", "0%"), "no share"),
