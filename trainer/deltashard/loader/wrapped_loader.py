@@ -108,6 +108,20 @@ class _Pass:
         self.handed = 0
         self.asked = False
 
+    def position(self, inner: Any = None) -> Position:
+        """Where it stands; `inner`: the loader's own state."""
+        return Position(
+            epoch=self.epoch,
+            delivered=self.delivered,
+            start=self.start,
+            first=self.first,
+            inner=inner,
+            warm=self.warm,
+            ahead=self.ahead,
+            dealt=self.dealt,
+            order=self.order,
+        )
+
 
 def _roots(loader: Any) -> dict[str, object]:
     """Where what moves is looked for; a stateful loader keeps its own order."""
@@ -191,6 +205,8 @@ class WrappedLoader:
         self._again: Mapping[str, Any] | None = None
         self._resume: Position | None = None
         self._resume_tree: Mapping[str, Any] = {}
+        self._taken_up_at = -1
+        """The step after which a resumed pass began: until the next one training stands where the checkpoint does."""
         # Pipelined: every delivery not yet consumed, oldest first, after the position that is.
         self._ahead: deque[Position] = deque([self._position])
         self._consumed_at = clock()
@@ -276,9 +292,9 @@ class WrappedLoader:
 
     def capture(self) -> dict[str, Any]:
         """The position of the last step boundary, as plain data."""
-        if self._resume is not None:
-            return dict(self._resume_tree)
         now = self._clock()
+        if self._resume is not None or now == self._taken_up_at:
+            return dict(self._resume_tree)
         self._pace.cutting(now)
         if self._pipelined:
             while self._consumed_at < now and len(self._ahead) > 1:
@@ -487,6 +503,8 @@ class WrappedLoader:
         now = self._clock()
         self._ended_at = -1
         resume = self._resume or self._resumed_for_nothing(now)
+        if resume is not None:
+            self._taken_up_at = now
         if resume is not None and resume.start is None:  # it was in no pass: this one is new
             self._position = resume
             if self._stateful and resume.inner is not None:
@@ -505,15 +523,7 @@ class WrappedLoader:
         self._pace.began()
         self._closed_at = self._unstepped = None
         current = self._pass
-        self._position = Position(
-            epoch=current.epoch,
-            delivered=current.delivered,
-            start=current.start,
-            first=current.first,
-            warm=current.warm,
-            dealt=current.dealt,
-            order=current.order,
-        )
+        self._position = current.position()
         if resume is not None:
             self._ahead = deque([replace(resume, order=current.order)])
             self._consumed_at = now
@@ -632,25 +642,38 @@ class WrappedLoader:
             self._company.left = capture_globals()
         return made
 
-    def _before_order(self, resume: Position) -> Callable[[], None] | None:
-        """Where workers draw the order at once, and the lost process drew it at its first batch: as it stood there."""
-        if resume.ahead is False and self._workers and resume.first is not None and resume.begun:
-            return partial(apply_draws, self.loader, resume.first)
-        return None
+    def _order_state(self, resume: Position) -> Mapping[str, Any] | None:
+        """The random state under which the lost process drew its order; None: right after its iterator was created.
 
-    def _order_drawn_under(self, current: _Pass, resume: Position) -> Mapping[str, Any] | None:
-        """The random state under which the lost process drew the order, where this one draws it at the first batch."""
-        created = current.after_iter
-        if self._workers or not self._torch or self._stateful or created is None or resume.first is None:
-            return resume.first or created
-        if resume.ahead is None and not _same(resume.first["globals"]["torch"], created["globals"]["torch"]):
+        Workers have the order drawn then, a loader without them draws it at its first batch. Persistent workers that
+        lived before draw no seed of their own at first.
+        """
+        return resume.start if resume.warm else None if resume.ahead else resume.first
+
+    def _before_order(self, resume: Position) -> Callable[[], None] | None:
+        """What to do before workers have the order drawn, at once; None: they draw as the lost process did."""
+        state = self._order_state(resume)
+        known = resume.warm or resume.ahead is not None
+        if state is None or not known or not self._workers or not resume.begun:
+            return None
+        return partial(apply_draws, self.loader, state)
+
+    def _order_drawn_under(self, current: _Pass, resume: Position) -> Mapping[str, Any]:
+        """What to put back before a resumed pass passes over what was delivered."""
+        created, first = current.after_iter, resume.first
+        assert created is not None
+        if self._workers or not self._torch or self._stateful:
+            return first or created
+        state = self._order_state(resume) or created
+        unknown = resume.ahead is None and not resume.warm and first is not None
+        if unknown and not _same(state["globals"]["torch"], created["globals"]["torch"]):
             self._say(
                 "ahead",
                 "goes on in an epoch that a process of an older version began. If that one had workers "
                 "(num_workers), and this one has none, the rest of this epoch comes in another order: some samples "
                 "come twice, others not at all. Give it workers until the epoch is over",
             )
-        return created if resume.ahead else resume.first
+        return state
 
     def _look_at_head(self, start: Mapping[str, Any]) -> None:
         """Say when somebody drew since the restore, and not what was drawn at the head of this epoch."""
@@ -683,9 +706,7 @@ class WrappedLoader:
         entry = None if timely else self._moment()
         begun = resume.begun
         if begun:
-            before = self._order_drawn_under(current, resume)
-            if before is not None:
-                self._apply_inside(before)
+            self._apply_inside(self._order_drawn_under(current, resume))
             if current.sampler is not None:
                 current.sampler.advance()
             elif not self._stateful and not self._factory:
@@ -759,17 +780,7 @@ class WrappedLoader:
                 if by_content and is_printed(current.delivered):
                     current.prints[current.delivered] = fingerprint(batch)
                 inner = self.loader.state_dict() if self._pipelined and self._stateful else None
-                self._position = Position(
-                    epoch=current.epoch,
-                    delivered=current.delivered,
-                    start=current.start,
-                    first=current.first,
-                    inner=inner,
-                    warm=current.warm,
-                    ahead=current.ahead,
-                    dealt=current.dealt,
-                    order=current.order,
-                )
+                self._position = current.position(inner)
                 if self._pipelined:
                     self._ahead.append(self._position)
                 else:

@@ -155,6 +155,20 @@ def draw_and_go_on(loader: WrappedLoader, steps: StepCount, *, upto: int, late: 
     return seen
 
 
+def in_another_process(
+    cut: WrappedLoader, make: Callable[[StepCount], WrappedLoader], *, step: int
+) -> tuple[WrappedLoader, StepCount]:
+    """What goes on where `cut` was after `step`, under the random state of that."""
+    rng = encode_value(cut.boundary_rng() or capture_globals()).to_bytes()
+    tree = encode_value(cut.capture()).to_bytes()
+    torch.manual_seed(99)
+    steps, held = StepCount(step), decode_value(rng)
+    apply_globals(held)
+    again = make(steps)
+    again.resume(decode_value(tree), held)
+    return again, steps
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["default generator", "own generator"])
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "drawn between"])
 @pytest.mark.parametrize("skip", ["sampler", "replay"])
@@ -176,19 +190,72 @@ def test_another_number_of_workers_goes_on_in_the_same_order(
     steps = StepCount()
     cut = loader(lost, steps)
     seen = draw_and_go_on(cut, steps, upto=3, late=late)
-    rng = encode_value(cut.boundary_rng() or capture_globals()).to_bytes()
-    tree = encode_value(cut.capture()).to_bytes()
-    torch.manual_seed(99)
-    steps = StepCount(3)
-    held = decode_value(rng)
-    apply_globals(held)
-    again = loader(resumed, steps)
-    again.resume(decode_value(tree), held)
+    again, steps = in_another_process(cut, lambda steps: loader(resumed, steps), step=3)
     seen += draw_and_go_on(again, steps, upto=6, late=late)
     # What was skipped by fetching is compared by its content.
     said = skip == "replay" and "does not give what it gave in the lost process" in caplog.text
     assert seen == wanted or said
     assert not said or (late and resumed > lost)
+
+
+PERSISTENT = {"num_workers": 2, "persistent_workers": True}
+
+
+@pytest.mark.parametrize("skip", ["sampler", "replay"])
+@pytest.mark.parametrize(
+    ("lost", "resumed"),
+    [
+        (PERSISTENT, {"num_workers": 2}),
+        (PERSISTENT, {}),
+        (PERSISTENT, PERSISTENT),
+        ({"num_workers": 2}, PERSISTENT),
+        ({}, PERSISTENT),
+    ],
+)
+def test_workers_that_persist_no_more_go_on_in_the_same_order(
+    lost: dict[str, Any], resumed: dict[str, Any], skip: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In their second epoch they draw no seed."""
+
+    def loader(options: dict[str, Any], steps: StepCount) -> WrappedLoader:
+        return WrappedLoader(
+            DataLoader(Numbers(), batch_size=4, shuffle=True, **options), clock=steps, skip=skip
+        )
+
+    torch.manual_seed(4)
+    steps = StepCount()
+    whole = loader(lost, steps)
+    draw_and_go_on(whole, steps, upto=99, late=False)
+    wanted = draw_and_go_on(whole, steps, upto=99, late=False)
+    torch.manual_seed(4)
+    steps = StepCount()
+    cut = loader(lost, steps)
+    draw_and_go_on(cut, steps, upto=99, late=False)
+    seen = draw_and_go_on(cut, steps, upto=9, late=False)
+    again, steps = in_another_process(cut, lambda steps: loader(resumed, steps), step=9)
+    seen += draw_and_go_on(again, steps, upto=12, late=False)
+    assert seen == wanted or "does not give what it gave in the lost process" in caplog.text
+    assert seen == wanted or (skip == "replay" and resumed == {"num_workers": 2})
+
+
+@pytest.mark.parametrize("taken", [0, 1], ids=["no batch", "a batch"])
+def test_what_is_cut_before_a_resumed_pass_had_a_step_is_where_it_resumed(taken: int) -> None:
+    """It was the very beginning, which nothing but the refusal of such saves kept from being stored."""
+    torch.manual_seed(4)
+    steps = StepCount()
+    lost = WrappedLoader(DataLoader(Numbers(), batch_size=4, shuffle=True, num_workers=1), clock=steps)
+    draw_and_go_on(lost, steps, upto=3, late=False)
+    tree = decode_value(encode_value(lost.capture()).to_bytes())
+    again = WrappedLoader(DataLoader(Numbers(), batch_size=4, shuffle=True), clock=steps)
+    again.resume(tree, capture_globals())
+    batches = iter(again)
+    for _ in range(taken):
+        next(batches)
+    assert again.capture() == tree
+    next(batches)
+    steps.now += 1
+    later = again.capture()
+    assert (later["delivered"], later["ahead"]) == (4 + taken, True)
 
 
 def test_an_order_that_an_older_version_drew_is_said(caplog: pytest.LogCaptureFixture) -> None:
