@@ -61,7 +61,6 @@ class Housekeeping:
         self._saving = saving
         self._restoring = 0
         self._wake = threading.Condition()
-        self._named = False
         self._due: RunLog | None = None
         self._stopped = False
         self._prefetching = True
@@ -71,12 +70,6 @@ class Housekeeping:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
-
-    def named(self) -> None:
-        """It is known which run this is."""
-        with self._wake:
-            self._named = True
-            self._wake.notify_all()
 
     def committed(self, log: RunLog) -> None:
         """A checkpoint was committed through `log`: a round is due."""
@@ -128,8 +121,6 @@ class Housekeeping:
 
         Credentials that are not there yet, or a store that is down, are found here first, before anybody needs them.
         """
-        with self._wake:
-            self._wake.wait_for(lambda: self._named or self._stopped)
         pause_s = FIRST_PAUSE_S
         while not self._stopped and self._prefetching:
             state = self._run.learn(deadline_s=LEARN_DEADLINE_S)

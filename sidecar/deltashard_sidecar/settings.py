@@ -36,6 +36,7 @@ from deltashard_checkpoint.vocabulary import (
 from deltashard_proto.arena_layout import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
 
 _PLAIN_VARIABLES = frozenset({"pod_name", "pod_namespace", "pod_uid", "node_name"})
+RUN_PER_POD, ONE_RUN = "per-pod", "one"
 _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _YEAR_S = 366 * 86400.0
 _EXACT = 1 << 53
@@ -67,6 +68,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "compact_after": (0, _EXACT),
     "restore_goal_s": (0, _YEAR_S),
     "metrics_port": (-1, 65535),
+    "pods": (0, _EXACT),
     "linger_s": (-1, _YEAR_S),
 }
 """Every number's least and greatest value: what is outside is refused at start, instead of failing later."""
@@ -198,9 +200,14 @@ class Settings:
     workload_uid: str = ""
     """Its UID, the same for all its pods and restarts. Set in pods only; Open waits for credentials there."""
     index: str = ""
-    """The pod's completion index or ordinal. With world size 1 each such pod is a run of its own, `{run}-{index}`."""
+    """The pod's completion index or ordinal."""
     replica: str = ""
     """Which Job of a JobSet; goes before the index."""
+    pods: int = 0
+    """Numbered pods that the workload was made with; 0: not known, or without numbers."""
+    runs: str = ""
+    """one: the workload's pods are ranks of one run; per-pod: each numbered pod trains a run of its own,
+    `{run}-{index}`; nothing: of one run, and a trainer that is alone in one of several numbered pods is refused."""
     policy: str = ""
     """Name of the CheckpointPolicy the pod was injected with."""
 
@@ -211,6 +218,7 @@ class Settings:
         if self.goal:
             goal_of(self.goal, where="goal")
         encodings_of(self.tables, where="tables")
+        _one_of("runs", self.runs, ("", ONE_RUN, RUN_PER_POD))
         _one_of("log_level", self.log_level, ("debug", "info", "warning", "error"))
         for name in RANGES:
             _in_range(name, getattr(self, name), where=f"--{name.replace('_', '-')} or {variable_of(name)}")

@@ -32,6 +32,7 @@ from deltashard_sidecar.fleet.activity import Activity
 from deltashard_sidecar.handoff import Closings
 from deltashard_sidecar.maintenance import Housekeeping
 from deltashard_sidecar.restore import Restore
+from deltashard_sidecar.run.identity import check_alone
 from deltashard_sidecar.run.run import Run
 from deltashard_sidecar.save.flight import Flights
 from deltashard_sidecar.save.preparation import Preparation
@@ -119,21 +120,19 @@ class Sidecar:
 
     def start(self) -> None:
         """Begin the work nobody asked for: a look at the log, and the prefetch."""
-        if self.run.named.is_set():
-            self.keeping.named()
         self.keeping.start()
 
     # Attachments.
 
     def attach(self, request: pb.AttachRequest) -> pb.AttachReply:
-        """Take a trainer process in; raises `BadAttach`, `RankTaken` or `Stopping`."""
+        """Take a trainer process in; raises `BadAttach`, `AloneAmongPods`, `RankTaken` or `Stopping`."""
         protocol = check_attach(request, LINES)
+        check_alone(self.settings, max(1, request.world_size))
         self._refuse_when_stopping()
         with self._attaching:
             self._await_free_rank(request.local_rank, request.pid)
             self._end_predecessor(request.local_rank, request)
             check_capacity(request, self.settings)
-            self._identify(max(1, request.world_size))
             self._check_group(request)
             self._admit_to_arena(request.local_rank)
             session = self.control.admit(request)
@@ -212,16 +211,6 @@ class Sidecar:
             where="arena",
             remedy=f"set arena_bytes to at least {MIN_BLOCKS_PER_RANK} blocks a trainer",
         )
-
-    def _identify(self, world_size: int) -> None:
-        """This attachment says which run the pod's is; refused while trainers of another one are attached."""
-        if not self.run.identify(world_size, free=not self.sessions.all()):
-            raise BadAttach(
-                f"a trainer of world size {world_size} trains another run than {self.run.name!r}, which others train",
-                where="attach",
-                remedy="the trainers of a pod are ranks of one group",
-            )
-        self.keeping.named()
 
     def _refuse_when_stopping(self) -> None:
         if self.stopping:

@@ -120,6 +120,7 @@ def open_attempt(
     owner: str,
     workload: str = "",
     pod: str = "",
+    took_part: int = 0,
     world_size: int = 1,
     layout: bytes | None = None,
     which: str = "latest",
@@ -132,17 +133,18 @@ def open_attempt(
     """Open the next attempt of the run, creating the run if it does not exist.
 
     `layout` are the bytes of the layout (`format.layout`) that `world_size` ranks keep; None: one rank holds every
-    table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster. `choosing` hears of
-    the checkpoint that will be loaded just before the slot is tried for, and of another one if the slot was lost:
-    whoever is going to read it may begin with that.
+    table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster; `took_part` is the
+    newest attempt in which the pod is known to have been, whoever opened it. `choosing` hears of the checkpoint that
+    will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to read
+    it may begin with that.
     Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
     version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run of a name
     that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its tables.
     """
     kept = None if layout is None else _layout_of(layout, world_size)
     opener = _Opener(
-        owner=owner, workload=workload, pod=pod, world_size=world_size, which=which, excluded=tuple(exclude),
-        takeover=takeover, layout="" if kept is None else kept.digest,
+        owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=world_size, which=which,
+        excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest,
     )  # fmt: skip
     state, marked = _look(log, closing_wait_s, deadline_s)
     if state.tip < 0:
@@ -195,6 +197,7 @@ class _Opener:
     owner: str
     workload: str
     pod: str
+    took_part: int
     world_size: int
     which: str
     excluded: tuple[int, ...]
@@ -223,7 +226,7 @@ class _Opener:
                 where=f"run {now.run}",
                 remedy="choose another run name, or say takeover",
             )
-        if (displaced := displacement(now, self.workload, self.pod)) is not None:
+        if (displaced := displacement(now, self.workload, self.pod, self.took_part)) is not None:
             raise displaced
 
     def resume_point(self, now: RunState) -> Checkpoint | None:
@@ -288,11 +291,15 @@ def _put_layout(log: RunLog, layout: Layout, deadline_s: float) -> None:
     crash_point("layout.after_put")
 
 
-def displacement(state: RunState, workload: str, pod: str) -> FencedError | None:
-    """The refusal of a workload, or pod, that held this run once and was followed by another one. Pure."""
+def displacement(state: RunState, workload: str, pod: str, took_part: int = 0) -> FencedError | None:
+    """The refusal of a workload, or pod, that held this run once and was followed by another one. Pure.
+
+    A pod of a group is not followed by the pods that open attempts in which it takes part.
+    """
     if lost := _followed({n: opened.workload for n, opened in state.attempts.items()}, workload):
         return TakenOver(*lost, state.run, workload=state.attempts[lost[1]].workload)
-    if lost := _followed({n: opened.pod for n, opened in state.attempts.items()}, pod):
+    pods = {n: opened.pod for n, opened in state.attempts.items()}
+    if (lost := _followed(pods, pod)) and lost[1] > took_part:
         return FencedError(*lost, state.run, pod=state.attempts[lost[1]].pod)
     return None
 

@@ -30,6 +30,7 @@ from deltashard_operator.kube.cluster_name import (
     MANAGED_BY_VALUE,
     POLICY,
     RUN_ID,
+    RUNS,
     SHM_PATH,
     SHM_VOLUME,
     SIDECAR,
@@ -153,6 +154,8 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
     for name in _IDENTITY:
         if name in has and has[name] != wants[name]:
             raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
+    if (runs := has.get("DELTASHARD_RUNS", {}).get("value", "")) != (annotations.runs or ""):
+        raise _copied(RUNS, f"the sidecar that is in it already has DELTASHARD_RUNS={runs[:80]!r}")
     for name, key, want in _settings(annotations, wants):
         value = has.get(name, {}).get("value")
         if value is not None and value != want:

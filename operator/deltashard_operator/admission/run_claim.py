@@ -1,6 +1,6 @@
-"""The runs that a workload claims: its run id, and, where its pods are numbered, one run of each pod. Pure.
+"""The runs that a workload claims: its run id, or, where each of its pods is to train a run of its own, these. Pure.
 
-A numbered pod's run is `{run}-{index}`, in a JobSet `{run}-{replica}-{index}`. These names are where checkpoints lie,
+Such a pod's run is `{run}-{index}`, in a JobSet `{run}-{replica}-{index}`. These names are where checkpoints lie,
 so they are what they are; but they are also names that another workload may ask for by `run-id`. Pod 1 of `exp` and a
 workload with the run id `exp-1` are one run in the store.
 """
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deltashard_operator.kube import owner_reference, run_identity
+from deltashard_operator.kube.cluster_name import RUNS
+from deltashard_operator.policy.annotation import RUN_PER_POD
 
 _SUFFIX = re.compile(r"-(0|[1-9][0-9]*)\Z", re.ASCII)
 
@@ -47,7 +49,7 @@ class RunClaim:
     workload_uid: str = ""
     """UID of the workload that asks, where it exists already (a JobSet, a StatefulSet)."""
     numbering: Numbering | None = None
-    """How its pods are numbered; None: they are not."""
+    """How its pods are numbered, where each trains a run of its own; None: they are of one."""
 
     def shared(self, run_id: str, numbering: Numbering | None) -> str | None:
         """The run that a pod of this workload and one of another (its run id, its numbering) would both train."""
@@ -59,15 +61,21 @@ class RunClaim:
 
 
 def numbering_of_job(job: Mapping[str, Any]) -> Numbering | None:
-    """Numbering of a Job's pods; None without completionMode Indexed."""
+    """Numbering of a Job's pods; None where they are of one run, or without completionMode Indexed."""
     spec = job.get("spec") or {}
-    if spec.get("completionMode") != "Indexed":
+    template = spec.get("template") or {}
+    if spec.get("completionMode") != "Indexed" or not _has_run_per_pod(job, template):
         return None
     return Numbering(count=int(spec.get("completions") or 1), replica=run_identity.replica_of(job) or None)
 
 
+def _has_run_per_pod(*objects: Mapping[str, Any]) -> bool:
+    notes = ((each.get("metadata") or {}).get("annotations") or {} for each in objects)
+    return any(each.get(RUNS) == RUN_PER_POD for each in notes)
+
+
 def numbering_of_kind(kind: owner_reference.GroupKind) -> Numbering | None:
-    """Numbering of the pods of a workload that is known by its kind alone."""
+    """Numbering of the pods of a workload that is known by its kind alone, where each trains a run of its own."""
     return {owner_reference.STATEFUL_SET: Numbering(), owner_reference.JOBSET: Numbering(replica="")}.get(
         kind
     )
@@ -78,7 +86,7 @@ def numbering_of_object(kind: str, document: Mapping[str, Any]) -> Numbering | N
     if kind == "Job":
         return numbering_of_job(document)
     of_stateful_set = owner_reference.is_controlled_by(document, owner_reference.STATEFUL_SET) is not None
-    return Numbering() if of_stateful_set else None
+    return Numbering() if of_stateful_set and _has_run_per_pod(document) else None
 
 
 def bases(run: str) -> tuple[str, ...]:

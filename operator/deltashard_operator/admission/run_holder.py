@@ -8,8 +8,8 @@ A run is held by another workload that lives, as the API has it now:
   whether it ended or is gone, because Finished is the controller's word and comes late, or not at all while there is
   no controller. Of other kinds the controller's word counts, and the refusal says how to overrule it.
 
-A numbered pod's run has its number at the end (`run_claim`), so `exp-1` is held, too, by a workload of run id `exp`
-with a pod 1, and the other way round.
+Where each pod trains a run of its own its number stands at the end (`run_claim`), so `exp-1` is held, too, by such a
+workload of run id `exp` with a pod 1, and the other way round.
 
 When the API cannot be asked the workload is admitted: the log's fencing decides in the end, as it does for two that are
 created in the same instant.
@@ -27,6 +27,7 @@ from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.kube.call import Answer, ApiClient, NoReply, Requester
 from deltashard_operator.kube.cluster_name import RUN_ID
 from deltashard_operator.policy.admission_deadline import Deadline
+from deltashard_operator.policy.annotation import RUN_PER_POD
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload
@@ -71,9 +72,10 @@ class Holders:
         if finished or workload.uid == claim.workload_uid:
             return None
         same, is_job = run_id == claim.run_id, workload.native == "Job"
-        numbering = run_claim.numbering_of_kind(workload.group_kind)
-        if is_job and not same:
-            numbering = Numbering()  # until its Job says otherwise
+        numbering = None
+        if record["spec"].get("runs") == RUN_PER_POD:
+            # A Job's own is asked for below.
+            numbering = Numbering() if is_job else run_claim.numbering_of_kind(workload.group_kind)
         shared = claim.shared(run_id, numbering)
         if not same and shared is None:
             return None
@@ -158,8 +160,8 @@ def _shares(shared: str, run_id: str, claim: RunClaim, called: str, *, record: s
     numbered = run_id if shared == claim.run_id else claim.run_id
     return Refusal(
         "RunIdTaken",
-        f"run {shared!r} would be shared with {called}, which is not finished: the pods of run {numbered!r} are "
-        "numbered, and each is a run of its own",
+        f"run {shared!r} would be shared with {called}, which is not finished: each pod of run {numbered!r} "
+        "trains a run of its own, with its number at the end",
         where=RUN_ID,
         remedy=f"wait for its end, delete it, or choose an id that does not end with a number{gone}",
     )

@@ -160,6 +160,8 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "DELTASHARD_METRICS_PORT": str(place.metrics_port or -1),
         "DELTASHARD_METRICS_HOST": "0.0.0.0",  # noqa: S104 - the pod's own network
         "DELTASHARD_POLICY": policy.name,
+        "DELTASHARD_RUNS": policy.runs,
+        "DELTASHARD_PODS": str(place.recipe.pods or ""),
         # The root file system is read-only.
         "HOME": CACHE_PATH,
         "TMPDIR": CACHE_PATH,

@@ -20,7 +20,7 @@ on them, or, where it is too old to put its UID there, by the Job's ownerReferen
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deltashard_operator.kube import owner_reference
@@ -30,6 +30,7 @@ from deltashard_operator.kube.cluster_name import (
     JOB_UID_LABEL,
     JOBSET_NAME_LABEL,
     JOBSET_REPLICA_LABEL,
+    JOBSET_REPLICAS_LABEL,
     JOBSET_UID_LABEL,
     POD_INDEX_LABEL,
 )
@@ -62,6 +63,8 @@ class IdentityRecipe:
     index: Source
     replica: Source = Source()
     """Which Job of a JobSet."""
+    pods: int = 0
+    """Numbered pods that the workload wants when it is made; 0: not known, or without numbers."""
 
 
 def _label(key: str) -> Source:
@@ -88,11 +91,12 @@ POD = IdentityRecipe(
 def of_job(template: Mapping[str, Any], job: Mapping[str, Any] | None = None) -> IdentityRecipe:
     """The recipe for the pods of a Job with this pod template; `job`: the Job itself, which knows its owner."""
     labels = (template.get("metadata") or {}).get("labels") or {}
+    pods = pods_of(job or {})
     if labels.get(JOBSET_UID_LABEL) and labels.get(JOBSET_NAME_LABEL):
-        return JOBSET
+        return replace(JOBSET, pods=pods)
     owner = owner_reference.is_controlled_by(job or {}, owner_reference.JOBSET)
     if owner is None:
-        return JOB
+        return replace(JOB, pods=pods)
     replica = _label(JOBSET_REPLICA_LABEL)
     if not labels.get(JOBSET_REPLICA_LABEL):
         replica = Source(text=replica_of(job or {}))
@@ -102,7 +106,17 @@ def of_job(template: Mapping[str, Any], job: Mapping[str, Any] | None = None) ->
         uid=Source(text=owner.uid),
         index=_JOB_INDEX,
         replica=replica,
+        pods=pods,
     )
+
+
+def pods_of(job: Mapping[str, Any]) -> int:
+    """Numbered pods of a Job, and of the Jobs that a JobSet makes beside it of one template; 0: it numbers none."""
+    spec, labels = job.get("spec") or {}, (job.get("metadata") or {}).get("labels") or {}
+    if spec.get("completionMode") != "Indexed":
+        return 0
+    replicas = str(labels.get(JOBSET_REPLICAS_LABEL, ""))
+    return int(spec.get("completions") or 1) * (int(replicas) if replicas.isdecimal() else 1)
 
 
 def replica_of(job: Mapping[str, Any]) -> str:

@@ -26,6 +26,7 @@ from deltashard_operator.kube.cluster_name import (
     PRECISION,
     PREFIX,
     RUN_ID,
+    RUNS,
 )
 from deltashard_operator.policy.refusal import Refusal
 
@@ -35,6 +36,7 @@ MAX_INTERVAL_S = 7 * 86400.0
 NO_PRECISION = "fixed"
 PRECISIONS = (*filter(None, BITS_GOALS), NO_PRECISION)
 """What bits may be chosen for, and that they are not chosen."""
+ONE_RUN, RUN_PER_POD = "one", "per-pod"
 _ENCODING_OF = {str(bits): encoding for bits, encoding in BITS_CHOICES.items()}
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
@@ -46,6 +48,7 @@ TAKES = {
     POLICY: "the name of a CheckpointPolicy in the workload's namespace, or 'default'",
     CONTAINER: "the name of the container that trains; without it, the first one",
     RUN_ID: "a DNS label (at most 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit)",
+    RUNS: "per-pod (each numbered pod trains a run of its own) or one (all pods are ranks of one run)",
     ARENA_SIZE: "a quantity from 64Mi to 1Ti, such as 512Mi",
     INTERVAL: "seconds or a duration up to 168h, such as 90s, 5m or 1h; 0 turns the timer off",
     GOAL: "auto, overhead=1% (at most 50%), lost-work=5m (at most 7d), pls=0.02, check-n-run or fixed",
@@ -62,6 +65,7 @@ class Annotations:
     policy: str
     container: str | None = None
     run_id: str | None = None
+    runs: str | None = None
     arena_bytes: int | None = None
     every_s: float | None = None
     encoding: str | None = None
@@ -103,10 +107,14 @@ def read(*maps: Mapping[str, str] | None) -> Annotations:
     precision = found.get(PRECISION)
     if precision is not None and precision not in PRECISIONS:
         raise _wrong(PRECISION, precision)
+    runs = found.get(RUNS)
+    if runs not in (None, ONE_RUN, RUN_PER_POD):
+        raise _wrong(RUNS, runs)
     return Annotations(
         policy=_matching(_SUBDOMAIN, POLICY, found[POLICY]),
         container=_matching(_LABEL, CONTAINER, found[CONTAINER]) if CONTAINER in found else None,
         run_id=_matching(_LABEL, RUN_ID, found[RUN_ID]) if RUN_ID in found else None,
+        runs=runs,
         arena_bytes=None if arena is None else _arena_bytes(arena),
         every_s=None if interval is None else _interval_s(interval),
         encoding=None if bits is None else _ENCODING_OF[bits],

@@ -134,6 +134,8 @@ class Policy:
     """PEM of the authority that vouches for it."""
     container: str | None = None
     run_id: str | None = None
+    runs: str = ""
+    """Whether the workload's pods are ranks of one run, or a run each; empty: nobody said."""
 
 
 def not_found(name: str, *, default: bool) -> Refusal:
@@ -183,6 +185,7 @@ def resolve(name: str, spec: Mapping[str, Any], annotations: Annotations) -> Pol
         cache_bytes=policy.cache_bytes or min(CACHE_ARENAS * policy.arena_bytes, MAX_CACHE_BYTES),
         container=annotations.container,
         run_id=annotations.run_id,
+        runs=annotations.runs or "",
     )
 
 

@@ -26,6 +26,7 @@ from deltashard_operator.kube.cluster_name import (
     PRECISION,
     PREFIX,
     RUN_ID,
+    RUNS,
     SIDECAR,
     is_mesh_proxy,
 )
@@ -77,6 +78,8 @@ class Wish:
     policy: str = DEFAULT_POLICY
     run_id: str = ""
     """Empty: the run is named after the workload."""
+    runs: str = ""
+    """`per-pod` where each numbered pod trains a run of its own."""
     overrides: tuple[tuple[str, str], ...] = ()
     """Annotations that come before the policy's word."""
 
@@ -182,6 +185,7 @@ def wish_of(*maps: Mapping[str, str] | None) -> Wish:
     return Wish(
         policy=found.get(POLICY) or DEFAULT_POLICY,
         run_id=found.get(RUN_ID, ""),
+        runs=found.get(RUNS, ""),
         overrides=tuple((key, found[key]) for key in (INTERVAL, GOAL, BITS, PRECISION) if key in found),
     )
 

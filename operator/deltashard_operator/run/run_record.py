@@ -81,7 +81,12 @@ def document(run: Run) -> Document:
             "namespace": workload.namespace,
             "labels": {RUN_ID: run_label(run.run_id), WORKLOAD_UID: workload.uid},
         },
-        "spec": {"runId": run.run_id, "policy": run.wish.policy, "workload": reference},
+        "spec": {
+            "runId": run.run_id,
+            "policy": run.wish.policy,
+            "workload": reference,
+            **({"runs": run.wish.runs} if run.wish.runs else {}),
+        },
     }
 
 
@@ -169,7 +174,11 @@ def run_of(found: Mapping[str, Any]) -> Run:
     own = f"{workload.name}-{workload.uid}"
     run = Run(
         workload=workload,
-        wish=Wish(policy=spec["policy"], run_id="" if spec["runId"] == own else spec["runId"]),
+        wish=Wish(
+            policy=spec["policy"],
+            run_id="" if spec["runId"] == own else spec["runId"],
+            runs=spec.get("runs", ""),
+        ),
     )
     if not said:
         return run

@@ -56,7 +56,7 @@ class Standing:
         state = run.state()
         opened = [s for s in sessions if s.attempt.number is not None]
         beat = fleet.Heartbeat(
-            run=run.name if run.named.is_set() else "",
+            run=run.name,
             phase=heartbeats.phase(
                 stopping=self._stopping(),
                 attached=len(sessions),

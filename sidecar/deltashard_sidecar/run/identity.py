@@ -1,20 +1,25 @@
-"""Which run a pod trains. Pure.
+"""Which run a pod trains, and whether its trainer may train it alone. Pure.
 
-The pod's environment names the workload's run. Where the workload's pods are numbered (an Indexed Job, a JobSet, a
-StatefulSet) each may be a run of its own, or all may be ranks of one: only the trainer knows, and says so at Attach by
-its world size.
+The pod's environment names the workload's run, and all pods of the workload are ranks of that one, however many there
+are: a changed world size never names another run. Only where the workload says so (`deltashard.io/runs: per-pod`) each
+numbered pod (of an Indexed Job, a JobSet, a StatefulSet) trains a run of its own:
 
-    world size 1, numbered pod     `{run}-{index}`, in a JobSet `{run}-{replica}-{index}`: no two pods share a key
-    anything else                  `{run}`: one pod, or the ranks of one run
+    per-pod, numbered pod     `{run}-{index}`, in a JobSet `{run}-{replica}-{index}`: no two pods share a key
+    anything else             `{run}`
 
 The owner that is written to the run's log takes the same suffix.
+
+A trainer without peers in one of several numbered pods would share its run with the others, and they would fence one
+another. Where nobody said which of the two is meant, it is refused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deltashard_sidecar.settings import Settings
+from deltashard_checkpoint.errors import UserError
+
+from deltashard_sidecar.settings import RUN_PER_POD, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +30,41 @@ class Identity:
     owner: str
 
 
-def identity(settings: Settings, world_size: int | None) -> Identity | None:
-    """Run and owner of a pod whose trainer has this world size; None while that (`world_size` None) matters."""
-    numbers = "-".join(filter(None, (settings.replica, settings.index))) if settings.index else ""
-    if numbers and world_size is None:
-        return None
-    suffix = f"-{numbers}" if numbers and world_size == 1 else ""
+class AloneAmongPods(UserError):
+    """A trainer without peers in one of several numbered pods, and nobody said whose run it trains."""
+
+
+def identity(settings: Settings) -> Identity:
+    """Run and owner of a pod."""
+    suffix = numbered(settings) if settings.runs == RUN_PER_POD else ""
     return Identity(
         run=settings.run + suffix, owner=settings.owner + suffix if settings.owner else settings.owner
+    )
+
+
+def numbered(settings: Settings) -> str:
+    """What a pod's number adds to the name of its workload's run; empty: it has no number."""
+    return f"-{number(settings)}" if settings.index else ""
+
+
+def number(settings: Settings) -> str:
+    """The pod's number in its workload: its index, in a JobSet after its Job's."""
+    return "-".join(filter(None, (settings.replica, settings.index)))
+
+
+def check_alone(settings: Settings, world_size: int) -> None:
+    """Raise `AloneAmongPods` for a trainer that would share the workload's run with those of other pods."""
+    if settings.runs or world_size > 1 or not settings.index:
+        return
+    if settings.pods == 1 or (not settings.pods and settings.index == "0"):
+        return
+    several = f"{settings.pods} numbered pods" if settings.pods else "several numbered pods"
+    raise AloneAmongPods(
+        f"the trainer of pod {settings.pod_name or number(settings)} (number {number(settings)}) trains alone, "
+        f"world size 1, and its workload has {several}: each of their trainers would take the run {settings.run!r} "
+        "from the others",
+        where="attach",
+        remedy="if each pod trains a run of its own, annotate the workload `deltashard.io/runs: per-pod`. If the pods "
+        "are ranks of one run, call torch.distributed.init_process_group() before Checkpointer(), for all of them; "
+        "`deltashard.io/runs: one` lets one train it alone",
     )

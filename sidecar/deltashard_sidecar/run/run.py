@@ -2,7 +2,7 @@
 
 Nothing here is needed to start: the store is first asked when a trainer opens an attempt (or by the background look at
 the log that makes Attach's reply and the prefetch better informed). Decisions at a cut are made from what is known
-already; the commit judges again, at its slot. Which run it is may be known only at Attach (`identity`).
+already; the commit judges again, at its slot.
 
 Every session commits through a handle of its own on the log, so that a commit which waits for a store that is down
 never keeps another trainer from opening its attempt.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.deciding.evidence import Expected
-from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.format.blob_name import read_by
 from deltashard_checkpoint.format.index import Index, table_message
 from deltashard_checkpoint.format.object_key import new_token
@@ -50,8 +50,9 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
-from deltashard_sidecar.run.identity import Identity, identity
+from deltashard_sidecar.run.identity import identity, numbered
 from deltashard_sidecar.run.measured_rate import MeasuredRates
+from deltashard_sidecar.run.participation import Participation
 from deltashard_sidecar.run.range_search import Searches
 from deltashard_sidecar.run.store_health import StoreHealth
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
@@ -118,6 +119,10 @@ class Holding:
         return self.turn is not None and self.covers is not None
 
 
+class OlderName(UserError):
+    """A run is about to begin, and there is one of the name that an earlier version would have given it."""
+
+
 class IndexesAhead:
     """Indexes of some parts, on their way since this was made: what a restore will ask for first.
 
@@ -162,10 +167,9 @@ class Run:
         self.store: Store = open_store(settings.url, observer=self.health)
         self.cache = PackCache(Path(settings.cache_dir), budget_bytes=settings.cache_bytes)
         self.synthetic = SyntheticBaselines(settings, self.cache, self.measured)
-        self.identity = Identity(run=settings.run, owner=settings.owner)
-        self.named = threading.Event()
-        """Set once `identity` is what this pod trains; before that nothing of any run is looked at."""
-        self.log = RunLog(self.store, settings.run)
+        self.identity = identity(settings)
+        self.participation = Participation(settings.dir, log)
+        self.log = RunLog(self.store, self.identity.run)
         self.token = new_token()
         self.sayings = Sayings()
         self.pace = Pace()
@@ -179,30 +183,6 @@ class Run:
         self._ahead: dict[str, IndexesAhead] = {}
         self._manifests: dict[str, Manifests] = {}
         self._seen: RunState | None = None
-        if (known := identity(settings, None)) is not None:
-            self._name(known)
-
-    def _name(self, known: Identity) -> None:
-        self.identity, self._seen = known, None
-        self.log = RunLog(self.store, known.run)
-        self.named.set()
-
-    def identify(self, world_size: int, *, free: bool) -> bool:
-        """A trainer attached that says how many ranks train: now it is known which run this pod's is.
-
-        False when it would be another run and this one is in use (not `free`). Saves of an earlier trainer keep the
-        handle, and so the run, that they began with.
-        """
-        known = identity(self.settings, world_size)
-        assert known is not None
-        with self._lock:
-            if self.named.is_set() and known == self.identity:
-                return True
-            if self.named.is_set() and not free:
-                return False
-            self._name(known)
-        self._logger.info("run.named", name=known.run, world_size=world_size)
-        return True
 
     @property
     def name(self) -> str:
@@ -229,7 +209,7 @@ class Run:
     def state(self) -> RunState:
         """The newest that any handle has seen. No store is asked."""
         with self._lock:
-            seen = [self.log.state, *(log.state for log in self._logs.values() if log.run == self.name)]
+            seen = [self.log.state, *(log.state for log in self._logs.values())]
             if self._seen is not None:
                 seen.append(self._seen)
             self._seen = max(seen, key=lambda state: state.tip)
@@ -284,6 +264,7 @@ class Run:
             self._logger.warning("log.unseen", **explain(error))
         with self._lock:
             self._logs[who.id] = log
+        self.participation.took_part(self.name, attempt)
         return self.last_commit(log.state, attempt)
 
     def open(
@@ -326,11 +307,13 @@ class Run:
             damage = read.damage() or ""
             lost = damage != "" and which == "latest"
             which = "none"
+        self._refuse_older_name(log, deadline_s)
         opened = open_attempt(
             log,
             owner=self.identity.owner,
             workload=self.settings.workload_uid,
             pod=self.settings.pod_uid,
+            took_part=self.participation.newest(self.name),
             world_size=who.world_size,
             layout=request.layout or None,
             which=which,
@@ -342,6 +325,7 @@ class Run:
         )
         with self._lock:
             self._logs[who.id] = log
+        self.participation.took_part(self.name, opened.attempt)
         damage = "; ".join(filter(None, (damage, opened.damage)))
         if damage:
             self.metrics.log_damaged.inc()
@@ -373,6 +357,24 @@ class Run:
             if step_seen > 0:
                 reply.last_step_seen = step_seen
         return reply
+
+    def _refuse_older_name(self, log: RunLog, deadline_s: float) -> None:
+        """Raise `OlderName` for a new run of a numbered pod where an earlier version began one with its number.
+
+        Versions before `deltashard.io/runs` gave each numbered pod whose trainer was alone a run of its own.
+        """
+        suffix = numbered(self.settings)
+        if not suffix or self.settings.runs or log.refresh(deadline_s=deadline_s).tip >= 0:
+            return
+        older = self.settings.run + suffix
+        if RunLog(self.store, older).refresh(deadline_s=deadline_s).tip >= 0:
+            raise OlderName(
+                f"there is no run {self.name!r}, and there is {older!r}: an earlier version named the runs of numbered "
+                "pods so",
+                where=self.settings.url,
+                remedy="annotate the workload `deltashard.io/runs: per-pod` to go on with it, or `deltashard.io/runs: "
+                "one` to begin a new run",
+            )
 
     def manifests_of(self, run: str) -> Manifests:
         """Reads the manifests of a run, ours or one that is read from."""

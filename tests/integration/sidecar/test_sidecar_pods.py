@@ -76,10 +76,10 @@ def state_of(url: str, run: str = "ns/job") -> RunState:
 # Identity.
 
 
-def test_numbered_pods_are_runs_of_their_own(tmp_path: Path, url: str) -> None:
+def test_numbered_pods_train_runs_of_their_own_where_they_are_told_to(tmp_path: Path, url: str) -> None:
     """Two pods of an Indexed Job, each alone: no key is shared, and each finds its own again, prefetched at Attach."""
     for index in ("0", "1"):
-        with sidecar(place(tmp_path, index), url, **pod(index=index)) as process:
+        with sidecar(place(tmp_path, index), url, **pod(index=index, runs="per-pod")) as process:
             trainer = Trainer(process.socket, Model(seed=int(index)))
             assert trainer.reply.run == f"ns/job-{index}"
             trainer.open()
@@ -90,7 +90,7 @@ def test_numbered_pods_are_runs_of_their_own(tmp_path: Path, url: str) -> None:
     assert {key.split("/")[1] for key in keys} == {"job-0", "job-1"}
     assert state_of(url, "ns/job-1").owner == "ns/job-1"
     again = place(tmp_path, "again")
-    with sidecar(again, url, **pod(index="1", prefetch="yes")) as process:
+    with sidecar(again, url, **pod(index="1", runs="per-pod", prefetch="yes")) as process:
         trainer = Trainer(process.socket, Model())
         eventually(lambda: list((again / "cache").glob("*.pack")), timeout_s=DEADLINE_S, what="prefetched")
         assert trainer.open().step == 11
@@ -99,14 +99,54 @@ def test_numbered_pods_are_runs_of_their_own(tmp_path: Path, url: str) -> None:
 
 def test_numbered_pods_of_one_group_share_a_run(tmp_path: Path, url: str) -> None:
     """As ranks of one run their trainers have a world size; another size beside them is refused."""
-    flags = pod(index="1", **{"arena-bytes": "96MiB"})
+    flags = pod(index="1", runs="one", **{"arena-bytes": "96MiB"})
     with sidecar(tmp_path, url, **flags) as process:
         zero = Trainer(process.socket, Model(), world_size=2)
         assert zero.reply.run == "ns/job"
         beside = pb.AttachRequest(protocol_min=1, protocol_max=1, world_size=1, local_rank=1)
-        with pytest.raises(grpc.RpcError, match="trains another run"):
+        with pytest.raises(grpc.RpcError, match="not of one group"):
             zero.stub.Attach(beside, timeout=60)
         zero.close()
+
+
+def test_a_changed_world_size_renames_no_run(tmp_path: Path, url: str) -> None:
+    """Two ranks in two pods, then one alone in one of them: it goes on with their run, where the workload lets it."""
+    with sidecar(place(tmp_path, "a"), url, **pod(index="0", pods=2)) as process:
+        with pytest.raises(
+            grpc.RpcError, match="AloneAmongPods: .*number 0.*2 numbered pods.*runs: per-pod"
+        ) as failed:
+            Trainer(process.socket, Model())
+        assert failed.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+    with sidecar(place(tmp_path, "b"), url, **pod(index="1", pods=2, runs="one")) as process:
+        trainer = Trainer(process.socket, Model())
+        assert trainer.reply.run == "ns/job"
+        trainer.open()
+        trainer.model.step = 7
+        trainer.save_and_commit()
+        trainer.close()
+    assert state_of(url).newest() is not None
+
+
+def test_a_run_that_an_earlier_version_named_after_the_pod_is_not_begun_anew(
+    tmp_path: Path, url: str
+) -> None:
+    """Numbered pods that trained alone had their number in the run's name: said, before training begins from nothing."""
+    with sidecar(place(tmp_path, "old"), url, **pod(index="0", runs="per-pod")) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        trainer.model.step = 5
+        trainer.save_and_commit()
+        trainer.close()
+    with sidecar(place(tmp_path, "new"), url, **pod(index="0")) as process:
+        trainer = Trainer(process.socket, Model())
+        with pytest.raises(grpc.RpcError, match="OlderName: .*there is 'ns/job-0'.*runs: per-pod"):
+            trainer.open()
+        trainer.close()
+    assert state_of(url).tip < 0
+    with sidecar(place(tmp_path, "anew"), url, **pod(index="0", runs="one")) as process:
+        trainer = Trainer(process.socket, Model())
+        assert not trainer.open().HasField("resume_seq")
+        trainer.close()
 
 
 # Owners.

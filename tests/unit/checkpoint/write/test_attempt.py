@@ -273,6 +273,18 @@ def test_a_pod_that_was_displaced_does_not_come_back_either():
     run.open(workload="job", pod="one", takeover=True)
 
 
+def test_a_pod_of_a_group_may_open_again_after_others_in_which_it_took_part():
+    """Rank 0 goes from pod one to pod two and back: the first was in the second's attempt, whatever the log says."""
+    run = Run()
+    run.open(workload="job", pod="one", world_size=2)
+    second = run.open(workload="job", pod="two", world_size=2).attempt
+    third = run.open(workload="job", pod="one", world_size=2, took_part=second).attempt
+    assert third > second
+    with pytest.raises(FencedError, match="another pod"):  # it was not in the third
+        run.open(workload="job", pod="two", world_size=2, took_part=second)
+    run.open(workload="job", pod="two", world_size=2, took_part=third)
+
+
 def test_fencing_within_a_workload_and_outside_of_clusters_is_plain():
     """A replaced pod, or a laptop: the older one ends, restarts are welcome."""
     for workload in ("job-a", ""):

@@ -139,11 +139,13 @@ def test_a_manifest_that_contradicts_itself_is_refused_without_asking_the_api(
 
 
 def test_a_run_id_is_claimed_with_all_its_pods() -> None:
-    """The claim is of the namespace, and of every number that a pod may have."""
+    """The claim is of the namespace, and, where each pod trains a run of its own, of every number that one may have."""
     indexed = {"completionMode": "Indexed", "completions": 3}
-    request = sample.parsed(job({**OPT_IN, cluster_name.RUN_ID: "nightly"}, spec=indexed))
-    assert isinstance(request, review.Request)
-    assert request.claim == RunClaim(namespace="team-a", run_id="nightly", numbering=Numbering(count=3))
+    for runs, numbering in (("per-pod", Numbering(count=3)), ("one", None)):
+        notes = {**OPT_IN, cluster_name.RUN_ID: "nightly", cluster_name.RUNS: runs}
+        request = sample.parsed(job(notes, spec=indexed))
+        assert isinstance(request, review.Request)
+        assert request.claim == RunClaim(namespace="team-a", run_id="nightly", numbering=numbering)
 
 
 def test_a_pod_is_labelled_once() -> None:

@@ -1,4 +1,4 @@
-"""Numbered pods are runs of their own, and no other workload gets one of their names meanwhile."""
+"""Numbered pods may each train a run of its own, and no other workload gets one of their names meanwhile."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ JOBSET = {
 }
 
 
-def job(name: str, run_id: str = "", *, pods: int = 0, owner: dict[str, Any] | None = None) -> dict[str, Any]:
+def job(
+    name: str, run_id: str = "", *, pods: int = 0, owner: dict[str, Any] | None = None, runs: str = "per-pod"
+) -> dict[str, Any]:
     metadata: dict[str, Any] = {"name": name, "namespace": "n", "uid": f"uid-{name}"}
     if run_id:
         metadata["labels"] = {"deltashard.io/run-id": run_id}
     if owner is not None:
         metadata["ownerReferences"] = [owner]
     spec = {"completionMode": "Indexed", "completions": pods} if pods else {}
+    if pods:
+        metadata["annotations"] = {"deltashard.io/runs": runs}
     return {"metadata": metadata, "spec": spec}
 
 
-def record(run_id: str, kind: str, api_version: str, name: str = "w") -> dict[str, Any]:
+def record(
+    run_id: str, kind: str, api_version: str, name: str = "w", runs: str = "per-pod"
+) -> dict[str, Any]:
     workload = {"kind": kind, "name": name, "uid": f"uid-{name}", "apiVersion": api_version}
-    return {"metadata": {"name": f"{name}-x"}, "spec": {"runId": run_id, "workload": workload}}
+    return {"metadata": {"name": f"{name}-x"}, "spec": {"runId": run_id, "runs": runs, "workload": workload}}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +74,7 @@ def test_which_run_ids_a_name_may_be_a_pods_of() -> None:
 def test_what_is_numbered() -> None:
     """Indexed Jobs, StatefulSets and JobSets number their pods; a Job of another group is not known to."""
     assert run_claim.numbering_of_job(job("j")) is None
+    assert run_claim.numbering_of_job(job("j", pods=3, runs="one")) is None
     assert run_claim.numbering_of_job(job("j", pods=3)) == Numbering(count=3)
     assert run_claim.numbering_of_job(job("ads-w-0", pods=3, owner=JOBSET)) == Numbering(
         count=3, replica="w-0"
@@ -94,6 +101,13 @@ class Objects(Holders):
     [
         ([job("a", "exp", pods=3)], [], RunClaim(namespace="n", run_id="exp-1"), "Job a"),
         ([job("a", "exp", pods=3)], [], RunClaim(namespace="n", run_id="exp-3"), ""),
+        ([job("a", "exp", pods=3, runs="one")], [], RunClaim(namespace="n", run_id="exp-1"), ""),
+        (
+            [],
+            [record("exp", "StatefulSet", "apps/v1", runs="one")],
+            RunClaim(namespace="n", run_id="exp-7"),
+            "",
+        ),
         ([job("a", "exp")], [], RunClaim(namespace="n", run_id="exp-1"), ""),
         ([job("a", "exp-1")], [], RunClaim(namespace="n", run_id="exp"), ""),
         (

@@ -4,37 +4,68 @@ from __future__ import annotations
 
 import pytest
 from deltashard_sidecar import settings
-from deltashard_sidecar.run.identity import Identity, identity
+from deltashard_sidecar.run.identity import AloneAmongPods, Identity, check_alone, identity
 
 
 def config(**environment: str) -> settings.Settings:
     known = {"URL": "memory://x", "RUN": "ns/job-uid", "OWNER": "ns/job-uid", "DIR": "/d", "CACHE_DIR": "/c"}
-    return settings.load([], {f"DELTASHARD_{name}": text for name, text in {**known, **environment}.items()})
+    return settings.load(
+        [],
+        {
+            name if name.startswith("POD_") else f"DELTASHARD_{name}": text
+            for name, text in {**known, **environment}.items()
+        },
+    )
 
 
-def test_a_pod_without_a_number_is_known_at_once() -> None:
-    """One pod, or a laptop: nothing has to be waited for."""
-    for world_size in (None, 1, 8):
-        assert identity(config(), world_size) == Identity(run="ns/job-uid", owner="ns/job-uid")
-    assert identity(config(OWNER=""), None) == Identity(run="ns/job-uid", owner="")
+def test_all_pods_of_a_workload_train_its_run_unless_it_says_otherwise() -> None:
+    """However many ranks there are: a number in the name is the workload's own wish."""
+    for numbers in ({}, {"INDEX": "3"}, {"INDEX": "3", "RUNS": "one"}, {"RUNS": "per-pod"}):
+        assert identity(config(**numbers)) == Identity(run="ns/job-uid", owner="ns/job-uid")
+    assert identity(config(OWNER="")) == Identity(run="ns/job-uid", owner="")
+    own = config(INDEX="3", RUNS="per-pod")
+    assert identity(own) == Identity(run="ns/job-uid-3", owner="ns/job-uid-3")
 
 
-def test_numbered_pods_are_told_apart_by_the_trainers_world_size() -> None:
-    """Alone each is a run of its own; as ranks of one group they share one."""
-    numbered = config(INDEX="3")
-    assert identity(numbered, None) is None
-    assert identity(numbered, 1) == Identity(run="ns/job-uid-3", owner="ns/job-uid-3")
-    assert identity(numbered, 4) == Identity(run="ns/job-uid", owner="ns/job-uid")
+@pytest.mark.parametrize(
+    ("environment", "alone", "refused"),
+    [
+        ({}, 1, False),
+        ({"INDEX": "0", "PODS": "4"}, 4, False),
+        ({"INDEX": "0", "PODS": "4"}, 1, True),
+        ({"INDEX": "3", "PODS": "4"}, 1, True),
+        ({"INDEX": "0", "PODS": "1"}, 1, False),
+        ({"INDEX": "0"}, 1, False),  # a StatefulSet: how many there are is not known
+        ({"INDEX": "1"}, 1, True),
+        ({"INDEX": "0", "PODS": "2", "REPLICA": "1"}, 1, True),
+        ({"INDEX": "0", "PODS": "1", "REPLICA": "1"}, 1, False),
+        ({"INDEX": "3", "PODS": "4", "RUNS": "per-pod"}, 1, False),
+        ({"INDEX": "3", "PODS": "4", "RUNS": "one"}, 1, False),
+    ],
+)
+def test_a_trainer_without_peers_is_refused_where_others_would_share_its_run(
+    environment: dict[str, str], alone: int, refused: bool
+) -> None:
+    """They would fence one another, each in turn."""
+    if not refused:
+        check_alone(config(**environment), alone)
+        return
+    with pytest.raises(AloneAmongPods, match="number") as raised:
+        check_alone(config(POD_NAME="train-3-x", **environment), alone)
+    for told in ("train-3-x", "trains alone"):
+        assert told in raised.value.what
+    for told in ("per-pod", "init_process_group", "deltashard.io/runs: one"):
+        assert told in raised.value.remedy
 
 
 def test_no_two_pods_of_a_jobset_share_a_key() -> None:
     """Its Jobs number their pods anew, each from 0."""
     runs = [
-        identity(config(INDEX=index, REPLICA=replica), 1)
+        identity(config(INDEX=index, REPLICA=replica, RUNS="per-pod"))
         for replica in ("0", "1", "11")
         for index in ("0", "1", "11")
     ]
-    assert len({one.run for one in runs if one is not None}) == 9
+    assert len({one.run for one in runs}) == 9
 
 
 @pytest.mark.parametrize("name", ["pod_name", "pod_namespace", "pod_uid", "node_name"])

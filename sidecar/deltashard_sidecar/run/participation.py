@@ -1,0 +1,57 @@
+"""The newest attempt that trainers of this pod took part in, kept over restarts of the sidecar.
+
+The log says which pod opened an attempt, that of rank 0; of the other pods of a group it says nothing. When ranks come
+together anew, rank 0 may be in another pod than before: one that opened an attempt once, was a pod of another rank in
+a later one, and opens again. Its sidecar vouches that it was not displaced meanwhile, but took part.
+
+The file lies beside the arena, so it goes with the pod.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+from deltashard_sidecar.telemetry.structured_logging import Logger
+
+FILE = "participation.json"
+
+
+class Participation:
+    """Attempts that this pod's trainers were in. Thread-safe."""
+
+    def __init__(self, folder: Path, log: Logger) -> None:
+        self._path = folder / FILE
+        self._logger = log
+        self._lock = threading.Lock()
+        self._newest = self._read()
+
+    def _read(self) -> dict[str, int]:
+        try:
+            found = json.loads(self._path.read_text())
+            return {str(run): int(attempt) for run, attempt in found.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            self._logger.warning("participation.unreadable", error=str(error)[:200])
+            return {}
+
+    def newest(self, run: str) -> int:
+        """Number of the newest attempt of a run that was taken part in; 0: none."""
+        with self._lock:
+            return self._newest.get(run, 0)
+
+    def took_part(self, run: str, attempt: int) -> None:
+        """A trainer of this pod trains under this attempt."""
+        with self._lock:
+            if attempt <= self._newest.get(run, 0):
+                return
+            self._newest = {run: attempt}  # a pod trains one run
+            text = json.dumps(self._newest)
+        try:
+            scratch = self._path.with_suffix(".new")
+            scratch.write_text(text)
+            scratch.replace(self._path)
+        except OSError as error:
+            self._logger.warning("participation.unwritten", error=str(error)[:200])
