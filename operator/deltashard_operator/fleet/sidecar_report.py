@@ -227,6 +227,8 @@ class Heartbeat:
     phase: Phase = Phase.UNKNOWN
     ranks: tuple[Rank, ...] = ()
     attempt: int = 0
+    openings: int = 0
+    """Attempts that the workload has opened, `attempt` included; 0: not known."""
     last_commit: Commit | None = None
     last_commit_at_s: float = 0.0
     policy: PolicyInForce = PolicyInForce()
@@ -356,6 +358,7 @@ def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
             for each in message.ranks[:MAX_RANKS]
         ),
         attempt=_count(message.attempt),
+        openings=_count(message.openings),
         last_commit=_commit(message.last_commit) if message.HasField("last_commit") else None,
         last_commit_at_s=_number(message.last_commit_at_s),
         policy=_policy(message.policy),

@@ -6,18 +6,19 @@ started again in place, or a trainer that left its sidecar without a word. Its c
 loss, but no failure.
 
 An **interruption** is what stops training once, however many pods it takes with it; interruptions are the failures
-that are counted. The log's attempt number rises by one each time training is opened again, so it counts them, also
-those that happened while no controller looked: an attempt that rose by `d` means `d` interruptions, and the losses seen
-meanwhile say why. Losses after which no attempt was opened yet are one interruption that is not over. Without
-attempts (sidecars that cannot reach us), a burst of losses is one. The attempt is settled `SETTLE_S` after it rose,
-because the API tells of the pod's end a little later than the new trainer tells of its attempt.
+that are counted. Each time training is opened again the log has one more attempt of the workload, so the *openings* count
+them, also those that happened while no controller looked: openings that rose by `d` mean `d` interruptions, and the
+losses seen meanwhile say why. (An attempt's number does not: it is its slot in the log, where commits lie between.)
+Losses after which no attempt was opened yet are one interruption that is not over. Without openings (sidecars that
+cannot reach us, or older ones), a burst of losses is one. They are settled `SETTLE_S` after they rose, because the API
+tells of the pod's end a little later than the new trainer tells of its attempt.
 
 A **crash loop** is the same container ending with the same exit code again and again, with no commit between and little
 training: a fault of the script, which says nothing about how often to save. Its first crash is an interruption like any
 other; `Interruption.again` marks the others. Crashes a longer training apart are no loop, though nothing was committed:
 there the interval may be what is wrong.
 
-Where each pod of an Indexed Job is a run of its own in the store, each has attempts of its own and a tally of its own,
+Where each pod of an Indexed Job is a run of its own in the store, each has openings of its own and a tally of its own,
 and the workload's failures are all of theirs. What the interruptions let one expect, `incident` has.
 """
 
@@ -118,8 +119,8 @@ class Loss:
     node: str = ""
     run: str = ""
     """The pod's number where each is a run of its own; empty: the one run of the workload."""
-    attempt: int = 0
-    """The newest attempt of this run known when it happened; what came of it is in the next one."""
+    opening: int = 0
+    """Openings of this run known when it happened; what came of it is in the next one."""
     interruptions: int = 1
     """Interruptions that it stands for; more than one only where nobody looked."""
     ending: str = ""
@@ -175,26 +176,26 @@ class Tally:
 
     settled: int = 0
     """Interruptions after which training was opened again."""
-    attempt: int = 0
-    """The attempt up to which interruptions are settled; 0: no attempt was ever told."""
+    openings: int = 0
+    """Openings up to which interruptions are settled; 0: none were ever told."""
     losses: tuple[Loss, ...] = ()
     """The newest losses, oldest first, `MAX_LOSSES` at most."""
     rose_at_s: float = 0.0
-    """When the attempt was seen to rise beyond the settled one; 0: it did not."""
+    """When openings were seen to rise beyond the settled ones; 0: they did not."""
     bursts: int = 0
-    """Interruptions counted without attempts."""
+    """Interruptions counted without openings."""
     crash: Crash | None = None
     """The newest interruption, if it was a crash."""
 
     @property
     def open_losses(self) -> tuple[Loss, ...]:
-        """Losses since the settled attempt was opened."""
-        return tuple(each for each in self.losses if each.attempt == self.attempt)
+        """Losses since the newest settled opening."""
+        return tuple(each for each in self.losses if each.opening == self.openings)
 
     @property
     def failures(self) -> int:
         """Interruptions, the one that goes on included."""
-        going_on = self.attempt > 0 and any(not each.asked for each in self.open_losses)
+        going_on = self.openings > 0 and any(not each.asked for each in self.open_losses)
         return self.settled + self.bursts + int(going_on)
 
 
@@ -263,7 +264,7 @@ def _loss(pod: PodView, cause: LossCause, message: str, at_s: float) -> Loss:
 
 
 def with_loss(tally: Tally, loss: Loss) -> tuple[Tally, tuple[Interruption, ...]]:
-    """The tally with one more loss, and the interruption that it is where no attempts tell of them.
+    """The tally with one more loss, and the interruption that it is where no openings tell of them.
 
     The caller sees to it that each loss is told once.
     """
@@ -276,57 +277,61 @@ def with_loss(tally: Tally, loss: Loss) -> tuple[Tally, tuple[Interruption, ...]
     ):
         return tally, ()  # the pod has told the same, and why
     found: tuple[Interruption, ...] = ()
-    if tally.attempt == 0 and not loss.asked:
+    if tally.openings == 0 and not loss.asked:
         near = any(not each.asked and abs(loss.at_s - each.at_s) <= BURST_S for each in tally.losses)
         if not near:
             crash, again = _crash_of(tally, (loss,))
             tally = replace(tally, bursts=tally.bursts + 1, crash=crash)
             found = (Interruption(cause=loss.cause, nodes=_nodes((loss,)), again=again),)
-    losses = (*tally.losses, replace(loss, attempt=tally.attempt))
+    losses = (*tally.losses, replace(loss, opening=tally.openings))
     return replace(tally, losses=losses[-MAX_LOSSES:]), found
 
 
-def with_attempt(
-    tally: Tally, attempt: int, now_s: float, *, own: bool, run: str = ""
+def with_openings(
+    tally: Tally, openings: int, now_s: float, *, seq: int = 0, run: str = ""
 ) -> tuple[Tally, tuple[Interruption, ...]]:
-    """The tally after the run's newest attempt was told, and the interruptions that it shows to be over.
+    """The tally after it was told how often the workload opened the run, and the interruptions that are over by it.
 
     Args:
         tally: so far.
-        attempt: the newest one; older ones are ignored.
+        openings: the most that were told.
         now_s: now.
-        own: the run is this workload's alone, so that its attempts began at 1.
+        seq: of the run's newest commit.
         run: which of the workload's, see `Loss.run`.
     """
-    if attempt <= tally.attempt:
+    if openings <= tally.openings:
         return tally, ()
-    if tally.attempt == 0:
-        # Attempts tell from now on. What bursts were seen before is among the attempts, if they are all ours.
-        unseen = max(attempt - 1 - tally.bursts, 0) if own else 0
-        tally = replace(tally, attempt=attempt, settled=tally.settled + unseen)
+    if tally.openings == 0:
+        # Openings tell from now on. What bursts were seen before is among them.
+        unseen = max(openings - 1 - tally.bursts, 0)
+        tally = replace(tally, openings=openings, settled=tally.settled + unseen)
         return _unseen(tally, unseen, now_s, run), _of_unseen(unseen, again=False)
     if not tally.rose_at_s:
         return replace(tally, rose_at_s=now_s), ()
     if now_s - tally.rose_at_s < SETTLE_S:
         return tally, ()
-    rose = attempt - tally.attempt
+    rose = openings - tally.openings
     seen = tally.open_losses
     asked = bool(seen) and all(each.asked for each in seen)
     crash, again = _crash_of(tally, seen)
-    # Trainers that end faster than their attempts settle have their losses together here.
+    # Trainers that end faster than their openings settle have their losses together here.
     unexplained = rose - min(rose, rounds(seen))
     found: tuple[Interruption, ...] = ()
     if seen:
-        telling = next(
-            (each for each in seen if not each.asked and each.cause is not LossCause.TRAINER_LOST), None
-        )
-        telling = telling or next((each for each in seen if not each.asked), seen[0])
+        telling = next(iter(_failed(seen)), None) or next((each for each in seen if not each.asked), seen[0])
         found = (Interruption(cause=telling.cause, nodes=_nodes(seen), again=again),)
-        if rose - unexplained > 1:
-            found = (*found, replace(found[0], times=rose - unexplained - 1, again=crash is not None))
-    found = (*found, *_of_unseen(unexplained, again=crash is not None))
+        more = rose - unexplained - 1
+        alike = min(more, _alike(seen)) if crash is not None else 0
+        found += tuple(
+            replace(found[0], times=times, again=alike_too)
+            for times, alike_too in ((more - alike, False), (alike, True))
+            if times
+        )
+    # The API tells of several quick crashes as one; but what committed since was no part of a loop.
+    looped = crash is not None and crash.times > 1 and seq <= crash.at.seq
+    found = (*found, *_of_unseen(unexplained, again=looped))
     tally = replace(
-        tally, settled=tally.settled + rose - int(asked), attempt=attempt, rose_at_s=0.0, crash=crash
+        tally, settled=tally.settled + rose - int(asked), openings=openings, rose_at_s=0.0, crash=crash
     )
     return _unseen(tally, unexplained, now_s, run), found
 
@@ -342,14 +347,27 @@ def rounds(losses: tuple[Loss, ...]) -> int:
     return n
 
 
+def _failed(losses: tuple[Loss, ...]) -> tuple[Loss, ...]:
+    """Those whose pods say how they came about, and that nobody wanted."""
+    return tuple(each for each in losses if not each.asked and each.cause is not LossCause.TRAINER_LOST)
+
+
+def _alike(losses: tuple[Loss, ...]) -> int:
+    """How many of the crashes among these came again with nothing committed since the one before."""
+    by_seq: dict[int, list[Loss]] = {}
+    for each in _failed(losses):
+        by_seq.setdefault(each.at.seq, []).append(each)
+    return sum(rounds(tuple(each)) - 1 for each in by_seq.values())
+
+
 def _crash_of(tally: Tally, losses: tuple[Loss, ...]) -> tuple[Crash | None, bool]:
     """The crash that these losses are, with those before it that were the same, and whether there were any."""
-    failed = [each for each in losses if not each.asked and each.cause is not LossCause.TRAINER_LOST]
+    failed = _failed(losses)
     endings = tuple(sorted({each.ending for each in failed}))[:MAX_ENDINGS]
     if not all(endings) or not endings:
         return None, False
     at = Point(seq=max(each.at.seq for each in failed), trained_s=max(each.at.trained_s for each in failed))
-    times = rounds(tuple(failed))
+    times = rounds(tuple(each for each in failed if each.at.seq == at.seq))
     if tally.crash is not None and tally.crash.same(endings, at):
         return Crash(endings=endings, at=at, times=tally.crash.times + times), True
     return Crash(endings=endings, at=at, times=times), False
@@ -358,7 +376,7 @@ def _crash_of(tally: Tally, losses: tuple[Loss, ...]) -> tuple[Crash | None, boo
 def crash_loop(tally: Tally, at: Point) -> Crash | None:
     """The crash loop that goes on, the interruption that is not over included; None where there is none."""
     found = tally.crash
-    if tally.attempt and tally.open_losses:
+    if tally.openings and tally.open_losses:
         found, _ = _crash_of(tally, tally.open_losses)
     if found is None or found.times < LOOPS or not found.same(found.endings, at):
         return None
@@ -377,13 +395,13 @@ def _unseen(tally: Tally, n: int, now_s: float, run: str) -> Tally:
     if not n:
         return tally
     message = f"training was opened again {n} more time{'s' * (n > 1)} than losses were seen"
-    # Of the attempt before the settled one: it is over.
+    # Of the opening before the settled one: it is over.
     loss = Loss(
         at_s=now_s,
         cause=LossCause.UNSEEN,
         message=message,
         run=run,
-        attempt=tally.attempt - 1,
+        opening=tally.openings - 1,
         interruptions=n,
     )
     return replace(tally, losses=(*tally.losses, loss)[-MAX_LOSSES:])

@@ -30,10 +30,9 @@ STUCK_S = 10.0
 
 def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, tuple[Notice, ...]]:
     """The run with phase, failures and conditions of now, and what people should hear of it."""
-    own = not run.wish.run_id
-    for part, attempt in run.progress.attempts.items():
+    for part, openings in run.progress.openings.items():
         tally = run.tallies.get(part, failure.Tally())
-        tally, over = failure.with_attempt(tally, attempt, now_s, own=own, run=part)
+        tally, over = failure.with_openings(tally, openings, now_s, seq=run.at(part).seq, run=part)
         run = with_tally(run, part, tally, over)
     run = _spread(_ended(run, now_s), nodes)
     live = run.live

@@ -123,8 +123,8 @@ def status(run: Run, now_s: float) -> Document:
         "savesFailed": run.saves_failed,
         "failures": run.failures,
         "settledFailures": sum(each.settled + each.bursts for each in tallies.values()),
-        "settledAttempt": tallies[""].attempt if "" in tallies else 0,
-        "settledAttempts": _settled_attempts(run) or None,
+        "settledOpenings": tallies[""].openings if "" in tallies else 0,
+        "settledOpeningsByPod": _openings_by_pod(run) or None,
         "mtbfSeconds": int(rates.mtbf_s) if begun else None,
         "expectedRestores": f"{HORIZON_S / rates.restores.mean_between_s:.2f}" if begun else None,
         "restoresExpected95": rates.restores.quantile(HORIZON_S) if begun else None,
@@ -183,7 +183,7 @@ def run_of(found: Mapping[str, Any]) -> Run:
     if not said:
         return run
     losses = tuple(map(_loss_of, said.get("losses") or ()))
-    numbered = {each["index"]: int(each["attempt"]) for each in said.get("settledAttempts") or ()}
+    numbered = {each["index"]: int(each["openings"]) for each in said.get("settledOpeningsByPod") or ()}
     pods = said.get("pods") or ()
     in_force = _policy_of(said)
     generation = int(said.get("directiveGeneration", 0))
@@ -245,6 +245,7 @@ def _progress_of(said: Mapping[str, Any], numbered: Mapping[str, int], in_force:
         last_step=int(said.get("lastCommittedStep", 0)),
         last_commit_at_s=seconds_of(said.get("lastCommitTime")),
         last_seq=int(said.get("lastCommitSeq", 0)),
+        # The attempts of pods that are runs of their own are at least these.
         attempts=numbered or ({"": int(said["attempt"])} if said.get("attempt") else {}),
         stored_bytes=int(said.get("storedBytes", 0)),
         checkpoints=int(said.get("checkpoints", 0)),
@@ -252,23 +253,23 @@ def _progress_of(said: Mapping[str, Any], numbered: Mapping[str, int], in_force:
     )
 
 
-def _settled_attempts(run: Run) -> list[Document]:
-    """Attempts of pods that are runs of their own, where a fresh controller could not take them for the first."""
+def _openings_by_pod(run: Run) -> list[Document]:
+    """Openings of pods that are runs of their own, where a fresh controller could not take them for the first."""
     told = [
-        {"index": part, "attempt": each.attempt}
+        {"index": part, "openings": each.openings}
         for part, each in sorted(run.tallies.items())
-        if part and each.attempt and (each.attempt > 1 or each.losses)
+        if part and each.openings and (each.openings > 1 or each.losses)
     ]
     return told[:MAX_PODS]
 
 
 def _tallies(said: Document, losses: tuple[Loss, ...], numbered: Mapping[str, int]) -> dict[str, Tally]:
     """The tallies of a status; what was counted of pods that are runs of their own is kept as one sum."""
-    attempt, settled = int(said.get("settledAttempt", 0)), int(said.get("settledFailures", 0))
+    openings, settled = int(said.get("settledOpenings", 0)), int(said.get("settledFailures", 0))
     crashes = {each.get("index", ""): _crash_of(each) for each in said.get("crashes") or ()}
     found = {
         part: Tally(
-            attempt=numbered.get(part, 0),
+            openings=numbered.get(part, 0),
             losses=tuple(each for each in losses if each.run == part),
             crash=crashes.get(part),
         )
@@ -276,7 +277,7 @@ def _tallies(said: Document, losses: tuple[Loss, ...], numbered: Mapping[str, in
     }
     one = found.get("", Tally())
     found[""] = replace(
-        one, settled=settled if attempt else 0, bursts=0 if attempt else settled, attempt=attempt
+        one, settled=settled if openings else 0, bursts=0 if openings else settled, openings=openings
     )
     return found
 
@@ -316,7 +317,7 @@ def _loss(loss: Loss) -> Document:
                 "node": loss.node,
                 "index": loss.run,
                 "asked": loss.asked,
-                "attempt": loss.attempt,
+                "opening": loss.opening,
                 "interruptions": loss.interruptions if loss.interruptions > 1 else None,
                 "ending": loss.ending,
                 "commitSeq": loss.at.seq if loss.ending else None,
@@ -336,7 +337,7 @@ def _loss_of(found: Mapping[str, Any]) -> Loss:
         pod_uid=found.get("podUID", ""),
         node=found.get("node", ""),
         run=found.get("index", ""),
-        attempt=int(found.get("attempt", 0)),
+        opening=int(found.get("opening", 0)),
         interruptions=int(found.get("interruptions", 1)),
         ending=found.get("ending", ""),
         at=_point_of(found),

@@ -74,6 +74,8 @@ class Progress:
     durable_s: float = 0.0
     attempts: Mapping[str, int] = field(default_factory=dict)
     """Newest attempt of each run in the store: by the pod's number where each is a run of its own, else by ""."""
+    openings: Mapping[str, int] = field(default_factory=dict)
+    """How often the workload has opened each of them."""
     stored_bytes: int = 0
     checkpoints: int = 0
     policy: PolicyInForce = NO_POLICY
@@ -218,7 +220,7 @@ class Run:
     def _counted(self, uid: str, said: Heartbeat) -> bool:
         """Whether all interruptions before this pod's attempt are counted, with what they lost."""
         tally = self.tallies.get(_part(self, uid, said.run), NO_TALLY)
-        return 0 < said.attempt <= tally.attempt and said.phase is not sidecar_report.Phase.RESTORING
+        return 0 < said.openings <= tally.openings and said.phase is not sidecar_report.Phase.RESTORING
 
     @property
     def parts(self) -> int:
@@ -492,7 +494,7 @@ def _with_progress(run: Run, now_s: float) -> Run:
     slowest: dict[str, Heartbeat] = {}
     parts: dict[str, str] = {}
     before = run.progress
-    attempts = dict(before.attempts)
+    attempts, openings = dict(before.attempts), dict(before.openings)
     for uid, report in run.reports.items():
         each = report.heartbeat
         if each is None:
@@ -501,6 +503,7 @@ def _with_progress(run: Run, now_s: float) -> Run:
         parts[each.run] = part or parts.get(each.run, "")
         if each.attempt:
             attempts[part] = max(each.attempt, attempts.get(part, 0))
+            openings[part] = max(each.openings, openings.get(part, 0))
         other = slowest.get(each.run)
         seq = each.last_commit.seq if each.last_commit is not None else 0
         if other is None or seq >= (other.last_commit.seq if other.last_commit is not None else 0):
@@ -530,6 +533,7 @@ def _with_progress(run: Run, now_s: float) -> Run:
         before,
         step=min(steps) if steps else max(before.step, left_at),
         attempts=attempts,
+        openings=openings,
         stored_bytes=sum(each.stored_bytes for each in slowest.values()) or before.stored_bytes,
         checkpoints=sum(each.checkpoints for each in slowest.values()) or before.checkpoints,
         policy=shown.policy if shown.policy.encoding else before.policy,

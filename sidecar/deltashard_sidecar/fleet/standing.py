@@ -55,6 +55,7 @@ class Standing:
         sessions = self._sessions.all()
         state = run.state()
         opened = [s for s in sessions if s.attempt.number is not None]
+        attempt = max((s.attempt.number or 0 for s in opened), default=0)
         beat = fleet.Heartbeat(
             run=run.name,
             phase=heartbeats.phase(
@@ -71,7 +72,8 @@ class Standing:
                 )
                 for who in (s.who for s in sessions)
             ],
-            attempt=max((s.attempt.number or 0 for s in opened), default=0),
+            attempt=attempt,
+            openings=self._openings(state, attempt),
             policy=self._decider.over(in_force.policy).message(),
             saves_failed=activity.saves_failed,
             saves_failed_in_a_row=activity.failed_in_a_row,
@@ -93,6 +95,13 @@ class Standing:
             beat.last_commit.CopyFrom(mine if own and mine is not None else commit_message(newest))
             beat.last_commit_at_s = newest.at_s
         return beat
+
+    def _openings(self, state: RunState, attempt: int) -> int:
+        """Attempts of this workload up to this one; 0 while the log is not known that far."""
+        if attempt not in state.attempts:
+            return 0
+        workload = state.attempts[attempt].workload
+        return sum(n <= attempt and each.workload == workload for n, each in state.attempts.items())
 
     def _decisions(self) -> list[Decision]:
         bits = self._run.bits.decision

@@ -540,6 +540,29 @@ def test_rotated_credentials_are_picked_up(
         trainer.close()
 
 
+def test_how_often_a_workload_opened_its_run_is_told(tmp_path: Path, url: str, server: FleetServer) -> None:
+    """Not the attempt's number, which is its slot in the log: commits lie between; nor another workload's attempts."""
+    with sidecar(place(tmp_path, "a"), url, **pod("w-0", **server.flags(tmp_path))) as process:
+        other = Trainer(process.socket, Model())
+        other.open()
+        other.save_and_commit()
+        other.close()
+    with sidecar(place(tmp_path, "b"), url, **pod("w-1", **server.flags(tmp_path))) as process:
+        for openings in (1, 2, 3):
+            trainer = Trainer(process.socket, Model())
+            attempt = trainer.open(takeover=True).attempt
+            trainer.save_and_commit()
+            eventually(
+                lambda attempt=attempt, openings=openings: (
+                    (server.last.attempt, server.last.openings) == (attempt, openings)
+                ),
+                timeout_s=DEADLINE_S,
+                what=lambda openings=openings: f"{openings} openings: {server.last}",
+            )
+            trainer.close()
+        assert attempt > 3
+
+
 @pytest.mark.minio
 def test_a_bucket_that_comes_later(tmp_path: Path, own_minio: MinioServer, server: FleetServer) -> None:
     """Open waits for it and says why meanwhile."""

@@ -238,7 +238,8 @@ class Sidecar:
             run=self._run,
             phase=phase,
             ranks=[wire.Rank(rank=int(member.index), world_size=member.ranks, step=step)],
-            attempt=1 + member.restored,
+            attempt=1 + 100 * member.restored,
+            openings=1 + member.restored,
             last_commit=trainer_wire.Commit(
                 seq=commits, attempt=1, step=step, durable_s=SAVING_S, stored_bytes=STORED_BYTES // 100
             ),

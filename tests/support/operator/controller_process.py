@@ -348,6 +348,7 @@ def heartbeat(
         "phase": wire.Phase.Value(f"PHASE_{phase}"),
         "ranks": [wire.Rank(rank=0, world_size=1, step=step)] if phase != "WAITING" else [],
         "attempt": attempt,
+        "openings": attempt,
         "store_ok": True,
         "credentials_ok": True,
         "policy": trainer_wire.Policy(

@@ -36,7 +36,7 @@ LOSS = Loss(
     pod="train-x",
     pod_uid="p-1",
     node="node-a",
-    attempt=4,
+    opening=4,
     ending="trainer with exit code 1",
     at=Point(seq=7, trained_s=90.0),
 )
@@ -66,7 +66,7 @@ def full_run() -> Run:
         restarts={"p-1": 2},
         lost=frozenset({"p-1"}),
         taken={"p-1": Taken(process="s-1", incident=5)},
-        tallies={"": Tally(settled=3, attempt=4, losses=(LOSS,), crash=CRASH)},
+        tallies={"": Tally(settled=3, openings=4, losses=(LOSS,), crash=CRASH)},
         incidents=Incidents(
             evidence=Evidence(exposure_s=129600.0, lossy=1.5, restores=2.25),
             causes={"Error": Times(restores=1, lossy=1), "Evicted": Times(restores=2, lossy=1)},
@@ -90,7 +90,8 @@ def full_run() -> Run:
             last_step=1150,
             last_commit_at_s=NOW_S - 30,
             last_seq=7,
-            attempts={"": 4},
+            attempts={"": 34},
+            openings={"": 4},
             stored_bytes=1 << 30,
             checkpoints=5,
             policy=CHOSEN,

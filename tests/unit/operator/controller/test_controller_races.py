@@ -222,7 +222,12 @@ def test_a_decider_hears_of_failures_when_it_comes_and_again_when_they_doubled(t
         async def beat(attempt: int) -> None:
             ranks = (Rank(rank=0, world_size=1, step=5),)
             said = Heartbeat(
-                run="n/train", phase=Phase.TRAINING, attempt=attempt, policy=in_force, ranks=ranks
+                run="n/train",
+                phase=Phase.TRAINING,
+                attempt=attempt,
+                openings=attempt,
+                policy=in_force,
+                ranks=ranks,
             )
             controller.reported(hello, said)
             controller.tick()
@@ -289,7 +294,9 @@ class Beating:
         until_s = self.now_s + seconds
         while True:
             fields: dict[str, Any] = {"phase": Phase.TRAINING} | more
-            said = Heartbeat(run=f"n/train-{UID}", attempt=attempt, ranks=ranks, **fields)
+            said = Heartbeat(
+                run=f"n/train-{UID}", attempt=10 * attempt, openings=attempt, ranks=ranks, **fields
+            )
             self.controller.reported(hello, said)
             await self.ticks()
             if self.now_s >= until_s:

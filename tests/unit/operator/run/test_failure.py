@@ -84,19 +84,21 @@ def lost(
     return failure.with_loss(tally, Loss(at_s=at_s, cause=cause, pod_uid=uid, **more))[0]
 
 
-def told(tally: Tally, attempt: int, at_s: float, *, own: bool = True) -> Tally:
-    return failure.with_attempt(tally, attempt, at_s, own=own)[0]
+def told(tally: Tally, openings: int, at_s: float) -> Tally:
+    return failure.with_openings(tally, openings, at_s)[0]
 
 
-def closed(tally: Tally, attempt: int, at_s: float = NOW_S) -> tuple[Tally, tuple[failure.Interruption, ...]]:
-    """The tally some time after an attempt was first told of, and what is over by it."""
-    tally, first = failure.with_attempt(tally, attempt, at_s, own=True)
-    tally, second = failure.with_attempt(tally, attempt, at_s + failure.SETTLE_S, own=True)
+def closed(
+    tally: Tally, openings: int, at_s: float = NOW_S
+) -> tuple[Tally, tuple[failure.Interruption, ...]]:
+    """The tally some time after an opening was first told of, and what is over by it."""
+    tally, first = failure.with_openings(tally, openings, at_s)
+    tally, second = failure.with_openings(tally, openings, at_s + failure.SETTLE_S)
     return tally, (*first, *second)
 
 
-def opened(tally: Tally, attempt: int, at_s: float = NOW_S) -> Tally:
-    return closed(tally, attempt, at_s)[0]
+def opened(tally: Tally, openings: int, at_s: float = NOW_S) -> Tally:
+    return closed(tally, openings, at_s)[0]
 
 
 def test_a_loss_is_a_failure_at_once_and_still_one_when_training_is_opened_again() -> None:
@@ -127,9 +129,8 @@ def test_attempts_tell_of_losses_that_no_controller_saw() -> None:
     ]
 
 
-def test_a_run_that_began_before_the_controller_counts_its_attempts_unless_they_are_anothers() -> None:
+def test_a_run_that_began_before_the_controller_counts_its_openings() -> None:
     assert told(Tally(), 3, NOW_S).failures == 2
-    assert told(Tally(), 3, NOW_S, own=False).failures == 0
 
 
 def test_a_loss_told_late_is_not_counted_beside_its_attempt() -> None:

@@ -108,10 +108,11 @@ def beat(run: Run, n: int, *, attempt: int, at_s: float, seq: int = 1, step: int
     said = Heartbeat(
         phase=At.TRAINING,
         run="team/train-u-1",
-        attempt=attempt,
+        attempt=10 * attempt,
+        openings=attempt,
         policy=PolicyInForce(every_s=60.0, encoding="q8"),
         ranks=(Rank(rank=n, world_size=32, step=step),),
-        last_commit=Commit(seq=seq, attempt=attempt, step=step),
+        last_commit=Commit(seq=seq, attempt=10 * attempt, step=step),
     )
     return judged(watched_run.with_report(run, hello(n), said, at_s)[0], at_s)
 
@@ -145,7 +146,8 @@ def test_32_pods_lost_at_once_are_one_failure_and_shrink_nothing() -> None:
     said = Heartbeat(
         phase=At.TRAINING,
         run="team/train-u-1",
-        attempt=2,
+        attempt=20,
+        openings=2,
         policy=PolicyInForce(every_s=60.0, encoding="q8"),
         ranks=(Rank(rank=0, world_size=32, step=10),),
     )
@@ -201,7 +203,9 @@ def test_a_drained_pod_that_saved_is_a_restore_only() -> None:
     run, _ = watched_run.with_report(
         run,
         hello(1),
-        replace(Heartbeat(run="team/train-u-1", attempt=2, phase=At.TRAINING), incidents=(told,)),
+        replace(
+            Heartbeat(run="team/train-u-1", attempt=20, openings=2, phase=At.TRAINING), incidents=(told,)
+        ),
         at_s + 12,
     )
     run = judged(run, at_s + 40)
@@ -220,8 +224,11 @@ EVENTS = st.lists(
 
 @given(EVENTS)
 def test_no_sequence_of_events_counts_an_incident_twice(events: list[tuple[str, int]]) -> None:
-    """Whatever pods, sidecars and controllers do: restores are the attempts after the first, crash loops once."""
-    run, at_s, attempt = begun(3), NOW_S, 1
+    """Whatever pods, sidecars and controllers do: restores are the attempts after the first.
+
+    Something is committed before each crash, so that none is of a loop, which would count once.
+    """
+    run, at_s, attempt, seq = begun(3), NOW_S, 1, 1
     uids = [0, 1, 2]  # of the pods in their places
     restarts = [0, 0, 0]
     for what, n in events:
@@ -239,16 +246,24 @@ def test_no_sequence_of_events_counts_an_incident_twice(events: list[tuple[str, 
                 run = watched_run.with_pod(run, fresh, node_ready=True, now_s=at_s + 2)
             case "trainer lost":
                 told = Incident(id=int(at_s), kind=IncidentKind.TRAINER_LOST, at_s=at_s)
-                said = Heartbeat(run="team/train-u-1", attempt=attempt, phase=At.WAITING, incidents=(told,))
+                said = Heartbeat(
+                    run="team/train-u-1",
+                    attempt=10 * attempt,
+                    openings=attempt,
+                    phase=At.WAITING,
+                    incidents=(told,),
+                )
                 run, _ = watched_run.with_report(run, hello(uids[n]), said, at_s)
             case "restarted":
+                seq += 1
+                run = beat(run, uids[0], attempt=attempt, at_s=at_s - 1.0, seq=seq)
                 restarts[n] += 1
                 seen = pod(uid=name, name=name, restarts=restarts[n], ending=replace(ended(1), at_s=at_s))
                 for _ in range(2):
                     run = watched_run.with_pod(run, seen, node_ready=True, now_s=at_s)
             case "opened":
-                attempt += 1
-                run = beat(run, uids[0], attempt=attempt, at_s=at_s, seq=attempt)
+                attempt, seq = attempt + 1, seq + 1
+                run = beat(run, uids[0], attempt=attempt, at_s=at_s, seq=seq)
             case "time":
                 at_s += 30.0
             case "controller":
@@ -261,7 +276,7 @@ def test_no_sequence_of_events_counts_an_incident_twice(events: list[tuple[str, 
         counted = sum(each.restores for each in run.incidents.causes.values())
         assert counted <= attempt - 1
         assert run.incidents.lossy <= counted
-    run = beat(run, uids[0], attempt=attempt, at_s=at_s + 1, seq=attempt)
+    run = beat(run, uids[0], attempt=attempt, at_s=at_s + 1, seq=seq)
     run = judged(judged(run, at_s + 2), at_s + 60)
     counted = sum(each.restores for each in run.incidents.causes.values())
     assert counted == attempt - 1

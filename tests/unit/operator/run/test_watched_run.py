@@ -41,6 +41,7 @@ def beat(
     phase: At = At.TRAINING, *, step: int = 10, seq: int = 0, at_s: float = NOW_S, **more: Any
 ) -> Heartbeat:
     fields: dict[str, Any] = {"attempt": 1, "policy": EVERY, "run": "team/train-u-1"} | more
+    fields.setdefault("openings", fields["attempt"])
     if seq:
         fields |= {"last_commit": Commit(seq=seq, attempt=1, step=step - 1), "last_commit_at_s": at_s}
     return Heartbeat(phase=phase, ranks=(Rank(rank=0, world_size=1, step=step),), **fields)

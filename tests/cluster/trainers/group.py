@@ -1,0 +1,199 @@
+"""The training script of several ranks in several pods, as a user would write it for torchrun, plus a witness.
+
+Tables of TorchRec, sharded by rows over the ranks; a loader whose epochs every sample is in once, whatever the number
+of ranks. Every rank says after each step, past deltashard, what its rows add up to: sums over rows, so that those of
+all ranks together mean the same tables in any sharding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import warnings
+from functools import partial
+from typing import Any
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.distributed import DistributedModelParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import deltashard
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.utils.data import DataLoader
+
+STEPS = int(os.environ["STEPS"])
+PACE_S = float(os.environ.get("PACE_S", "0"))
+"""Stands for the accelerators' work of one step."""
+TABLES = {"user": 3000, "item": 1700}
+"""Feature and table -> rows."""
+COLUMNS, SAMPLES, BATCH = 16, 6000, 8
+
+
+class Witness:
+    """Lines of JSON to the test, of one rank."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        host, port = os.environ["WITNESS"].rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)))
+        self._facts = {
+            "namespace": os.environ["POD_NAMESPACE"],
+            "pod": os.environ["POD_NAME"],
+            "node": os.environ["NODE_NAME"],
+            "life": f"{os.environ['POD_NAME']}/{rank}/{time.time_ns()}",
+            "rank": rank,
+            "world_size": world_size,
+        }
+
+    def say(self, kind: str, **facts: Any) -> None:
+        """One event."""
+        self._socket.sendall(json.dumps({"kind": kind, **self._facts, **facts}).encode() + b"\n")
+
+
+class Model(torch.nn.Module):
+    """Two tables and a small top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name=name, embedding_dim=COLUMNS, num_embeddings=rows, feature_names=[name]
+                )
+                for name, rows in TABLES.items()
+            ],
+            device=torch.device("meta"),
+        )
+        self.top = torch.nn.Linear(COLUMNS * len(TABLES), 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Logits [n]."""
+        logits: torch.Tensor = self.top(self.tables(features).values()).squeeze(1)
+        return logits
+
+
+class Sharder(EmbeddingBagCollectionSharder):
+    """Shards by rows on CPUs, too."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Kinds the planner may choose from."""
+        return ["row_wise"]
+
+
+def features_of(samples: list[int]) -> KeyedJaggedTensor:
+    """One value of each feature a sample."""
+    ids = torch.tensor(samples)
+    values = [(ids * 2_654_435_761 + number) % rows for number, rows in enumerate(TABLES.values())]
+    return KeyedJaggedTensor.from_lengths_sync(
+        keys=list(TABLES),
+        values=torch.cat(values),
+        lengths=torch.ones(len(samples) * len(TABLES), dtype=torch.int32),
+    )
+
+
+def sums(ckpt: deltashard.Checkpointer) -> dict[str, int]:
+    """Table and section -> a sum modulo 2^64 over this rank's rows, of row number and bits."""
+    found: dict[str, int] = {}
+    for shard in ckpt._program.tracking.saved:  # noqa: SLF001 - what it holds is what the test wants to know
+        box = shard.box
+        for name, tensor in {"weights": shard.param.detach(), **shard.state_tensors()}.items():
+            bits = tensor.numpy().reshape(box.row_stop - box.row_start, -1).view(np.int32).astype(np.uint64)
+            odd = 2 * np.arange(1, bits.shape[1] + 1, dtype=np.uint64) + 1
+            rows = np.arange(box.row_start, box.row_stop, dtype=np.uint64)
+            mixed = (bits * odd * odd).sum(axis=1, dtype=np.uint64) + rows * np.uint64(0x9E3779B97F4A7C15)
+            mixed ^= mixed >> np.uint64(29)
+            key = f"{box.table}|{name}"
+            total = int((mixed * np.uint64(0xBF58476D1CE4E5B9)).sum(dtype=np.uint64))
+            found[key] = (found.get(key, 0) + total) % (1 << 64)
+    return found
+
+
+def dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Hash of what every rank holds whole, and of its optimizer's state."""
+    hashed = xxhash.xxh3_64()
+    for name, value in sorted(model.named_parameters()):
+        if "top" in name:
+            hashed.update(name.encode() + value.detach().numpy().tobytes())
+            state = optimizer.state[value]
+            for key in sorted(state):
+                hashed.update(key.encode() + torch.as_tensor(state[key]).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def main() -> None:
+    """Train for STEPS steps, from wherever the last checkpoint left off."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    witness = Witness(rank, world_size)
+    torch.manual_seed(20261126)
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
+    sharders: Any = [Sharder(fused_params=fused)]
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=world_size, compute_device="cpu", local_world_size=1)
+    )
+    model = DistributedModelParallel(
+        (whole := Model()),
+        device=torch.device("cpu"),
+        plan=planner.collective_plan(whole, sharders, dist.group.WORLD),
+        sharders=sharders,
+    )
+    top = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(model.named_parameters())), partial(torch.optim.Adam, lr=1e-3)
+    )
+    optimizer = CombinedOptimizer([model.fused_optimizer, top])
+    sampler = deltashard.ResumableSampler(range(SAMPLES), seed=7, drop_last=True)
+    loader: Any = DataLoader(range(SAMPLES), batch_size=BATCH, sampler=sampler, collate_fn=list)
+
+    ckpt = deltashard.Checkpointer(model, optimizer)
+    resumed = ckpt.restore()
+    step = resumed.step if resumed else 0
+    loader = ckpt.wrap(loader)
+    witness.say(
+        "began",
+        step=step,
+        seq=resumed.seq if resumed else None,
+        source=resumed.source if resumed else None,
+        exact=resumed.exact if resumed else None,
+        notes=list(resumed.notes) if resumed else [],
+        attempt=ckpt.attempt,
+        sums=sums(ckpt),
+        dense=dense(model, top),
+    )
+    with ckpt:
+        while step < STEPS:
+            for samples in loader:
+                optimizer.zero_grad()
+                wanted = torch.tensor([float(sample % 3 == 0) for sample in samples])
+                logits = model(features_of(samples))
+                torch.nn.functional.binary_cross_entropy_with_logits(logits, wanted).backward()
+                optimizer.step()
+                step += 1
+                witness.say(
+                    "step", step=step, attempt=ckpt.attempt, samples=samples, epoch=loader.epoch, sums=sums(ckpt),
+                    dense=dense(model, top),
+                )  # fmt: skip
+                try:
+                    ckpt.step()
+                except deltashard.FencedError as error:
+                    witness.say("fenced", step=step, why=str(error))
+                    raise
+                if step == STEPS:
+                    break
+                time.sleep(PACE_S)
+    witness.say("finished", step=step)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
