@@ -182,6 +182,8 @@ FLEET_PROTOCOL = ProtocolVersions(1, 1)
 
 PLS_KEY = "deltashard/pls"
 """The run's portion of lost samples; there once a recovery was partial."""
+RECOVERIES_KEY = "deltashard/partial-recoveries"
+"""How many recoveries were."""
 INCREMENTS_KEY = "deltashard/increments"
 """Of a delta over a baseline: which one, and the sizes of the increments before it (`write.differential`)."""
 PRECISION_KEY = "deltashard/precision"

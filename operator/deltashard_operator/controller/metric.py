@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from deltashard_operator.controller import event
 from deltashard_operator.kube import call
-from deltashard_operator.run import condition
+from deltashard_operator.run import condition, roll_call
 from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import HORIZON_S, Run
 
@@ -159,6 +159,11 @@ class _OfRuns(Collector):
                 ("last_commit_timestamp_seconds", "When the newest checkpoint was committed, Unix time"),
                 ("last_committed_step", "Training step of the newest checkpoint"),
                 ("step", "Training step reached"),
+                ("ranks_expected", "Ranks of the newest attempt"),
+                ("ranks_present", "Ranks that are attached to a sidecar which is heard"),
+                ("step_skew", "Steps between its first and its last rank"),
+                ("stall_seconds", "The longest that a rank stood still for the newest checkpoint"),
+                ("lost_samples_share", "Portion of samples lost by partial recoveries"),
                 ("interval_seconds", "Between checkpoints; 0: off"),
                 ("stored_bytes", "Size in the store"),
                 ("mtbf_seconds", "Training time between failures that lose steps, as believed"),
@@ -207,6 +212,7 @@ class _OfRuns(Collector):
                 gauges["last_commit_timestamp_seconds"].add_metric(labels, progress.last_commit_at_s)
                 gauges["last_committed_step"].add_metric(labels, progress.last_step)
             gauges["step"].add_metric(labels, progress.step)
+            _ranks(gauges, labels, run)
             gauges["interval_seconds"].add_metric(labels, progress.policy.every_s)
             gauges["stored_bytes"].add_metric(labels, progress.stored_bytes)
             if run.trains_since_s:
@@ -234,6 +240,17 @@ class _OfRuns(Collector):
         yield interruptions
         yield decision
         yield total
+
+
+def _ranks(gauges: Mapping[str, GaugeMetricFamily], labels: tuple[str, str], run: Run) -> None:
+    roll, progress = roll_call.of_run(run), run.progress
+    if roll.expected:
+        gauges["ranks_expected"].add_metric(labels, roll.expected)
+        gauges["ranks_present"].add_metric(labels, roll.present)
+        gauges["step_skew"].add_metric(labels, roll.skew)
+    if progress.stall_s:
+        gauges["stall_seconds"].add_metric(labels, progress.stall_s)
+    gauges["lost_samples_share"].add_metric(labels, progress.lost_share)
 
 
 def _measured(gauges: Mapping[str, GaugeMetricFamily], labels: tuple[str, str], run: Run) -> None:

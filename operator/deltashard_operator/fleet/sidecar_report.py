@@ -229,6 +229,11 @@ class Heartbeat:
     attempt: int = 0
     openings: int = 0
     """Attempts that the workload has opened, `attempt` included; 0: not known."""
+    stall_s: float = 0.0
+    """Of the newest commit: the longest that any rank stood still for it."""
+    lost_share: float = 0.0
+    """Of samples, by partial recoveries so far (PLS)."""
+    partial_recoveries: int = 0
     last_commit: Commit | None = None
     last_commit_at_s: float = 0.0
     policy: PolicyInForce = PolicyInForce()
@@ -359,6 +364,9 @@ def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
         ),
         attempt=_count(message.attempt),
         openings=_count(message.openings),
+        stall_s=_number(message.stall_s),
+        lost_share=_number(message.lost_share),
+        partial_recoveries=_count(message.partial_recoveries),
         last_commit=_commit(message.last_commit) if message.HasField("last_commit") else None,
         last_commit_at_s=_number(message.last_commit_at_s),
         policy=_policy(message.policy),

@@ -6,8 +6,8 @@ started again in place, or a trainer that left its sidecar without a word. Its c
 loss, but no failure.
 
 An **interruption** is what stops training once, however many pods it takes with it; interruptions are the failures
-that are counted. Each time training is opened again the log has one more attempt of the workload, so the *openings* count
-them, also those that happened while no controller looked: openings that rose by `d` mean `d` interruptions, and the
+that are counted. Each time training is opened again the log has one more attempt of the workload, so the
+*openings* count them, also those that happened while no controller looked: openings that rose by `d` mean `d` interruptions, and the
 losses seen meanwhile say why. (An attempt's number does not: it is its slot in the log, where commits lie between.)
 Losses after which no attempt was opened yet are one interruption that is not over. Without openings (sidecars that
 cannot reach us, or older ones), a burst of losses is one. They are settled `SETTLE_S` after they rose, because the API

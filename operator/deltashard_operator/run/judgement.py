@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import Heartbeat
-from deltashard_operator.run import condition, failure, incident
+from deltashard_operator.run import condition, failure, incident, roll_call
 from deltashard_operator.run import phase as phases
 from deltashard_operator.run.condition import Condition, fact
 from deltashard_operator.run.observed_object import NodeView, PodView
 from deltashard_operator.run.phase import Signs
+from deltashard_operator.run.roll_call import RollCall
 from deltashard_operator.run.watched_run import Notice, Run, finished, with_tally
 
 ABSENT_S = 600.0
@@ -36,6 +37,7 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
         run = with_tally(run, part, tally, over)
     run = _spread(_ended(run, now_s), nodes)
     live = run.live
+    roll = roll_call.of_run(run)
     facts = list(_facts(run, live, nodes, now_s))
     before = run.phase
     phase = phases.phase_of(
@@ -45,6 +47,7 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
             started=bool(run.progress.attempt or run.started_at_s),
             alive=any(_may_train(run, each, nodes) for each in run.pods.values()),
             heard=frozenset(each.phase for each in live),
+            missing=roll.missing,
             unsafe=any(each.type in condition.UNSAFE for each in facts),
             before=before,
         )
@@ -63,7 +66,7 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
         trains_since_s=(run.trains_since_s or now_s) if trains else 0.0,
         started_at_s=run.started_at_s or (now_s if trains else 0.0),
     )
-    facts.append(_ready(run, live, facts))
+    facts.append(_ready(run, live, facts, roll))
     found, changed = condition.updated(run.conditions, facts, now_s)
     return replace(run, conditions=found), tuple(_notices(changed))
 
@@ -208,11 +211,14 @@ def _stuck_sentence(pod: PodView) -> str:
     )
 
 
-def _ready(run: Run, live: tuple[Heartbeat, ...], facts: Iterable[condition.Fact]) -> condition.Fact:
+def _ready(
+    run: Run, live: tuple[Heartbeat, ...], facts: Iterable[condition.Fact], roll: RollCall
+) -> condition.Fact:
     if run.finished:
         return fact(condition.READY, run.finished, "the workload ended", status="False")
     if run.phase not in phases.TRAINS:
-        return fact(condition.READY, run.phase.value, "no step is being trained", status="False")
+        there = f"; {roll.present} of {roll.expected} ranks are there" if roll.expected > 1 else ""
+        return fact(condition.READY, run.phase.value, f"no step is being trained{there}", status="False")
     unsafe = [each for each in facts if each.type in condition.UNSAFE]
     if unsafe:
         return fact(condition.READY, unsafe[0].type, unsafe[0].message, status="False")

@@ -42,6 +42,8 @@ class Signs:
     """Whether a pod that can train exists."""
     heard: frozenset[sidecar_report.Phase] = frozenset()
     """Phases of the connected sidecars."""
+    missing: bool = False
+    """Ranks are known to be away."""
     unsafe: bool = False
     """A condition says that checkpoints are not made or not safe."""
     before: Phase = Phase.PENDING
@@ -66,6 +68,11 @@ TABLE: tuple[tuple[str, Callable[[Signs], bool], Callable[[Signs], Phase]], ...]
     (
         "a trainer is missing",
         lambda s: bool(s.heard & _ABSENT),
+        lambda s: Phase.RECOVERING if s.started else Phase.PENDING,
+    ),
+    (
+        "ranks are missing",
+        lambda s: s.missing,
         lambda s: Phase.RECOVERING if s.started else Phase.PENDING,
     ),
     ("checkpoints are not safe", lambda s: s.unsafe, lambda _: Phase.DEGRADED),

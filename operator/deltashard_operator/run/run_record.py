@@ -19,7 +19,7 @@ from deltashard_checkpoint.vocabulary import bits_of
 
 from deltashard_operator.fleet.sidecar_report import Measured, PolicyInForce
 from deltashard_operator.kube.cluster_name import RUN_ID, WORKLOAD_UID
-from deltashard_operator.run import failure, phase
+from deltashard_operator.run import failure, phase, roll_call
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
 from deltashard_operator.run.incident import Incidents, Pending, Times
@@ -53,10 +53,12 @@ MATERIAL = frozenset(
         "interruptions",
         "goal",
         "directed",
+        "partialRecoveries",
     }
 )
 """Fields whose change is worth a write of its own, soon."""
-COMMIT = frozenset({"lastCommitSeq", "lastCommittedStep", "lastCommitTime"})
+COMMIT = frozenset({"lastCommitSeq", "lastCommittedStep", "lastCommitTime", "ranks"})
+"""... and those whose change is worth one within half a minute."""
 Document = dict[str, Any]
 
 
@@ -97,6 +99,7 @@ def status(run: Run, now_s: float) -> Document:
     timers = policy if policy.timed and not policy.chooses_interval else progress.policy
     seen, rates = run.incidents.evidence, run.rates
     begun = bool(run.started_at_s)
+    roll = roll_call.of_run(run)
     found: Document = {
         "observedGeneration": 1,  # a spec never changes
         "observedTime": timestamp(now_s),
@@ -104,6 +107,15 @@ def status(run: Run, now_s: float) -> Document:
         "phaseSince": _time(run.phase_since_s),
         "trainingSince": _time(run.trains_since_s),
         "step": progress.step or None,
+        "ranks": roll.sentence or None,
+        "worldSize": progress.world_size or None,
+        "ranksPresent": roll.present if roll.expected else None,
+        "stepSkew": roll.skew if roll.expected > 1 else None,
+        "slowestRank": roll.slowest_rank if roll.slowest_pod else None,
+        "slowestPod": roll.slowest_pod or None,
+        "stallSeconds": f"{progress.stall_s:.3g}" if progress.stall_s else None,
+        "lostSamplesShare": f"{progress.lost_share:.6g}" if progress.partial_recoveries else None,
+        "partialRecoveries": progress.partial_recoveries or None,
         "lastCommittedStep": progress.last_step if progress.last_commit_at_s else None,
         "lastCommitTime": _time(progress.last_commit_at_s),
         "lastCommitSeq": progress.last_seq or None,
@@ -247,6 +259,10 @@ def _progress_of(said: Mapping[str, Any], numbered: Mapping[str, int], in_force:
         last_seq=int(said.get("lastCommitSeq", 0)),
         # The attempts of pods that are runs of their own are at least these.
         attempts=numbered or ({"": int(said["attempt"])} if said.get("attempt") else {}),
+        world_size=int(said.get("worldSize", 0)),
+        stall_s=float(said.get("stallSeconds", 0)),
+        lost_share=float(said.get("lostSamplesShare", 0)),
+        partial_recoveries=int(said.get("partialRecoveries", 0)),
         stored_bytes=int(said.get("storedBytes", 0)),
         checkpoints=int(said.get("checkpoints", 0)),
         policy=in_force,

@@ -76,6 +76,13 @@ class Progress:
     """Newest attempt of each run in the store: by the pod's number where each is a run of its own, else by ""."""
     openings: Mapping[str, int] = field(default_factory=dict)
     """How often the workload has opened each of them."""
+    world_size: int = 0
+    """Ranks of the newest attempt of its one run; 0: not known."""
+    stall_s: float = 0.0
+    """The longest that a rank stood still for the newest commit."""
+    lost_share: float = 0.0
+    """Of samples, by partial recoveries so far (PLS)."""
+    partial_recoveries: int = 0
     stored_bytes: int = 0
     checkpoints: int = 0
     policy: PolicyInForce = NO_POLICY
@@ -534,6 +541,10 @@ def _with_progress(run: Run, now_s: float) -> Run:
         step=min(steps) if steps else max(before.step, left_at),
         attempts=attempts,
         openings=openings,
+        world_size=_world_size(run) or before.world_size,
+        stall_s=shown.stall_s or before.stall_s,
+        lost_share=max(each.lost_share for each in slowest.values()),
+        partial_recoveries=max(each.partial_recoveries for each in slowest.values()),
         stored_bytes=sum(each.stored_bytes for each in slowest.values()) or before.stored_bytes,
         checkpoints=sum(each.checkpoints for each in slowest.values()) or before.checkpoints,
         policy=shown.policy if shown.policy.encoding else before.policy,
@@ -552,6 +563,14 @@ def _with_progress(run: Run, now_s: float) -> Run:
     if any(each > before.attempts.get(part, 0) for part, each in attempts.items()):
         run = replace(run, fenced="", tracking="")
     return replace(run, progress=progress)
+
+
+def _world_size(run: Run) -> int:
+    """Ranks that the newest attempt has, by those that are attached; 0: none is."""
+    newest = max((beat.attempt for beat in run.live if beat.ranks), default=0)
+    return max(
+        (rank.world_size for beat in run.live if beat.attempt == newest for rank in beat.ranks), default=0
+    )
 
 
 def _decider(run: Run, name: str) -> Heartbeat | None:

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.log.chain import held_bytes
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.vocabulary import PLS_KEY, RECOVERIES_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.arena.arena import ArenaKeeper
@@ -94,6 +95,9 @@ class Standing:
             own = mine is not None and mine.seq == newest.seq
             beat.last_commit.CopyFrom(mine if own and mine is not None else commit_message(newest))
             beat.last_commit_at_s = newest.at_s
+            beat.stall_s = newest.stall_s
+            beat.lost_share = _number(state.said(PLS_KEY, newest))
+            beat.partial_recoveries = int(_number(state.said(RECOVERIES_KEY, newest)))
         return beat
 
     def _openings(self, state: RunState, attempt: int) -> int:
@@ -120,3 +124,12 @@ class Standing:
             held = sum(held_bytes(state, seq) for seq in state.checkpoints)
             self._sizes = state.tip, held, len(state.checkpoints)
         return self._sizes[1:]
+
+
+def _number(said: str | None) -> float:
+    """A number out of a commit's metadata, which is the trainer's word; 0 for what is none."""
+    try:
+        value = float(said or 0)
+    except ValueError:
+        return 0.0
+    return value if 0 <= value < 2**53 else 0.0

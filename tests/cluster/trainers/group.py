@@ -104,7 +104,7 @@ def features_of(samples: list[int]) -> KeyedJaggedTensor:
 def sums(ckpt: deltashard.Checkpointer) -> dict[str, int]:
     """Table and section -> a sum modulo 2^64 over this rank's rows, of row number and bits."""
     found: dict[str, int] = {}
-    for shard in ckpt._program.tracking.saved:  # noqa: SLF001 - what it holds is what the test wants to know
+    for shard in ckpt._program.tracking.saved:
         box = shard.box
         for name, tensor in {"weights": shard.param.detach(), **shard.state_tensors()}.items():
             bits = tensor.numpy().reshape(box.row_stop - box.row_start, -1).view(np.int32).astype(np.uint64)

@@ -231,6 +231,7 @@ def test_kubectl_get_answers_the_daily_question(http: Rest, apiserver: ApiServer
     assert http.create(document, "daily").status == 201
     status = {
         "phase": "Training",
+        "ranks": "7/8",
         "step": 1200,
         "lastCommittedStep": 1150,
         "lastCommitTime": "2026-01-01T00:00:00Z",
@@ -249,6 +250,7 @@ def test_kubectl_get_answers_the_daily_question(http: Rest, apiserver: ApiServer
         "Name",
         "Policy",
         "Phase",
+        "Ranks",
         "Step",
         "Last-Step",
         "Last-Commit",
@@ -263,8 +265,9 @@ def test_kubectl_get_answers_the_daily_question(http: Rest, apiserver: ApiServer
     assert {"Goal", "Why", "MTBF"} <= set(wide)
     cells = dict(zip(columns, table["rows"][0]["cells"], strict=False))
     assert cells["Last-Commit"].endswith("d")
-    assert {k: cells[k] for k in ("Phase", "Step", "Last-Step", "Stored", "Lost")} == {
+    assert {k: cells[k] for k in ("Phase", "Ranks", "Step", "Last-Step", "Stored", "Lost")} == {
         "Phase": "Training",
+        "Ranks": "7/8",
         "Step": 1200,
         "Last-Step": 1150,
         "Stored": "1.5Gi",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import Evidence
-from deltashard_operator.fleet.sidecar_report import Measured, PolicyInForce
+from deltashard_operator.fleet.sidecar_report import Heartbeat, Hello, Measured, PolicyInForce, Rank
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
 from deltashard_operator.run.incident import Incidents, Pending, Times
 from deltashard_operator.run.observed_object import PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
-from deltashard_operator.run.watched_run import Progress, Run, Taken
+from deltashard_operator.run.watched_run import Progress, Report, Run, Taken
 
 NOW_S = 1_000_000.0
 WORKLOAD = Workload(namespace="team", kind="Job", name="train", uid="u-1", api_version="batch/v1")
@@ -63,6 +63,18 @@ def full_run() -> Run:
                 uid="p-1", name="train-x", workload=WORKLOAD, wish=Wish(), node="node-a", index="0"
             )
         },
+        reports={
+            "p-1": Report(
+                hello=Hello(
+                    namespace="team", pod="train-x", pod_uid="p-1", process="s-1", workload_uid="u-1"
+                ),
+                heartbeat=Heartbeat(
+                    run="team/train-u-1",
+                    attempt=34,
+                    ranks=(Rank(rank=0, world_size=8, step=1203), Rank(rank=1, world_size=8, step=1200)),
+                ),
+            )
+        },
         restarts={"p-1": 2},
         lost=frozenset({"p-1"}),
         taken={"p-1": Taken(process="s-1", incident=5)},
@@ -92,6 +104,10 @@ def full_run() -> Run:
             last_seq=7,
             attempts={"": 34},
             openings={"": 4},
+            world_size=8,
+            stall_s=0.125,
+            lost_share=0.00075,
+            partial_recoveries=1,
             stored_bytes=1 << 30,
             checkpoints=5,
             policy=CHOSEN,

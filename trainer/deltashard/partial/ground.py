@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from deltashard_checkpoint.vocabulary import LINEAGE_KEY, PLS_KEY
+from deltashard_checkpoint.vocabulary import LINEAGE_KEY, PLS_KEY, RECOVERIES_KEY
 
 from deltashard.attach.rank import Rank
 from deltashard.partial.rule import Terms
-
-RECOVERIES_KEY = "deltashard/partial-recoveries"
-"""Name in a commit's metadata: how many recoveries were."""
 
 
 class Ground:

@@ -39,6 +39,8 @@ def test_evidence_costs_and_decisions_of_a_run_are_exported() -> None:
     assert value("interruptions_total", cause="Error", lossy="false") == 0
     assert value("mtbf_seconds") == run.rates.mtbf_s
     assert value("save_cost_seconds") == 0.53
+    assert (value("ranks_expected"), value("ranks_present"), value("step_skew")) == (8, 2, 3)
+    assert (value("stall_seconds"), value("lost_samples_share")) == (0.125, 0.00075)
     labels = {"subject": "interval", "mode": "apply", "goal": "lost-work=5m", "reachable": "false"}
     assert value("decision_info", **labels) == 1
     said = [sample for family in metrics.registry.collect() for sample in family.samples]

@@ -111,7 +111,7 @@ def beat(run: Run, n: int, *, attempt: int, at_s: float, seq: int = 1, step: int
         attempt=10 * attempt,
         openings=attempt,
         policy=PolicyInForce(every_s=60.0, encoding="q8"),
-        ranks=(Rank(rank=n, world_size=32, step=step),),
+        ranks=(Rank(rank=0, world_size=1, step=step),),  # whose they are does not matter here
         last_commit=Commit(seq=seq, attempt=10 * attempt, step=step),
     )
     return judged(watched_run.with_report(run, hello(n), said, at_s)[0], at_s)

@@ -34,6 +34,11 @@ CASES: list[tuple[str, dict[str, Any], Phase]] = [
         Phase.RESTORING,
     ),
     (
+        "one of four is away",
+        {"alive": True, "started": True, "heard": {P.TRAINING}, "missing": True},
+        Phase.RECOVERING,
+    ),
+    (
         "unsafe",
         {"alive": True, "started": True, "heard": {P.SAVING}, "unsafe": True},
         Phase.DEGRADED,
@@ -64,6 +69,7 @@ def test_the_phase_is_read_from_the_signs(signs: dict[str, Any], phase: Phase) -
         started=st.booleans(),
         alive=st.booleans(),
         heard=st.frozensets(st.sampled_from(P)),
+        missing=st.booleans(),
         unsafe=st.booleans(),
         before=st.sampled_from(Phase),
     )

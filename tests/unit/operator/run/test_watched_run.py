@@ -318,7 +318,7 @@ def test_every_field_of_a_status_is_read_back() -> None:
     run = full_run()
     status = run_record.status(run, NOW_S)
     found = run_record.run_of(run_record.document(run) | {"status": status})
-    again_written = run_record.status(replace(found, pods=run.pods), NOW_S)
+    again_written = run_record.status(replace(found, pods=run.pods, reports=run.reports), NOW_S)
     assert again_written == status
     for name in (
         "incidents",
