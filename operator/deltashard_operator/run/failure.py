@@ -6,12 +6,12 @@ started again in place, or a trainer that left its sidecar without a word. Its c
 loss, but no failure.
 
 An **interruption** is what stops training once, however many pods it takes with it; interruptions are the failures
-that are counted. Each time training is opened again the log has one more attempt of the workload, so the
-*openings* count them, also those that happened while no controller looked: openings that rose by `d` mean `d` interruptions, and the
-losses seen meanwhile say why. (An attempt's number does not: it is its slot in the log, where commits lie between.)
-Losses after which no attempt was opened yet are one interruption that is not over. Without openings (sidecars that
-cannot reach us, or older ones), a burst of losses is one. They are settled `SETTLE_S` after they rose, because the API
-tells of the pod's end a little later than the new trainer tells of its attempt.
+that are counted. Each time training is opened again the log has one more attempt of the workload, so the *openings*
+count them, also those that happened while no controller looked: openings that rose by `d` mean `d` interruptions, and
+the losses seen meanwhile say why. (An attempt's number does not: it is its slot in the log, where commits lie
+between.) Losses after which no attempt was opened yet are one interruption that is not over. Without openings
+(sidecars that cannot reach us, or older ones), a burst of losses is one. They are settled `SETTLE_S` after they rose,
+because the API tells of the pod's end a little later than the new trainer tells of its attempt.
 
 A **crash loop** is the same container ending with the same exit code again and again, with no commit between and little
 training: a fault of the script, which says nothing about how often to save. Its first crash is an interruption like any
@@ -33,6 +33,8 @@ from deltashard_operator.run.observed_object import JobView, PodView
 SETTLE_S = 20.0
 BURST_S = 60.0
 """Losses this close together are one interruption where attempts cannot tell."""
+CONSEQUENCE_S = 2.0
+"""The pod that somebody deletes is seen to go before the others of its group fail; by clocks that differ so much."""
 MAX_LOSSES = 32
 MAX_ENDINGS = 4
 """Ends of containers by which an interruption is known again."""
@@ -66,6 +68,15 @@ class LossCause(enum.StrEnum):
 
 ASKED = frozenset({LossCause.DELETED, LossCause.SUSPENDED})
 """Causes that are somebody's wish, and no failures."""
+_OUTER = frozenset(LossCause) - {
+    LossCause.OOM_KILLED,
+    LossCause.ERROR,
+    LossCause.EXITED,
+    LossCause.TRAINER_LOST,
+    LossCause.FAILED,
+    LossCause.UNSEEN,
+}
+"""Causes from outside of the training: what its other trainers then end of is a consequence."""
 GRACEFUL = frozenset(
     {
         LossCause.EVICTED,
@@ -120,7 +131,7 @@ class Loss:
     run: str = ""
     """The pod's number where each is a run of its own; empty: the one run of the workload."""
     opening: int = 0
-    """Openings of this run known when it happened; what came of it is in the next one."""
+    """The opening whose trainer it was, or the newest settled one; what came of it is in a later one."""
     interruptions: int = 1
     """Interruptions that it stands for; more than one only where nobody looked."""
     ending: str = ""
@@ -190,7 +201,7 @@ class Tally:
     @property
     def open_losses(self) -> tuple[Loss, ...]:
         """Losses since the newest settled opening."""
-        return tuple(each for each in self.losses if each.opening == self.openings)
+        return tuple(each for each in self.losses if each.opening >= self.openings)
 
     @property
     def failures(self) -> int:
@@ -263,19 +274,18 @@ def _loss(pod: PodView, cause: LossCause, message: str, at_s: float) -> Loss:
     )
 
 
-def with_loss(tally: Tally, loss: Loss) -> tuple[Tally, tuple[Interruption, ...]]:
+def with_loss(tally: Tally, loss: Loss, *, took_part: int = 0) -> tuple[Tally, tuple[Interruption, ...]]:
     """The tally with one more loss, and the interruption that it is where no openings tell of them.
 
-    The caller sees to it that each loss is told once.
+    `took_part`: the newest opening in which its pod was heard to train. Where that is not settled yet, the loss comes
+    after it, unless it is of before and was told late. The caller sees to it that each loss is told once.
     """
-    newest = tally.losses[-1] if tally.losses else None
-    if (
-        newest is not None
-        and loss.cause is LossCause.TRAINER_LOST
-        and newest.pod_uid == loss.pod_uid
-        and abs(loss.at_s - newest.at_s) <= SETTLE_S
+    if loss.cause is LossCause.TRAINER_LOST and any(
+        each.pod_uid == loss.pod_uid and abs(loss.at_s - each.at_s) <= SETTLE_S for each in tally.losses
     ):
         return tally, ()  # the pod has told the same, and why
+    late = not tally.rose_at_s or loss.at_s <= tally.rose_at_s
+    opening = tally.openings if late else max(tally.openings, took_part)
     found: tuple[Interruption, ...] = ()
     if tally.openings == 0 and not loss.asked:
         near = any(not each.asked and abs(loss.at_s - each.at_s) <= BURST_S for each in tally.losses)
@@ -283,7 +293,7 @@ def with_loss(tally: Tally, loss: Loss) -> tuple[Tally, tuple[Interruption, ...]
             crash, again = _crash_of(tally, (loss,))
             tally = replace(tally, bursts=tally.bursts + 1, crash=crash)
             found = (Interruption(cause=loss.cause, nodes=_nodes((loss,)), again=again),)
-    losses = (*tally.losses, replace(loss, opening=tally.openings))
+    losses = (*tally.losses, replace(loss, opening=opening))
     return replace(tally, losses=losses[-MAX_LOSSES:]), found
 
 
@@ -311,14 +321,14 @@ def with_openings(
     if now_s - tally.rose_at_s < SETTLE_S:
         return tally, ()
     rose = openings - tally.openings
-    seen = tally.open_losses
-    asked = bool(seen) and all(each.asked for each in seen)
-    crash, again = _crash_of(tally, seen)
+    seen = tuple(each for each in tally.open_losses if each.opening < openings)
+    telling = _telling(seen)
+    asked = telling is not None and telling.asked
+    crash, again = _crash_of(tally, seen) if telling is None or telling.cause not in _OUTER else (None, False)
     # Trainers that end faster than their openings settle have their losses together here.
     unexplained = rose - min(rose, rounds(seen))
     found: tuple[Interruption, ...] = ()
-    if seen:
-        telling = next(iter(_failed(seen)), None) or next((each for each in seen if not each.asked), seen[0])
+    if telling is not None:
         found = (Interruption(cause=telling.cause, nodes=_nodes(seen), again=again),)
         more = rose - unexplained - 1
         alike = min(more, _alike(seen)) if crash is not None else 0
@@ -334,6 +344,25 @@ def with_openings(
         tally, settled=tally.settled + rose - int(asked), openings=openings, rose_at_s=0.0, crash=crash
     )
     return _unseen(tally, unexplained, now_s, run), found
+
+
+def _telling(seen: tuple[Loss, ...]) -> Loss | None:
+    """The loss that says why training stopped.
+
+    Of a group whose pod goes, the others end by errors, soon after; or before, where a node is lost without a word.
+    """
+    outer = [each for each in seen if each.cause in _OUTER]
+    first_s = min((each.at_s for each in outer), default=0.0)
+    inner = [each for each in seen if each.cause not in _OUTER]
+    if outer and all(
+        each.asked for each in outer
+    ):  # what failed before anybody wished for anything is no consequence
+        inner = [each for each in inner if each.at_s < first_s - CONSEQUENCE_S]
+    else:
+        outer = [each for each in outer if not each.asked]
+        inner = [] if outer else inner
+    told = [each for each in inner if each.cause is not LossCause.TRAINER_LOST]
+    return next(iter((*told, *inner, *outer)), None)
 
 
 def rounds(losses: tuple[Loss, ...]) -> int:

@@ -355,7 +355,9 @@ def _part(run: Run, pod_uid: str, said: str) -> str:
 
 def _with_loss(run: Run, loss: Loss, part: str) -> Run:
     loss = replace(loss, run=part, at=run.at(part))
-    tally, over = failure.with_loss(run.tallies.get(part, Tally()), loss)
+    report = run.reports.get(loss.pod_uid)
+    took_part = report.heartbeat.openings if report is not None and report.heartbeat is not None else 0
+    tally, over = failure.with_loss(run.tallies.get(part, Tally()), loss, took_part=took_part)
     run = replace(run, incidents=incident.lost(run.incidents, part, run.progress.step))
     return with_tally(run, part, tally, over)
 

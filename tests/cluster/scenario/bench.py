@@ -110,10 +110,14 @@ class Bench:
             namespace=namespace or self.namespace,
             manifest=self.manifest(name, **more),
         )
-        made.apply()
-        self.jobs.append(made)
-        self.note(f"{name} applied")
-        return made
+        return self.applied(made)
+
+    def applied(self, job: TrainingJob) -> TrainingJob:
+        """The Job, in the cluster."""
+        job.apply()
+        self.jobs.append(job)
+        self.note(f"{job.name} applied")
+        return job
 
     def began(self, job: TrainingJob, life: int, *, timeout_s: float = 240.0) -> Event:
         """The begin of a Job's trainer number `life`, counted from 0."""
@@ -174,6 +178,8 @@ class Bench:
         for name in self.namespaces:
             api = self.cluster.api
             with contextlib.suppress(Exception):
-                api.call("DELETE", f"/apis/batch/v1/namespaces/{name}/jobs?propagationPolicy=Background")
+                for kind in {job.kind for job in self.jobs}:
+                    path = f"{kind.api}/namespaces/{name}/{kind.plural}"
+                    api.call("DELETE", f"{path}?propagationPolicy=Background")
                 api.call("DELETE", f"/api/v1/namespaces/{name}/pods?gracePeriodSeconds=1")
             api.delete(f"/api/v1/namespaces/{name}")

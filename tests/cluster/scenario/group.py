@@ -1,4 +1,4 @@
-"""A Job of several pods that train one run under torchrun, and what its trainers said of it.
+"""Workloads of several pods that train one run under torchrun, and what their trainers said of it.
 
 A *round* is one coming together of the ranks: one attempt in the log. It began when all its ranks had restored.
 """
@@ -7,46 +7,40 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tests.cluster.kubernetes.api import Object
-from tests.cluster.kubernetes.process import ClusterError
+from tests.cluster.kubernetes.image import PYTHON
+from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import Bench
-from tests.cluster.scenario.job import TrainingJob
+from tests.cluster.scenario.job import JOBSET, TrainingJob
 from tests.cluster.scenario.witness import Event
-from tests.support.machine import limit_s
 
 PORT = 29400
+SAMPLES, BATCH = 6000, 8
+"""As in trainers/group.py."""
 RUN = (
-    "exec {python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node={ranks} --max-restarts=1000 "
-    "--rdzv-backend=c10d --rdzv-endpoint={name}-0.{name}:{port} --rdzv-id={name} "
+    "exec {python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node=1 --max-restarts=1000 "
+    "--rdzv-backend=c10d --rdzv-endpoint={first}:{port} --rdzv-id=group "
     "--rdzv-conf=is_host=$([ $JOB_COMPLETION_INDEX = 0 ] && echo true || echo false),join_timeout=600,read_timeout=20 "
     "/app/group.py"
 )
 """What the training container runs: torchrun, which meets the others at the pod with number 0."""
+GRACE_S = 60
 
 
-def container(name: str, env: list[Object], *, nodes: str, ranks: int) -> Object:
-    """The fields of a training container that make it one of a group."""
-    script = RUN.format(python="python3.11", nodes=nodes, ranks=ranks, name=name, port=PORT)
+def ranked(template: Object, *, first: str, nodes: str) -> Object:
+    """A training pod's spec, made one of a group that meets at the host `first`; `nodes`: how many, such as 2:4."""
+    container = template["containers"][0]
     more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    return {
-        "command": ["/bin/sh", "-c", script],
+    container |= {
+        "command": ["/bin/sh", "-c", RUN.format(python=PYTHON, nodes=nodes, first=first, port=PORT)],
         "args": [],
-        "env": [*env, *({"name": key, "value": value} for key, value in more.items())],
+        "env": [*container["env"], *({"name": key, "value": value} for key, value in more.items())],
     }
-
-
-def service(name: str, selector: Mapping[str, str]) -> Object:
-    """A headless Service, by which pods find one another before they are ready."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": dict(selector)},
-    }
+    return template | {"terminationGracePeriodSeconds": GRACE_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +65,18 @@ class Round:
         """By rank."""
         return [self.ranks[rank]["pod"] for rank in sorted(self.ranks)]
 
+    @property
     def nodes(self) -> list[str]:
-        """Nodes, by rank."""
+        """Where these are, by rank."""
         return [self.ranks[rank]["node"] for rank in sorted(self.ranks)]
 
 
 class TrainingGroup:
-    """One Job of several pods, in its namespace."""
+    """A workload of several pods, in its namespace."""
 
-    def __init__(
-        self, bench: Bench, name: str, *, pods: int, nodes: str = "", ranks: int = 1, **more: Any
-    ) -> None:
-        self.bench, self.name = bench, name
-        spec = {"completionMode": "Indexed", "completions": pods, "parallelism": pods, "backoffLimit": 1000}
-        bench.cluster.api.create(
-            f"/api/v1/namespaces/{bench.namespace}/services",
-            service(name, {"batch.kubernetes.io/job-name": name}),
-        )
-        plain = bench.manifest(name)["spec"]["template"]["spec"]["containers"][0]
-        self.job: TrainingJob = bench.job(
-            name,
-            container=container(name, plain["env"], nodes=nodes or str(pods), ranks=ranks),
-            pod={"subdomain": name, "terminationGracePeriodSeconds": 60},
-            spec=spec,
-            **more,
-        )
+    def __init__(self, bench: Bench, job: TrainingJob) -> None:
+        self.bench, self.job = bench, job
+        self.name = job.name
 
     # What its ranks said.
 
@@ -114,7 +95,7 @@ class TrainingGroup:
             if len(ranks) == next(iter(ranks.values()))["world_size"]
         ]
 
-    def wait_round(self, *, after: int = 0, world_size: int = 0, timeout_s: float = 240.0) -> Round:
+    def wait_round(self, *, after: int = 0, world_size: int = 0, timeout_s: float = 300.0) -> Round:
         """The first round of an attempt beyond `after` (with so many ranks), waiting for it if need be."""
 
         def begun() -> Round | None:
@@ -122,14 +103,14 @@ class TrainingGroup:
                 (r for r in self.rounds() if r.attempt > after and world_size in (0, r.world_size)), None
             )
 
-        self.bench.witness.wait(
-            self.job.key, lambda _: begun() is not None, timeout_s=timeout_s,
-            what=f"a round of {self.name} after attempt {after}",
+        wait_until(
+            begun, timeout_s=timeout_s, every_s=0.2,
+            what=lambda: f"a round of {self.name} after attempt {after}: {self.rounds()}",
         )  # fmt: skip
         found = begun()
         assert found is not None
         self.bench.note(
-            f"{self.name}: attempt {found.attempt} of {found.world_size} ranks from step {found.step} on {found.nodes()}"
+            f"{self.name}: attempt {found.attempt} of {found.world_size} ranks from step {found.step}, {found.nodes}"
         )
         return found
 
@@ -156,9 +137,10 @@ class TrainingGroup:
         told = [e for e in self.events("step") if e["step"] == back.step and e["attempt"] < back.attempt]
         newest = max(each["attempt"] for each in told)
         before = {each["rank"]: each for each in told if each["attempt"] == newest}
-        assert len(before) == next(iter(before.values()))["world_size"]
+        assert len(before) == next(iter(before.values()))["world_size"], "every rank did that step"
         assert total(back.ranks) == total(before), f"rows of step {back.step}"
-        assert {e["dense"] for e in back.ranks.values()} == {e["dense"] for e in before.values()}
+        dense = {each["dense"] for ranks in (back.ranks, before) for each in ranks.values()}
+        assert len(dense) == 1, f"dense parameters of step {back.step}"
 
     def assert_every_sample_once(self) -> None:
         """Of the first epoch, in what the run is made of: no sample twice, and none left out once it is over."""
@@ -174,13 +156,25 @@ class TrainingGroup:
                         used.update(event["samples"])
         assert used
         assert max(used.values()) == 1, [sample for sample, times in used.items() if times > 1][:20]
-        widest = max(each.world_size for each in rounds)
-        if over:
-            # The last samples, fewer than one for each rank or batch, are left out at each end of an epoch.
-            assert len(used) > 6000 - 8 * widest, len(used)
+        if over:  # the last samples, fewer than there are ranks, are left out whenever an epoch is dealt anew
+            assert len(used) > SAMPLES - BATCH * max(each.world_size for each in rounds), len(used)
         self.bench.note(
             f"{self.name}: {len(used)} samples, each once; the epoch is {'' if over else 'not '}over"
         )
+
+    # What the cluster says of them.
+
+    def status(self) -> Object:
+        """Status of its CheckpointRun."""
+        return dict((self.job.checkpoint_run() or {}).get("status") or {})
+
+    def wait_status(self, what: str, matches: Callable[[Object], Any], *, timeout_s: float = 120.0) -> Object:
+        """The CheckpointRun's status once it is so."""
+        wait_until(
+            lambda: matches(self.status()), timeout_s=timeout_s, every_s=0.3,
+            what=lambda: f"{self.name}, {what}: {json.dumps(self.status())}",
+        )  # fmt: skip
+        return self.status()
 
 
 def total(ranks: Mapping[int, Event]) -> dict[str, int]:
@@ -191,20 +185,45 @@ def total(ranks: Mapping[int, Event]) -> dict[str, int]:
     return {key: value % (1 << 64) for key, value in found.items()}
 
 
-def status_of(group: TrainingGroup) -> Object:
-    """Status of its CheckpointRun."""
-    return dict((group.job.checkpoint_run() or {}).get("status") or {})
+def indexed_job(bench: Bench, name: str, *, pods: int, nodes: str = "", **more: Any) -> TrainingGroup:
+    """An Indexed Job, and the headless Service by which its pods find one another before they are ready."""
+    selector = {"batch.kubernetes.io/job-name": name}
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
+    service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
+    bench.cluster.api.create(f"/api/v1/namespaces/{bench.namespace}/services", service)
+    manifest = bench.manifest(name, **more)
+    template = manifest["spec"]["template"]
+    template["spec"] = ranked(template["spec"], first=f"{name}-0.{name}", nodes=nodes or str(pods))
+    template["spec"]["subdomain"] = name
+    manifest["spec"] |= {
+        "completionMode": "Indexed", "completions": pods, "parallelism": pods, "backoffLimit": 1000,
+    }  # fmt: skip
+    return TrainingGroup(bench, bench.applied(TrainingJob(
+        api=bench.cluster.api, namespace=bench.namespace, manifest=manifest,
+    )))  # fmt: skip
 
 
-def wait_status(group: TrainingGroup, what: str, matches: Any, *, timeout_s: float = 120.0) -> Object:
-    """The CheckpointRun's status once it is so."""
-    from tests.cluster.kubernetes.process import wait_until
-
-    wait_until(
-        lambda: matches(status_of(group)), timeout_s=timeout_s, every_s=0.3,
-        what=lambda: f"{what}: {json.dumps(status_of(group))}",
-    )  # fmt: skip
-    return status_of(group)
-
-
-__all__ = ["ClusterError", "TrainingGroup", "limit_s"]
+def jobset(bench: Bench, name: str, *, pods: int, **more: Any) -> TrainingGroup:
+    """A JobSet of one Job with so many pods, any of whose ends restarts all of it."""
+    made = bench.manifest(name, **more)
+    template = made["spec"]["template"]
+    template["spec"] = ranked(template["spec"], first=f"{name}-workers-0-0.{name}", nodes=str(pods))
+    template["spec"]["restartPolicy"] = "Never"
+    spec = {"backoffLimit": 0, "completionMode": "Indexed", "completions": pods, "parallelism": pods}
+    job = {
+        "metadata": {"annotations": made["metadata"]["annotations"]},
+        "spec": {**spec, "template": template},
+    }
+    manifest = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name},
+        "spec": {
+            "failurePolicy": {"maxRestarts": 20},
+            "network": {"publishNotReadyAddresses": True},
+            "replicatedJobs": [{"name": "workers", "replicas": 1, "template": job}],
+        },
+    }
+    return TrainingGroup(bench, bench.applied(TrainingJob(
+        api=bench.cluster.api, namespace=bench.namespace, manifest=manifest, kind=JOBSET,
+    )))  # fmt: skip

@@ -10,7 +10,7 @@ import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.cluster.kubernetes.api import Api, Object
 from tests.cluster.kubernetes.image import TAG, TRAINER
@@ -109,13 +109,27 @@ def training_job(
     }
 
 
+class Kind(NamedTuple):
+    """Where workloads of a kind are, and how their pods are told."""
+
+    api: str
+    plural: str
+    pod_label: str
+    """That has the workload's name."""
+
+
+JOB = Kind("/apis/batch/v1", "jobs", "batch.kubernetes.io/job-name")
+JOBSET = Kind("/apis/jobset.x-k8s.io/v1alpha2", "jobsets", "jobset.sigs.k8s.io/jobset-name")
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingJob:
-    """One Job, in its namespace, and its life there."""
+    """One Job (or JobSet), in its namespace, and its life there."""
 
     api: Api
     namespace: str
     manifest: Object
+    kind: Kind = JOB
     uid: str = ""
     """Once it is applied."""
 
@@ -142,11 +156,15 @@ class TrainingJob:
 
     @property
     def _path(self) -> str:
-        return f"/apis/batch/v1/namespaces/{self.namespace}/jobs/{self.name}"
+        return f"{self._folder}/{self.name}"
+
+    @property
+    def _folder(self) -> str:
+        return f"{self.kind.api}/namespaces/{self.namespace}/{self.kind.plural}"
 
     def apply(self) -> None:
         """Create it."""
-        made = self.api.create(f"/apis/batch/v1/namespaces/{self.namespace}/jobs", self.manifest)
+        made = self.api.create(self._folder, self.manifest)
         self.uid = made["metadata"]["uid"]
 
     def get(self) -> Object:
@@ -235,9 +253,8 @@ class TrainingJob:
 
     def pods(self) -> list[Object]:
         """Its pods, the terminating ones included."""
-        return self.api.items(
-            f"/api/v1/namespaces/{self.namespace}/pods?labelSelector=batch.kubernetes.io/job-name%3D{self.name}"
-        )
+        selector = f"{self.kind.pod_label}%3D{self.name}"
+        return self.api.items(f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={selector}")
 
     def pod(self, name: str) -> Object | None:
         """One pod, None when it is gone."""

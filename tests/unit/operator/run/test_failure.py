@@ -143,6 +143,46 @@ def test_a_loss_told_late_is_not_counted_beside_its_attempt() -> None:
     assert [each.cause for each in tally.losses] == [LossCause.ERROR]
 
 
+def test_a_loss_of_a_trainer_that_was_opened_since_counts_for_what_comes_after_it() -> None:
+    """A pod of the new attempt goes before that is settled: two interruptions, and why each."""
+    tally = told(lost(opened(Tally(), 1), LossCause.NODE_LOST, NOW_S), 2, NOW_S + 5)
+    loss = Loss(at_s=NOW_S + 9, cause=LossCause.EVICTED, pod_uid="q")
+    tally, _ = failure.with_loss(tally, loss, took_part=2)
+    late = Loss(
+        at_s=NOW_S + 3, cause=LossCause.ERROR, pod_uid="q"
+    )  # its container, before it was opened again
+    tally, _ = failure.with_loss(tally, late, took_part=2)
+    tally, first = failure.with_openings(tally, 2, NOW_S + 30)
+    assert [(each.cause, each.times) for each in first] == [(LossCause.NODE_LOST, 1)]
+    tally, second = closed(tally, 3, NOW_S + 31)
+    assert [(each.cause, each.times) for each in second] == [(LossCause.EVICTED, 1)]
+    assert tally.failures == 2
+
+
+@pytest.mark.parametrize(
+    ("story", "cause", "failures"),
+    [
+        # Of a group of three: (cause, pod, seconds after the first).
+        ([("Deleted", "a", 0), ("Error", "b", 3), ("TrainerLost", "c", 3)], "Deleted", 0),
+        ([("Suspended", "a", 0), ("Suspended", "b", 0), ("TrainerLost", "c", 1)], "Suspended", 0),
+        ([("Evicted", "a", 0), ("Error", "b", 3), ("Error", "c", 3)], "Evicted", 1),
+        ([("TrainerLost", "b", 0), ("Error", "c", 1), ("NodeLost", "a", 15)], "NodeLost", 1),
+        ([("Error", "b", 0), ("Deleted", "a", 10)], "Error", 1),
+        ([("Deleted", "a", 0), ("Evicted", "b", 2)], "Evicted", 1),
+        ([("TrainerLost", "b", 0), ("OOMKilled", "c", 1)], "OOMKilled", 1),
+    ],
+)
+def test_what_stopped_a_group_is_told_from_what_followed_of_it(
+    story: list[tuple[str, str, int]], cause: str, failures: int
+) -> None:
+    tally = opened(Tally(), 1)
+    for why, pod_uid, after_s in story:
+        tally = lost(tally, LossCause(why), NOW_S + after_s, uid=pod_uid)
+    tally, found = closed(tally, 2, NOW_S + 20)
+    assert [(each.cause.value, each.times) for each in found] == [(cause, 1)]
+    assert tally.failures == failures
+
+
 def test_without_attempts_a_burst_is_one_failure() -> None:
     tally = lost(lost(Tally(), at_s=NOW_S), at_s=NOW_S + 10)
     assert tally.failures == 1
