@@ -62,6 +62,7 @@ PUBLISHED = (
             "/app/example/baskets.py": "examples/demo/baskets.py",
             "/app/example/model.py": "examples/demo/model.py",
             "/app/example/train.py": "examples/kubernetes/train.py",
+            "/app/example/group.py": "examples/ddp/train.py",
         },
     ),
 )
