@@ -22,10 +22,10 @@ PORT = 29400
 SAMPLES, BATCH = 6000, 8
 """As in trainers/group.py."""
 RUN = (
+    "[ $JOB_COMPLETION_INDEX = 0 ] && first=localhost || first={first}; "
     "exec {python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node=1 --max-restarts=1000 "
-    "--rdzv-backend=c10d --rdzv-endpoint={first}:{port} --rdzv-id=group "
-    "--rdzv-conf=is_host=$([ $JOB_COMPLETION_INDEX = 0 ] && echo true || echo false),join_timeout=600,read_timeout=20 "
-    "/app/group.py"
+    "--rdzv-backend=c10d --rdzv-endpoint=$first:{port} --rdzv-id=group --local-addr=$POD_IP "
+    "--rdzv-conf=join_timeout=600,read_timeout=20 /app/group.py"
 )
 """What the training container runs: torchrun, which meets the others at the pod with number 0."""
 GRACE_S = 60
@@ -38,7 +38,11 @@ def ranked(template: Object, *, first: str, nodes: str) -> Object:
     container |= {
         "command": ["/bin/sh", "-c", RUN.format(python=PYTHON, nodes=nodes, first=first, port=PORT)],
         "args": [],
-        "env": [*container["env"], *({"name": key, "value": value} for key, value in more.items())],
+        "env": [
+            *container["env"],
+            {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            *({"name": key, "value": value} for key, value in more.items()),
+        ],
     }
     return template | {"terminationGracePeriodSeconds": GRACE_S}
 
@@ -186,9 +190,9 @@ def total(ranks: Mapping[int, Event]) -> dict[str, int]:
 
 
 def indexed_job(bench: Bench, name: str, *, pods: int, nodes: str = "", **more: Any) -> TrainingGroup:
-    """An Indexed Job, and the headless Service by which its pods find one another before they are ready."""
+    """An Indexed Job, and the headless Service by which its pods find the one with number 0."""
     selector = {"batch.kubernetes.io/job-name": name}
-    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
+    spec = {"clusterIP": "None", "selector": selector}
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
     bench.cluster.api.create(f"/api/v1/namespaces/{bench.namespace}/services", service)
     manifest = bench.manifest(name, **more)
@@ -220,7 +224,7 @@ def jobset(bench: Bench, name: str, *, pods: int, **more: Any) -> TrainingGroup:
         "metadata": {"name": name},
         "spec": {
             "failurePolicy": {"maxRestarts": 20},
-            "network": {"publishNotReadyAddresses": True},
+            "network": {"publishNotReadyAddresses": False},
             "replicatedJobs": [{"name": "workers", "replicas": 1, "template": job}],
         },
     }
