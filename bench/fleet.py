@@ -1,4 +1,6 @@
-"""`make bench-fleet`: 5,000 annotated pods of 1,000 runs on a real control plane, measured; out/fleet.json and a table.
+"""`make bench-fleet`: 5,000 annotated pods on a real control plane, measured; out/fleet.json and a table.
+
+Half of them are runs of one pod, the others runs of 64.
 
 No kubelets: kwok plays them. Everything else is real: API server, Job controller, webhook over TLS, the controller with
 the rights of the chart, and a TLS stream with a token of its own for each of 5,000 simulated sidecars. All of it shares
@@ -8,7 +10,8 @@ It measures and reports; only the audit log is a verdict: one write to an object
 minutes on two cores.
 
     bench/fleet.py                        5,000 pods
-    bench/fleet.py --runs 100             a tenth as many, for trying it out
+    bench/fleet.py --pods 500             a tenth as many, for trying it out
+    bench/fleet.py --sizes 5              1,000 runs of five pods
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import platform
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +41,6 @@ from tests.load.simulation import measure as measures  # noqa: E402
 from tests.load.simulation.process import Usage  # noqa: E402
 from tests.load.simulation.system import System  # noqa: E402
 
-PODS_EACH = 5
 NODES = 100
 EVERY_S = 120.0
 """Between a run's commits."""
@@ -178,18 +182,22 @@ def write(found: dict[str, Any]) -> None:
     (out / "fleet.json").write_text(json.dumps(found, indent=1))
 
 
-def measure(runs: int) -> dict[str, Any]:
+def shared_out(pods: int, sizes: Sequence[int]) -> list[int]:
+    """Sizes of runs that together have about so many pods, as many of them in runs of each of `sizes`."""
+    return [size for size in sizes for _ in range(max(1, round(pods / len(sizes) / size)))]
+
+
+def measure(sizes: Sequence[int]) -> dict[str, Any]:
     """Everything, in turn."""
     found: dict[str, Any] = {
         "machine": machine(),
-        "pods": runs * PODS_EACH,
-        "runs": runs,
+        "pods": sum(sizes),
+        "runs": len(sizes),
+        "runs_by_pods": {str(size): count for size, count in sorted(Counter(sizes).items())},
         "commit_every_s": EVERY_S,
     }
     with tempfile.TemporaryDirectory(prefix="fleet-") as folder:
-        system = System(
-            Path(folder), runs=runs, pods_each=PODS_EACH, nodes=NODES, every_s=EVERY_S, processes=2
-        )
+        system = System(Path(folder), sizes=sizes, nodes=NODES, every_s=EVERY_S, processes=2)
         try:
             with system:
                 found["setup_s"] = system.took_s
@@ -254,9 +262,10 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--pods", type=int, default=5000)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 64], help="pods of a run")
     options = parser.parse_args()
-    found = measure(options.runs)
+    found = measure(shared_out(options.pods, options.sizes))
     write(found)
     table = Table(title=f"{found['pods']} annotated pods, {found['runs']} runs")
     table.add_column("what")

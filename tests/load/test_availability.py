@@ -36,7 +36,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
         try:
             controller.start()
             webhook.start()
-            workload.make(plane, [TEAM], runs=1, pods=2)
+            workload.make(plane, [TEAM], [2])
             for how in ("client", "server"):
                 assert _apply(plane, how).returncode == 0
         finally:

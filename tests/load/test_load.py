@@ -1,4 +1,4 @@
-"""Five hundred annotated pods of a hundred runs: all are followed, none is missed, and nothing of the users' is written.
+"""Five hundred annotated pods, of runs of one, five and 64: all are followed, none is missed, nothing of the users' is written.
 
 What is real: the API server, the Job controller, the webhook over TLS, the controller with the rights the chart gives
 it, and every sidecar's own TLS stream with a token of its own. kwok plays the kubelets. `make bench-fleet` does the
@@ -7,6 +7,7 @@ same with ten times as many, and measures.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,9 @@ from tests.load.simulation import admission, control_plane, measure, workload
 from tests.load.simulation.system import System
 from tests.support.machine import limit_s
 
-RUNS, PODS_EACH, NODES = 100, 5, 20
+SIZES = (*[5] * 60, *[1] * 72, *[64] * 2)
+"""Pods of each run."""
+RUNS, NODES = len(SIZES), 20
 EVERY_S = 60.0
 LOSS_SHOWS_S = 30.0 + limit_s(15.0)
 """A status is written at most every 30 s per run; the rest is for a machine that has other things to do."""
@@ -29,7 +32,7 @@ pytestmark = pytest.mark.timeout(600)
 def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     """All of it, up and training."""
     folder = tmp_path_factory.mktemp("load")
-    with System(folder, runs=RUNS, pods_each=PODS_EACH, nodes=NODES, every_s=EVERY_S) as system:
+    with System(folder, sizes=SIZES, nodes=NODES, every_s=EVERY_S) as system:
         yield system
 
 
@@ -37,9 +40,10 @@ def test_every_run_is_reported_training(system: System) -> None:
     """One CheckpointRun a Job, with the step and the checkpoint its sidecars tell of and all of its pods."""
     print(system.took_s)
     assert system.view.training() == sum(system.view.phases().values()) == RUNS
-    for job_uid in {pod.job_uid for pod in workload.living(system.plane)}:
+    for job_uid, pods in Counter(pod.job_uid for pod in workload.living(system.plane)).items():
         status = system.view.status(job_uid)
-        assert len(status["pods"]) == PODS_EACH, status
+        assert len(status["pods"]) == pods, status
+        assert status["worldSize"] == pods, status
         assert status["lastCommittedStep"] > 0, status
         assert status.get("failures", 0) == 0, status
     assert system.told()["refusals"].get("denied", 0) == 0

@@ -22,13 +22,13 @@ NAMESPACES = tuple(f"team-{number}" for number in range(5))
 
 
 class System:
-    """A cluster that trains `runs` runs of `pods_each` pods; use as a context manager."""
+    """A cluster that trains runs of these sizes, in pods; use as a context manager."""
 
     def __init__(
-        self, folder: Path, *, runs: int, pods_each: int, nodes: int, every_s: float, processes: int = 1
+        self, folder: Path, *, sizes: Sequence[int], nodes: int, every_s: float, processes: int = 1
     ) -> None:
-        self.runs, self.pods_each, self.every_s = runs, pods_each, every_s
-        self.pods = runs * pods_each
+        self.sizes, self.every_s = tuple(sizes), every_s
+        self.runs, self.pods = len(self.sizes), sum(self.sizes)
         self.took_s: dict[str, float] = {}
         self.controller_after: dict[str, Usage] = {}
         """What the controller used by the end of each stage."""
@@ -50,7 +50,7 @@ class System:
                 closing.callback(self.webhook.stop)
                 self.webhook.start()
             with self._timed("pods running"):
-                workload.make(self.plane, NAMESPACES, runs=self.runs, pods=self.pods_each)
+                workload.make(self.plane, NAMESPACES, self.sizes)
             self.view = closing.enter_context(views.Runs(self.plane))
             trusted = self.controller.fleet_authority()
             for number in range(self._processes):
@@ -64,7 +64,7 @@ class System:
                 closing.callback(swarm.stop)
                 self.swarms.append(swarm)
             with self._timed("tokens made"):
-                members = workload.members(self.plane, workload.living(self.plane), ranks=self.pods_each)
+                members = workload.members(self.plane, workload.living(self.plane), self.sizes)
             assert len(members) == self.pods
             with self._timed("sidecars connected"):
                 self._add(members, within_s=self.pods / 250)
@@ -185,7 +185,7 @@ class System:
         eventually(
             replaced, what=f"{len(places)} replacements", every_s=0.5, timeout_s=control_plane.PATIENCE_S
         )
-        members = workload.members(self.plane, found, ranks=self.pods_each, restored=True)
+        members = workload.members(self.plane, found, self.sizes, restored=True)
         self._add(members, within_s=1.0)
 
     def _owner(self, uid: str) -> int:

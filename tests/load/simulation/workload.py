@@ -15,6 +15,8 @@ from tests.load.simulation.swarm import Member
 from tests.support.eventually import eventually
 
 THREADS = 12
+NAME = "train-"
+"""Of a Job, before its number."""
 T = TypeVar("T")
 
 
@@ -91,13 +93,13 @@ def in_threads(work: Callable[[T], object], items: Iterable[T], threads: int = T
             pass
 
 
-def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> None:
-    """Create the Jobs, spread over the namespaces and nodes, and wait until their pods run."""
+def make(plane: Plane, namespaces: Sequence[str], sizes: Sequence[int]) -> None:
+    """Create a Job of each size in pods, spread over the namespaces and nodes, and wait until their pods run."""
     for namespace in namespaces:
         plane.namespace(namespace)
 
     def create(number: int) -> None:
-        document = job(f"train-{number}", pods=pods, node=plane.nodes[number % len(plane.nodes)])
+        document = job(f"{NAME}{number}", pods=sizes[number], node=plane.nodes[number % len(plane.nodes)])
         made: dict[str, Any] = {}
 
         def admitted() -> bool:
@@ -111,18 +113,18 @@ def make(plane: Plane, namespaces: Sequence[str], *, runs: int, pods: int) -> No
         inits = made["spec"]["template"]["spec"].get("initContainers") or []
         assert [each["name"] for each in inits] == [cluster_name.SIDECAR], "it was not injected"
 
-    in_threads(create, range(runs), threads=4)
+    in_threads(create, range(len(sizes)), threads=4)
 
     def running() -> bool:
         plane.job_controller.check()
         plane.kwok.check()
-        return len(living(plane)) == runs * pods
+        return len(living(plane)) == sum(sizes)
 
     eventually(
         running,
-        what=f"{runs * pods} running pods",
+        what=f"{sum(sizes)} running pods",
         every_s=0.5,
-        timeout_s=control_plane.PATIENCE_S + runs * pods / 10,
+        timeout_s=control_plane.PATIENCE_S + sum(sizes) / 10,
     )
 
 
@@ -133,8 +135,10 @@ def living(plane: Plane) -> list[Pod]:
     return [pod for pod in found if pod.lives]
 
 
-def members(plane: Plane, pods: Sequence[Pod], *, ranks: int, restored: bool = False) -> list[Member]:
-    """Their sidecars, each with a token as the kubelet would project it."""
+def members(
+    plane: Plane, pods: Sequence[Pod], sizes: Sequence[int], *, restored: bool = False
+) -> list[Member]:
+    """Their sidecars, each with a token as the kubelet would project it; `sizes` as in `make`."""
 
     def member(pod: Pod) -> Member:
         bound = {"apiVersion": "v1", "kind": "Pod", "name": pod.name, "uid": pod.uid}
@@ -154,7 +158,7 @@ def members(plane: Plane, pods: Sequence[Pod], *, ranks: int, restored: bool = F
             workload=pod.job,
             workload_uid=pod.job_uid,
             index=pod.index,
-            ranks=ranks,
+            ranks=sizes[int(pod.job.removeprefix(NAME))],
             token=reply.document["status"]["token"],
             restored=restored,
         )
