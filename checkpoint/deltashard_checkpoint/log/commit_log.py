@@ -70,6 +70,11 @@ _HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
 _probed: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
+def proven(store: Store) -> bool:
+    """Whether this process has tried that the store creates only what is absent."""
+    return store in _probed
+
+
 class LogGap(EnvironmentFault):
     """The listing lacks an entry: entries are never deleted, so something else did that, or the listing is stale."""
 

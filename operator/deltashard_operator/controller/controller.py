@@ -28,6 +28,7 @@ from deltashard_operator.controller import evidence_pace
 from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.evidence_pace import Bucket, Informed
 from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.controller.policy_writer import PolicyWriter
 from deltashard_operator.controller.run_book import Director, Entries, Entry
 from deltashard_operator.controller.status import Pace, Statuses, served
 from deltashard_operator.controller.watch import TICK_S, Watches
@@ -76,6 +77,7 @@ class Controller:
             self._books, call=call, metrics=metrics, keep_finished_s=keep_finished_s, wall=wall
         )
         self._writes = Writes(self._books, statuses=self._statuses, teller=teller, metrics=metrics, wall=wall)
+        self._policies = PolicyWriter(self._books, call=call, metrics=metrics, wall=wall)
         self._judged_all_s = 0.0
         self._bucket = Bucket()
         self.loaded = False
@@ -177,6 +179,8 @@ class Controller:
         if not self._leads():
             return
         now_s = self._wall()
+        if self.synced:
+            self._policies.tick()
         if now_s - self._judged_all_s >= JUDGE_S or now_s < self._judged_all_s:
             self._judged_all_s = now_s
             self._books.marked.update(dict.fromkeys(self._books.by_key))
@@ -313,6 +317,7 @@ class Controller:
                 while self._books.marked or self._writes.tasks:
                     self.tick()
                     await asyncio.sleep(TICK_S / 5)
+                await self._policies.settle()
         except TimeoutError:
             _log.warning("controller.not_drained", runs=self.unwritten())
         await self._teller.drain(1.0)

@@ -51,6 +51,12 @@ class ControllerMetrics:
         self.writes = Counter(
             "deltashard_controller_status_writes", "Statuses written, by outcome", ("outcome",), registry=r
         )
+        self.policy_writes = Counter(
+            "deltashard_controller_policy_status_writes",
+            "Statuses of CheckpointPolicies written, by outcome",
+            ("outcome",),
+            registry=r,
+        )
         self.write_seconds = Histogram(
             "deltashard_controller_status_write_seconds", "Time to write one", registry=r
         )
@@ -111,6 +117,7 @@ class ControllerMetrics:
                 self.calls.labels(verb, outcome)
         for outcome in ("written", "lost", "failed"):
             self.writes.labels(outcome)
+            self.policy_writes.labels(outcome)
         for outcome in event.OUTCOMES:
             self.events.labels(outcome)
         for resource in HANDLERS:

@@ -68,6 +68,15 @@ class Entry:
     """Failures by node that are in the metrics."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenPolicy:
+    """A CheckpointPolicy as the watch brought it last, but for its spec."""
+
+    uid: str
+    generation: int
+    status: Mapping[str, Any]
+
+
 class Entries:
     """The books."""
 
@@ -83,6 +92,8 @@ class Entries:
         self.nodes: dict[str, NodeView] = {}
         self.specs: dict[tuple[str, str], Mapping[str, Any]] = {}
         """Of CheckpointPolicies, by namespace and name."""
+        self.policies: dict[tuple[str, str], SeenPolicy] = {}
+        """The same, what else matters of them."""
         self.pools = RunPools()
         self.serial = 0
         """Counts changes of policies."""

@@ -23,7 +23,7 @@ from typing import Any
 import structlog
 
 from deltashard_operator.controller.metric import ControllerMetrics
-from deltashard_operator.controller.run_book import Entries
+from deltashard_operator.controller.run_book import Entries, SeenPolicy
 from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.cluster_name import MANAGED_BY, MANAGED_BY_VALUE
 from deltashard_operator.kube.object_watch import ObjectKey, WatchedKind
@@ -214,12 +214,17 @@ class Watches:
 
     def on_policy(self, document: Document) -> None:
         """A CheckpointPolicy is there, or changed."""
-        self._set_policy(
-            document["metadata"]["namespace"], document["metadata"]["name"], document.get("spec") or {}
+        metadata = document["metadata"]
+        self._books.policies[metadata["namespace"], metadata["name"]] = SeenPolicy(
+            uid=metadata["uid"],
+            generation=int(metadata.get("generation") or 0),
+            status=document.get("status") or {},
         )
+        self._set_policy(metadata["namespace"], metadata["name"], document.get("spec") or {})
 
     def policy_gone(self, policy: ObjectKey, _last: Document | None) -> None:
         """A CheckpointPolicy is gone."""
+        self._books.policies.pop((policy.namespace, policy.name), None)
         self._set_policy(policy.namespace, policy.name, None)
 
     def _set_policy(self, namespace: str, name: str, spec: Document | None) -> None:

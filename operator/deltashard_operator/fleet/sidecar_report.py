@@ -234,6 +234,8 @@ class Heartbeat:
     lost_share: float = 0.0
     """Of samples, by partial recoveries so far (PLS)."""
     partial_recoveries: int = 0
+    store_proven: bool = False
+    """Whether its process has tried that the store creates only what is absent."""
     last_commit: Commit | None = None
     last_commit_at_s: float = 0.0
     policy: PolicyInForce = PolicyInForce()
@@ -367,6 +369,7 @@ def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
         stall_s=_number(message.stall_s),
         lost_share=_number(message.lost_share),
         partial_recoveries=_count(message.partial_recoveries),
+        store_proven=message.store_proven,
         last_commit=_commit(message.last_commit) if message.HasField("last_commit") else None,
         last_commit_at_s=_number(message.last_commit_at_s),
         policy=_policy(message.policy),

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.log.chain import held_bytes
+from deltashard_checkpoint.log.commit_log import proven
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.vocabulary import PLS_KEY, RECOVERIES_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
@@ -80,6 +81,7 @@ class Standing:
             saves_failed_in_a_row=activity.failed_in_a_row,
             restores=activity.restores,
             store_ok=run.health.store_ok,
+            store_proven=proven(run.store),
             credentials_ok=run.health.credentials_ok,
             directive=in_force.generation,
             incidents=activity.incidents.kept(),

@@ -1,0 +1,117 @@
+"""Statuses of CheckpointPolicies in the API: who uses them, and what their sidecars say of the store.
+
+Looked at every few seconds, all of them; written when a condition changed, and counts at most every `COUNTS_S`. One
+write at a time, so that what policies cost the API is bounded whatever happens to their runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.controller.run_book import Entries
+from deltashard_operator.kube.call import MERGE, ApiUnavailable, Caller
+from deltashard_operator.run import policy_standing, run_record
+from deltashard_operator.run.watched_run import Run
+
+LOOK_S = 5.0
+COUNTS_S = 30.0
+"""Counts alone are written so often at most."""
+BACK_OFF_S = 30.0
+"""After a write that failed."""
+_log = structlog.get_logger("deltashard.controller")
+Key = tuple[str, str]
+"""(namespace, name)."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was written of a policy."""
+
+    uid: str
+    status: Mapping[str, Any] = field(default_factory=dict)
+    not_before_s: float = 0.0
+
+
+class PolicyWriter:
+    """Keeps the statuses; on the controller's loop."""
+
+    def __init__(
+        self, books: Entries, *, call: Caller, metrics: ControllerMetrics, wall: Callable[[], float]
+    ) -> None:
+        self._books = books
+        self._call = call
+        self._metrics = metrics
+        self._wall = wall
+        self._known: dict[Key, _Known] = {}
+        self._looked_s = 0.0
+        self.task: asyncio.Task[None] | None = None
+        """The round that is under way."""
+
+    def tick(self) -> None:
+        """Begin a round, when it is time and none is under way."""
+        now_s = self._wall()
+        if abs(now_s - self._looked_s) < LOOK_S or (self.task is not None and not self.task.done()):
+            return
+        self._looked_s = now_s
+        due = self._due(now_s)
+        self.task = asyncio.create_task(self._write(due)) if due else None
+
+    async def settle(self) -> None:
+        """Wait for the round that is under way."""
+        if self.task is not None:
+            await self.task
+
+    def _due(self, now_s: float) -> dict[Key, Mapping[str, Any]]:
+        """The statuses to write now, whole, by policy."""
+        using: dict[Key, list[Run]] = {}
+        for entry in self._books:
+            run = entry.run
+            using.setdefault((run.workload.namespace, run.wish.policy), []).append(run)
+        found: dict[Key, Mapping[str, Any]] = {}
+        for key, seen in self._books.policies.items():
+            known = self._known.get(key)
+            if known is None or known.uid != seen.uid:
+                known = self._known[key] = _Known(uid=seen.uid, status=seen.status)
+            standing = policy_standing.of_runs(using.get(key, ()))
+            if not known.status and not standing.runs:
+                continue  # nobody has used it yet
+            wanted = policy_standing.status(standing, known.status, generation=seen.generation, now_s=now_s)
+            soon = wanted.get("conditions") != known.status.get("conditions")
+            if wanted != known.status and now_s >= known.not_before_s - (COUNTS_S if soon else 0.0):
+                found[key] = wanted
+        for key in self._known.keys() - self._books.policies.keys():
+            del self._known[key]
+        return found
+
+    async def _write(self, due: Mapping[Key, Mapping[str, Any]]) -> None:
+        for (namespace, name), status in due.items():
+            known = self._known.get((namespace, name))
+            if known is None:
+                continue
+            path = f"/apis/{run_record.API_VERSION}/namespaces/{namespace}/checkpointpolicies/{name}/status"
+            change = run_record.patch(known.status, status)
+            body = {"metadata": {"uid": known.uid}, "status": change}
+            known.not_before_s = self._wall() + COUNTS_S
+            try:
+                answer = await self._call("PATCH", path, body, content=MERGE, tries=2)
+            except ApiUnavailable as error:
+                self._failed(known, namespace, name, str(error))
+                continue
+            if answer.ok:
+                known.status = status
+                self._metrics.policy_writes.labels("written").inc()
+            elif answer.status in {404, 409}:  # gone, or made anew: the watch tells
+                self._metrics.policy_writes.labels("lost").inc()
+            else:
+                self._failed(known, namespace, name, answer.sentence)
+
+    def _failed(self, known: _Known, namespace: str, name: str, why: str) -> None:
+        known.not_before_s = self._wall() + COUNTS_S + BACK_OFF_S
+        self._metrics.policy_writes.labels("failed").inc()
+        _log.warning("policy.not_written", namespace=namespace, policy=name, error=why)

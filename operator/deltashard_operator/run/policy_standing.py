@@ -1,0 +1,112 @@
+"""How a CheckpointPolicy stands, by the word of the sidecars of the runs that use it: the status of the policy. Pure.
+
+Nobody in the cluster but those sidecars has the store's credentials, so only they can say that the Secret is there,
+that the store answers, and that it creates only what is absent (they try that before their first entry in a log). A
+condition stays as it is while no sidecar is heard: what was proven of a store is not undone by the end of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_operator.run.observed_object import timestamp
+from deltashard_operator.run.watched_run import Run
+
+CREDENTIALS, STORE, CREATE_ONLY, READY = "CredentialsPresent", "StoreReachable", "CreateOnly", "Ready"
+TYPES = (READY, CREDENTIALS, STORE, CREATE_ONLY)
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What the sidecars of a policy say together."""
+
+    runs: int = 0
+    """That are not finished."""
+    sidecars: int = 0
+    """That are heard."""
+    without_credentials: str = ""
+    """A pod whose sidecar has none; empty: all have them."""
+    without_store: str = ""
+    """A pod whose sidecar cannot use the store, and why; empty: all can."""
+    proven: bool = False
+    """Whether one of them has proven that the store creates only what is absent."""
+
+
+def of_runs(runs: Iterable[Run]) -> Standing:
+    """Standing of a policy that these runs use."""
+    live = [run for run in runs if not run.finished]
+    heard = [
+        (run, report.hello.pod, report.heartbeat)
+        for run in live
+        for report in run.reports.values()
+        if report.connected and report.heartbeat is not None
+    ]
+    without = sorted(pod for _, pod, beat in heard if not beat.credentials_ok)
+    broken = sorted(
+        (pod, run.failing) for run, pod, beat in heard if beat.credentials_ok and not beat.store_ok
+    )
+    return Standing(
+        runs=len(live),
+        sidecars=len(heard),
+        without_credentials=without[0] if without else "",
+        without_store=f"pod {broken[0][0]}: {broken[0][1] or 'the store does not answer'}" if broken else "",
+        proven=any(beat.store_proven for _, _, beat in heard),
+    )
+
+
+def status(standing: Standing, before: Mapping[str, Any], *, generation: int, now_s: float) -> Document:
+    """The policy's status: as it was `before`, and what is known better now."""
+    known = {each["type"]: each for each in before.get("conditions") or ()}
+    said = _said(standing) if standing.sidecars else {}
+    conditions = []
+    for type_ in TYPES:
+        old = known.get(type_)
+        if type_ not in said:
+            if old is not None:
+                conditions.append(old)
+            continue
+        value, reason, message = said[type_]
+        moved = old is None or old["status"] != value
+        conditions.append(
+            {
+                "type": type_,
+                "status": value,
+                "reason": reason,
+                "message": message[:1024],
+                "observedGeneration": generation,
+                "lastTransitionTime": timestamp(now_s) if old is None or moved else old["lastTransitionTime"],
+            }
+        )
+    found: Document = {"runs": standing.runs, "sidecars": standing.sidecars, "observedGeneration": generation}
+    return found | ({"conditions": conditions} if conditions else {})
+
+
+def _said(standing: Standing) -> dict[str, tuple[str, str, str]]:
+    """Type -> status, reason, message, of what sidecars can say."""
+    found: dict[str, tuple[str, str, str]] = {}
+    if standing.without_credentials:
+        text = (
+            f"pod {standing.without_credentials} finds no credentials: create the Secret, or the service account's "
+            "role, that the policy names; no restart is needed"
+        )
+        found[CREDENTIALS] = "False", "Absent", text
+    else:
+        found[CREDENTIALS] = "True", "Present", "the sidecars have credentials"
+        found[STORE] = (
+            ("False", "Refused", standing.without_store)
+            if standing.without_store
+            else ("True", "Answers", "the store serves the sidecars")
+        )
+        if standing.proven:
+            text = "a sidecar has tried that the store creates only what is absent"
+            found[CREATE_ONLY] = "True", "Proven", text
+    wrong = [each for each in (CREDENTIALS, STORE) if found.get(each, ("True",))[0] != "True"]
+    if wrong:
+        _, _, why = found[wrong[0]]
+        found[READY] = "False", wrong[0], why
+    elif CREATE_ONLY in found:
+        found[READY] = "True", "InUse", "runs save by it"
+    return found
