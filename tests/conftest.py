@@ -45,7 +45,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for tool in sorted({found[1] for each in skipped if (found := MISSING.search(each))}):
         count = sum(f"no {tool}: `make servers`" in each for each in skipped)
         terminalreporter.write_line(
-            f"*** {count} tests on the real {tool} did NOT run: `make servers` builds it (Go 1.25) ***",
+            f"*** {count} tests on the real {tool} did NOT run: `make servers` builds it ***",
             red=True,
             bold=True,
         )

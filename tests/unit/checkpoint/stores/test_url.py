@@ -55,7 +55,7 @@ def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        *("", "bucket", "s3://", "s3:///prefix", "file://relative/dir", "gs://bucket", "https://bucket"),
+        *("", "bucket", "s3://", "s3:///prefix", "file://relative/dir", "gs://", "https://bucket"),
         *("s3://bucket?secret=x", "s3://bucket/p#fragment", "file:relative"),
         *("s3://bucket?endpoint=", "s3://bucket?region=a&region=b", "s3://bucket?region=no%20where"),
         *("s3://b", "s3://under..score%", "memory://x?region=a", "file:///tmp?endpoint=http://h"),
