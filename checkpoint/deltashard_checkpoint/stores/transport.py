@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.stores.abc import RequestRefused
 
 _log = logging.getLogger("deltashard.stores")
 _warned: set[str] = set()
@@ -29,6 +30,23 @@ class BadTransport(UserError):
 
 class CertificateRefused(UserError):
     """The store's TLS certificate is not one we trust."""
+
+
+def checked_endpoint(endpoint: str, *, path: bool = False) -> SplitResult:
+    """The parts of http(s)://host[:port], with `path` also with one; raises `RequestRefused`, without a password."""
+    parts = urlsplit(endpoint)
+    try:
+        port = parts.port is None or parts.port > 0
+    except ValueError:
+        port = False
+    usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and port and not parts.query
+    if not usable or "@" in parts.netloc or (parts.path.strip("/") and not path):
+        raise RequestRefused(
+            "the store's endpoint is not an http(s) URL of host and port",
+            where=f"{parts.scheme}://{parts.hostname or ''}",
+            remedy="use http://host:port or https://host",
+        )
+    return parts
 
 
 def ca_bundle() -> tuple[str, Path] | None:

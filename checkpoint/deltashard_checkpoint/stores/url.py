@@ -1,5 +1,4 @@
-"""From a URL to a store: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, a directory,
-`memory://name`.
+"""From a URL to a store: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or a directory.
 
 A directory is `file:///dir` or a plain path. What is said of a store beside its name are the URL's options, each a
 word of its scheme (`OPTIONS`): `s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=us-east-1`. Without, the

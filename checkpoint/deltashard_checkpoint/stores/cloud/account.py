@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing
-from deltashard_checkpoint.stores.transport import ca_bundle
+from deltashard_checkpoint.stores.transport import ca_bundle, checked_endpoint
 
 if TYPE_CHECKING:
     from obstore.store import AzureStore, GCSStore
@@ -155,6 +155,8 @@ class GoogleAccount(Account):
 
     def __init__(self, bucket: str, *, endpoint: str | None, where: str) -> None:
         super().__init__()
+        if endpoint is not None:
+            checked_endpoint(endpoint)
         self.where = where
         self._bucket = bucket
         self._stated = endpoint
@@ -189,6 +191,8 @@ class AzureAccount(Account):
 
     def __init__(self, container: str, *, account: str | None, endpoint: str | None, where: str) -> None:
         super().__init__()
+        if endpoint is not None:
+            checked_endpoint(endpoint, path=True)
         self.where = where
         self._container = container
         self._account = account
@@ -223,6 +227,7 @@ class AzureAccount(Account):
                 remedy="add ?account=NAME to the URL, or set AZURE_STORAGE_ACCOUNT_NAME",
             )
         endpoint = self._stated or found.get("endpoint") or f"https://{account}.blob.core.windows.net"
+        checked_endpoint(endpoint, path=True)
         return found | {"account_name": account, "endpoint": endpoint.rstrip("/")}
 
     def _connection(self) -> dict[str, str]:

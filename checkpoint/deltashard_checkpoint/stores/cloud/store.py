@@ -19,7 +19,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 import certifi
 
@@ -266,8 +265,6 @@ class CloudStore(Store):
         bundle = ca_bundle()
         context = ssl.create_default_context(cafile=str(bundle[1]) if bundle else certifi.where())
         opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
-        if urlsplit(endpoint).scheme not in {"http", "https"}:
-            raise RequestRefused("the store's endpoint is not an http(s) URL", where=self.url)
         try:
             with opener.open(
                 endpoint + "/", timeout=max(0.01, min(self._silence_s, remaining_s()))

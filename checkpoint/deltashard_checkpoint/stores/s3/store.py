@@ -47,7 +47,7 @@ from deltashard_checkpoint.stores.s3.connection import SLICE_BYTES, Connections,
 from deltashard_checkpoint.stores.s3.credentials import StandardProvider
 from deltashard_checkpoint.stores.s3.encryption import Encryption
 from deltashard_checkpoint.stores.s3.error_code import EXPIRED, refused, translated
-from deltashard_checkpoint.stores.transport import proxy_of, warn_if_open, way
+from deltashard_checkpoint.stores.transport import checked_endpoint, proxy_of, warn_if_open, way
 
 Result = TypeVar("Result")
 _AWS = "https://s3.amazonaws.com"
@@ -79,19 +79,7 @@ class S3Store(Store):
             endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _AWS
         )
         region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        parts = urlsplit(endpoint)
-        if (
-            parts.scheme not in {"http", "https"}
-            or not parts.hostname
-            or parts.path.strip("/")
-            or "@" in parts.netloc
-            or not _has_port(parts)
-        ):
-            raise RequestRefused(
-                "the store's endpoint is not an http(s) URL of host and port",
-                where=f"{parts.scheme}://{parts.hostname or ''}",
-                remedy="use http://host:port or https://host",
-            )
+        parts = checked_endpoint(endpoint)
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
         self._connections = Connections(
             connect_timeout_s=connect_timeout_s, silence_timeout_s=silence_timeout_s, connections=connections
@@ -357,14 +345,6 @@ class S3Store(Store):
                     source=self._credentials.source(),
                 ) from error
         raise AssertionError
-
-
-def _has_port(parts: SplitResult) -> bool:
-    """Whether the port, if one is given, can be one."""
-    try:
-        return parts.port is None or parts.port > 0
-    except ValueError:
-        return False
 
 
 def _range_end(response: BaseHTTPResponse, start: int, where: str) -> int:

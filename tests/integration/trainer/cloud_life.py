@@ -1,0 +1,66 @@
+"""One life of a training program, for `test_cloud_lives.py`: `cloud_life.py URL STEPS SAVE_AT`.
+
+It resumes where it can, saves at one step, and says of each step what the state's bytes hash to. The life that saved is killed
+with its sidecar two steps later, in the middle of whatever they do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+
+import deltashard
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """A table and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(500, 16, sparse=True)
+        self.top = nn.Linear(16, 1)
+
+
+def digest(net: Net) -> str:
+    """Of all weights."""
+    found = hashlib.sha256()
+    for value in net.state_dict().values():
+        found.update(value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    url, steps, save_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ckpt = deltashard.Checkpointer(
+        net, optimizer, url=url, run="cloud", encoding="fp32", arena_bytes=64 << 20
+    )
+    resumed = ckpt.restore()
+    step = resumed.step if resumed else 0
+    print(f"resumed {step} {digest(net)}", flush=True)
+    while step < steps:
+        optimizer.zero_grad()
+        rows = torch.randint(0, 500, (32,), generator=torch.Generator().manual_seed(step))
+        net.top(net.items(rows)).sum().backward()
+        optimizer.step()
+        step += 1
+        ckpt.step()
+        print(f"step {step} {digest(net)}", flush=True)
+        if step == save_at:
+            print(f"saved {ckpt.save().wait(120).step}", flush=True)
+        if save_at and step == save_at + 2:
+            ckpt.save()
+            os.kill(ckpt.sidecar_pid, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+    ckpt.close()
+
+
+if __name__ == "__main__":
+    main()
