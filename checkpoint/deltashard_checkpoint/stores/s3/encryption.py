@@ -30,9 +30,10 @@ class Encryption:
 
     def check(self, answer: Mapping[str, str], *, where: str) -> None:
         """Raises `RequestRefused` when the store does not say that it encrypted as asked."""
-        said = answer.get(HEADER)
-        key = answer.get(KEY_HEADER, "")
-        if said != self.kind or (self.key_id and key.rpartition("/")[2] != self.key_id.rpartition("/")[2]):
+        said, key = answer.get(HEADER), answer.get(KEY_HEADER, "")
+        # The answer has the key's ARN, of which `key_id` may be the end; what an alias stands for only the store knows.
+        same = not self.key_id or "alias/" in self.key_id or _last(key) == _last(self.key_id)
+        if said != self.kind or not same:
             how = f"{said} {key}".rstrip() if said else "nothing about encryption"
             raise RequestRefused(
                 f"the store was asked to encrypt by {self.kind} {self.key_id}".rstrip()
@@ -40,6 +41,10 @@ class Encryption:
                 where=where,
                 remedy="use a store that has server-side encryption and this key, or leave sse out",
             )
+
+
+def _last(key_id: str) -> str:
+    return re.split("[/:]", key_id)[-1]
 
 
 def encryption(kind: str | None, key_id: str | None, *, where: str) -> Encryption | None:

@@ -85,7 +85,7 @@ class S3Store(Store):
             connect_timeout_s=connect_timeout_s, silence_timeout_s=silence_timeout_s, connections=connections
         )
         self._credentials = StandardProvider(http=self._connections, region=region)
-        if region is None and not parts.hostname.endswith("amazonaws.com"):
+        if region is None and not (parts.hostname or "").endswith("amazonaws.com"):
             region = "us-east-1"
         self._client = Minio(
             parts.netloc,
