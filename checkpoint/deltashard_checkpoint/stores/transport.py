@@ -33,14 +33,15 @@ class CertificateRefused(UserError):
 
 
 def checked_endpoint(endpoint: str, *, path: bool = False) -> SplitResult:
-    """The parts of http(s)://host[:port], with `path` also with one; raises `RequestRefused`, without a password."""
+    """The parts of http(s)://host[:port], with `path` a segment more; raises `RequestRefused`, without a password."""
     parts = urlsplit(endpoint)
     try:
         port = parts.port is None or parts.port > 0
     except ValueError:
         port = False
     usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and port and not parts.query
-    if not usable or "@" in parts.netloc or (parts.path.strip("/") and not path):
+    segments = len([each for each in parts.path.split("/") if each])
+    if not usable or "@" in parts.netloc or segments > int(path):
         raise RequestRefused(
             "the store's endpoint is not an http(s) URL of host and port",
             where=f"{parts.scheme}://{parts.hostname or ''}",

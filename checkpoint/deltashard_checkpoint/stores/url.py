@@ -32,7 +32,11 @@ _FORM = {
     "gs": "use gs://bucket/prefix",
     "az": "use az://container/prefix?account=name",
 }
-_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]", re.ASCII)
+_BUCKET = {
+    "s3": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,61}[A-Za-z0-9]", re.ASCII),
+    "gs": re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", re.ASCII),
+    "az": re.compile(r"[a-z0-9](-?[a-z0-9]){2,62}", re.ASCII),
+}
 _REGION = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}", re.ASCII)
 _ACCOUNT = re.compile(r"[a-z0-9]{3,24}", re.ASCII)
 
@@ -84,7 +88,7 @@ def _open(url: str, *, create: bool, observer: StoreObserver) -> Store:
 
 def _in_bucket(parts: SplitResult, options: Mapping[str, str], url: str) -> Store:
     form = _FORM[parts.scheme]
-    if _BUCKET.fullmatch(parts.netloc) is None:
+    if _BUCKET[parts.scheme].fullmatch(parts.netloc) is None:
         what = (
             f"{parts.netloc!r} cannot name a bucket"
             if parts.netloc

@@ -74,7 +74,7 @@ def translated(
     text = str(error).partition("Debug source:")[0]
     status = _status(text)
     code = next((found[1] for each in _CODES if (found := each.search(text))), "")
-    said = _said(text, status, code)
+    said = _said(str(error), status, code)
     if any(each in text for each in _SKEWED):
         return ClockSkew(said, where=where, remedy="set this machine's clock (NTP)")
     if any(each in text for each in _TOKEN) and not isinstance(error, FileNotFoundError):
@@ -130,10 +130,11 @@ def _no_token(
     return AccessDenied(f"{source} gave no credentials: {said}", where=where, remedy=how)
 
 
-def _said(text: str, status: int, code: str) -> str:
+def _said(error: str, status: int, code: str) -> str:
+    text = error.partition("Debug source:")[0]
     message = next((found[1] for each in _MESSAGES if (found := each.search(text))), "")
     if not status:
-        return _network(text)
+        return _network(error)
     return f"{code or status}: {message.partition(chr(10))[0]}".rstrip(": ")[:300]
 
 
@@ -148,11 +149,10 @@ def _network(text: str) -> str:
     """What broke, of an error without an answer."""
     lower = text.lower()
     for sign, reason in (
-        ("tcp connect error", "no connection"),
         ("connection refused", "no connection: Connection refused"),
+        ("tcp connect error", "no connection"),
         ("dns error", "no connection: the name is not known"),
-        ("tunnel error", "no connection: the proxy refused the tunnel"),
-        ("unsuccessful tunnel", "no connection: the proxy refused the tunnel"),
+        ("tunnelunsuccessful", "no connection: the proxy refused the tunnel"),
         ("timedout", "no connection in time"),
         ("timed out", "no connection in time"),
         ("connection reset", "connection broke: it was reset"),

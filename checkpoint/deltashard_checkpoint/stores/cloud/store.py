@@ -168,7 +168,7 @@ class CloudStore(Store):
                 raise
             except Exception:  # noqa: BLE001 - the caller goes on by range, and hears of what does not pass
                 break
-            chunk = bytes(some)
+            chunk = memoryview(some)
             if len(chunk) > len(view) - done:
                 raise StoreUnavailable("the store sent more than was asked for", where=where)
             deliver(view, done, chunk)

@@ -21,6 +21,7 @@ from deltashard_checkpoint.stores.deadline import remaining_s
 from deltashard_checkpoint.stores.gate import Gate, current
 
 Result = TypeVar("Result")
+_LATE = "the call's deadline passed"
 _LOOK_S = 0.25
 """How often a waiting thread asks whether its caller gave up."""
 _RELEASE_S = 60.0
@@ -89,11 +90,7 @@ class Waiter:
         try:
             return answer.result()
         except asyncio.CancelledError:
-            why = (
-                "the call's deadline passed"
-                if out_of_time
-                else "another request for the same bytes was faster"
-            )
+            why = _LATE if out_of_time else "another request for the same bytes was faster"
             raise StoreUnavailable(why, where=self._where) from None
 
     def _running(self) -> asyncio.AbstractEventLoop:
@@ -132,7 +129,7 @@ async def in_time(step: Awaitable[Result], silence_s: float, what: str, where: s
         async with asyncio.timeout(min(silence_s, remaining_s())):
             return await step
     except TimeoutError:
-        raise StoreUnavailable(what, where=where) from None
+        raise StoreUnavailable(what if remaining_s() > 0 else _LATE, where=where) from None
 
 
 async def returned(view: memoryview, where: str) -> None:

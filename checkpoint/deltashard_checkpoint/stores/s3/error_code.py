@@ -155,6 +155,8 @@ def _skewed(said: str, where: str, skew_s: float | None) -> ClockSkew:
 
 
 def _network_text(error: Exception) -> str:
+    if isinstance(error, urllib3.exceptions.ProxyError):
+        return f"no way through the proxy: {_network_text(error.original_error)}"
     if isinstance(error, urllib3.exceptions.NewConnectionError):  # a ConnectTimeoutError too, so asked first
         reason = str(error.__cause__ or error)
         return f"no connection: {reason.rpartition(': ')[2]}"
