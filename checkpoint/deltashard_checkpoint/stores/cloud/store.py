@@ -262,8 +262,9 @@ class CloudStore(Store):
         if not endpoint:
             self._account.client()  # says what is missing
             endpoint = self._account.endpoint
-        bundle = ca_bundle()
-        context = ssl.create_default_context(cafile=str(bundle[1]) if bundle else certifi.where())
+        context = ssl.create_default_context(cafile=certifi.where())
+        if (bundle := ca_bundle()) is not None:  # besides the public ones, as the client has it
+            context.load_verify_locations(bundle[1])
         opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
         try:
             with opener.open(
