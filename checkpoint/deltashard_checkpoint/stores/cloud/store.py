@@ -12,12 +12,13 @@ of, once.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from email.utils import parsedate_to_datetime
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import certifi
@@ -198,7 +199,12 @@ class CloudStore(Store):
 
     def _listed(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         last = ""
-        for found in self._pages(prefix, start_after):
+        pages = self._pages(prefix, start_after)
+        first = next(pages, None)
+        if first is None:
+            self._check_speaks()
+            return
+        for found in chain([first], pages):
             if found.key <= last:
                 raise RequestRefused(
                     f"the store does not list in the order of keys: {found.key!r} after {last!r}",
@@ -210,6 +216,19 @@ class CloudStore(Store):
                 yield found
             elif found.key[: len(prefix)] > prefix:
                 return
+
+    def _check_speaks(self) -> None:
+        """Raises `StoreUnavailable` where something answers everything: to obstore its page is an empty listing."""
+        name = f"no-such-object-{secrets.token_hex(8)}"
+        try:
+            self._attempt(name, lambda: self._head(name))
+        except ObjectNotFound:
+            return
+        raise StoreUnavailable(
+            "the answers are not a store's: an object is there that nobody made",
+            where=f"{self.url} at {self._account.endpoint}{way(self._account.endpoint)}",
+            remedy="look for a proxy that answers with a page of its own",
+        )
 
     def _pages(self, prefix: str, start_after: str) -> Iterator[ObjectInfo]:
         """Objects of the folder of `prefix`: obstore lists whole folders."""

@@ -136,6 +136,8 @@ class S3Store(Store):
         if response.status in _WRITTEN:
             if self._encryption is not None:
                 self._encryption.check(response.headers, where=f"{self.url}/{key}")
+            if "ETag" not in response.headers:  # a proxy's page, say: nothing was stored
+                raise StoreUnavailable("the answer to an upload is not a store's", where=f"{self.url}/{key}")
             return
         if b"<Error>" in said:
             raise S3Error.fromxml(response)

@@ -283,6 +283,12 @@ def test_encryption_that_cannot_be_had(
             pytest.raises(RequestRefused, match="answered nothing about encryption"),
         ):
             store.put("a", b"x")
+        plain = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
+        with (
+            open_store(plain, policy=ONCE) as store,
+            pytest.raises(StoreUnavailable, match="not a store's"),
+        ):
+            store.put("a", b"x")
     for wrong in ("sse=none", "sse=AES256&kms-key-id=k", "kms-key-id=k", "sse=aws:kms&kms-key-id=a%20b"):
         with pytest.raises(RequestRefused, match="use sse="):
             open_store(f"s3://bucket?endpoint=http://127.0.0.1:1&{wrong}")

@@ -133,6 +133,19 @@ def test_answers_are_named(cloud: CloudServer, status: int, body: bytes, error: 
             assert body.split(b"<Code>")[1].split(b"</Code>")[0].decode() in str(caught.value)
 
 
+def test_a_page_that_answers_everything_is_no_store(cloud: CloudServer) -> None:
+    """A proxy that wants a login answers 200: no listing is empty for that, and no object is stored."""
+    page = b"<html>log in</html>"
+    with FixedAnswers(200, page, {"Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}) as answers:
+        with bare(cloud, "bucket", answers.port) as store:
+            with pytest.raises((StoreUnavailable, RequestRefused)):
+                list(store.list("log/"))
+            with pytest.raises((StoreUnavailable, RequestRefused)):
+                store.put_if_absent("log/0", b"x")
+            with pytest.raises((StoreUnavailable, RequestRefused)):
+                store.put("log/0", b"x")
+
+
 def test_a_missing_bucket_is_told_from_a_missing_object(cloud: CloudServer) -> None:
     """By every operation."""
     with open_store(cloud.url("test-that-is-not-there")) as store:
