@@ -19,6 +19,8 @@ MAX_VOLUMES = 8
 MAX_SOURCES = 8
 RESERVED_ENV = ("HOME", "TMPDIR", "NUMBA_CACHE_DIR")
 """Variables of every sidecar, besides DELTASHARD_*; others that this policy sets are refused where it does."""
+PROXY_ENV = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "ALL_PROXY", "GRPC_PROXY")
+"""In whatever case of letters: gRPC obeys the lower one, and would send the controller's stream there."""
 RESERVED_PATHS = (SHM_PATH, CACHE_PATH, "/etc/deltashard", TOKEN_PATH)
 """Nothing may lie in or above these."""
 NO_PROXY = (
@@ -113,6 +115,8 @@ def _variable(fields: Fields) -> tuple[str, str]:
         fields.fail(
             "name", "a variable that is not the sidecar's own; DELTASHARD_* are settings of this policy"
         )
+    if name.upper() in PROXY_ENV:
+        fields.fail("name", "no proxy: spec.network has httpsProxy, httpProxy and noProxy")
     value = fields.text("value", "")
     if len(value) > 4096 or "\0" in value:
         fields.fail("value", "text of at most 4096 characters")

@@ -665,6 +665,7 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("defaultPolicy", {"deciding": {"enabled": False}}),
         ("defaultPolicy", {"sidecar": {"env": [{"name": "DELTASHARD_URL", "value": "x"}]}}),
         ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}}),
+        ("defaultPolicy", {"sidecar": {"env": [{"name": "http_proxy", "value": "x"}]}}),
         ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v"}]}}),
         ("defaultPolicy", {"sidecar": {"volumes": [{"name": "deltashard-x", "configMap": {"name": "c"}}]}}),
         ("defaultPolicy", {"network": {"httpsProxy": "http://user:pw@proxy:1"}}),

@@ -146,6 +146,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "the sidecar's own",
     ),
     "a home": ({"sidecar": {"env": [{"name": "HOME", "value": "/"}]}}, "the sidecar's own"),
+    "a proxy as a variable": (
+        {"sidecar": {"env": [{"name": "https_proxy", "value": "http://p:1"}]}},
+        "proxies are said by network",
+    ),
     "a variable twice": (
         {"sidecar": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
         "Duplicate value",

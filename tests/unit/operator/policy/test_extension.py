@@ -131,6 +131,7 @@ def test_a_volume_of_a_name_that_the_pod_has_is_refused() -> None:
     [
         ({"sidecar": {"env": [{"name": "DELTASHARD_URL", "value": "x"}]}}, "sidecar.env[0].name is 'DELTASHARD_URL'"),
         ({"sidecar": {"env": [{"name": "TMPDIR", "value": "x"}]}}, "not the sidecar's own"),
+        ({"sidecar": {"env": [{"name": "https_proxy", "value": "x"}]}}, "spec.network has httpsProxy"),
         ({"sidecar": {"env": [{"name": "1A", "value": "x"}]}}, "sidecar.env[0].name"),
         ({"sidecar": {"env": [{"name": "A", "valueFrom": {}}]}}, "there is no such field"),
         ({"sidecar": {"env": [{"name": "A", "value": "1"}] * 2}}, "each name once"),
