@@ -146,6 +146,8 @@ class FixedAnswers:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.requests = 0
+        self.heard: list[tuple[str, dict[str, str], bytes]] = []
+        """Path, headers and body of each."""
         self.body = body
         """May be changed meanwhile."""
         outer = self
@@ -156,7 +158,8 @@ class FixedAnswers:
             def handle_any(self) -> None:
                 outer.requests += 1
                 body = outer.body
-                self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                said = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                outer.heard.append((self.path, dict(self.headers.items()), said))
                 self.send_response(status)
                 usual = {"Content-Type": "application/xml", "Content-Length": str(len(body))}
                 for name, value in (usual | (headers or {})).items():
