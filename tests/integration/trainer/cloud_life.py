@@ -1,6 +1,6 @@
-"""One life of a training program, for `test_cloud_lives.py`: `cloud_life.py URL STEPS SAVE_AT`.
+"""Lives of a training program, for `test_cloud_lives.py`: `cloud_life.py FOLDER URL ...`, two of each URL, forked.
 
-It resumes where it can, saves at one step, and says of each step what the state's bytes hash to. The life that saved is killed
+A life resumes where it can, saves at one step, and says of each step what the state's bytes hash to. The life that saved is killed
 with its sidecar six steps later, in the middle of whatever they do.
 """
 
@@ -10,6 +10,7 @@ import hashlib
 import os
 import signal
 import sys
+from pathlib import Path
 
 import deltashard
 import torch
@@ -33,8 +34,8 @@ def digest(net: Net) -> str:
     return found.hexdigest()
 
 
-def main() -> None:
-    url, steps, save_at = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+def life(url: str, steps: int, save_at: int) -> None:
+    """Train to `steps`; die on the way when something was saved at `save_at`."""
     torch.manual_seed(1)
     torch.set_num_threads(1)
     net = Net()
@@ -61,6 +62,30 @@ def main() -> None:
             os.kill(ckpt.sidecar_pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
     ckpt.close()
+
+
+def forked(machine: Path, url: str, steps: int, save_at: int = 0) -> None:
+    """One life on a machine of its own, what it says in a file there, with how it ended."""
+    machine.mkdir()
+    pid = os.fork()
+    if pid == 0:
+        os.environ |= {"XDG_CACHE_HOME": str(machine), "TMPDIR": str(machine)}
+        with (machine / "said").open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+            life(url, steps, save_at)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with (machine / "said").open("a") as out:
+        print(f"ended {code}", file=out)
+
+
+def main() -> None:
+    """Each URL's first life, and its second."""
+    folder = Path(sys.argv[1])
+    for n, url in enumerate(sys.argv[2:]):
+        forked(folder / f"first-{n}", url, 20, save_at=10)
+        forked(folder / f"second-{n}", url, 16)
 
 
 if __name__ == "__main__":
