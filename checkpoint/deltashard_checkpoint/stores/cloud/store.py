@@ -25,6 +25,7 @@ import certifi
 
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError
 from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
     BucketMissing,
     Buffer,
     ObjectInfo,
@@ -335,7 +336,10 @@ class CloudStore(Store):
         except DeltashardError:
             raise
         except Exception as error:
-            raise self._named(error, f"{self.url}/{key}", writes=writes) from error
+            named = self._named(error, f"{self.url}/{key}", writes=writes)
+            if isinstance(named, AccessDenied):
+                self._account.forget()  # a token that was good an hour ago is asked for anew
+            raise named from error
 
     def _named(self, error: Exception, where: str, *, writes: bool = False) -> DeltashardError:
         from deltashard_checkpoint.stores.cloud.refusal import translated

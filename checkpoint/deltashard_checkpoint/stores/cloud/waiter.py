@@ -75,6 +75,9 @@ class Waiter:
         loop.call_soon_threadsafe(begin)
         try:
             return self._awaited(answer, cancel)
+        except KeyboardInterrupt:
+            cancel()
+            raise
         finally:
             if gate is not None:
                 gate.carried_by(None)

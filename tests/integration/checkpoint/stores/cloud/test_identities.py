@@ -56,6 +56,31 @@ def test_a_federated_token_of_aks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 assert form["client_assertion"] == [projected]
                 assert form["client_id"] == ["the-client"]
                 assert service.heard[-1][1]["authorization"] == "Bearer issued"
+            asked = len(tokens.heard)
+            with pytest.raises(ObjectNotFound):
+                store.get("b")
+            assert len(tokens.heard) == asked, "a token is kept as long as it lasts"
+
+
+def test_a_token_that_the_store_refuses_is_asked_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    path.write_text("projected")
+    for name, value in {"FEDERATED_TOKEN_FILE": str(path), "CLIENT_ID": "c", "TENANT_ID": "t"}.items():
+        monkeypatch.setenv(f"AZURE_{name}", value)
+    refusal = b"<Error><Code>AuthenticationFailed</Code></Error>"
+    with (
+        FixedAnswers(200, TOKEN, {"Content-Type": "application/json"}) as tokens,
+        FixedAnswers(403, refusal) as service,
+    ):
+        monkeypatch.setenv("AZURE_AUTHORITY_HOST", f"http://127.0.0.1:{tokens.port}")
+        url = f"az://ctr/x?account=acc1&endpoint=http://127.0.0.1:{service.port}/acc1"
+        with open_store(url, policy=ONCE) as store:
+            for times in (1, 2):
+                with pytest.raises(AccessDenied, match="AZURE_FEDERATED_TOKEN_FILE"):
+                    store.get("a")
+                assert len(tokens.heard) == times
 
 
 def test_the_token_service_refuses_or_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
