@@ -3,7 +3,7 @@ PYTHON ?= python3
 UV = .bootstrap/bin/uv
 RUN = .venv/bin/python
 STORE ?= file
-SERVERS = minio etcd helm kubectl coredns promql kwok jobset kubernetes
+SERVERS = minio etcd helm kubectl coredns promql kwok jobset kubernetes fake-gcs-server
 
 CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=1
 
@@ -26,11 +26,14 @@ $(UV):
 demo: venv
 	$(RUN) $(if $(RANKS),examples/demo/ranks/run.py --ranks $(RANKS),examples/demo/run.py) --store $(STORE)
 
-# The servers that tests run, built once per machine and before pytest begins. Without Go their tests are skipped, loudly.
+# The servers that tests run, built once per machine and before pytest begins. Without Go (for Azurite: npm) their tests are skipped, loudly.
 servers:
 	@if command -v go >/dev/null; then for tool in $(SERVERS); do tools/build $$tool >/dev/null || exit 1; done; \
 	elif [ -n "$$CI" ]; then echo "no Go: it is required in CI"; exit 1; \
 	else echo "*** no Go on this machine: tests on real servers will be skipped ***"; fi
+	@if command -v npm >/dev/null; then tools/build azurite >/dev/null; \
+	elif [ -n "$$CI" ]; then echo "no npm: it is required in CI"; exit 1; \
+	else echo "*** no npm on this machine: tests on Azure's storage (Azurite) will be skipped ***"; fi
 
 # A file's tests share their processes and servers, so a file stays on one worker.
 test: venv

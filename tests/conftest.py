@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import progress
 from tests.support.machine import patience
+from tests.support.server.cloud_server import Azurite, CloudServer, FakeGcs
 from tests.support.server.minio_server import MinioServer
 from tests.support.tool import MISSING
 
@@ -45,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for tool in sorted({found[1] for each in skipped if (found := MISSING.search(each))}):
         count = sum(f"no {tool}: `make servers`" in each for each in skipped)
         terminalreporter.write_line(
-            f"*** {count} tests on the real {tool} did NOT run: `make servers` builds it (Go 1.25) ***",
+            f"*** {count} tests on the real {tool} did NOT run: `make servers` builds it ***",
             red=True,
             bold=True,
         )
@@ -79,3 +80,42 @@ def minio_url(minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch) -> str
     for name, value in minio_server.environment.items():
         monkeypatch.setenv(name, value)
     return minio_server.url(minio_server.new_bucket())
+
+
+@pytest.fixture(scope="session")
+def google_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CloudServer]:
+    server = FakeGcs(tmp_path_factory.mktemp("gcs"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CloudServer]:
+    server = Azurite(tmp_path_factory.mktemp("azurite"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def google(google_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> CloudServer:
+    """With its credentials in the environment."""
+    for name, value in google_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return google_server
+
+
+@pytest.fixture
+def azure(azure_server: CloudServer, monkeypatch: pytest.MonkeyPatch) -> CloudServer:
+    """With its credentials in the environment."""
+    for name, value in azure_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return azure_server
+
+
+@pytest.fixture(params=["google", "azure"])
+def cloud(request: pytest.FixtureRequest) -> CloudServer:
+    """Each server in turn."""
+    server: CloudServer = request.getfixturevalue(request.param)
+    return server

@@ -43,8 +43,9 @@ Exit codes:
 def cli() -> None:
     """Plan, look at, check, restore, export and tidy deltashard checkpoints.
 
-    URL is a store (s3://bucket/prefix?endpoint=..., file:///dir or a path), or a run in it (URL/RUN).
-    Credentials come from AWS_* or MINIO_* variables or the shared credentials file.
+    URL is a store (s3://bucket/prefix?endpoint=..., gs://bucket/prefix, az://container/prefix?account=...,
+    file:///dir or a path), or a run in it (URL/RUN).
+    Credentials come from AWS_* or MINIO_* variables or the shared credentials file, GOOGLE_* or AZURE_* variables.
     """
 
 

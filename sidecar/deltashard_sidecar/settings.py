@@ -83,7 +83,7 @@ class Settings:
     """Everything that can be set on a sidecar."""
 
     url: str
-    """Object store of the run: `s3://bucket/prefix` or `file:///dir`."""
+    """Object store of the run: `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix` or `file:///dir`."""
     run: str
     """Name of the run, the logical training job; with the store it names everything that is stored."""
     dir: Path

@@ -33,7 +33,8 @@ def built(tool: str) -> Path:
     path = found(tool)
     if path is None:
         name = {"minio": "MinIO", "kubernetes": "apiserver"}.get(tool, tool)
-        why = f"no {name}: `make servers` builds what tests need, once per machine (Go 1.25 or newer)"
+        needs = "npm of Node 20 or newer" if tool == "azurite" else "Go 1.25 or newer"
+        why = f"no {name}: `make servers` builds what tests need, once per machine ({needs})"
         if os.environ.get("CI", "").lower() in {"1", "true"}:
             pytest.fail(f"{why}; it is required in CI", pytrace=False)
         pytest.skip(why)

@@ -89,7 +89,10 @@ def check_place(url: object, run: object) -> None:
     """Raises `UserError` unless both are text, or None (the environment says)."""
     if url is not None and not (isinstance(url, os.PathLike) or (isinstance(url, str) and url.strip())):
         raise _refusal(
-            "url", url, "text or a path", 'give "s3://bucket/prefix", "file:///some/dir" or a directory'
+            "url",
+            url,
+            "text or a path",
+            'give "s3://bucket/prefix", "gs://...", "az://...", "file:///some/dir" or a directory',
         )
     if run is not None and not (isinstance(run, str) and run.strip()):
         raise _refusal("run", run, "text", 'give the name of the training job, for example run="ads-ctr"')

@@ -113,7 +113,8 @@ class Checkpointer:
             state: everything else that must come back, by name: objects with `state_dict`/`load_state_dict`
                 (schedulers, GradScaler, EMA, stateful loaders), generators, `(get, set)` pairs, tensors, arrays, dicts
                 and lists that are changed in place.
-            url: store of the run, `s3://bucket/prefix` or `file:///dir` or a path. In a pod it comes from the sidecar.
+            url: store of the run, `s3://bucket/prefix` (or `gs://`, `az://`), `file:///dir` or a path. In a pod it
+                comes from the sidecar.
             run: name of the logical training job.
             every_s: save every so many seconds.
             every_steps: save every so many steps.

@@ -45,6 +45,54 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- toYaml (mustMergeOverwrite $base (deepCopy .Values.defaultPolicy)) }}
 {{- end }}
 
+{{/* Ends with a sentence where the default policy's store has words of another kind of store, or none of its own. */}}
+{{- define "deltashard.checkDefaultPolicy" -}}
+{{- $store := .Values.defaultPolicy.store | default dict -}}
+{{- $scheme := splitList ":" ($store.url | default "s3:") | first -}}
+{{- $identity := $store.webIdentity | default dict -}}
+{{- range list "region" "addressing" "encryption" -}}
+{{- if and (ne $scheme "s3") (get $store .) -}}
+{{- fail (printf "defaultPolicy.store.%s is a word of s3:// alone, and the store is %s" . $store.url) -}}
+{{- end -}}
+{{- end -}}
+{{- if and $store.account (ne $scheme "az") -}}
+{{- fail (printf "defaultPolicy.store.account is a word of az:// alone, and the store is %s" $store.url) -}}
+{{- end -}}
+{{- if and (hasKey $store "webIdentity") (eq $scheme "gs") -}}
+{{- fail "defaultPolicy.store.webIdentity is nothing for gs://: GKE gives the pod's service account its identity, by an annotation of that account" -}}
+{{- end -}}
+{{- range $key, $only := dict "roleArn" "s3" "stsEndpoint" "s3" "clientId" "az" "tenantId" "az" "authorityHost" "az" -}}
+{{- if and (get $identity $key) (ne $scheme $only) -}}
+{{- fail (printf "defaultPolicy.store.webIdentity.%s is a word of %s:// alone, and the store is %s" $key $only $store.url) -}}
+{{- end -}}
+{{- end -}}
+{{- if and (hasKey $store "webIdentity") (eq $scheme "az") (not (and $identity.clientId $identity.tenantId)) -}}
+{{- fail "defaultPolicy.store.webIdentity needs clientId and tenantId for az://" -}}
+{{- end -}}
+{{- $encryption := $store.encryption | default dict -}}
+{{- if and $encryption.keyId (ne $encryption.kind "SSE-KMS") -}}
+{{- fail "defaultPolicy.store.encryption.keyId belongs to kind SSE-KMS" -}}
+{{- end -}}
+{{- $network := .Values.defaultPolicy.network | default dict -}}
+{{- if and $network.noProxy (not (or $network.httpsProxy $network.httpProxy)) -}}
+{{- fail "defaultPolicy.network.noProxy is nothing without httpsProxy or httpProxy" -}}
+{{- end -}}
+{{- $sidecar := .Values.defaultPolicy.sidecar | default dict -}}
+{{- $names := list -}}
+{{- range $sidecar.volumes -}}{{- $names = append $names .name -}}{{- end -}}
+{{- range $sidecar.volumeMounts -}}
+{{- $path := .mountPath -}}
+{{- if not (has .name $names) -}}
+{{- fail (printf "defaultPolicy.sidecar.volumeMounts: %s names none of defaultPolicy.sidecar.volumes" .name) -}}
+{{- end -}}
+{{- range list "/run/deltashard" "/var/cache/deltashard" "/etc/deltashard" "/var/run/secrets/deltashard" -}}
+{{- if or (hasPrefix (printf "%s/" .) (printf "%s/" $path)) (hasPrefix (printf "%s/" $path) (printf "%s/" .)) -}}
+{{- fail (printf "defaultPolicy.sidecar.volumeMounts: %s is in or above %s, which is the sidecar's own" $path .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{/* Security context of every pod: what PodSecurity's `restricted` asks for. */}}
 {{- define "deltashard.podSecurity" -}}
 runAsNonRoot: true

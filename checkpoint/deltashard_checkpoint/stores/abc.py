@@ -67,6 +67,10 @@ class ConditionalPutUnsupported(UserError):
     """The store overwrites where it was asked to create only: two trainers could not be told apart."""
 
 
+class RequestRefused(UserError):
+    """The store refused a request as malformed or not allowed, in a way no other error names."""
+
+
 class ClockSkew(UserError):
     """The store refuses our signature because the two clocks differ too much."""
 

@@ -38,7 +38,7 @@ class Gate:
         """Whether nothing is written any more."""
         return self._closed
 
-    def write(self, view: memoryview, at: int, data: bytes) -> None:
+    def write(self, view: memoryview, at: int, data: bytes | memoryview) -> None:
         """Write, or raise `StoreUnavailable` when the gate is closed."""
         with self._lock:
             if self._closed:
@@ -74,7 +74,7 @@ def current() -> Gate | None:
     return _gate.get()
 
 
-def deliver(view: memoryview, at: int, data: bytes) -> None:
+def deliver(view: memoryview, at: int, data: bytes | memoryview) -> None:
     """Write what was received at `view[at:]`; raises `StoreUnavailable` when it does not count any more."""
     gate = _gate.get()
     if gate is None:

@@ -27,6 +27,7 @@ from deltashard_operator.kube.cluster_name import (
 )
 from deltashard_operator.kube.run_identity import IdentityRecipe
 from deltashard_operator.policy import annotation as notes
+from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.policy.workload_policy import FIXED, Policy
 
 COMMAND = "deltashard-sidecar"
@@ -38,6 +39,12 @@ START_S = 120
 """Patience of the startup probe with the smallest arena; Python starts slowly on a busy node."""
 START_S_PER_GIB = 4
 """More patience for each GiB of arena, all of which has to be touched."""
+_SECRET_VARIABLES = {
+    "s3": "AWS_SHARED_CREDENTIALS_FILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_CONNECTION_STRING_FILE",
+}
+"""Which variable names the file `credentials` of the store's Secret, by the URL's scheme."""
 LEAVE_S = 5
 """Seconds of the grace period that are kept back for exits."""
 
@@ -141,6 +148,29 @@ def _choices(policy: Policy, place: Place) -> dict[str, str]:
     return found
 
 
+def _credentials(policy: Policy) -> dict[str, str]:
+    """How the sidecar finds the store's credentials, by the kind of store."""
+    scheme, found = policy.url.partition(":")[0], {}
+    if policy.secret_name:
+        found[_SECRET_VARIABLES[scheme]] = STORE_PATH + "/credentials"
+    if (identity := policy.web_identity) is not None:
+        token = TOKEN_PATH + "/store"
+        if scheme == "az":
+            found |= {
+                "AZURE_FEDERATED_TOKEN_FILE": token,
+                "AZURE_CLIENT_ID": identity.client_id,
+                "AZURE_TENANT_ID": identity.tenant_id,
+                "AZURE_AUTHORITY_HOST": identity.authority_host,
+            }
+        else:
+            found |= {
+                "AWS_WEB_IDENTITY_TOKEN_FILE": token,
+                "AWS_ROLE_ARN": identity.role_arn,
+                "AWS_ENDPOINT_URL_STS": identity.sts_endpoint,
+            }
+    return found
+
+
 def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
     """The sidecar's environment: who it is, then its settings (each is a field of the sidecar's `Settings`)."""
     settings: dict[str, str] = {
@@ -167,21 +197,24 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "TMPDIR": CACHE_PATH,
         "NUMBA_CACHE_DIR": CACHE_PATH + "/numba",
     }
-    if policy.secret_name:
-        settings["AWS_SHARED_CREDENTIALS_FILE"] = STORE_PATH + "/credentials"
-    if policy.web_identity is not None:
-        settings["AWS_WEB_IDENTITY_TOKEN_FILE"] = TOKEN_PATH + "/store"
-        if policy.web_identity.role_arn:
-            settings["AWS_ROLE_ARN"] = policy.web_identity.role_arn
-        if policy.web_identity.sts_endpoint:
-            settings["AWS_ENDPOINT_URL_STS"] = policy.web_identity.sts_endpoint
+    settings |= _credentials(policy) | policy.extension.settings()
     if policy.fleet:
         settings |= {
             "DELTASHARD_FLEET": policy.fleet,
             "DELTASHARD_FLEET_TOKEN_FILE": TOKEN_PATH + "/fleet",
             "DELTASHARD_FLEET_CA": policy.fleet_ca,
         }
-    return [
+    ours = [
         *run_identity.environment(place.recipe, policy.run_id),
         *({"name": name, "value": value} for name, value in settings.items() if value),
     ]
+    taken = {each["name"] for each in ours}
+    for name, _ in policy.extension.env:
+        if name in taken:
+            raise Refusal(
+                "BadPolicy",
+                f"spec.sidecar.env states {name}, which this policy sets by another field",
+                where=f"CheckpointPolicy {policy.name}",
+                remedy="leave one of them out",
+            )
+    return [*ours, *({"name": name, "value": value} for name, value in policy.extension.env)]

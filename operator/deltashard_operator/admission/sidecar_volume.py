@@ -2,8 +2,9 @@
 
 `deltashard-shm` is memory: arena and socket, shared with the training container and nobody else. `deltashard-cache`
 is disk: spooled packs and the local copy of checkpoints, the sidecar's alone, as are the store's credentials
-(`deltashard-store`, an optional Secret: its absence must not keep a pod from starting) and tokens
-(`deltashard-token`).
+(`deltashard-store`, an optional Secret: its absence must not keep a pod from starting), tokens
+(`deltashard-token`), the authorities of `network.caBundle` (`deltashard-ca`, which a pod waits for: without,
+nothing could be trusted), and the volumes of the policy.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
+    CA_PATH,
+    CA_VOLUME,
     CACHE_PATH,
     CACHE_VOLUME,
     FLEET_AUDIENCE,
@@ -71,17 +74,26 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
             secret: dict[str, Any] = {"secretName": policy.secret_name, "optional": True}
             added.append({"name": STORE_VOLUME, "secret": secret})
         mounts.append({"name": STORE_VOLUME, "mountPath": STORE_PATH, "readOnly": True})
-    tokens = _tokens(policy)
-    if tokens:
-        if TOKEN_VOLUME in declared:
+    extension = policy.extension
+    ours: list[dict[str, Any]] = []
+    if tokens := _tokens(policy):
+        ours.append({"name": TOKEN_VOLUME, "projected": {"sources": tokens}})
+        mounts.append({"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True})
+    if extension.ca_config_map:
+        items = [{"key": extension.ca_key, "path": "ca.crt"}]
+        ours.append({"name": CA_VOLUME, "configMap": {"name": extension.ca_config_map, "items": items}})
+        mounts.append({"name": CA_VOLUME, "mountPath": CA_PATH, "readOnly": True})
+    ours += [dict(each) for each in extension.volumes]
+    mounts += [dict(each) for each in extension.mounts]
+    for each in ours:
+        if each["name"] in declared:
             raise Refusal(
                 "VolumeUnfit",
                 "the name is taken",
-                where=f"volume {TOKEN_VOLUME}",
-                remedy="rename your volume",
+                where=f"volume {each['name']}",
+                remedy="rename your volume" + (", or the policy's" if each in extension.volumes else ""),
             )
-        added.append({"name": TOKEN_VOLUME, "projected": {"sources": tokens}})
-        mounts.append({"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True})
+    added += ours
     numerator, denominator = _CACHE_SHARE
     return Volumes(
         added=tuple(added),

@@ -32,11 +32,13 @@ MESH_PROXIES = frozenset(
 SHM_VOLUME = "deltashard-shm"
 CACHE_VOLUME = "deltashard-cache"
 STORE_VOLUME = "deltashard-store"
+CA_VOLUME = "deltashard-ca"
 TOKEN_VOLUME = "deltashard-token"  # noqa: S105 - a volume's name
 
 SHM_PATH = "/run/deltashard"
 CACHE_PATH = "/var/cache/deltashard"
 STORE_PATH = "/etc/deltashard/store"
+CA_PATH = "/etc/deltashard/ca"
 TOKEN_PATH = "/var/run/secrets/deltashard"  # noqa: S105 - a path
 SOCKET_PATH = SHM_PATH + "/sidecar.sock"
 SOCKET_VARIABLE = "DELTASHARD_SOCKET"

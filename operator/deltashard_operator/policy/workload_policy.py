@@ -14,16 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
-from urllib.parse import quote, urlsplit
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from deltashard_checkpoint.deciding.goal import BadGoal
-from deltashard_checkpoint.deciding.goal import goal as goal_of
-from deltashard_checkpoint.deciding.precision import MAX_TABLES, text_of
 from deltashard_checkpoint.vocabulary import (
     BITS_CHOICES,
-    DECISION_MODES,
     DEFAULT_BITS_MODE,
     DEFAULT_DIFFERENTIAL,
     DEFAULT_ENCODING,
@@ -33,8 +28,8 @@ from deltashard_checkpoint.vocabulary import (
     ENCODINGS,
 )
 
-from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import METRICS_PORT, USER_ID
+from deltashard_operator.policy import store_spec
 from deltashard_operator.policy.annotation import (
     MAX_ARENA_BYTES,
     MIN_ARENA_BYTES,
@@ -42,7 +37,10 @@ from deltashard_operator.policy.annotation import (
     PRECISIONS,
     Annotations,
 )
+from deltashard_operator.policy.extension import Extension, extension_of
+from deltashard_operator.policy.field import Fields
 from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.policy.store_spec import WebIdentity
 
 DEFAULT = "default"
 """Policy name that means the chart's default policy where the namespace has none of that name."""
@@ -53,31 +51,14 @@ MAX_CACHE_BYTES = 10 << 30
 node's disk, and a node that holds a small arena need not have 10 GiB to spare."""
 BLOCK_BYTES = 8 << 20
 """Arenas are whole blocks of the sidecar's default block size."""
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", re.ASCII)
-_STORE_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9._/=-]*)?", re.ASCII)
-_ENDPOINT = re.compile(r"https?://[A-Za-z0-9.:\[\]-]+/?", re.ASCII)
-_REGION = re.compile(r"[A-Za-z0-9-]{1,64}", re.ASCII)
-_ARN = re.compile(r"[A-Za-z0-9:/+=,.@_-]{1,512}", re.ASCII)
 _ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}", re.ASCII)
-_MAX_INT = 1 << 40
 FIXED = "fixed"
 LEAST_BITS = (2, 3, 4, 8)
 _CLUSTERS = "deciding"
 """The field that only a file may have."""
-_TABLE = re.compile(r"[^=,\s\x00-\x1f\x7f-\x9f]{1,253}")
 _STATES = (({"intervalSeconds", "everySteps"}, "interval"), ({"bits", "encoding"}, "precision"))
 """Fields that say a thing, and the field by which it is chosen instead."""
-_BY_FIELD = ("sidecar", "fleet", "interval", "precision")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WebIdentity:
-    """Store credentials by a projected service account token instead of a Secret."""
-
-    audience: str
-    role_arn: str
-    sts_endpoint: str
-    """Endpoint of the token service; empty: AWS's own."""
+_BY_FIELD = ("sidecar", "network", "fleet", "interval", "precision")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +113,8 @@ class Policy:
     """host:port of the controller's heartbeat service; empty: none."""
     fleet_ca: str = ""
     """PEM of the authority that vouches for it."""
+    extension: Extension = field(default_factory=Extension)
+    """Variables, volumes and the way to the network that the policy adds."""
     container: str | None = None
     run_id: str | None = None
     runs: str = ""
@@ -149,7 +132,7 @@ def not_found(name: str, *, default: bool) -> Refusal:
 
 
 def merged(spec: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`spec` over `defaults`: field by field for `sidecar`, `fleet`, `interval` and `precision`, else whole."""
+    """`spec` over `defaults`: field by field for `sidecar`, `network`, `fleet`, `interval`, `precision`, else whole."""
     spec = {key: value for key, value in spec.items() if key != _CLUSTERS}
     result = {**defaults, **spec}
     if {"bits", "encoding"} & set(spec):  # two ways to say one thing: the policy's, not one of each
@@ -195,9 +178,8 @@ def _precision(word: str) -> str:
 
 def read(name: str, spec: Mapping[str, Any]) -> Policy:
     """A policy from its (merged) spec; raises `Refusal` (BadPolicy) with a sentence that names the field."""
-    top = _Fields(name, "spec", spec)
+    top = Fields(name, "spec", spec)
     store = top.fields("store")
-    identity = store.fields("webIdentity")
     sidecar = top.fields("sidecar")
     resources = sidecar.fields("resources")
     requests, limits = resources.fields("requests"), resources.fields("limits")
@@ -220,9 +202,10 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         top.fail("intervalSeconds", "seconds above 0, or 0 beside everySteps above 0")
     return Policy(
         name=name,
-        url=_url(store),
-        secret_name=store.text("secretName", "", _NAME) or None,
-        web_identity=_web_identity(identity) if identity.present else None,
+        url=store_spec.url_of(store),
+        secret_name=store_spec.secret_of(store),
+        web_identity=store_spec.identity_of(store),
+        extension=extension_of(sidecar, top.fields("network")),
         every_s=float(every_s),
         every_steps=every_steps,
         encoding=top.choice("encoding", BITS_CHOICES[bits], ENCODING_CHOICES),
@@ -260,127 +243,3 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
 def whole_blocks(n: int) -> int:
     """An arena's size in bytes, rounded up to whole blocks."""
     return -(-n // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _url(store: _Fields) -> str:
-    url = store.text("url", "")
-    if _STORE_URL.fullmatch(url) is None or ".." in urlsplit(url).path:
-        store.fail("url", "s3://bucket/prefix, without credentials or options")
-    endpoint, region = store.text("endpoint", "", _ENDPOINT), store.text("region", "", _REGION)
-    options = [
-        f"{key}={quote(value, safe=':/')}"
-        for key, value in (("endpoint", endpoint), ("region", region))
-        if value
-    ]
-    return url + ("?" + "&".join(options) if options else "")
-
-
-def _web_identity(fields: _Fields) -> WebIdentity:
-    return WebIdentity(
-        audience=fields.text("audience", "sts.amazonaws.com", _ARN),
-        role_arn=fields.text("roleArn", "", _ARN),
-        sts_endpoint=fields.text("stsEndpoint", "", _ENDPOINT),
-    )
-
-
-class _Fields:
-    """One object of a spec: typed access, and refusals that name the field's whole path."""
-
-    def __init__(self, policy: str, path: str, value: Any) -> None:
-        self.policy = policy
-        self.path = path
-        self.present = value is not None
-        if value is not None and not isinstance(value, Mapping):
-            raise Refusal("BadPolicy", f"{path} is no object", where=f"CheckpointPolicy {policy}")
-        self._value: Mapping[str, Any] = value or {}
-
-    def fail(self, key: str, takes: str) -> NoReturn:
-        value = self._value.get(key)
-        said = "is missing" if value is None else f"is {str(value)[:80]!r}"
-        raise Refusal(
-            "BadPolicy",
-            f"{self.path}.{key} {said}",
-            where=f"CheckpointPolicy {self.policy}",
-            remedy=f"it takes {takes}",
-        )
-
-    def fields(self, key: str) -> _Fields:
-        return _Fields(self.policy, f"{self.path}.{key}", self._value.get(key))
-
-    def text(self, key: str, default: str, pattern: re.Pattern[str] | None = None) -> str:
-        value = self._value.get(key, default)
-        if not isinstance(value, str) or (value and pattern and not pattern.fullmatch(value)):
-            self.fail(key, f"a string that matches {pattern.pattern}" if pattern else "a string")
-        return value
-
-    def choice(self, key: str, default: str, choices: tuple[str, ...]) -> str:
-        value = self.text(key, default)
-        return value if value in choices else self.fail(key, f"one of {', '.join(choices)}")
-
-    def integer(self, key: str, default: int, *, low: int = 0, high: int = _MAX_INT) -> int:
-        value = self._value.get(key, default)
-        if type(value) is not int or not low <= value <= high:
-            self.fail(key, f"an integer from {low} to {high}")
-        return value
-
-    def boolean(self, key: str, *, default: bool) -> bool:
-        value = self._value.get(key, default)
-        return value if isinstance(value, bool) else self.fail(key, "true or false")
-
-    def mode(self, key: str, default: str) -> str:
-        return self.choice(key, default, DECISION_MODES)
-
-    def goal(self, key: str, default: str) -> str:
-        value = self.text(key, default)
-        try:
-            goal_of(value)
-        except BadGoal as error:
-            self.fail(key, error.remedy)
-        return value
-
-    def one_of(self, key: str, default: int, choices: tuple[int, ...]) -> int:
-        value = self._value.get(key, default)
-        if type(value) is not int or (key in self._value and value not in choices):
-            self.fail(key, f"one of {', '.join(map(str, choices))}")
-        return value
-
-    def tables(self, key: str) -> str:
-        """Encodings by table, as the sidecar takes them."""
-        value = self._value.get(key) or {}
-        takes = f"encodings by table, such as emb.user: q8, of {', '.join(ENCODING_CHOICES)}"
-        if not isinstance(value, Mapping):
-            self.fail(key, takes)
-        for table, encoding in value.items():
-            if not isinstance(table, str) or not _TABLE.fullmatch(table) or encoding not in ENCODING_CHOICES:
-                self.fail(key, takes)
-        text = text_of(value)
-        return text if len(text) <= MAX_TABLES else self.fail(key, f"at most {MAX_TABLES} characters in all")
-
-    def nullable_integer(self, key: str, default: int) -> int | None:
-        return None if key in self._value and self._value[key] is None else self.integer(key, default, low=1)
-
-    def names(self, key: str) -> tuple[str, ...]:
-        value = self._value.get(key, [])
-        if not isinstance(value, list) or not all(isinstance(v, str) and _NAME.fullmatch(v) for v in value):
-            self.fail(key, "a list of names")
-        return tuple(value)
-
-    def bytes(self, key: str, default: int, *, low: int = 1, high: int = 1 << 60) -> int:
-        try:
-            value = quantity.bytes_of(self._value.get(key, default))
-        except (TypeError, ValueError):
-            value = -1
-        if not low <= value <= high:
-            self.fail(key, f"a quantity from {quantity.format_bytes(low)} to {quantity.format_bytes(high)}")
-        return value
-
-    def millis(self, key: str, default: int) -> int:
-        if key not in self._value:
-            return default
-        try:
-            value = quantity.millis_of(self._value[key])
-        except (TypeError, ValueError):
-            value = 0
-        return (
-            value if 0 < value <= _MAX_INT else self.fail(key, "a quantity of processors, such as 500m or 2")
-        )

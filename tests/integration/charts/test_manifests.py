@@ -57,6 +57,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "certificates": {"mode": "existing", "existing": {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}}
     },
     "no user": {"runAsUser": None},
+    "on the nodes' network": {"webhook": {"hostNetwork": True, "port": 10250, "metricsPort": 10300}},
 }
 
 
@@ -108,6 +109,9 @@ def test_the_api_server_takes_it(prepared: Rest, name: str) -> None:
             document = {**document, "metadata": metadata}  # noqa: PLW2901
         reply = prepared("POST", place, document, dry_run=True)
         assert reply.status == 201, (document["kind"], document["metadata"]["name"], reply.document)
+        spec = document.get("spec", {}).get("template", {}).get("spec", {})
+        if spec.get("hostNetwork"):  # which NOTES.txt speaks of: the namespace must allow it
+            assert "host namespaces (hostNetwork=true)" in reply.warnings.pop()
         assert reply.warnings == [], (document["kind"], document["metadata"]["name"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,11 @@ def of_pod(component: str, *path: str) -> Callable[[Rendering], Any]:
 def container(component: str, key: str) -> Callable[[Rendering], Any]:
     """A field of a component's container."""
     return of_pod(component, "spec", "containers", "0", key)
+
+
+def ports(rendering: Rendering) -> dict[str, int]:
+    """Ports of the webhook's container, by name."""
+    return {each["name"]: each["containerPort"] for each in container("webhook", "ports")(rendering)}
 
 
 def policy(rendering: Rendering) -> Any:
@@ -333,6 +339,37 @@ CASES = [
         ),
         before=(["--drain-s=10"], 25),
         after=(["--drain-s=60"], 75),
+    ),
+    Case(
+        path="webhook.port",
+        value=10250,
+        look=lambda r: (
+            ports(r)["webhook"],
+            f"--port={ports(r)['webhook']}" in container("webhook", "args")(r),
+        ),
+        before=(9443, True),
+        after=(10250, True),
+    ),
+    Case(
+        path="webhook.metricsPort",
+        value=9091,
+        look=lambda r: (
+            ports(r)["metrics"],
+            f"--metrics-port={ports(r)['metrics']}" in container("webhook", "args")(r),
+        ),
+        before=(9090, True),
+        after=(9091, True),
+    ),
+    Case(
+        path="webhook.hostNetwork",
+        value=True,
+        look=lambda r: (
+            of_pod("webhook", "spec", "hostNetwork")(r),
+            of_pod("webhook", "spec", "dnsPolicy")(r),
+            r.find("Deployment", "deltashard-webhook")["spec"]["strategy"]["rollingUpdate"],
+        ),
+        before=(None, None, {"maxUnavailable": 0, "maxSurge": 1}),
+        after=(True, "ClusterFirstWithHostNet", {"maxUnavailable": 1, "maxSurge": 0}),
     ),
     Case(
         path="webhook.podDisruptionBudget.enabled",
@@ -626,6 +663,14 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("defaultPolicy", {"precision": {"tables": {"emb=x": "q8"}}}),
         ("defaultPolicy", {"precision": {"tables": {"emb": "q7"}}}),
         ("defaultPolicy", {"deciding": {"enabled": False}}),
+        ("defaultPolicy", {"sidecar": {"env": [{"name": "DELTASHARD_URL", "value": "x"}]}}),
+        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}}),
+        ("defaultPolicy", {"sidecar": {"env": [{"name": "http_proxy", "value": "x"}]}}),
+        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v"}]}}),
+        ("defaultPolicy", {"sidecar": {"volumes": [{"name": "deltashard-x", "configMap": {"name": "c"}}]}}),
+        ("defaultPolicy", {"network": {"httpsProxy": "http://user:pw@proxy:1"}}),
+        ("defaultPolicy", {"network": {"caBundle": {"key": "ca.crt"}}}),
+        ("webhook.port", 443),
         ("runAsUser", 0),
     ],
 )
@@ -633,6 +678,49 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
     """Before anything reaches a cluster."""
     with pytest.raises(HelmRefused, match="values don't meet the specifications"):
         render(nested(path, value))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"store": {"url": "gs://bkt", "region": "eu"}}, "store.region is a word of s3:// alone"),
+        (
+            {"store": {"url": "az://ctr", "encryption": {"kind": "SSE-S3"}}},
+            "encryption is a word of s3:// alone",
+        ),
+        ({"store": {"url": "s3://bkt", "account": "acc1"}}, "account is a word of az:// alone"),
+        ({"store": {"url": "gs://bkt", "webIdentity": {}}}, "webIdentity is nothing for gs://"),
+        ({"store": {"url": "az://ctr", "webIdentity": {"clientId": "c"}}}, "needs clientId and tenantId"),
+        (
+            {"store": {"url": "s3://bkt", "webIdentity": {"clientId": "c"}}},
+            "clientId is a word of az:// alone",
+        ),
+        (
+            {"store": {"url": "s3://bkt", "encryption": {"kind": "SSE-S3", "keyId": "k"}}},
+            "keyId belongs to kind SSE-KMS",
+        ),
+        ({"network": {"noProxy": "a"}}, "noProxy is nothing without"),
+        ({"sidecar": {"volumeMounts": [{"name": "v", "mountPath": "/a"}]}}, "v names none of"),
+        (
+            {
+                "sidecar": {
+                    "volumes": [{"name": "v", "configMap": {"name": "c"}}],
+                    "volumeMounts": [{"name": "v", "mountPath": "/etc"}],
+                }
+            },
+            "/etc is in or above /etc/deltashard",
+        ),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(values: dict[str, Any], says: str) -> None:
+    """With a sentence, at the installation: the webhook would refuse every annotated Job by it."""
+    with pytest.raises(HelmRefused, match=re.escape(says)):
+        render({"defaultPolicy": values})
+
+
+def test_one_port_does_not_serve_two() -> None:
+    with pytest.raises(HelmRefused, match="both 9090"):
+        render({"webhook": {"port": 9090}})
 
 
 @pytest.mark.parametrize(("replicas", "away"), [(2, 2), (3, 5), (2, "51%"), (3, "99%")])

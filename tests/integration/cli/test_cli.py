@@ -532,7 +532,7 @@ def test_what_the_caller_got_wrong_is_2(
     write(file_url, tmp_path / "more", "another")
     for arguments, said in (
         (("ls", f"{tmp_path}/nowhere"), "does not exist"),
-        (("ls", "gs://bucket"), "s3://"),
+        (("ls", "ftp://bucket"), "s3://"),
         (("verify", file_url), "another, team/run-1"),
         (("verify", file_url, "--run", "typo"), "another, team/run-1"),
         (("verify", file_url, "--run", "../up"), "cannot name a run"),

@@ -156,10 +156,11 @@ PARTS = {
 }
 """Folders whose code runs in an image."""
 ELSEWHERE = {
-    # numba_kernel.py, never loaded; the stores' conformance suite; `deltashard export` to .pt, which says what it lacks
+    # numba_kernel.py, never loaded; the stores' conformance suite; `deltashard export` to .pt, which says what it lacks;
+    # a store of a cloud's, which in a pod the sidecar opens and the trainer does not
     "sidecar": {"numba", "pytest", "torch"},
     "operator": set(),
-    "example": {"numba", "pytest"},
+    "example": {"numba", "obstore", "pytest"},
 }
 
 

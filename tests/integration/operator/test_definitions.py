@@ -19,6 +19,8 @@ GOOD_POLICY: dict[str, Any] = {
         "url": "s3://checkpoints/team-a",
         "endpoint": "http://minio.minio.svc:9000",
         "region": "eu-west-1",
+        "addressing": "path",
+        "encryption": {"kind": "SSE-KMS", "keyId": "alias/checkpoints"},
         "secretName": "store",
         "webIdentity": {
             "audience": "sts.amazonaws.com",
@@ -52,6 +54,41 @@ GOOD_POLICY: dict[str, Any] = {
         "runAsUser": None,
         "metricsPort": 9464,
         "hostNetworkMetricsPort": 0,
+        "env": [{"name": "GOMEMLIMIT", "value": "1GiB"}],
+        "volumes": [
+            {"name": "a", "configMap": {"name": "files", "optional": True}},
+            {"name": "b", "secret": {"secretName": "keys"}},
+            {
+                "name": "c",
+                "projected": {
+                    "sources": [
+                        {
+                            "serviceAccountToken": {
+                                "audience": "vault",
+                                "expirationSeconds": 600,
+                                "path": "token",
+                            }
+                        },
+                        {"configMap": {"name": "files"}},
+                        {"secret": {"name": "keys", "optional": False}},
+                    ]
+                },
+            },
+            {
+                "name": "d",
+                "csi": {
+                    "driver": "secrets-store.csi.k8s.io",
+                    "volumeAttributes": {"secretProviderClass": "store"},
+                },
+            },
+        ],
+        "volumeMounts": [{"name": "d", "mountPath": "/etc/keys"}],
+    },
+    "network": {
+        "httpsProxy": "http://proxy.example:3128",
+        "httpProxy": "http://proxy.example:3128",
+        "noProxy": "minio.example,.internal",
+        "caBundle": {"configMap": "authorities", "key": "ca.crt"},
     },
     "fleet": {
         "address": "deltashard-fleet.deltashard-system.svc:9443",
@@ -65,6 +102,104 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown encoding": ({"bits": None, "encoding": "q7"}, "Unsupported value"),
     "a url with options": ({"store": {"url": "s3://bucket/x?endpoint=evil"}}, "should match"),
     "a url upwards": ({"store": {"url": "s3://bucket/../x"}}, "holds '..'"),
+    "an option of S3's for Google": (
+        {"store": {"url": "gs://bucket/x", "region": "eu"}},
+        "words of s3:// alone",
+    ),
+    "an account for S3": ({"store": {"url": "s3://bucket/x", "account": "abc"}}, "a word of az:// alone"),
+    "a path of an endpoint": (
+        {"store": {"url": "gs://bucket/x", "endpoint": "http://h/path"}},
+        "has a path for az:// alone",
+    ),
+    "an identity for Google": (
+        {"store": {"url": "gs://bucket/x", "webIdentity": {}}},
+        "GKE gives the pod's service account its identity",
+    ),
+    "a role of AWS for Azure": (
+        {
+            "store": {
+                "url": "az://bucket/x",
+                "webIdentity": {"clientId": "c", "tenantId": "t", "roleArn": "r"},
+            }
+        },
+        "roleArn and stsEndpoint are words of s3:// alone",
+    ),
+    "half an identity of Azure": (
+        {"store": {"url": "az://bucket/x", "webIdentity": {"clientId": "c"}}},
+        "which needs both",
+    ),
+    "a client's id for S3": (
+        {"store": {"url": "s3://bucket/x", "webIdentity": {"clientId": "c"}}},
+        "which needs both",
+    ),
+    "a key of the store's own keys": (
+        {"store": {"url": "s3://bucket/x", "encryption": {"kind": "SSE-S3", "keyId": "k"}}},
+        "keyId belongs to kind SSE-KMS",
+    ),
+    "an unknown encryption": (
+        {"store": {"url": "s3://bucket/x", "encryption": {"kind": "SSE-C"}}},
+        "Unsupported value",
+    ),
+    "an unknown addressing": ({"store": {"url": "s3://bucket/x", "addressing": "dns"}}, "Unsupported value"),
+    "a variable of ours": (
+        {"sidecar": {"env": [{"name": "DELTASHARD_URL", "value": "x"}]}},
+        "the sidecar's own",
+    ),
+    "a home": ({"sidecar": {"env": [{"name": "HOME", "value": "/"}]}}, "the sidecar's own"),
+    "a proxy as a variable": (
+        {"sidecar": {"env": [{"name": "https_proxy", "value": "http://p:1"}]}},
+        "proxies are said by network",
+    ),
+    "a variable twice": (
+        {"sidecar": {"env": [{"name": "A", "value": "1"}, {"name": "A", "value": "2"}]}},
+        "Duplicate value",
+    ),
+    "a volume of the node": (
+        {"sidecar": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}},
+        "nothing of the node",
+    ),
+    "a volume of two kinds": (
+        {"sidecar": {"volumes": [{"name": "v", "configMap": {"name": "c"}, "secret": {"secretName": "s"}}]}},
+        "a volume is one of",
+    ),
+    "a volume of our name": (
+        {"sidecar": {"volumes": [{"name": "deltashard-shm", "configMap": {"name": "c"}}]}},
+        "the sidecar's own",
+    ),
+    "a mount over ours": (
+        {
+            "sidecar": {
+                "volumes": [{"name": "v", "configMap": {"name": "c"}}],
+                "volumeMounts": [{"name": "v", "mountPath": "/etc/deltashard/store"}],
+            }
+        },
+        "in or above one of the sidecar's own",
+    ),
+    "a mount above ours": (
+        {
+            "sidecar": {
+                "volumes": [{"name": "v", "configMap": {"name": "c"}}],
+                "volumeMounts": [{"name": "v", "mountPath": "/run"}],
+            }
+        },
+        "in or above one of the sidecar's own",
+    ),
+    "a mount of nothing": (
+        {
+            "sidecar": {
+                "volumes": [{"name": "v", "configMap": {"name": "c"}}],
+                "volumeMounts": [{"name": "w", "mountPath": "/etc/w"}],
+            }
+        },
+        "names one of volumes",
+    ),
+    "a proxy with a password": ({"network": {"httpsProxy": "http://user:pw@proxy:1"}}, "should match"),
+    "networks past the proxy": (
+        {"network": {"httpsProxy": "http://proxy:1", "noProxy": "10.0.0.0/8"}},
+        "should match",
+    ),
+    "past no proxy": ({"network": {"noProxy": "a"}}, "nothing without httpsProxy"),
+    "authorities of nowhere": ({"network": {"caBundle": {"key": "ca.crt"}}}, "Required value"),
     "a store without url": ({"store": {"secretName": "store"}}, "Required value"),
     "a negative interval": ({"intervalSeconds": -1}, "greater than or equal to 0"),
     "an interval beyond a week": ({"intervalSeconds": 604801}, "less than or equal to 604800"),

@@ -18,6 +18,12 @@ def documents(case: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((FOLDER / f"{case}.in.yaml").read_text()))
 
 
+def policy(case: str) -> dict[str, Any]:
+    """The policy's spec, over the samples' defaults; empty unless the case has one of its own."""
+    path = FOLDER / f"{case}.policy.yaml"
+    return dict(yaml.safe_load(path.read_text())) if path.exists() else {}
+
+
 def annotated(document: Any, path: list[str]) -> bool:
     if not path:
         return cluster_name.POLICY in (document.get("annotations") or {})

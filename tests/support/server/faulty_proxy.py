@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -136,8 +137,17 @@ class FaultyProxy:
 class FixedAnswers:
     """An HTTP server that gives every request the same answer, once it has read it."""
 
-    def __init__(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        body: bytes = b"",
+        headers: dict[str, str] | None = None,
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.requests = 0
+        self.heard: list[tuple[str, dict[str, str], bytes]] = []
+        """Path, headers and body of each."""
         self.body = body
         """May be changed meanwhile."""
         outer = self
@@ -148,7 +158,8 @@ class FixedAnswers:
             def handle_any(self) -> None:
                 outer.requests += 1
                 body = outer.body
-                self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                said = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                outer.heard.append((self.path, dict(self.headers.items()), said))
                 self.send_response(status)
                 usual = {"Content-Type": "application/xml", "Content-Length": str(len(body))}
                 for name, value in (usual | (headers or {})).items():
@@ -169,6 +180,8 @@ class FixedAnswers:
                 pass  # a client that went away
 
         self._server = Server(("127.0.0.1", 0), Handler)
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True

@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import urllib3
@@ -18,6 +19,9 @@ from minio import Minio
 from tests.support.eventually import eventually
 from tests.support.server.port import free_port
 from tests.support.tool import ROOT, built
+
+if TYPE_CHECKING:
+    from tests.support.server.apiserver import Authority
 
 __all__ = ["ROOT", "MinioServer", "free_port"]
 
@@ -32,8 +36,11 @@ class MinioServer:
         *,
         host: str = "127.0.0.1",
         settings: dict[str, str] | None = None,
+        authority: Authority | None = None,
     ) -> None:
-        """`settings` are MINIO_* variables besides the usual ones."""
+        """`settings` are MINIO_* variables besides the usual ones; `authority` signs for it, which then serves TLS."""
+        self.scheme = "https" if authority else "http"
+        self._authority = authority
         self.host = host
         self.settings = settings or {}
         self.binary = binary or built("minio")
@@ -46,7 +53,7 @@ class MinioServer:
 
     @property
     def endpoint(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"{self.scheme}://{self.host}:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -61,16 +68,18 @@ class MinioServer:
 
     def url(self, bucket: str, prefix: str = "", *, port: int | None = None) -> str:
         """A store URL; `port` leads through a proxy."""
-        return f"s3://{bucket}/{prefix}?endpoint=http://{self.host}:{port or self.port}"
+        return f"s3://{bucket}/{prefix}?endpoint={self.scheme}://{self.host}:{port or self.port}"
 
     def client(self) -> Minio:
         """minio-py's own client, to look at the server past our code."""
-        http = urllib3.PoolManager(timeout=urllib3.Timeout(connect=60, read=60), retries=False)
+        http = urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=60, read=60), retries=False, ca_certs=self._trusted()
+        )
         return Minio(
             f"{self.host}:{self.port}",
             self.access_key,
             self.secret_key,
-            secure=False,
+            secure=self.scheme == "https",
             region="us-east-1",
             http_client=http,
         )
@@ -112,6 +121,7 @@ class MinioServer:
                     "--quiet",
                     "--address",
                     f"{self.host}:{self.port}",
+                    *self._certificates(),
                     self.directory / "data",
                 ],
                 stdout=log,
@@ -121,7 +131,9 @@ class MinioServer:
                 start_new_session=True,
             )
         self._process = process
-        http = urllib3.PoolManager(timeout=urllib3.Timeout(connect=1, read=2), retries=False)
+        http = urllib3.PoolManager(
+            timeout=urllib3.Timeout(connect=1, read=2), retries=False, ca_certs=self._trusted()
+        )
 
         def settled() -> bool:
             if process.poll() is not None:
@@ -136,6 +148,22 @@ class MinioServer:
         finally:
             http.clear()
         return process.poll() is None
+
+    def _trusted(self) -> str | None:
+        if self._authority is None:
+            return None
+        path = self.directory / "ca.crt"
+        path.write_bytes(self._authority.pem)
+        return str(path)
+
+    def _certificates(self) -> list[str | Path]:
+        if self._authority is None:
+            return []
+        issued, folder = self._authority.issue(), self.directory / "certs"
+        folder.mkdir(exist_ok=True)
+        (folder / "public.crt").write_bytes(issued.certificate)
+        (folder / "private.key").write_bytes(issued.key)
+        return ["--certs-dir", folder]
 
     def kill(self) -> None:
         """SIGKILL, as a lost node."""

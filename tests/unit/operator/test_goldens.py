@@ -1,7 +1,7 @@
 """Golden specs: what a workload of each kind and shape looks like before and after its admission.
 
 A case is `tests/golden/pods/<case>.in.yaml` (where the kind has a controller: the user's manifest, then the Job or pod
-its controller creates) and `<case>.out.yaml`. `DELTASHARD_GOLDEN=write` writes the outputs anew: read the diff.
+its controller creates), `<case>.policy.yaml` where a policy matters, and `<case>.out.yaml`. `DELTASHARD_GOLDEN=write` writes the outputs anew: read the diff.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import yaml
 from deltashard_operator.admission.workload_kind import KINDS
 
 from tests.support.operator import sample
-from tests.support.operator.golden import CASES, FOLDER, annotated, documents
+from tests.support.operator.golden import CASES, FOLDER, annotated, documents, policy
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -21,7 +21,7 @@ def test_admission_gives_the_golden_object(case: str, monkeypatch: pytest.Monkey
     """The patch, applied by a library of others, makes the object on record."""
     monkeypatch.setattr("deltashard_operator.admission.injection.VERSION", "0.1.0")
     document = documents(case)[-1]
-    response = sample.answer(document)
+    response = sample.answer(document, policy(case))
     assert response["allowed"], response
     result = sample.applied(document, response)
     path = FOLDER / f"{case}.out.yaml"

@@ -16,10 +16,10 @@ from deltashard_checkpoint.stores.abc import (
     BucketMissing,
     ClockSkew,
     CredentialsMissing,
+    RequestRefused,
     StoreFull,
     StoreUnavailable,
 )
-from deltashard_checkpoint.stores.s3.error_code import RequestRefused
 from deltashard_checkpoint.write.commit import Abandoned
 from deltashard_checkpoint.write.part_writer import UploadFailed
 from deltashard_operator.fleet.sidecar_report import heartbeat_of

@@ -49,8 +49,9 @@ EXIT_USAGE = 2
 """Exit code of a sidecar that refused its settings; its last line in the log says what, where and the remedy."""
 EXIT_OWNED = 3
 """Exit code of a sidecar that found its runtime directory owned by another one."""
-_READ_PREFIXES = ("AWS_", "MINIO_", "DELTASHARD_")
-_READ_NAMES = ("SSL_CERT_FILE", "HOME")
+_READ_PREFIXES = ("AWS_", "MINIO_", "GOOGLE_", "AZURE_", "DELTASHARD_")
+_PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
+_READ_NAMES = ("SSL_CERT_FILE", "HOME", *_PROXIES, *(name.lower() for name in _PROXIES))
 _NOT_READ = (
     "DELTASHARD_SOCKET",
     "DELTASHARD_CONTENT_HASH",

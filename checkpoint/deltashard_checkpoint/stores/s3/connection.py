@@ -1,17 +1,19 @@
 """The HTTP connections of an S3 store: no retries, no redirects, and no wait beyond the caller's deadline.
 
-urllib3's connect time-out also bounds each `send` on a fresh connection (Python bounds a whole `sendall` by it), so a
-body is sent in slices: each gets the time-out anew, and between two the deadline is looked at. The same for what is
-received: `read1` returns what is there, so that a server which trickles cannot keep a call for ever.
+Proxies and authorities are as `transport` finds them in the environment; minio-py asks for a `PoolManager`, so this
+is one.
+
+urllib3's connect time-out also bounds each `send` on a fresh connection (Python bounds a whole `sendall` by it), so
+a body is sent in slices: each gets the time-out anew, and between two the deadline is looked at. The same for what
+is received: `read1` returns what is there, so that a server which trickles cannot keep a call for ever.
 
 MinIO hangs up after it refused an upload, without announcing it, and urllib3 gives a connection back to its pool by
-itself when an answer was read to its end: the next request could meet the reset. So a connection is given up as soon as
-the refusal's head was read; the answer holds its socket open until its own end.
+itself when an answer was read to its end: the next request could meet the reset. So a connection is given up as
+soon as the refusal's head was read; the answer holds its socket open until its own end.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -19,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import certifi
 import urllib3
@@ -29,6 +32,7 @@ from urllib3.response import BaseHTTPResponse, HTTPResponse
 from deltashard_checkpoint.stores.abc import StoreUnavailable
 from deltashard_checkpoint.stores.deadline import remaining_s
 from deltashard_checkpoint.stores.gate import Gate, current
+from deltashard_checkpoint.stores.transport import ca_bundle, proxy_of, shown
 
 SLICE_BYTES = 1024 * 1024
 _SHORTEST_S = 0.01
@@ -84,13 +88,23 @@ class _SecurePool(HTTPSConnectionPool):
     ConnectionCls = _OnceSecure
 
 
+_POOLS = {"http": _Pool, "https": _SecurePool}
+
+
 class Connections(urllib3.PoolManager):
     """A connection pool that obeys `deadline` and remembers, per thread, when the store says it is."""
 
     def __init__(self, *, connect_timeout_s: float, silence_timeout_s: float, connections: int) -> None:
-        ca_certs = os.environ.get("AWS_CA_BUNDLE") or os.environ.get("SSL_CERT_FILE") or certifi.where()
-        super().__init__(maxsize=connections, cert_reqs="CERT_REQUIRED", ca_certs=ca_certs)
-        self.pool_classes_by_scheme = {"http": _Pool, "https": _SecurePool}
+        bundle = ca_bundle()
+        self._kept: dict[str, Any] = {
+            "maxsize": connections,
+            "cert_reqs": "CERT_REQUIRED",
+            "ca_certs": str(bundle[1]) if bundle else certifi.where(),
+        }
+        super().__init__(**self._kept)
+        self.pool_classes_by_scheme = _POOLS
+        self._proxied: dict[str, urllib3.ProxyManager] = {}
+        self._proxied_lock = threading.Lock()
         self._connect_timeout_s = connect_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._seen = threading.local()
@@ -103,7 +117,11 @@ class Connections(urllib3.PoolManager):
             connect=min(self._connect_timeout_s, left_s), read=min(self._silence_timeout_s, left_s)
         )
         kw["retries"] = False
-        response = super().urlopen(method, url, redirect=False, **kw)
+        proxy = proxy_of(url)
+        if proxy is None:
+            response = super().urlopen(method, url, redirect=False, **kw)
+        else:
+            response = self._through(proxy).urlopen(method, url, redirect=False, **kw)
         date = response.headers.get("Date")
         self._seen.skew_s = None
         self._seen.date_s = None
@@ -111,6 +129,27 @@ class Connections(urllib3.PoolManager):
             self._seen.date_s = parsedate_to_datetime(date).timestamp()
             self._seen.skew_s = time.time() - self._seen.date_s
         return response
+
+    def _through(self, proxy: str) -> urllib3.ProxyManager:
+        with self._proxied_lock:
+            if proxy not in self._proxied:
+                parts = urlsplit(proxy)
+                login = (
+                    f"{unquote(parts.username)}:{unquote(parts.password or '')}" if parts.username else None
+                )
+                manager = urllib3.ProxyManager(
+                    shown(proxy), proxy_headers=urllib3.make_headers(proxy_basic_auth=login), **self._kept
+                )
+                manager.pool_classes_by_scheme = _POOLS
+                self._proxied[proxy] = manager
+            return self._proxied[proxy]
+
+    def clear(self) -> None:
+        """Close every connection."""
+        super().clear()
+        with self._proxied_lock:
+            for each in self._proxied.values():
+                each.clear()
 
     @property
     def date_s(self) -> float | None:

@@ -7,11 +7,12 @@ The store's own code always stays in the message. What no rule knows and the ser
 from __future__ import annotations
 
 import http.client
+import re
 
 import urllib3
 from minio.error import InvalidResponseError, MinioException, S3Error, ServerError
 
-from deltashard_checkpoint.errors import DeltashardError, UserError
+from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
     BucketMissing,
@@ -19,9 +20,11 @@ from deltashard_checkpoint.stores.abc import (
     ConditionalPutUnsupported,
     ObjectExists,
     ObjectNotFound,
+    RequestRefused,
     StoreFull,
     StoreUnavailable,
 )
+from deltashard_checkpoint.stores.transport import certificate_refused
 
 LARGEST_SKEW_S = 600.0
 """A refused signature with clocks further apart than this is a clock's fault (S3 allows 900 s)."""
@@ -64,23 +67,16 @@ _WAIT = frozenset(
         "TooManyRequests",
     }
 )
+_ENCRYPTION = re.compile(r"server side encryption|\bKMS\b", re.IGNORECASE)
 _REGION = frozenset(
     {"PermanentRedirect", "Redirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
 )
 
 
-class RequestRefused(UserError):
-    """The store refused a request as malformed or not allowed, in a way no other error names."""
-
-
-class CertificateRefused(UserError):
-    """The store's TLS certificate is not one we trust."""
-
-
 def translated(
-    error: Exception, *, where: str, skew_s: float | None = None, source: str = ""
+    error: Exception, *, where: str, skew_s: float | None = None, source: str = "", way: str = ""
 ) -> DeltashardError:
-    """The named error for what minio-py or urllib3 raised at `where`.
+    """The named error for what minio-py or urllib3 raised at `where`, which `way` tells the proxy of.
 
     `skew_s` is how far our clock is ahead of the store's, when known; `source` names where the credentials came from.
     """
@@ -100,13 +96,9 @@ def translated(
             "", text, status if isinstance(status, int) else 0, where=where, skew_s=skew_s, source=source
         )
     if isinstance(error, urllib3.exceptions.SSLError):
-        return CertificateRefused(
-            f"TLS failed: {error}",
-            where=where,
-            remedy="set AWS_CA_BUNDLE to the authority that signed the store's certificate",
-        )
+        return certificate_refused(str(error), where=where + way)
     if isinstance(error, (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)):
-        return StoreUnavailable(_network_text(error), where=where)
+        return StoreUnavailable(_network_text(error), where=where + way)
     if isinstance(error, (MinioException, ValueError)):
         return RequestRefused(str(error), where=where)
     return StoreUnavailable(f"{type(error).__name__}: {error}", where=where)
@@ -132,6 +124,12 @@ def refused(
         return ObjectNotFound(said, where=where)
     if code == "PreconditionFailed" or (status == 412 and not code):
         return ObjectExists(said, where=where)
+    if _ENCRYPTION.search(message) or code.startswith("KMS."):
+        return RequestRefused(
+            said,
+            where=where,
+            remedy="give the store a key service with this key, or leave sse out of its URL",
+        )
     if code in {"NotImplemented", "MethodNotAllowed"} or status == 501:
         return ConditionalPutUnsupported(
             said,
@@ -157,6 +155,8 @@ def _skewed(said: str, where: str, skew_s: float | None) -> ClockSkew:
 
 
 def _network_text(error: Exception) -> str:
+    if isinstance(error, urllib3.exceptions.ProxyError):
+        return f"no way through the proxy: {_network_text(error.original_error)}"
     if isinstance(error, urllib3.exceptions.NewConnectionError):  # a ConnectTimeoutError too, so asked first
         reason = str(error.__cause__ or error)
         return f"no connection: {reason.rpartition(': ')[2]}"

@@ -13,10 +13,7 @@ frame's hash is checked on restore: an endpoint that is neither TLS nor on this 
 from __future__ import annotations
 
 import base64
-import ipaddress
-import logging
 import os
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
@@ -38,6 +35,7 @@ from deltashard_checkpoint.stores.abc import (
     Buffer,
     ObjectInfo,
     ObjectNotFound,
+    RequestRefused,
     Store,
     StoreUnavailable,
     check_size,
@@ -47,12 +45,11 @@ from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
 from deltashard_checkpoint.stores.retry import Listing
 from deltashard_checkpoint.stores.s3.connection import SLICE_BYTES, Connections, check_deadline, slices
 from deltashard_checkpoint.stores.s3.credentials import StandardProvider
-from deltashard_checkpoint.stores.s3.error_code import EXPIRED, RequestRefused, refused, translated
+from deltashard_checkpoint.stores.s3.encryption import Encryption
+from deltashard_checkpoint.stores.s3.error_code import EXPIRED, refused, translated
+from deltashard_checkpoint.stores.transport import checked_endpoint, proxy_of, warn_if_open, way
 
 Result = TypeVar("Result")
-_log = logging.getLogger("deltashard.stores")
-_warned: set[str] = set()
-_warned_lock = threading.Lock()
 _AWS = "https://s3.amazonaws.com"
 _DELETE_BATCH = 1000
 _WRITTEN = frozenset({200, 201, 204})
@@ -68,10 +65,13 @@ class S3Store(Store):
         prefix: str = "",
         endpoint: str | None = None,
         region: str | None = None,
+        addressing: str = "auto",
+        encryption: Encryption | None = None,
         connect_timeout_s: float = 5.0,
         silence_timeout_s: float = 20.0,
         connections: int = 32,
     ) -> None:
+        """`addressing`: the bucket in the path, in the host's name (virtual), or as suits the endpoint (auto)."""
         self.url = f"s3://{bucket}/{prefix}".rstrip("/")
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
@@ -79,25 +79,13 @@ class S3Store(Store):
             endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or _AWS
         )
         region = region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-        parts = urlsplit(endpoint)
-        if (
-            parts.scheme not in {"http", "https"}
-            or not parts.hostname
-            or parts.path.strip("/")
-            or "@" in parts.netloc
-            or not _has_port(parts)
-        ):
-            raise RequestRefused(
-                "the store's endpoint is not an http(s) URL of host and port",
-                where=f"{parts.scheme}://{parts.hostname or ''}",
-                remedy="use http://host:port or https://host",
-            )
+        parts = checked_endpoint(endpoint)
         self._endpoint = f"{parts.scheme}://{parts.netloc}"
         self._connections = Connections(
             connect_timeout_s=connect_timeout_s, silence_timeout_s=silence_timeout_s, connections=connections
         )
         self._credentials = StandardProvider(http=self._connections, region=region)
-        if region is None and not parts.hostname.endswith("amazonaws.com"):
+        if region is None and not (parts.hostname or "").endswith("amazonaws.com"):
             region = "us-east-1"
         self._client = Minio(
             parts.netloc,
@@ -106,7 +94,26 @@ class S3Store(Store):
             http_client=self._connections,
             credentials=self._credentials,
         )
-        _warn_if_open(parts.scheme, parts.hostname, self._endpoint)
+        self._encryption = encryption
+        self._address(addressing, parts)
+        warn_if_open(self._endpoint)
+        proxy_of(self._endpoint)
+
+    def _address(self, addressing: str, endpoint: SplitResult) -> None:
+        if addressing == "path":
+            self._client.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
+        elif addressing == "virtual":
+            host = endpoint.hostname or ""
+            why = ""
+            if ":" in host or host.replace(".", "").isdigit():
+                why = f"the endpoint {host} is an address, which has no names below it"
+            elif "." in self._bucket and endpoint.scheme == "https":
+                why = f"no certificate covers the dots in the bucket's name {self._bucket}"
+            if why:
+                raise RequestRefused(
+                    f"virtual addressing cannot be had: {why}", where=self.url, remedy="use addressing=path"
+                )
+            self._client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
 
     def put(self, key: str, data: Buffer) -> None:
         """See `Store.put`."""
@@ -127,6 +134,10 @@ class S3Store(Store):
         finally:
             response.release_conn()
         if response.status in _WRITTEN:
+            if self._encryption is not None:
+                self._encryption.check(response.headers, where=f"{self.url}/{key}")
+            if "ETag" not in response.headers:  # a proxy's page, say: nothing was stored
+                raise StoreUnavailable("the answer to an upload is not a store's", where=f"{self.url}/{key}")
             return
         if b"<Error>" in said:
             raise S3Error.fromxml(response)
@@ -146,6 +157,8 @@ class S3Store(Store):
             "x-amz-date": to_amz_date(date),
             "x-amz-checksum-crc32": base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode(),
         }
+        if self._encryption is not None:
+            signed |= self._encryption.headers()
         if credentials.session_token:
             signed["X-Amz-Security-Token"] = credentials.session_token
         headers = sign_v4_s3(
@@ -329,18 +342,11 @@ class S3Store(Store):
                 raise translated(
                     error,
                     where=f"{self.url}/{key} at {self._endpoint}",
+                    way=way(self._endpoint),
                     skew_s=self._connections.skew_s,
                     source=self._credentials.source(),
                 ) from error
         raise AssertionError
-
-
-def _has_port(parts: SplitResult) -> bool:
-    """Whether the port, if one is given, can be one."""
-    try:
-        return parts.port is None or parts.port > 0
-    except ValueError:
-        return False
 
 
 def _range_end(response: BaseHTTPResponse, start: int, where: str) -> int:
@@ -367,22 +373,3 @@ def _done_with(response: BaseHTTPResponse) -> None:
 
 def _seconds(moment: datetime | None) -> float:
     return (moment or datetime.fromtimestamp(0, UTC)).timestamp()
-
-
-def _warn_if_open(scheme: str, host: str, endpoint: str) -> None:
-    if scheme == "https" or host == "localhost":
-        return
-    try:
-        if ipaddress.ip_address(host).is_loopback:
-            return
-    except ValueError:
-        pass  # a name
-    with _warned_lock:
-        if endpoint in _warned:
-            return
-        _warned.add(endpoint)
-    _log.warning(
-        "the object store is reached over plain http (%s): checkpoints can be read and changed by anyone on the way; "
-        "use https unless the network between is trusted",
-        endpoint,
-    )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.stores.abc import BucketMissing
+from deltashard_checkpoint.stores.cloud.store import CloudStore
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.hedge import HedgingStore
 from deltashard_checkpoint.stores.key_rule import BadKey
@@ -55,9 +56,11 @@ def test_s3(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        *("", "bucket", "s3://", "s3:///prefix", "file://relative/dir", "gs://bucket", "https://bucket"),
+        *("", "bucket", "s3://", "s3:///prefix", "file://relative/dir", "gs://", "https://bucket"),
         *("s3://bucket?secret=x", "s3://bucket/p#fragment", "file:relative"),
         *("s3://bucket?endpoint=", "s3://bucket?region=a&region=b", "s3://bucket?region=no%20where"),
+        *("gs://Bucket", "gs://bucket?region=a", "az://Ctr", "az://a--b?account=abc", "az://ctr?account=A"),
+        *("az://ctr?account=abc&region=a", "s3://bucket?account=abc", "s3://bucket?addressing=dns"),
         *("s3://b", "s3://under..score%", "memory://x?region=a", "file:///tmp?endpoint=http://h"),
     ],
 )
@@ -72,6 +75,35 @@ def test_prefixes_that_no_key_may_have(url: str) -> None:
     """Refused when the store is opened, not at the first save."""
     with pytest.raises(BadKey):
         open_store(url)
+
+
+def test_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bucket's own address unless an endpoint is said; the store's own URL has no options."""
+    with open_store("gs://bucket/pre/fix/") as store:
+        assert isinstance(store.inner, HedgingStore)
+        assert isinstance(store.inner.inner, CloudStore)
+        assert store.inner.inner._account.endpoint == "https://storage.googleapis.com"
+        assert store.url == "gs://bucket/pre/fix"
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "fromenv")
+    for url, endpoint in (
+        ("az://ctr/x", "https://fromenv.blob.core.windows.net"),
+        ("az://ctr/x?account=said", "https://said.blob.core.windows.net"),
+        ("az://ctr/x?endpoint=http://127.0.0.1:1/dev", "http://127.0.0.1:1/dev"),
+    ):
+        with open_store(url) as store:
+            assert store.inner.inner._account.endpoint == endpoint  # type: ignore[attr-defined]
+            assert store.url == "az://ctr/x"
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "AccountName=other;AccountKey=eA==")
+    with pytest.raises(UserError, match="the URL names the account said, the connection string other"):
+        open_store("az://ctr/x?account=said")
+    monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", "nonsense-secret")
+    with pytest.raises(UserError, match="needs AccountName") as caught:
+        open_store("az://ctr/x")
+    assert "nonsense-secret" not in str(caught.value)
+    monkeypatch.delenv("AZURE_STORAGE_CONNECTION_STRING")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    with pytest.raises(UserError, match=r"add \?account=NAME"):
+        open_store("az://ctr/x")
 
 
 @pytest.mark.parametrize("endpoint", ["http://host:0", "http://host:65536", "http://host:many"])

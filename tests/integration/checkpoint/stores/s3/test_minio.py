@@ -13,6 +13,7 @@ from pathlib import Path
 import minio.time
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, UserError
+from deltashard_checkpoint.stores import transport
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
     BucketMissing,
@@ -20,6 +21,7 @@ from deltashard_checkpoint.stores.abc import (
     ConditionalPutUnsupported,
     ObjectExists,
     ObjectNotFound,
+    RequestRefused,
     Store,
     StoreFull,
     StoreUnavailable,
@@ -29,8 +31,6 @@ from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.hedge import HedgingStore
 from deltashard_checkpoint.stores.probe import probe
 from deltashard_checkpoint.stores.retry import RetryPolicy
-from deltashard_checkpoint.stores.s3 import store as s3
-from deltashard_checkpoint.stores.s3.error_code import RequestRefused
 from deltashard_checkpoint.stores.s3.store import S3Store
 from deltashard_checkpoint.stores.url import open_store
 
@@ -141,7 +141,7 @@ def test_a_shifted_clock(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """A signature an hour off is a clock's fault, and the error says by how much, whatever the store called it."""
     shifted = lambda: datetime.now(UTC) + timedelta(hours=1)  # noqa: E731
     monkeypatch.setattr(minio.time, "utcnow", shifted)
-    monkeypatch.setattr(s3, "utcnow", shifted)
+    monkeypatch.setattr("deltashard_checkpoint.stores.s3.store.utcnow", shifted)
     with open_store(minio_url) as store:
         for call in (lambda: store.put("a", b"x"), lambda: store.get("a"), lambda: list(store.list(""))):
             with pytest.raises(ClockSkew, match=r"(?i)clock"):
@@ -205,7 +205,7 @@ def test_bad_endpoints(endpoint: str) -> None:
 
 def test_plain_http_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     """Not for this machine, not for https; once per endpoint."""
-    s3._warned.clear()
+    transport._warned.clear()
     with caplog.at_level(logging.WARNING, "deltashard.stores"):
         for endpoint in (
             "http://127.0.0.1:1",

@@ -1,0 +1,1 @@
+"""A store in Google Cloud Storage or Azure Blob Storage, through obstore."""

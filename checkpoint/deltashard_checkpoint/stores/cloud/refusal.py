@@ -1,0 +1,164 @@
+"""What an answer of Google's or Azure's storage means: from obstore's errors to our few named ones.
+
+obstore tells a few cases by their class and the rest in its text: the HTTP status and the code that the server
+gave. Both stay in the message; addresses are told without their query, where a signature may stand.
+"""
+
+from __future__ import annotations
+
+import re
+
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+
+from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
+    BucketMissing,
+    ClockSkew,
+    ConditionalPutUnsupported,
+    CredentialsMissing,
+    ObjectExists,
+    ObjectNotFound,
+    RequestRefused,
+    StoreFull,
+    StoreUnavailable,
+)
+from deltashard_checkpoint.stores.transport import certificate_refused
+
+_STATUS = re.compile(r"(?:non-2xx status code: |\(code: )(\d{3})")
+"""Of an answer; or, of one of several deletions that went as one request."""
+_CODES = (re.compile(r"<Code>\s*([A-Za-z0-9]+)\s*</Code>"), re.compile(r'"reason":\s*"([A-Za-z0-9]+)"'))
+_MESSAGES = (re.compile(r"<Message>\s*([^<]*?)\s*</Message>"), re.compile(r'"message":\s*"([^"]*)"'))
+_QUERY = re.compile(r"\?\S*")
+_TOKEN = ("token request", "performing token", "metadata", "federated", "oauth", "OAuth")
+_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled"})
+_TAKEN = frozenset({"", "BlobAlreadyExists", "ConditionNotMet", "conditionNotMet", "PreconditionFailed"})
+_FULL = frozenset({"QuotaExceeded", "quotaExceeded", "AccountLimitExceeded", "InsufficientStorage"})
+_SKEWED = (
+    "Request date header too old",
+    "Token must be a short-lived token",
+    "Check your iat and exp values",
+    "RequestTimeTooSkewed",
+)
+
+
+def out_of_range(error: Exception) -> bool:
+    """Whether a read was refused because the object ends before it."""
+    return _status(str(error)) == 416 or "Wanted range starting at" in str(error)
+
+
+def _status(text: str) -> int:
+    """The HTTP status in what obstore says; 0: none came."""
+    found = _STATUS.search(text)
+    return int(found[1]) if found else 0
+
+
+def translated(
+    error: Exception, *, where: str, way: str, source: str, how: str, configured: bool, writes: bool = False
+) -> DeltashardError:
+    """The named error for what obstore raised at `where`.
+
+    `way` tells the proxy, `source` and `how` the credentials, `configured` whether some are named; `writes`: of a put.
+    """
+    if isinstance(error, DeltashardError):
+        return error
+    if not isinstance(error, (BaseError, OSError, ValueError)):
+        return StoreUnavailable(f"{type(error).__name__}: {error}", where=where + way)
+    text = str(error).partition("Debug source:")[0]
+    status = _status(text)
+    code = next((found[1] for each in _CODES if (found := each.search(text))), "")
+    said = _said(str(error), status, code)
+    if any(each in text for each in _SKEWED):
+        return ClockSkew(said, where=where, remedy="set this machine's clock (NTP)")
+    if any(each in text for each in _TOKEN) and not isinstance(error, FileNotFoundError):
+        return _no_token(said, status, where + way, source, how, configured=configured)
+    if (
+        code in _NO_BUCKET
+        or "specified container does not exist" in text
+        or (writes and isinstance(error, FileNotFoundError))
+    ):
+        return BucketMissing(
+            said, where=where, remedy="create the bucket (container), or correct the store URL"
+        )
+    if isinstance(error, FileNotFoundError):
+        return ObjectNotFound(said, where=where)
+    if isinstance(error, (AlreadyExistsError, PreconditionError)):
+        return _conflict(said, code, where, writes=writes)
+    if isinstance(error, (PermissionDeniedError, UnauthenticatedError)) or status in {401, 403}:
+        return AccessDenied(
+            said,
+            where=where,
+            remedy=f"credentials come from {source}; check them, and the roles they have for the bucket (container)",
+        )
+    if isinstance(error, NotSupportedError) or status == 501:
+        return ConditionalPutUnsupported(said, where=where, remedy="use Google's or Azure's own storage")
+    if code in _FULL or status == 507:
+        return StoreFull(said, where=where, remedy="free space in the store, or raise the quota")
+    if status >= 500 or status in {408, 429}:
+        return StoreUnavailable(said, where=where)
+    if status:
+        return RequestRefused(said, where=where)
+    if "certificate" in str(error).lower() or "InvalidCertificate" in str(error):
+        return certificate_refused(_certificate(str(error)), where=where + way)
+    return StoreUnavailable(_network(str(error)), where=where + way)
+
+
+def _conflict(said: str, code: str, where: str, *, writes: bool) -> DeltashardError:
+    if not writes:
+        return StoreUnavailable("object was replaced while it was read", where=where)
+    if code in _TAKEN:
+        return ObjectExists(said, where=where)
+    return RequestRefused(said, where=where)
+
+
+def _no_token(
+    said: str, status: int, where: str, source: str, how: str, *, configured: bool
+) -> DeltashardError:
+    if not configured:  # a machine that has no identity, or one whose metadata server is not up yet
+        return CredentialsMissing(f"{source} gave no credentials: {said}", where=where, remedy=how)
+    if status == 0 or status >= 500 or status in {408, 429}:
+        return StoreUnavailable(
+            f"{source} gave no credentials now: {said}", where=where, remedy="is the token service up?"
+        )
+    return AccessDenied(f"{source} gave no credentials: {said}", where=where, remedy=how)
+
+
+def _said(error: str, status: int, code: str) -> str:
+    text = error.partition("Debug source:")[0]
+    message = next((found[1] for each in _MESSAGES if (found := each.search(text))), "")
+    if not status:
+        return _network(error)
+    return f"{code or status}: {message.partition(chr(10))[0]}".rstrip(": ")[:300]
+
+
+def _certificate(text: str) -> str:
+    found = re.search(r"invalid peer certificate: ([A-Za-z]+)", text) or re.search(
+        r"InvalidCertificate\(([A-Za-z]+)", text
+    )
+    return f"the certificate is not accepted ({found[1]})" if found else "the certificate is not accepted"
+
+
+def _network(text: str) -> str:
+    """What broke, of an error without an answer."""
+    lower = text.lower()
+    for sign, reason in (
+        ("connection refused", "no connection: Connection refused"),
+        ("tcp connect error", "no connection"),
+        ("dns error", "no connection: the name is not known"),
+        ("tunnelunsuccessful", "no connection: the proxy refused the tunnel"),
+        ("timedout", "no connection in time"),
+        ("timed out", "no connection in time"),
+        ("connection reset", "connection broke: it was reset"),
+        ("incompletemessage", "connection broke: the answer breaks off"),
+        ("incomplete message", "connection broke: the answer breaks off"),
+    ):
+        if sign in lower:
+            return reason
+    return " ".join(_QUERY.sub("", text.partition("Debug source:")[0]).split())[:300]

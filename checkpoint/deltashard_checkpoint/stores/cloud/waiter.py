@@ -1,0 +1,152 @@
+"""Requests of an asynchronous client, made from threads: each ends with its caller's deadline.
+
+A request runs on one event loop, in the caller's context, so that `deadline`, `until` and the gate of a hedged read
+hold within it. Its thread waits; when no time remains, or the gate closes, the request is cancelled. A buffer that
+was lent to the client is waited for: until it has let go of it, the memory could still be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future, wait
+from contextvars import copy_context
+from typing import Any, TypeVar
+
+from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.stores.deadline import remaining_s
+from deltashard_checkpoint.stores.gate import Gate, current
+
+Result = TypeVar("Result")
+_LATE = "the call's deadline passed"
+_LOOK_S = 0.25
+"""How often a waiting thread asks whether its caller gave up."""
+_RELEASE_S = 60.0
+"""A cancelled request lets go of its buffer at once; this bounds the wait for one that does not."""
+
+
+class _Request:
+    """What `gate.Carrier` asks of a connection."""
+
+    def __init__(self, cancel: Callable[[], None]) -> None:
+        self._cancel = cancel
+
+    def hang_up(self, gate: Gate) -> None:  # noqa: ARG002 - a request is of one gate
+        """See `gate.Carrier`."""
+        self._cancel()
+
+
+class Waiter:
+    """One event loop on a thread of its own, begun by the first request; thread-safe; not to be used across a fork."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+        """What the coroutine that `work` makes returns or raises; `StoreUnavailable` when no time remained for it."""
+        loop = self._running()
+        answer: Future[Result] = Future()
+        task: list[asyncio.Task[Any]] = []
+
+        async def settle() -> None:
+            try:
+                result = await work()
+            except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        def begin() -> None:
+            task.append(loop.create_task(settle(), context=context))
+
+        def cancel() -> None:
+            loop.call_soon_threadsafe(lambda: [each.cancel() for each in task])
+
+        context = copy_context()
+        gate = current()
+        if gate is not None:
+            gate.carried_by(_Request(cancel))
+        loop.call_soon_threadsafe(begin)
+        try:
+            return self._awaited(answer, cancel)
+        except KeyboardInterrupt:
+            cancel()
+            raise
+        finally:
+            if gate is not None:
+                gate.carried_by(None)
+
+    def _awaited(self, answer: Future[Result], cancel: Callable[[], None]) -> Result:
+        out_of_time = False
+        while not wait([answer], _RELEASE_S if out_of_time else min(_LOOK_S, remaining_s())).done:
+            if out_of_time:
+                raise StoreUnavailable("a cancelled request does not end", where=self._where)
+            if remaining_s() <= 0:
+                out_of_time = True
+                cancel()
+        try:
+            return answer.result()
+        except asyncio.CancelledError:
+            why = _LATE if out_of_time else "another request for the same bytes was faster"
+            raise StoreUnavailable(why, where=self._where) from None
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="store", daemon=True)
+                self._thread.start()
+            return self._loop
+
+    def close(self) -> None:
+        """End the loop; requests under way are cancelled."""
+        with self._lock:
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is None or thread is None:
+            return
+
+        async def end() -> None:
+            others = [each for each in asyncio.all_tasks() if each is not asyncio.current_task()]
+            for each in others:
+                each.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await loop.shutdown_asyncgens()
+
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(end(), loop).result(_RELEASE_S)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(_RELEASE_S)
+        if not thread.is_alive():
+            loop.close()
+
+
+async def in_time(step: Awaitable[Result], silence_s: float, what: str, where: str) -> Result:
+    """What `step` gives; raises `StoreUnavailable` after so many seconds without."""
+    try:
+        async with asyncio.timeout(min(silence_s, remaining_s())):
+            return await step
+    except TimeoutError:
+        raise StoreUnavailable(what if remaining_s() > 0 else _LATE, where=where) from None
+
+
+async def returned(view: memoryview, where: str) -> None:
+    """Wait until a view that was lent is nobody's any more; raises `StoreUnavailable` when it stays lent."""
+    ends_at_s = time.monotonic() + _RELEASE_S
+    pause_s = 0.0
+    while True:
+        try:
+            view.release()
+        except BufferError:
+            if time.monotonic() > ends_at_s:
+                raise StoreUnavailable("the client does not let go of a buffer", where=where) from None
+            with contextlib.suppress(asyncio.CancelledError):  # nothing may cut this short
+                await asyncio.sleep(pause_s)
+            pause_s = min(0.05, pause_s * 2 + 0.0005)
+        else:
+            return

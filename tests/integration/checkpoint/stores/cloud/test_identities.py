@@ -1,0 +1,120 @@
+"""Workload identity: what the pod's service account is exchanged for, with token services that note what they hear."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+from deltashard_checkpoint.stores.abc import (
+    AccessDenied,
+    CredentialsMissing,
+    ObjectNotFound,
+    StoreUnavailable,
+)
+from deltashard_checkpoint.stores.retry import RetryPolicy
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.server.faulty_proxy import FixedAnswers
+from tests.support.server.port import free_port
+
+TOKEN = json.dumps({"access_token": "issued", "expires_in": 3600, "token_type": "Bearer"}).encode()
+NONE = b"<Error><Code>BlobNotFound</Code></Error>"
+ONCE = RetryPolicy(attempts=1)
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+def test_a_federated_token_of_aks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The projected token may come later; it is shown to the token service, whose token goes to the store."""
+    path = tmp_path / "store"
+    monkeypatch.setenv("AZURE_FEDERATED_TOKEN_FILE", str(path))
+    monkeypatch.setenv("AZURE_CLIENT_ID", "the-client")
+    monkeypatch.setenv("AZURE_TENANT_ID", "the-tenant")
+    with (
+        FixedAnswers(200, TOKEN, {"Content-Type": "application/json"}) as tokens,
+        FixedAnswers(404, NONE) as service,
+    ):
+        monkeypatch.setenv("AZURE_AUTHORITY_HOST", f"http://127.0.0.1:{tokens.port}")
+        url = f"az://ctr/x?account=acc1&endpoint=http://127.0.0.1:{service.port}/acc1"
+        with open_store(url, policy=ONCE) as store:
+            with pytest.raises(CredentialsMissing, match="AZURE_FEDERATED_TOKEN_FILE"):
+                store.get("a")
+            for projected in ("first", "second"):  # the kubelet renews it
+                path.write_text(projected)
+                with pytest.raises(ObjectNotFound):
+                    store.get("a")
+                asked_at, _, said = tokens.heard[-1]
+                assert asked_at.startswith("/the-tenant/")
+                form = parse_qs(said.decode())
+                assert form["client_assertion"] == [projected]
+                assert form["client_id"] == ["the-client"]
+                assert service.heard[-1][1]["authorization"] == "Bearer issued"
+            asked = len(tokens.heard)
+            with pytest.raises(ObjectNotFound):
+                store.get("b")
+            assert len(tokens.heard) == asked, "a token is kept as long as it lasts"
+
+
+def test_a_token_that_the_store_refuses_is_asked_for_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "store"
+    path.write_text("projected")
+    for name, value in {"FEDERATED_TOKEN_FILE": str(path), "CLIENT_ID": "c", "TENANT_ID": "t"}.items():
+        monkeypatch.setenv(f"AZURE_{name}", value)
+    refusal = b"<Error><Code>AuthenticationFailed</Code></Error>"
+    with (
+        FixedAnswers(200, TOKEN, {"Content-Type": "application/json"}) as tokens,
+        FixedAnswers(403, refusal) as service,
+    ):
+        monkeypatch.setenv("AZURE_AUTHORITY_HOST", f"http://127.0.0.1:{tokens.port}")
+        url = f"az://ctr/x?account=acc1&endpoint=http://127.0.0.1:{service.port}/acc1"
+        with open_store(url, policy=ONCE) as store:
+            for times in (1, 2):
+                with pytest.raises(AccessDenied, match="AZURE_FEDERATED_TOKEN_FILE"):
+                    store.get("a")
+                assert len(tokens.heard) == times
+
+
+def test_the_token_service_refuses_or_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waiting mends is told from what it does not; the token is in neither message."""
+    path = tmp_path / "store"
+    path.write_text("projected-token")
+    for name, value in {"FEDERATED_TOKEN_FILE": str(path), "CLIENT_ID": "c", "TENANT_ID": "t"}.items():
+        monkeypatch.setenv(f"AZURE_{name}", value)
+    url = f"az://ctr/x?account=acc1&endpoint=http://127.0.0.1:{free_port()}/acc1"
+    with FixedAnswers(400, b'{"error":"invalid_client"}') as tokens:
+        monkeypatch.setenv("AZURE_AUTHORITY_HOST", f"http://127.0.0.1:{tokens.port}")
+        with (
+            open_store(url, policy=ONCE) as store,
+            pytest.raises(AccessDenied, match="gave no credentials") as caught,
+        ):
+            store.get("a")
+    assert "projected-token" not in str(caught.value)
+    monkeypatch.setenv("AZURE_AUTHORITY_HOST", f"http://127.0.0.1:{free_port()}")
+    with open_store(url, policy=ONCE) as store, pytest.raises(StoreUnavailable, match="no credentials now"):
+        store.get("a")
+
+
+def test_the_metadata_server_of_gke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its token goes to the store, where nothing else is named."""
+    with (
+        FixedAnswers(200, TOKEN, {"Content-Type": "application/json"}) as metadata,
+        FixedAnswers(404, NONE) as service,
+    ):
+        monkeypatch.setenv("GCE_METADATA_HOST", f"127.0.0.1:{metadata.port}")
+        monkeypatch.setenv("HOME", "/nonexistent")
+        with open_store(f"gs://bucket/x?endpoint=http://127.0.0.1:{service.port}", policy=ONCE) as store:
+            with pytest.raises(ObjectNotFound):
+                store.get("a")
+        asked_at, headers, _ = metadata.heard[-1]
+        assert asked_at.startswith("/computeMetadata/v1/instance/service-accounts/default/token")
+        assert headers["metadata-flavor"] == "Google"
+        assert service.heard[-1][1]["authorization"] == "Bearer issued"

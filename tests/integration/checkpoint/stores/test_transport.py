@@ -1,0 +1,294 @@
+"""The way to a store: private authorities, proxies, the bucket in the host's name, encryption at rest; on a real MinIO."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, RequestRefused, StoreUnavailable
+from deltashard_checkpoint.stores.retry import RetryPolicy
+from deltashard_checkpoint.stores.transport import BadTransport, CertificateRefused
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.server.apiserver import Authority
+from tests.support.server.cloud_server import CloudServer
+from tests.support.server.faulty_proxy import FixedAnswers
+from tests.support.server.forward_proxy import ForwardProxy
+from tests.support.server.minio_server import MinioServer
+from tests.support.server.port import free_port
+
+pytestmark = pytest.mark.minio
+ONCE = RetryPolicy(attempts=1)
+KEY = "tests-key"
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture(scope="module")
+def tls_server(tmp_path_factory: pytest.TempPathFactory, authority: Authority) -> Iterator[MinioServer]:
+    """Under TLS, with a key service of its own."""
+    server = MinioServer(
+        tmp_path_factory.mktemp("tls-minio"),
+        settings={"MINIO_KMS_SECRET_KEY": f"{KEY}:MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="},
+        authority=authority,
+    )
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def tls_minio(tls_server: MinioServer, monkeypatch: pytest.MonkeyPatch) -> MinioServer:
+    for name, value in tls_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return tls_server
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the machine has."""
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "AWS_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+@pytest.fixture
+def bundle(authority: Authority, tmp_path: Path) -> Path:
+    path = tmp_path / "ca.crt"
+    path.write_bytes(authority.pem)
+    return path
+
+
+@pytest.fixture
+def other_bundle(tmp_path: Path) -> Path:
+    path = tmp_path / "other.crt"
+    path.write_bytes(Authority("others").pem)
+    return path
+
+
+@pytest.mark.parametrize("variable", ["AWS_CA_BUNDLE", "SSL_CERT_FILE"])
+def test_a_private_authority(
+    tls_minio: MinioServer, bundle: Path, other_bundle: Path, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The right one works; another one, none, and a file that is none are refused, by the variable's name."""
+    url = tls_minio.url(tls_minio.new_bucket())
+    monkeypatch.setenv(variable, str(bundle))
+    with open_store(url) as store:
+        store.put("a", b"x")
+        assert store.get("a") == b"x"
+    monkeypatch.setenv(variable, str(other_bundle))
+    with (
+        open_store(url, policy=ONCE) as store,
+        pytest.raises(CertificateRefused, match=f"{variable}={other_bundle}"),
+    ):
+        store.put("b", b"x")
+    monkeypatch.delenv(variable)
+    with open_store(url, policy=ONCE) as store, pytest.raises(CertificateRefused, match="public authorities"):
+        store.put("b", b"x")
+    monkeypatch.setenv(variable, "/no/such/file")
+    with pytest.raises(BadTransport, match=f"{variable} cannot be read"):
+        open_store(url)
+
+
+def test_clouds_trust_a_private_authority(
+    authority: Authority, bundle: Path, other_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Obstore and the clock's question read the same variables."""
+    issued = authority.issue()
+    (tmp_path / "both.pem").write_bytes(issued.certificate + issued.key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "both.pem")
+    monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "unchecked")
+    with FixedAnswers(404, b"<Error><Code>NoSuchKey</Code></Error>", tls=context) as answers:
+        url = f"gs://some-bucket?endpoint=https://localhost:{answers.port}"
+        monkeypatch.setenv("SSL_CERT_FILE", str(bundle))
+        with open_store(url, policy=ONCE) as store:
+            with pytest.raises(ObjectNotFound):
+                store.get("a")
+            assert store.now_s() > 0
+        monkeypatch.setenv("SSL_CERT_FILE", str(other_bundle))
+        with open_store(url, policy=ONCE) as store:
+            for ask in (lambda: store.get("a"), store.now_s):
+                with pytest.raises(CertificateRefused, match=f"SSL_CERT_FILE={other_bundle}"):
+                    ask()
+
+
+def test_a_tunnel_through_a_proxy(
+    tls_minio: MinioServer, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything under TLS goes by CONNECT; NO_PROXY is stronger; what fails names the proxy."""
+    url = tls_minio.url(tls_minio.new_bucket())
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    with ForwardProxy(login="user:p%40ss") as proxy:
+        monkeypatch.setenv("HTTPS_PROXY", f"http://user:p%2540ss@127.0.0.1:{proxy.port}")
+        with open_store(url) as store:
+            store.put_if_absent("a", bytes(3_000_000))
+            with pytest.raises(ObjectExists):
+                store.put_if_absent("a", b"x")
+            assert store.get("a") == bytes(3_000_000)
+            assert [each.key for each in store.list("")] == ["a"]
+        assert set(proxy.tunnels) == {f"127.0.0.1:{tls_minio.port}"}
+        count = len(proxy.tunnels)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.0/8,127.0.0.1,localhost")
+        with open_store(url) as store:
+            store.put("b", b"x")
+        assert len(proxy.tunnels) == count
+        monkeypatch.delenv("NO_PROXY")
+        monkeypatch.setenv("HTTPS_PROXY", f"http://user:wrong@127.0.0.1:{proxy.port}")
+        with open_store(url, policy=ONCE) as store, pytest.raises(StoreUnavailable) as caught:
+            store.put("c", b"x")
+    assert f"through the proxy http://127.0.0.1:{proxy.port}" in str(caught.value)
+    assert "407" in str(caught.value)
+    assert "wrong" not in str(caught.value)
+
+
+def test_plain_requests_through_a_proxy(minio_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole URLs; lower case counts, too; a proxy that is not there is named."""
+    with ForwardProxy() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        with open_store(minio_url) as store:
+            store.put("a/b", b"x" * 2_000_000)
+            assert store.get("a/b") == b"x" * 2_000_000
+            store.delete(["a/b"])
+        methods = {each.split()[0] for each in proxy.requests}
+    assert {"PUT", "GET", "POST"} <= methods
+    dead = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("http_proxy", dead)
+    with (
+        open_store(minio_url, policy=ONCE) as store,
+        pytest.raises(StoreUnavailable, match=f"through the proxy {dead}"),
+    ):
+        store.get("a")
+    monkeypatch.setenv("http_proxy", "ftp://nowhere")
+    with pytest.raises(BadTransport, match="HTTP_PROXY names no proxy"):
+        open_store(minio_url)
+
+
+def test_clouds_go_through_a_proxy(cloud: CloudServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Obstore and the clock's question read the same variables; NO_PROXY is stronger."""
+    url = cloud.url(cloud.new_bucket())
+    with ForwardProxy() as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url)
+        with open_store(url) as store:
+            store.put("a", b"x")
+            assert store.get("a") == b"x"
+            seen = len(proxy.requests)
+            assert seen >= 2
+            store.now_s()
+            assert len(proxy.requests) > seen
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        seen = len(proxy.requests)
+        with open_store(url) as store:
+            assert store.get("a") == b"x"
+            store.now_s()
+        assert len(proxy.requests) == seen
+    monkeypatch.delenv("NO_PROXY")
+    dead = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("HTTP_PROXY", dead)
+    with open_store(url, policy=ONCE) as store:
+        for ask in (lambda: store.get("a"), store.now_s):
+            with pytest.raises(StoreUnavailable, match=f"through the proxy {dead}"):
+                ask()
+
+
+def test_the_bucket_in_the_hosts_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`virtual` against a MinIO that serves names below its own, `path` as before; an address has no names below it."""
+    server = MinioServer(tmp_path, settings={"MINIO_DOMAIN": "localhost"})
+    server.start()
+    try:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        bucket = server.new_bucket()
+        with ForwardProxy() as proxy:  # which knows the names below localhost
+            monkeypatch.setenv("HTTP_PROXY", proxy.url)
+            for addressing, host in (("virtual", f"{bucket}.localhost"), ("path", "localhost")):
+                url = f"s3://{bucket}?endpoint=http://localhost:{server.port}&addressing={addressing}"
+                proxy.requests.clear()
+                with open_store(url) as store:
+                    store.put_if_absent(f"log/{addressing}", b"x")
+                    assert store.get(f"log/{addressing}") == b"x"
+                    assert f"log/{addressing}" in [each.key for each in store.list("log/")]
+                    assert store.head(f"log/{addressing}").size_bytes == 1
+                    assert store.now_s() > 0
+                hosts = {each.split("//")[1].split("/")[0].partition(":")[0] for each in proxy.requests}
+                assert hosts == {host}
+    finally:
+        server.stop()
+    with pytest.raises(RequestRefused, match="addressing=path"):
+        open_store("s3://bucket?endpoint=http://127.0.0.1:9000&addressing=virtual")
+    with pytest.raises(RequestRefused, match="dots in the bucket"):
+        open_store("s3://a.bucket?endpoint=https://minio.example&addressing=virtual")
+
+
+@pytest.mark.parametrize(
+    ("options", "header"),
+    [
+        ("sse=AES256", {"x-amz-server-side-encryption": "AES256"}),
+        (
+            f"sse=aws:kms&kms-key-id={KEY}",
+            {
+                "x-amz-server-side-encryption": "aws:kms",
+                "x-amz-server-side-encryption-aws-kms-key-id": f"arn:aws:kms:{KEY}",
+            },
+        ),
+        ("sse=aws:kms", {"x-amz-server-side-encryption": "aws:kms"}),
+    ],
+)
+def test_encryption_at_rest(
+    tls_minio: MinioServer,
+    bundle: Path,
+    options: str,
+    header: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every object is stored encrypted, as the server itself says of it, and reads back."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    bucket = tls_minio.new_bucket()
+    with open_store(f"{tls_minio.url(bucket)}&{options}") as store:
+        store.put("replaced", b"one")
+        store.put_if_absent("created", bytes(2_000_000))
+        assert store.get("created") == bytes(2_000_000)
+        assert store.get_range("replaced", 1, 2) == b"ne"
+    client = tls_minio.client()
+    for key in ("replaced", "created"):
+        said = client.stat_object(bucket, key).metadata or {}
+        assert header.items() <= {name.lower(): value for name, value in said.items()}.items()
+    client._http.clear()
+
+
+def test_encryption_that_cannot_be_had(
+    tls_minio: MinioServer, bundle: Path, minio_server: MinioServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key that the store does not have, a store without a key service, one that says nothing, a URL that is wrong."""
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(bundle))
+    with open_store(
+        f"{tls_minio.url(tls_minio.new_bucket())}&sse=aws:kms&kms-key-id=another", policy=ONCE
+    ) as store:
+        with pytest.raises(RequestRefused, match=r"(?i)key"):
+            store.put("a", b"x")
+    for name, value in minio_server.environment.items():
+        monkeypatch.setenv(name, value)
+    with open_store(f"{minio_server.url(minio_server.new_bucket())}&sse=AES256", policy=ONCE) as store:
+        with pytest.raises(RequestRefused, match="key service"):
+            store.put("a", b"x")
+    with FixedAnswers(200) as answers:  # takes every object, and passes over what it does not know
+        url = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}&sse=AES256"
+        with (
+            open_store(url, policy=ONCE) as store,
+            pytest.raises(RequestRefused, match="answered nothing about encryption"),
+        ):
+            store.put("a", b"x")
+        plain = f"s3://bucket?endpoint=http://127.0.0.1:{answers.port}"
+        with (
+            open_store(plain, policy=ONCE) as store,
+            pytest.raises(StoreUnavailable, match="not a store's"),
+        ):
+            store.put("a", b"x")
+    for wrong in ("sse=none", "sse=AES256&kms-key-id=k", "kms-key-id=k", "sse=aws:kms&kms-key-id=a%20b"):
+        with pytest.raises(RequestRefused, match="use sse="):
+            open_store(f"s3://bucket?endpoint=http://127.0.0.1:1&{wrong}")

@@ -1,0 +1,78 @@
+"""The way to a store, as the environment says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.stores.abc import RequestRefused
+from deltashard_checkpoint.stores.transport import (
+    BadTransport,
+    ca_bundle,
+    checked_endpoint,
+    proxy_of,
+    shown,
+    way,
+)
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "ALL_PROXY", "AWS_CA_BUNDLE", "SSL_CERT_FILE"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+
+
+def test_a_proxy_is_by_scheme_and_not_for_whom_no_proxy_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("http_proxy", "proxy:8080")
+    monkeypatch.setenv("NO_PROXY", "minio.example,.svc,10.0.0.7")
+    assert proxy_of("https://s3.amazonaws.com") == "http://proxy:3128"
+    assert proxy_of("http://elsewhere.example:9000") == "http://proxy:8080"
+    for past in ("https://minio.example:9000", "http://minio.minio.svc:9000", "http://10.0.0.7:9000"):
+        assert proxy_of(past) is None
+    assert way("https://s3.amazonaws.com") == " through the proxy http://proxy:3128"
+    assert way("https://minio.example") == ""
+
+
+@pytest.mark.parametrize("proxy", ["ftp://proxy", "http://", "http://proxy:0", "http://proxy:99999"])
+def test_what_names_no_proxy_is_refused(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", proxy)
+    with pytest.raises(BadTransport, match="HTTPS_PROXY names no proxy"):
+        proxy_of("https://host")
+
+
+def test_a_proxys_password_is_not_shown() -> None:
+    assert shown("http://user:secret@proxy:3128/") == "http://proxy:3128"
+
+
+def test_the_bundle_is_the_first_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert ca_bundle() is None
+    path = tmp_path / "ca.crt"
+    path.write_text("-----BEGIN CERTIFICATE-----")
+    monkeypatch.setenv("SSL_CERT_FILE", str(path))
+    assert ca_bundle() == ("SSL_CERT_FILE", path)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none"))
+    with pytest.raises(BadTransport, match="AWS_CA_BUNDLE cannot be read: No such file"):
+        ca_bundle()
+    (tmp_path / "none").write_text(" \n")
+    with pytest.raises(BadTransport, match="the file is empty"):
+        ca_bundle()
+
+
+def test_endpoints() -> None:
+    """A path only where the store's kind has one, and one segment of it."""
+    assert checked_endpoint("http://127.0.0.1:10000/account", path=True).port == 10000
+    for bad, path in (
+        ("http://h/account", False),
+        ("http://h/account/more", True),
+        ("http://h?x=1", True),
+        ("http://user:secret@h", True),
+        ("ftp://h", True),
+        ("http://h:0", True),
+        ("http://h:x", True),
+        ("h:9000", True),
+    ):
+        with pytest.raises(RequestRefused) as caught:
+            checked_endpoint(bad, path=path)
+        assert "secret" not in str(caught.value)

@@ -1,0 +1,83 @@
+"""The store of a policy: what the sidecar gets of each kind, sentences for words of another kind."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from deltashard_checkpoint.stores.url import OPTIONS, _options
+from deltashard_operator.policy.refusal import Refusal
+from deltashard_operator.policy.store_spec import WebIdentity
+
+from tests.support.operator import sample
+
+
+@pytest.mark.parametrize(
+    ("store", "url"),
+    [
+        (
+            {
+                "url": "s3://bkt/p",
+                "endpoint": "https://s3.example",
+                "region": "eu-1",
+                "addressing": "virtual",
+                "encryption": {"kind": "SSE-KMS", "keyId": "arn:aws:kms:eu-1:1:key/a-b"},
+            },
+            (
+                "s3://bkt/p?endpoint=https://s3.example&region=eu-1&addressing=virtual&sse=aws:kms"
+                "&kms-key-id=arn:aws:kms:eu-1:1:key/a-b"
+            ),
+        ),
+        ({"url": "s3://bkt", "encryption": {"kind": "SSE-S3"}, "addressing": "auto"}, "s3://bkt?sse=AES256"),
+        ({"url": "gs://bkt_1/p", "endpoint": "http://gcs:4443"}, "gs://bkt_1/p?endpoint=http://gcs:4443"),
+        (
+            {"url": "az://ctr/p", "account": "acc1", "endpoint": "http://az:10000/acc1"},
+            "az://ctr/p?endpoint=http://az:10000/acc1&account=acc1",
+        ),
+    ],
+)
+def test_a_store_becomes_a_url_that_the_sidecar_reads(store: dict[str, Any], url: str) -> None:
+    assert sample.policy({"store": store}).url == url
+    parts = urlsplit(url)
+    assert set(_options(parts, url)) <= set(OPTIONS[parts.scheme])
+
+
+def test_each_kind_has_its_own_identity() -> None:
+    """Audience and words by the kind of store."""
+    ids = {"clientId": "c-1", "tenantId": "t-1"}
+    azure = sample.policy({"store": {"url": "az://ctr", "account": "acc1", "webIdentity": ids}})
+    assert azure.web_identity == WebIdentity(
+        audience="api://AzureADTokenExchange", client_id="c-1", tenant_id="t-1"
+    )
+    aws = sample.policy({"store": {"url": "s3://bkt", "webIdentity": {"roleArn": "arn:aws:iam::1:role/x"}}})
+    assert aws.web_identity == WebIdentity(audience="sts.amazonaws.com", role_arn="arn:aws:iam::1:role/x")
+
+
+@pytest.mark.parametrize(
+    ("store", "says"),
+    [
+        ({"url": "ftp://bkt"}, "gs://bucket/prefix"),
+        ({"url": "gs://bkt/../x"}, "gs://bucket/prefix"),
+        ({"url": "az://Ctr"}, "az://container/prefix"),
+        ({"url": "gs://bkt", "region": "eu"}, "spec.store.region is 'eu'; it takes nothing for gs://"),
+        ({"url": "az://ctr", "encryption": {"kind": "SSE-S3"}}, "a word of S3"),
+        ({"url": "gs://bkt", "addressing": "path"}, "a word of S3"),
+        ({"url": "s3://bkt", "account": "acc1"}, "a word of Azure's storage"),
+        ({"url": "gs://bkt", "endpoint": "http://h/path"}, "without a path"),
+        ({"url": "az://ctr", "account": "A"}, "spec.store.account"),
+        ({"url": "gs://bkt", "webIdentity": {}}, "by an annotation of that account"),
+        ({"url": "az://ctr", "webIdentity": {"clientId": "c"}}, "webIdentity.tenantId is missing"),
+        ({"url": "az://ctr", "webIdentity": {"roleArn": "r"}}, "a word of S3"),
+        ({"url": "s3://bkt", "webIdentity": {"tenantId": "t"}}, "a word of Azure's storage"),
+        ({"url": "s3://bkt", "encryption": {}}, "encryption.kind is missing"),
+        ({"url": "s3://bkt", "encryption": {"kind": "SSE-S3", "keyId": "k"}}, "nothing beside kind SSE-S3"),
+        ({"url": "s3://bkt", "encryption": {"kind": "SSE-KMS", "keyId": "a b"}}, "encryption.keyId"),
+        ({"url": "s3://bkt", "addressing": "dns"}, "one of auto, path, virtual"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence(store: dict[str, Any], says: str) -> None:
+    with pytest.raises(Refusal) as caught:
+        sample.policy({"store": store})
+    assert caught.value.code == "BadPolicy"
+    assert says in caught.value.sentence
