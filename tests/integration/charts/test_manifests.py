@@ -57,6 +57,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "certificates": {"mode": "existing", "existing": {"webhookCa": CERTIFICATE, "fleetCa": CERTIFICATE}}
     },
     "no user": {"runAsUser": None},
+    "some namespaces": {"watchNamespaces": ["default", "kube-public"], "monitoring": MONITORING},
 }
 
 
