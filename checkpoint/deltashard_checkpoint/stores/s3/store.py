@@ -47,7 +47,13 @@ from deltashard_checkpoint.stores.key_rule import check_key, check_prefix
 from deltashard_checkpoint.stores.retry import Listing
 from deltashard_checkpoint.stores.s3.connection import SLICE_BYTES, Connections, check_deadline, slices
 from deltashard_checkpoint.stores.s3.credentials import StandardProvider
-from deltashard_checkpoint.stores.s3.error_code import EXPIRED, RequestRefused, refused, translated
+from deltashard_checkpoint.stores.s3.error_code import (
+    EXPIRED,
+    LARGEST_SKEW_S,
+    RequestRefused,
+    refused,
+    translated,
+)
 
 Result = TypeVar("Result")
 _log = logging.getLogger("deltashard.stores")
@@ -287,11 +293,19 @@ class S3Store(Store):
                 raise failure
 
     def now_s(self) -> float:
-        """See `Store.now_s`: the Date of an answer, in whole seconds."""
+        """See `Store.now_s`: the Date of an answer, in whole seconds.
+
+        Also of one that refuses: keys that reach one prefix of a bucket may not look at the bucket itself.
+        """
 
         def attempt() -> float:
-            if not self._client.bucket_exists(self._bucket):
-                raise self._bucket_missing()
+            try:
+                if not self._client.bucket_exists(self._bucket):
+                    raise self._bucket_missing()
+            except S3Error as error:
+                skew_s = self._connections.skew_s
+                if error.code != "AccessDenied" or skew_s is None or abs(skew_s) > LARGEST_SKEW_S:
+                    raise
             date_s = self._connections.date_s
             if date_s is None:
                 raise RequestRefused("the store's answers have no Date", where=self.url)
