@@ -104,7 +104,7 @@ def alert(name: str, key: str = "expr") -> Callable[[Rendering], Any]:
 
     def look(rendering: Rendering) -> Any:
         groups = rendering.find("PrometheusRule")["spec"]["groups"]
-        return next(rule for group in groups for rule in group["rules"] if rule["alert"] == name)[key]
+        return next(rule for group in groups for rule in group["rules"] if rule.get("alert") == name)[key]
 
     return look
 
