@@ -156,8 +156,9 @@ PARTS = {
 }
 """Folders whose code runs in an image."""
 ELSEWHERE = {
-    # numba_kernel.py, never loaded; the stores' conformance suite; `deltashard export` to .pt, which says what it lacks
-    "sidecar": {"numba", "pytest", "torch"},
+    # numba_kernel.py, never loaded; the stores' conformance suite; `deltashard export` to .pt and kubectl's plugin, which
+    # say what they lack
+    "sidecar": {"numba", "pytest", "torch", "kubernetes"},
     "operator": set(),
     "example": {"numba", "pytest"},
 }
@@ -186,7 +187,7 @@ sys.meta_path.insert(0, Blocker())
 for package in json.loads(sys.argv[2]):
     __import__(package)
     for module in pkgutil.walk_packages(sys.modules[package].__path__, package + "."):
-        if not module.name.startswith("deltashard_cli.dcp."):
+        if not module.name.startswith(("deltashard_cli.dcp.", "deltashard_cli.kubectl.")):
             __import__(module.name)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
@@ -204,6 +205,7 @@ def test_every_module_of_an_image_imports_with_what_is_installed(target: str, pa
     """Not what the developer's machine happens to have: every other package is hidden.
 
     `deltashard_cli.dcp` is torch's own format: its commands load it when they run, and say so where torch is absent.
+    `deltashard_cli.kubectl` is the plugin of a user's machine, which says what it lacks.
     """
     allowed = sorted(_requirements(target))
     done = subprocess.run(
