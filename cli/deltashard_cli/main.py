@@ -96,9 +96,14 @@ def exit_code(error: BaseException) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit with its code."""
+    end_with(cli, arguments, name="deltashard")
+
+
+def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> None:
+    """Run a group of commands under this name, and exit with its code: every error becomes a message and a code."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = cli.main(given, prog_name="deltashard", standalone_mode=False) or OK
+        code = group.main(given, prog_name=name, standalone_mode=False) or OK
     except click.ClickException as error:
         error.show()
         code = exit_code(error)

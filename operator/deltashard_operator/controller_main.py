@@ -42,7 +42,7 @@ from deltashard_operator.kube.call import ApiUnavailable, Caller
 from deltashard_operator.kube.lease import LeaderOnly, Lease
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.kube.watch_session import STALE_S
-from deltashard_operator.main import EXIT_USAGE, api_client
+from deltashard_operator.main import EXIT_USAGE, OPTION_TYPES, api_client
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.tls.authority import Authority, AuthorityOptions
 from deltashard_operator.tls.metric import AuthorityMetrics
@@ -75,6 +75,8 @@ class Options:
     """Where tls.crt and tls.key of the fleet service come from when they are external; they may appear and change."""
     namespace: str = "deltashard-system"
     """The controller's own, where the certificates it issues are kept."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Namespaces whose runs it keeps, by commas; empty: all."""
     default_policy: Path | None = None
     """YAML file with the default policy's spec, the same as the webhook's."""
     kubeconfig: Path | None = None
@@ -96,12 +98,11 @@ class Options:
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Options from the command line over the environment over the defaults; exits on nonsense."""
     parser = argparse.ArgumentParser(prog="deltashard-controller", description=__doc__.splitlines()[0])
-    kinds = {"int": int, "float": float, "Path": Path, "Path | None": Path}
     for field in fields(Options):
         variable = f"DELTASHARD_CONTROLLER_{field.name.upper()}"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=kinds.get(str(field.type), str),
+            type=OPTION_TYPES.get(str(field.type), str),
             choices=CHOICES.get(field.name),
             default=environ.get(variable) or field.default,
             help=f"default {field.default}; variable {variable}",
@@ -164,9 +165,16 @@ class Process:
             metrics=metrics,
             keep_finished_s=options.keep_finished_days * 86400,
             status_interval_s=options.status_interval_s,
+            namespaces=options.watch_namespaces,
         )
         watches = self.controller.watches
-        self.watch = ObjectWatch(api, watches.kinds, on_list=watches.on_list, count=metrics.watched)
+        self.watch = ObjectWatch(
+            api,
+            watches.kinds,
+            namespaces=options.watch_namespaces,
+            on_list=watches.on_list,
+            count=metrics.watched,
+        )
         self.freshness = self.watch.freshness
         metrics.watch_age.set_function(self.freshness.heard_s)
         self.lag = Lag()

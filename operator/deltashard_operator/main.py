@@ -12,9 +12,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -25,7 +26,7 @@ from deltashard_operator import structured_logging
 from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.admission.webhook import Webhook
-from deltashard_operator.kube import object_watch
+from deltashard_operator.kube import object_watch, watched_namespace
 from deltashard_operator.kube.object_watch import ObjectWatch
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.policy.policy_cache import PolicyCache
@@ -46,6 +47,8 @@ class Options:
     """Plain port of /healthz, /livez and /metrics."""
     certificate_dir: Path = Path("/etc/deltashard/tls")
     """Directory with tls.crt and tls.key; they may appear and change while serving."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Namespaces whose workloads get a sidecar, by commas; empty: all. Elsewhere annotated ones are refused."""
     default_policy: Path | None = None
     """YAML file with the default policy's spec."""
     fleet_ca: Path | None = None
@@ -56,15 +59,32 @@ class Options:
     """How long admissions are answered after SIGTERM."""
 
 
+def _namespaces(text: str) -> tuple[str, ...]:
+    """A list of namespaces, for argparse, which hides what a `ValueError` says."""
+    try:
+        return watched_namespace.listed(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+OPTION_TYPES: Mapping[str, Callable[[str], Any]] = {
+    "int": int,
+    "float": float,
+    "Path": Path,
+    "Path | None": Path,
+    "tuple[str, ...]": _namespaces,
+}
+"""How an option's text is read, by the type of its field; any other is text."""
+
+
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """Options from the command line over the environment over the defaults; exits on nonsense."""
     parser = argparse.ArgumentParser(prog="deltashard-webhook", description=__doc__.splitlines()[0])
-    kinds = {"int": int, "float": float, "Path": Path, "Path | None": Path}
     for field in fields(Options):
         variable = f"DELTASHARD_WEBHOOK_{field.name.upper()}"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=kinds.get(str(field.type), str),
+            type=OPTION_TYPES.get(str(field.type), str),
             default=environ.get(variable) or field.default,
             help=f"default {field.default}; variable {variable}",
         )
@@ -86,13 +106,14 @@ async def serve(options: Options, api: client.ApiClient) -> None:
     """Serve until a signal, then drain."""
     metrics = WebhookMetrics()
     cache = PolicyCache(api, on_restart=metrics.watch_restarts.inc)
-    watch = ObjectWatch(api, (cache.kind,), on_list=cache.on_list)
+    watch = ObjectWatch(api, (cache.kind,), namespaces=options.watch_namespaces, on_list=cache.on_list)
     webhook = Webhook(
         certificate=Certificate(options.certificate_dir),
         cache=cache,
         holders=Holders(api),
         defaults=Defaults(options.default_policy, options.fleet_ca),
         metrics=metrics,
+        namespaces=options.watch_namespaces,
     )
     stop, hurry = asyncio.Event(), asyncio.Event()
 

@@ -148,6 +148,11 @@ egress:
       {{- end }}
 {{- end }}
 
+{{/* Where `helm test` makes its dry runs. */}}
+{{- define "deltashard.testNamespace" -}}
+{{- .Values.test.namespace | default (first .Values.watchNamespaces) | default "default" }}
+{{- end }}
+
 {{/* Non-empty where the API has ValidatingAdmissionPolicies. */}}
 {{- define "deltashard.hasPolicies" -}}
 {{- if semverCompare ">=1.30.0-0" .Capabilities.KubeVersion.Version }}yes{{ end }}

@@ -8,7 +8,6 @@ back.
 from __future__ import annotations
 
 import ctypes
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ LEVELS = ("default", "avx2", "avx512")
 
 
 def _load() -> ctypes.CDLL:
-    path = Path(__file__).with_name("_native" + str(sysconfig.get_config_var("EXT_SUFFIX")))
+    path = Path(__file__).with_name("_native.abi3.so")
     try:
         library = ctypes.CDLL(str(path))
         abi = library.ds_abi()

@@ -14,6 +14,8 @@ from deltashard_operator.admission.metric import WebhookMetrics
 from deltashard_operator.admission.review import Request, Resolved
 from deltashard_operator.admission.run_claim import RunClaim
 from deltashard_operator.admission.run_holder import UNKNOWN, Holders
+from deltashard_operator.kube import watched_namespace
+from deltashard_operator.kube.cluster_name import POLICY
 from deltashard_operator.policy import workload_policy
 from deltashard_operator.policy.admission_deadline import Deadline
 from deltashard_operator.policy.chart_defaults import Defaults, FleetAuthorityMissing
@@ -28,12 +30,20 @@ class Resolver:
     """Policies, defaults and holders, for one admission after another. Use it on one asyncio loop."""
 
     def __init__(
-        self, *, cache: PolicyCache, holders: Holders, defaults: Defaults, metrics: WebhookMetrics
+        self,
+        *,
+        cache: PolicyCache,
+        holders: Holders,
+        defaults: Defaults,
+        metrics: WebhookMetrics,
+        namespaces: tuple[str, ...] = (),
     ) -> None:
+        """`namespaces`: those that may be served; none named: all."""
         self._cache = cache
         self._holders = holders
         self._defaults = defaults
         self._metrics = metrics
+        self._namespaces = namespaces
         self._looks: dict[tuple[str, str], asyncio.Task[Spec | None]] = {}
         """Looks for the default policy that are under way, by (namespace, name)."""
 
@@ -51,6 +61,8 @@ class Resolver:
 
     async def _policy(self, request: Request, deadline: Deadline) -> Policy:
         """The policy; raises `Refusal`."""
+        if not watched_namespace.is_watched(request.namespace, self._namespaces):
+            raise not_watched(request.namespace)
         name = request.annotations.policy
         spec = await self._spec(request.namespace, name, deadline)
         if request.claim is not None:
@@ -103,3 +115,13 @@ class Resolver:
         self._metrics.holder_looks.labels("held" if refusal is not None else "free").inc()
         if refusal is not None:
             raise refusal
+
+
+def not_watched(namespace: str) -> Refusal:
+    """The refusal of an annotated workload where nobody looks after it."""
+    return Refusal(
+        "NamespaceNotWatched",
+        watched_namespace.not_watched(namespace),
+        where=POLICY,
+        remedy=watched_namespace.REMEDY,
+    )

@@ -43,11 +43,15 @@ class Webhook:
         holders: Holders,
         defaults: Defaults,
         metrics: WebhookMetrics,
+        namespaces: tuple[str, ...] = (),
     ) -> None:
+        """`namespaces`: those whose workloads get a sidecar; none named: all."""
         self.certificate = certificate
         self.metrics = metrics
         self.draining = False
-        self._resolver = Resolver(cache=cache, holders=holders, defaults=defaults, metrics=metrics)
+        self._resolver = Resolver(
+            cache=cache, holders=holders, defaults=defaults, metrics=metrics, namespaces=namespaces
+        )
         metrics.policies.set_function(lambda: len(cache))
         metrics.ready.set_function(lambda: int(not self.unready()))
 

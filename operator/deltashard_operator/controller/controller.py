@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import structlog
@@ -61,12 +61,16 @@ class Controller:
         metrics: ControllerMetrics,
         keep_finished_s: float,
         status_interval_s: float,
+        namespaces: Sequence[str] = (),
         leads: Callable[[], bool] = lambda: True,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`leads`: whether this controller may write; while it may not, facts are taken and nothing comes of them."""
+        """Keep the runs of these namespaces (none named: of all).
+
+        `leads`: whether this controller may write; while it may not, facts are taken and nothing comes of them.
+        """
         self._leads = leads
-        self._statuses = Statuses(call)
+        self._statuses = Statuses(call, namespaces)
         self._teller = teller
         self._defaults = defaults
         self.metrics = metrics

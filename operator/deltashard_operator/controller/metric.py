@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
+from deltashard_checkpoint.deciding.decision import Decision
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,6 +23,8 @@ from deltashard_operator.run.phase import Phase
 from deltashard_operator.run.watched_run import HORIZON_S, Run
 
 LABELS = ("namespace", "run")
+MAX_WHY = 200
+"""Characters of a sentence in a label."""
 HANDLERS = ("jobs", "pods", "nodes", "policies", "runs")
 
 
@@ -145,9 +148,40 @@ class ControllerMetrics:
         self.registry.register(_OfRuns(runs))
 
 
+class Whys:
+    """Why each decision of a run holds, as a label may say it.
+
+    The sentence has figures that every save measures anew, and a label that changes is a new series. So it is kept as
+    it was when what is decided changed last.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, str, str], tuple[Decision, str]] = {}
+
+    def of(self, run: Run, made: Decision) -> str:
+        """The sentence, no longer than a label should be."""
+        key = run.workload.namespace, run.name, made.subject
+        before, why = self._known.get(key, (None, ""))
+        if before is None or _decided(before) != _decided(made):
+            why = ", ".join(filter(None, (made.why, made.bound)))
+            why = why if len(why) <= MAX_WHY else why[: MAX_WHY - 3] + "..."
+            self._known[key] = made, why
+        return why
+
+    def keep(self, live: Iterable[Run]) -> None:
+        """Forget all but these runs."""
+        there = {(run.workload.namespace, run.name) for run in live}
+        self._known = {key: known for key, known in self._known.items() if key[:2] in there}
+
+
+def _decided(made: Decision) -> tuple[str, ...]:
+    return made.mode, made.goal, made.value, made.would, str(bool(made.unreachable))
+
+
 class _OfRuns(Collector):
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
+        self._whys = Whys()
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -177,6 +211,7 @@ class _OfRuns(Collector):
                 ("expected_restores", "Restores in the coming day of training: 95 of 100 times no more"),
                 ("save_cost_seconds", "Training time that a save costs, as measured; absent before"),
                 ("save_durable_seconds", "From a save's begin until it is durable, 95 of 100 times"),
+                ("step_seconds", "Training time of a step, as measured; absent before"),
                 ("restore_seconds", "From open to the first step, as measured; absent before"),
                 (
                     "training_since_timestamp_seconds",
@@ -207,8 +242,8 @@ class _OfRuns(Collector):
         )
         decision = GaugeMetricFamily(
             "deltashard_run_decision_info",
-            "1 for each decision of the run",
-            labels=(*LABELS, "subject", "mode", "goal", "reachable"),
+            "1 for each decision of the run; why it holds, with the figures of the moment at which it came to",
+            labels=(*LABELS, "subject", "mode", "goal", "reachable", "value", "would", "why"),
         )
         total = GaugeMetricFamily("deltashard_runs", "Runs, by phase", labels=("phase",))
         for each, n in by_phase.items():
@@ -231,7 +266,10 @@ class _OfRuns(Collector):
                 interruptions.add_metric((*labels, cause, "false"), times.restores - times.lossy)
             for made in run.decisions:
                 reachable = str(not made.unreachable).lower()
-                decision.add_metric((*labels, made.subject, made.mode, made.goal, reachable), 1)
+                why = self._whys.of(run, made)
+                decision.add_metric(
+                    (*labels, made.subject, made.mode, made.goal, reachable, made.value, made.would, why), 1
+                )
             counters["failures"].add_metric(labels, run.failures)
             counters["restores"].add_metric(labels, run.restores)
             counters["lost_steps"].add_metric(labels, run.lost_steps)
@@ -240,6 +278,7 @@ class _OfRuns(Collector):
             for found in run.conditions:
                 if found.type != condition.READY and found.status == "True":
                     trouble.add_metric((*labels, found.type), 1)
+        self._whys.keep(live.values())
         yield from gauges.values()
         yield from counters.values()
         yield phase
@@ -271,6 +310,7 @@ def _measured(gauges: Mapping[str, GaugeMetricFamily], labels: tuple[str, str], 
     for name, value in (
         ("save_cost_seconds", found.cost_s),
         ("save_durable_seconds", found.durable_s),
+        ("step_seconds", found.step_s),
         ("restore_seconds", found.restore_s),
     ):
         if value:

@@ -8,7 +8,7 @@ CheckpointRun that was deleted and made again is never taken for the old one (40
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +82,14 @@ def served(document: Mapping[str, Any]) -> Served:
 class Statuses:
     """CheckpointRuns, for coroutines."""
 
-    def __init__(self, call: Caller) -> None:
+    def __init__(self, call: Caller, namespaces: Sequence[str] = ()) -> None:
+        """Of these namespaces alone; none named: of all."""
         self._call = call
+        self._paths = [f"{ROOT}/namespaces/{each}/{PLURAL}" for each in namespaces] or [ALL]
 
     async def all(self) -> list[Document]:
         """Every one there is; raises `ApiUnavailable`."""
-        return await self._call.every(ALL)
+        return [each for path in self._paths for each in await self._call.every(path)]
 
     async def create(self, document: Mapping[str, Any]) -> tuple[Served, bool]:
         """Make it; (it, whether it is new). One that exists is taken as it is.

@@ -81,7 +81,9 @@ class Watches:
         self.kinds = (
             WatchedKind("jobs", "/apis/batch/v1/jobs", self.on_job, self.job_gone, SELECTOR),
             WatchedKind("pods", "/api/v1/pods", self.on_pod, self.pod_gone, SELECTOR),
-            WatchedKind("nodes", "/api/v1/nodes", self.on_node, self.node_gone, by_name=True),
+            WatchedKind(
+                "nodes", "/api/v1/nodes", self.on_node, self.node_gone, by_name=True, namespaced=False
+            ),
             WatchedKind(
                 "policies", f"{OURS}/checkpointpolicies", self.on_policy, self.policy_gone, by_name=True
             ),

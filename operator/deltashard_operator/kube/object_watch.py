@@ -1,4 +1,4 @@
-"""Objects of a few kinds, watched over the whole cluster by kopf: what is there, what changes, and what went.
+"""Objects of a few kinds, watched by kopf, everywhere or in some namespaces: what is there, what changes, what went.
 
 kopf lists and watches, goes on where a watch ended, lists again when that is too long ago (410 Gone), ends watches that
 are silent and tries what fails for ever. Its `on.event` alone is used, which writes nothing: no finalizers, annotations
@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import kopf
@@ -65,7 +65,7 @@ class WatchedKind:
     name: str
     """For metrics and logs."""
     path: str
-    """URL path of all of them, such as /apis/batch/v1/jobs."""
+    """URL path of all of them, such as /apis/batch/v1/jobs, or of those of one namespace."""
     on_object: Callable[[Document], None]
     """Called with an object that is there, or changed."""
     on_gone: Callable[[ObjectKey, Document | None], None]
@@ -75,6 +75,13 @@ class WatchedKind:
     by_name: bool = False
     """Whether who is told keeps objects by name, not by UID: told neither of the state nor of the end of one whose name
     a newer one bears."""
+    namespaced: bool = True
+    """Whether they lie in namespaces; nodes do not."""
+
+    def within(self, namespace: str) -> WatchedKind:
+        """Those of one namespace alone."""
+        root, _, plural = self.path.rpartition("/")
+        return replace(self, path=f"{root}/namespaces/{namespace}/{plural}")
 
     @property
     def resource(self) -> tuple[str, str, str]:
@@ -92,21 +99,36 @@ class ObjectWatch:
         kinds: Sequence[WatchedKind],
         *,
         on_list: Callable[[], None],
+        namespaces: Sequence[str] = (),
         count: Callable[[str, str], None] = lambda _what, _kind: None,
     ) -> None:
-        """`on_list` is called after a list when every kind was listed; `count` with event, error, watch or failure."""
+        """Watch these kinds in these namespaces; none named: everywhere.
+
+        `on_list` is called after a list when every kind was listed, in every namespace; `count` with event, error,
+        watch or failure.
+        """
         self._api = api
-        self._kinds = {kind.path: kind for kind in kinds}
+        self._asked = tuple(kinds)
+        self._namespaces = tuple(namespaces)
+        self._kinds = {
+            each.path: each
+            for kind in kinds
+            for each in (self._kind_in(kind, namespace) for namespace in self._namespaces or ("",))
+        }
         self._count = count
         self._on_list = on_list
-        self._known: dict[str, dict[tuple[str, str], dict[str, int]]] = {kind.name: {} for kind in kinds}
-        """What is there, by kind, by namespace and name: UID -> version. Two while an end is on its way."""
-        self._listing: dict[str, set[ObjectKey]] = {kind.name: set() for kind in kinds}
-        """What the newest list of a kind names so far."""
+        self._known: dict[str, dict[tuple[str, str], dict[str, int]]] = {path: {} for path in self._kinds}
+        """What is there, by path, by namespace and name: UID -> version. Two while an end is on its way."""
+        self._listing: dict[str, set[ObjectKey]] = {path: set() for path in self._kinds}
+        """What the newest list of a path names so far."""
         self._list_version: dict[str, int] = dict.fromkeys(self._known, 0)
-        """Of the newest list of a kind: it tells all that happened until then, so no event of that time is news."""
+        """Of the newest list of a path: it tells all that happened until then, so no event of that time is news."""
         self._listed: set[str] = set()
         self.freshness = Freshness(self._kinds)
+
+    def _kind_in(self, kind: WatchedKind, namespace: str) -> WatchedKind:
+        """The kind as it is watched for an object of this namespace."""
+        return kind.within(namespace) if self._namespaces and kind.namespaced else kind
 
     async def run(self) -> None:
         """Watch until it is cancelled."""
@@ -149,18 +171,21 @@ class ObjectWatch:
                 on_watch=lambda path: self._count("watch", self._kinds[path].name),
             )
 
-        for kind in self._kinds.values():
+        for kind in self._asked:
 
             async def handle(event: Any, kind: WatchedKind = kind, **_: Any) -> None:
                 if event["type"] is not None:  # what a list names came with its page
-                    hand_on(self._take, kind, event["type"], event["object"])
+                    document = event["object"]
+                    there = self._kind_in(kind, document["metadata"].get("namespace", ""))
+                    hand_on(self._take, there, event["type"], document)
 
             kopf.on.event(*kind.resource, registry=registry, id=kind.name)(handle)
         try:
             await kopf.operator(
                 registry=registry,
-                settings=settings(tuple(self._kinds.values())),
-                clusterwide=True,
+                settings=settings(self._asked),
+                clusterwide=not self._namespaces,
+                namespaces=self._namespaces,
                 standalone=True,
                 stop_flag=told,
             )
@@ -170,26 +195,26 @@ class ObjectWatch:
     # -- on the loop of who is told -----------------------------------------------------------------------------------
 
     def _take_page(self, kind: WatchedKind, page: Document, first: bool) -> None:
-        listed = self._listing[kind.name]
+        listed = self._listing[kind.path]
         if first:
             listed.clear()
-            self._list_version[kind.name] = _version_of(page)
+            self._list_version[kind.path] = _version_of(page)
         for document in page.get("items") or ():
             listed.add(_key_of(document))
             self._take_listed(kind, document)
         if (page.get("metadata") or {}).get("continue"):
             return
-        there = [ObjectKey(*name, uid) for name, uids in self._known[kind.name].items() for uid in uids]
+        there = [ObjectKey(*name, uid) for name, uids in self._known[kind.path].items() for uid in uids]
         for key in there:
             if key not in listed:
                 self._drop(kind, key, None)
-        self._listed.add(kind.name)
+        self._listed.add(kind.path)
         if len(self._listed) == len(self._kinds):
             self._on_list()
 
     def _take_listed(self, kind: WatchedKind, document: Document) -> None:
         key = _key_of(document)
-        bearers = self._known[kind.name].setdefault(key[:2], {})
+        bearers = self._known[kind.path].setdefault(key[:2], {})
         bearers[key.uid] = _version_of(document)
         for uid in bearers.keys() - {key.uid}:  # it went, and another was made under its name
             self._drop(kind, key._replace(uid=uid), None)
@@ -197,23 +222,23 @@ class ObjectWatch:
 
     def _take(self, kind: WatchedKind, what: str, document: Document) -> None:
         key, version = _key_of(document), _version_of(document)
-        known = self._known[kind.name].get(key[:2], {}).get(key.uid)
+        known = self._known[kind.path].get(key[:2], {}).get(key.uid)
         if what == "DELETED":
             if known is not None and known <= version:
                 self._drop(kind, key, document)
             return
-        if version <= max(known or 0, self._list_version[kind.name]):
+        if version <= max(known or 0, self._list_version[kind.path]):
             return
-        bearers = self._known[kind.name].setdefault(key[:2], {})
+        bearers = self._known[kind.path].setdefault(key[:2], {})
         bearers[key.uid] = version
         if not kind.by_name or version == max(bearers.values()):
             self._tell(kind, kind.on_object, document)
 
     def _drop(self, kind: WatchedKind, key: ObjectKey, last: Document | None) -> None:
-        bearers = self._known[kind.name][key[:2]]
+        bearers = self._known[kind.path][key[:2]]
         newest = bearers.pop(key.uid) > max(bearers.values(), default=-1)
         if not bearers:
-            del self._known[kind.name][key[:2]]
+            del self._known[kind.path][key[:2]]
         if newest or not kind.by_name:
             self._tell(kind, kind.on_gone, key, last)
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from deltashard_operator.kube import watched_namespace
 from deltashard_operator.kube.cluster_name import INJECTED, POLICY, SIDECAR
 
 CONFIGURATION = "deltashard-webhook"
 TIMEOUT_S = 5
+NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 PATH = "/mutate"
 
 
@@ -42,7 +44,11 @@ ANNOTATED_BEFORE = JOB_CONDITION.replace("object", "oldObject")
 
 
 def mutating(
-    client_config: dict[str, Any], *, failure_policy: str = "Fail", exempt: tuple[str, ...] = ()
+    client_config: dict[str, Any],
+    *,
+    failure_policy: str = "Fail",
+    exempt: tuple[str, ...] = (),
+    namespaces: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """The MutatingWebhookConfiguration.
 
@@ -50,21 +56,19 @@ def mutating(
         client_config: `clientConfig` of both webhooks (a service or a URL, and the caBundle).
         failure_policy: Fail or Ignore.
         exempt: namespaces left alone besides kube-system (the chart's own).
+        namespaces: those whose workloads are sent to the webhook; none named: all others. Where the API server has no
+            ValidatingAdmissionPolicies to refuse what is annotated elsewhere, name none: the webhook refuses it.
     """
+    selector = _selector(exempt)
+    if namespaces:
+        watched = {"key": NAMESPACE_LABEL, "operator": "In", "values": list(namespaces)}
+        selector = {"matchExpressions": [*selector["matchExpressions"], watched]}
     shared = {
         "admissionReviewVersions": ["v1"],
         "clientConfig": client_config,
         "failurePolicy": failure_policy,
         "matchPolicy": "Equivalent",
-        "namespaceSelector": {
-            "matchExpressions": [
-                {
-                    "key": "kubernetes.io/metadata.name",
-                    "operator": "NotIn",
-                    "values": ["kube-system", *exempt],
-                }
-            ]
-        },
+        "namespaceSelector": selector,
         "reinvocationPolicy": "IfNeeded",
         "sideEffects": "None",
         "timeoutSeconds": TIMEOUT_S,
@@ -90,6 +94,11 @@ def mutating(
     }
 
 
+def _selector(exempt: tuple[str, ...]) -> dict[str, Any]:
+    values = ["kube-system", *exempt]
+    return {"matchExpressions": [{"key": NAMESPACE_LABEL, "operator": "NotIn", "values": values}]}
+
+
 def _rule(group: str, resource: str, operation: str) -> dict[str, Any]:
     return {
         "apiGroups": [group],
@@ -100,15 +109,17 @@ def _rule(group: str, resource: str, operation: str) -> dict[str, Any]:
     }
 
 
-def validating(exempt: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def validating(exempt: tuple[str, ...] = (), *, namespaces: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """ValidatingAdmissionPolicies and their bindings (Kubernetes 1.30 and later), which need no webhook to be alive.
 
     An annotated Job or pod that ends up without the sidecar is denied: training that silently saves nothing is worse
-    than training that does not start. Adding the annotation to a Job that exists draws a warning: templates are
-    immutable, so it is too late.
+    than training that does not start. So is one of a namespace that is not among `namespaces` (none named: all are
+    watched), unless it has its sidecar from a time when it was: the next pod of a Job goes on. Adding the annotation to
+    a Job that exists draws a warning: templates are immutable, so it is too late.
     """
     missing = f"it has the annotation {POLICY} but no {SIDECAR}: the webhook did not see it; create it again"
     late = f"{POLICY} was added to a Job that exists, which does nothing: create the Job anew"
+    said = _missing_in(namespaces, missing)
     return [
         *_policy(
             "deltashard-jobs-have-sidecar",
@@ -116,6 +127,7 @@ def validating(exempt: tuple[str, ...] = ()) -> list[dict[str, Any]]:
             when=JOB_CONDITION,
             must=JOB_HAS_SIDECAR,
             message=missing,
+            said=said,
             action="Deny",
             exempt=exempt,
         ),
@@ -125,6 +137,7 @@ def validating(exempt: tuple[str, ...] = ()) -> list[dict[str, Any]]:
             when=POD_OPTED_IN,
             must=POD_HAS_SIDECAR,
             message=missing,
+            said=said,
             action="Deny",
             exempt=exempt,
         ),
@@ -140,6 +153,15 @@ def validating(exempt: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     ]
 
 
+def _missing_in(namespaces: tuple[str, ...], missing: str) -> str:
+    """CEL: why there is no sidecar, which in a namespace that is not watched is another reason."""
+    if not namespaces:
+        return ""
+    listed = ", ".join(f"'{each}'" for each in namespaces)
+    elsewhere = watched_namespace.not_watched("' + request.namespace + '")
+    return f"request.namespace in [{listed}] ? '{missing}' : '{elsewhere}; {watched_namespace.REMEDY}'"
+
+
 def _policy(
     name: str,
     *,
@@ -149,12 +171,12 @@ def _policy(
     message: str,
     action: str,
     exempt: tuple[str, ...],
+    said: str = "",
 ) -> list[dict[str, Any]]:
-    selector = {
-        "matchExpressions": [
-            {"key": "kubernetes.io/metadata.name", "operator": "NotIn", "values": ["kube-system", *exempt]}
-        ]
-    }
+    """`said`: CEL that gives the message where one does not fit all."""
+    validation = {"expression": must, "message": message, "reason": "Invalid"}
+    if said:
+        validation["messageExpression"] = said
     return [
         {
             "apiVersion": "admissionregistration.k8s.io/v1",
@@ -162,9 +184,9 @@ def _policy(
             "metadata": {"name": name},
             "spec": {
                 "failurePolicy": "Fail",
-                "matchConstraints": {"resourceRules": [rule], "namespaceSelector": selector},
+                "matchConstraints": {"resourceRules": [rule], "namespaceSelector": _selector(exempt)},
                 "matchConditions": [{"name": "annotated", "expression": when}],
-                "validations": [{"expression": must, "message": message, "reason": "Invalid"}],
+                "validations": [validation],
             },
         },
         {

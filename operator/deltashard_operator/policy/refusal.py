@@ -17,6 +17,7 @@ Code = Literal[
     "CopiedManifest",
     "MarkerWithoutSidecar",
     "MountTaken",
+    "NamespaceNotWatched",
     "PodResourcesTooSmall",
     "PolicyNotFound",
     "PolicyUnavailable",

@@ -24,7 +24,29 @@ class Answer:
 
 def ask(expressions: Sequence[str], series: Samples | None = None, *, at_s: float = 0.0) -> list[Answer]:
     """What each expression gives over the samples, at one time."""
-    questions = [{"expression": each, "series": series or {}, "at": at_s} for each in expressions]
+    return _answers([{"expression": each, "series": series or {}, "at": at_s} for each in expressions])
+
+
+def ask_at(expression: str, series: Samples, times_s: Sequence[float]) -> list[Answer]:
+    """What one expression gives over the samples, at each of these times."""
+    return _answers([{"expression": expression, "series": series, "at": at_s} for at_s in times_s])
+
+
+def recorded(rules: Sequence[tuple[str, str]], series: Samples, times_s: Sequence[float]) -> Samples:
+    """The samples, and what recording rules (name, expression) make of them at these times, each of those before it."""
+    found = dict(series)
+    for name, expression in rules:
+        for at_s, answer in zip(times_s, ask_at(expression, found, times_s), strict=True):
+            assert answer.error == "", (name, answer.error)
+            for labels, value in answer.result:
+                said = ",".join(
+                    f'{key}="{text}"' for key, text in sorted(labels.items()) if key != "__name__"
+                )
+                found.setdefault(f"{name}{{{said}}}", []).append((at_s, value))
+    return found
+
+
+def _answers(questions: Sequence[object]) -> list[Answer]:
     done = subprocess.run(
         [str(built("promql"))],
         input="".join(json.dumps(question) + "\n" for question in questions),

@@ -78,6 +78,20 @@ def test_the_validating_policies() -> None:
     assert policies(rendering) == by_name(webhook_configuration.validating((NAMESPACE, *exempt)))
 
 
+def test_with_a_list_of_namespaces() -> None:
+    """Equal, too; where Kubernetes has no such policies, the webhook is sent what it has to refuse."""
+    some = ("team-a", "team-b")
+    rendering = render({"watchNamespaces": list(some)})
+    exempt = (NAMESPACE,)
+    assert policies(rendering) == by_name(webhook_configuration.validating(exempt, namespaces=some))
+    configured = bare(rendering.find("MutatingWebhookConfiguration"))
+    assert configured == webhook_configuration.mutating({"service": SERVICE}, exempt=exempt, namespaces=some)
+    older = render({"watchNamespaces": list(some)}, version="1.29.0")
+    assert bare(older.find("MutatingWebhookConfiguration")) == webhook_configuration.mutating(
+        {"service": SERVICE}, exempt=exempt
+    )
+
+
 def test_kubernetes_1_29_has_none() -> None:
     """And nothing of theirs, hooks included, is sent to it."""
     rendering = render(version="1.29.0")

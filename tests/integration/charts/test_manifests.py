@@ -58,6 +58,7 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "no user": {"runAsUser": None},
     "on the nodes' network": {"webhook": {"hostNetwork": True, "port": 10250, "metricsPort": 10300}},
+    "some namespaces": {"watchNamespaces": ["default", "kube-public"], "monitoring": MONITORING},
 }
 
 

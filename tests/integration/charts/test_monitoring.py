@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 from deltashard_operator.admission.metric import WebhookMetrics
@@ -18,13 +17,11 @@ from deltashard_sidecar.telemetry.metric import Metrics
 from prometheus_client import CollectorRegistry
 
 from tests.integration.charts.helm import CHART, render
-from tests.integration.charts.promql import Samples, ask
+from tests.integration.charts.monitoring import ON, alerts, queries, records, rules
+from tests.integration.charts.promql import Samples, ask, recorded
 from tests.support.server.minio_server import ROOT
 
 RUNBOOKS = ROOT / "docs" / "kubernetes" / "runbooks"
-ON = {
-    "monitoring": {name: {"enabled": True} for name in ("podMonitor", "serviceMonitor", "rules", "dashboard")}
-}
 FOREIGN = {"apiserver_admission_webhook_rejection_count"}
 """Metrics of the API server; that it has them, and with which labels, is a test of `test_releases`."""
 SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
@@ -60,36 +57,16 @@ def everything() -> Iterator[str]:
 EXPORTED = set(everything())
 
 
-def alerts() -> dict[str, dict[str, Any]]:
-    """The rules by the alert's name."""
-    groups = render(ON).find("PrometheusRule")["spec"]["groups"]
-    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
-
-
-def queries() -> list[str]:
-    """All expressions of the dashboard, with Grafana's variables filled in."""
-    dashboard = json.loads((CHART / "dashboards" / "deltashard.json").read_text(encoding="utf-8"))
-    found = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    for variable in dashboard["templating"]["list"]:
-        match = (
-            re.fullmatch(r"label_values\((\w+), \w+\)", variable["query"].get("query", ""))
-            if isinstance(variable["query"], dict)
-            else None
-        )
-        found += [match[1]] if match else []
-    filled = [each.replace("$__rate_interval", "5m").replace("$namespace", ".*") for each in found]
-    assert not [each for each in filled if "$" in each]
-    return filled
-
-
 def test_alerts_and_panels_read_what_is_exported() -> None:
     """Each expression parses, and each metric in it is one of ours or a known one of the API server."""
-    expressions = [rule["expr"] for rule in alerts().values()] + queries()
-    assert len(expressions) > 30
+    expressions = [rule["expr"] for rule in rules()] + queries()
+    names = {name for name, _ in records()}
+    assert len(names) == len(records())
+    assert len(expressions) > 60
     for expression, answer in zip(expressions, ask(expressions), strict=True):
         assert answer.error == "", expression
         assert answer.metrics, expression
-        assert set(answer.metrics) <= EXPORTED | FOREIGN, expression
+        assert set(answer.metrics) <= EXPORTED | FOREIGN | names, expression
 
 
 def test_a_metric_that_is_not_there_would_be_seen() -> None:
@@ -214,6 +191,152 @@ def test_an_alert_fires_when_it_should(alert: str, situation: str, series: Sampl
     assert bool(answer.result) == fires, (situation, answer)
 
 
+OTHER = RUN.replace("train", "other")
+PHASE = 'deltashard_run_phase{namespace="team-a",run="train",phase="%s"}'
+TRAINED = f"deltashard_run_trained_seconds_total{RUN}"
+EVERY_S = 240
+
+
+def sampled(value: Callable[[float], float | None]) -> list[tuple[float, float]]:
+    """A day of samples of a function of time; None: there is none."""
+    points = ((float(at), value(at)) for at in range(0, DAY + 1, EVERY_S))
+    return [(at, found) for at, found in points if found is not None]
+
+
+def constant(value: float) -> list[tuple[float, float]]:
+    return sampled(lambda _: value)
+
+
+def phases(lost_from_s: float, lost_until_s: float) -> Samples:
+    """A day of training with one recovery."""
+
+    def recovers(at_s: float) -> bool:
+        return lost_from_s <= at_s < lost_until_s
+
+    return {
+        PHASE % "Training": sampled(lambda at: None if recovers(at) else 1.0),
+        PHASE % "Recovering": sampled(lambda at: 1.0 if recovers(at) else None),
+        TRAINED: sampled(lambda at: at - max(0.0, min(at, lost_until_s) - lost_from_s)),
+    }
+
+
+def lost_steps(steps: float, *, from_s: float) -> Samples:
+    """Steps trained again, and how long one takes."""
+    return {
+        f"deltashard_run_lost_steps_total{RUN}": sampled(lambda at: steps if at >= from_s else 0.0),
+        f"deltashard_run_step_seconds{RUN}": constant(2.0),
+    }
+
+
+AGAIN = lost_steps(0.1 * 0.75 * DAY / 2, from_s=DAY / 2)
+"""A tenth of what was trained in three quarters of a day."""
+RECOVERY = phases(0.25 * DAY, 0.5 * DAY)
+SAVING = {f"deltashard_run_save_cost_seconds{RUN}": constant(3.0), INTERVAL: constant(300)}
+FRESH = {LAST: sampled(lambda at: at - at % 300), SINCE: constant(0.0), INTERVAL: constant(300)}
+STALE = FRESH | {LAST: sampled(lambda at: min(at, DAY / 2) - min(at, DAY / 2) % 300)}
+STEPPED = {
+    f"deltashard_run_save_cost_seconds{RUN}": constant(1.0),
+    INTERVAL: constant(0),
+    LAST: sampled(lambda at: at - at % 1200),
+    TRAINED: sampled(lambda at: at),
+}
+BESIDE = {
+    f"deltashard_run_trained_seconds_total{OTHER}": sampled(lambda at: at / 3),
+    'deltashard_run_phase{namespace="team-a",run="other",phase="Training"}': constant(1.0),
+}
+"""Another run, a third as long and without any loss."""
+
+RECORDS: list[tuple[str, str, Samples, float | None]] = [
+    ("run_checkpoint_fresh:bool", "young", FRESH, 1.0),
+    ("run_checkpoint_fresh:bool", "old", STALE, 0.0),
+    ("run_checkpoint_fresh:bool", "by steps alone", FRESH | {INTERVAL: constant(0)}, None),
+    ("run_checkpoint_fresh:bool", "does not train", {LAST: constant(1.0), INTERVAL: constant(300)}, None),
+    ("run_checkpoint_available:ratio1d", "all day", FRESH, 1.0),
+    ("run_checkpoint_available:ratio1d", "until noon", STALE, 23 / 47),
+    ("run_trained_seconds:increase1d", "three quarters", RECOVERY, 0.75 * DAY),
+    ("run_trained_seconds:increase1d", "no run", {}, None),
+    ("run_recovering:ratio1d", "a quarter", RECOVERY, 0.25),
+    ("run_recovering:ratio1d", "never", phases(DAY, DAY), 0.0),
+    ("run_recovering:ratio1d", "waits to be scheduled", {PHASE % "Pending": constant(1.0)}, None),
+    ("run_trained_again:ratio1d", "a tenth", RECOVERY | AGAIN, 0.1),
+    (
+        "run_trained_again:ratio1d",
+        "more than all, by an estimate",
+        RECOVERY | lost_steps(1e9, from_s=DAY / 2),
+        1.0,
+    ),
+    ("run_trained_again:ratio1d", "a step is not measured", RECOVERY, None),
+    ("run_lost_to_failures:ratio1d", "both", RECOVERY | AGAIN, 0.25 + 0.75 * 0.1),
+    ("run_lost_to_failures:ratio1d", "recovery alone", RECOVERY, 0.25),
+    ("run_lost_to_failures:ratio1d", "none", phases(DAY, DAY), 0.0),
+    ("run_lost_to_saves:ratio", "3 s of 300", SAVING, 0.01),
+    ("run_lost_to_saves:ratio", "1 s of 1200, by steps", STEPPED, 1 / 1200),
+    ("run_lost_to_saves:ratio", "not measured", {INTERVAL: constant(300)}, None),
+    ("run_lost_to_saves:ratio1d", "all day", SAVING, 0.01),
+    ("run_lost_to_saves:ratio1d", "not measured", {INTERVAL: constant(300)}, None),
+    ("fleet_lost_to_failures:ratio1d", "one run", RECOVERY | AGAIN, 0.325),
+    ("fleet_lost_to_failures:ratio1d", "of two", RECOVERY | AGAIN | BESIDE, 0.325 * 0.75 / (0.75 + 1 / 3)),
+    ("fleet_lost_to_failures:ratio1d", "no run", {}, None),
+    ("fleet_lost_to_saves:ratio1d", "of one of two that is measured", SAVING | RECOVERY | BESIDE, 0.01),
+    ("fleet_lost_to_saves:ratio1d", "no run", {}, None),
+    ("fleet_checkpoint_available:ratio1d", "until noon", STALE | phases(DAY, DAY), 23 / 47),
+    ("fleet_checkpoint_available:ratio1d", "no run", {}, None),
+]
+
+
+def test_what_is_recorded_is_on_the_page() -> None:
+    """All of it, and nothing that is not."""
+    page = (ROOT / "docs" / "kubernetes" / "installing.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(deltashard:\w+:\w+)`", page)) == {name for name, _ in records()}
+
+
+def test_every_recording_rule_has_cases() -> None:
+    """One with a value, and one without where there is nothing to say; at least two."""
+    for name, _ in records():
+        assert len([case for case in RECORDS if f"deltashard:{case[0]}" == name]) >= 2, name
+    assert {f"deltashard:{case[0]}" for case in RECORDS} == {name for name, _ in records()}
+
+
+@pytest.mark.parametrize(
+    ("name", "situation", "series", "wanted"), RECORDS, ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_what_is_recorded(name: str, situation: str, series: Samples, wanted: float | None) -> None:
+    """By Prometheus' engine, over a day; rules that read other rules get what those recorded."""
+    needed = [(record, expression) for record, expression in records()]
+    last = next(at for at, (record, _) in enumerate(needed) if record == f"deltashard:{name}")
+    times = [float(at) for at in range(HOUR, DAY + 1, HOUR // 2)]
+    found = recorded(needed[: last + 1], series, times)
+    ends = [
+        points[-1][1]
+        for key, points in found.items()
+        if key.startswith(f"deltashard:{name}{{") and points[-1][0] == DAY and "other" not in key
+    ]
+    if wanted is None:
+        assert ends == [], situation
+    else:
+        assert ends == [pytest.approx(wanted, rel=0.03, abs=1e-9)], situation
+
+
+def test_a_controller_that_begins_anew_changes_no_share() -> None:
+    """Its series have the labels of another pod, and go on with the counts."""
+    whole = RECOVERY | AGAIN
+
+    def of_pod(name: str, key: str) -> str:
+        return key.replace("{", f'{{pod="{name}",')
+
+    cut = 0.6 * DAY
+    split = {of_pod("a", key): [each for each in points if each[0] < cut] for key, points in whole.items()}
+    split |= {of_pod("b", key): [each for each in points if each[0] >= cut] for key, points in whole.items()}
+    name = "deltashard:run_lost_to_failures:ratio1d"
+    upto = [name for name, _ in records()].index(name) + 1
+    shares = []
+    for series in (whole, {key: points for key, points in split.items() if points}):
+        found = recorded(records()[:upto], series, [float(DAY)])
+        ((_, points),) = [each for each in found.items() if each[0].startswith(name)]
+        shares.append(points[-1][1])
+    assert shares[0] == pytest.approx(shares[1], rel=0.01)
+
+
 def test_alerts_name_what_they_are_about() -> None:
     """The labels that the texts use are in what the expressions give."""
     for name, situation, series, fires in CASES:
@@ -272,5 +395,12 @@ def test_the_dashboard_is_whole() -> None:
     assert dashboard == json.loads((CHART / "dashboards" / "deltashard.json").read_text(encoding="utf-8"))
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
-    assert len(set(places)) == len(places)
+    cells = [
+        (x, y)
+        for panel in panels
+        for place in [panel["gridPos"]]
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(cells)) == len(cells), "two panels overlap"
+    assert max(x for x, _ in cells) < 24

@@ -77,9 +77,9 @@ def written(folder: Path, data: dict[str, str], *, encoded: bool) -> Path:
     return folder
 
 
-def arguments(deployment: str) -> dict[str, str]:
+def arguments(deployment: str, values: dict[str, Any] | None = None) -> dict[str, str]:
     """The flags the chart passes."""
-    spec = render().find("Deployment", deployment)["spec"]["template"]["spec"]
+    spec = render(values).find("Deployment", deployment)["spec"]["template"]["spec"]
     return dict(argument.removeprefix("--").split("=", 1) for argument in spec["containers"][0]["args"])
 
 
@@ -133,3 +133,78 @@ def test_rights_are_enough(apiserver: ApiServer, http: Rest, tmp_path: Path) -> 
     assert "controller.stopped" in said
     for word in ("orbidden", "Traceback"):
         assert word not in said, said[-4000:]
+
+
+def job(name: str, **labels: str) -> dict[str, Any]:
+    """An annotated Job; with our label, as the webhook leaves it, with its sidecar."""
+    notes = {"deltashard.io/policy": "default"}
+    sidecar = {"name": "deltashard-sidecar", "image": "sidecar", "restartPolicy": "Always"}
+    pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [{"name": "trainer", "image": "train"}]}
+    if labels:
+        pod["initContainers"] = [sidecar]
+    template = {"metadata": {"annotations": notes, "labels": labels}, "spec": pod}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "annotations": notes, "labels": labels},
+        "spec": {"template": template},
+    }
+
+
+def test_some_namespaces_alone(apiserver: ApiServer, http: Rest, tmp_path: Path) -> None:
+    """Both get ready with rights in a list of namespaces, and keep what is there; elsewhere an annotated Job is refused.
+
+    The next pod of a Job that has its sidecar from before is not.
+    """
+    release = Release(apiserver.kubeconfig, tmp_path)
+    values = {"watchNamespaces": ["team-a", "team-b"], "defaultPolicy": {"store": {"url": "s3://x-y/z"}}}
+    ours = {"deltashard.io/managed-by": "deltashard"}
+    if release.name in release("list", "--short"):
+        release.uninstall()
+    for name in ("team-a", "team-b", "team-c"):
+        http.namespace(name)
+        assert http.create(job("before", **ours), name).status == 201
+    release.install(values)
+    runs = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointruns"
+    data = render(values).find("ConfigMap", "deltashard-default-policy")["data"]
+    policy = written(tmp_path / "policy", data, encoded=False) / "policy.yaml"
+    controller = {
+        **arguments("deltashard-controller", values),
+        "kubeconfig": account(apiserver, http, "deltashard-controller", tmp_path),
+        "default-policy": policy,
+        "fleet-port": free_port(),
+    }
+    log = tmp_path / "log"
+    root = f"/api/v1/namespaces/{NAMESPACE}"
+    secret = f"{root}/secrets/deltashard-webhook-tls"
+    with running("deltashard_operator.controller_main", log, **controller) as address:
+        eventually(lambda: ready(address), what=lambda: log.read_text()[-2000:], timeout_s=WAIT_S)
+        for place in ("team-a", "team-b"):
+            path = runs.format(place)
+            eventually(lambda path=path: http("GET", path).document["items"], what=path, timeout_s=WAIT_S)
+        assert http("GET", runs.format("team-c")).document["items"] == []
+        eventually(lambda: "tls.crt" in http("GET", secret).document.get("data", {}), what="the certificate")
+    authority = http("GET", f"{root}/configmaps/deltashard-fleet-ca").document["data"]
+    webhook = {
+        **arguments("deltashard-webhook", values),
+        "port": free_port(),
+        "kubeconfig": account(apiserver, http, "deltashard-webhook", tmp_path),
+        "default-policy": policy,
+        "certificate-dir": written(tmp_path / "tls", http("GET", secret).document["data"], encoded=True),
+        "fleet-ca": written(tmp_path / "fleet", authority, encoded=False) / "ca.crt",
+        "drain-s": 0,
+    }
+    with running("deltashard_operator.main", log, **webhook) as address:
+        eventually(lambda: ready(address), what="the webhook", timeout_s=WAIT_S)
+    for word in ("orbidden", "Traceback"):
+        assert word not in log.read_text(), log.read_text()[-4000:]
+
+    def refusal(place: str) -> str:
+        reply = http.create(job("late"), place, dry_run=True)
+        assert reply.status in {422, 500}, reply.document
+        return str(reply.document["message"])
+
+    sentence = "namespace team-c is not watched by deltashard; have it added to watchNamespaces of the chart"
+    eventually(lambda: sentence in refusal("team-c"), what="the policy", timeout_s=WAIT_S)
+    assert "jobs.deltashard.io" in refusal("team-a"), "is sent to the webhook, which is gone"
+    assert http.create(job("before-2", **ours), "team-c", dry_run=True).status == 201

@@ -110,7 +110,7 @@ def alert(name: str, key: str = "expr") -> Callable[[Rendering], Any]:
 
     def look(rendering: Rendering) -> Any:
         groups = rendering.find("PrometheusRule")["spec"]["groups"]
-        return next(rule for group in groups for rule in group["rules"] if rule["alert"] == name)[key]
+        return next(rule for group in groups for rule in group["rules"] if rule.get("alert") == name)[key]
 
     return look
 
@@ -214,6 +214,32 @@ def scheduling(component: str) -> Iterator[Case]:
         )
 
 
+def watched(rendering: Rendering) -> dict[str, Any]:
+    """What stands in for all namespaces, or for some."""
+    cluster = rendering.find("ClusterRole", "deltashard-controller")["rules"]
+    return {
+        "sent": [len(each["matchExpressions"]) for each in webhooks(rendering, "namespaceSelector")],
+        "told": [
+            [a for a in container(component, "args")(rendering) if "watch" in a]
+            for component in ("webhook", "controller")
+        ],
+        "roles": [
+            each["metadata"]["namespace"]
+            for kind in ("Role", "RoleBinding")
+            for name in ("deltashard-controller", "deltashard-webhook")
+            for each in rendering.all(kind, name)
+            if each["metadata"]["namespace"] != "deltashard-system"
+        ],
+        "everywhere": sorted({resource for rule in cluster for resource in rule["resources"]}),
+        "webhook's": len(rendering.all("ClusterRole", "deltashard-webhook")),
+        "scraped": rendering.find("PodMonitor")["spec"]["namespaceSelector"],
+        "tested": test_pod(rendering)["spec"]["containers"][0]["args"],
+    }
+
+
+EVERYWHERE = ["mutatingwebhookconfigurations", "nodes", "tokenreviews"]
+FOLLOWED = ["checkpointpolicies", "checkpointruns", "checkpointruns/status", "events", "jobs", "pods"]
+
 CASES = [
     Case(
         path="commonLabels",
@@ -232,6 +258,41 @@ CASES = [
         look=lambda r: [spec.get("imagePullSecrets") for spec in pod_specs(r)],
         before=[None] * 3,
         after=[[{"name": "pull"}]] * 3,
+    ),
+    Case(
+        path="watchNamespaces",
+        value=["team-a", "team-b"],
+        look=watched,
+        before={
+            "sent": [1, 1],
+            "told": [[], []],
+            "roles": [],
+            "everywhere": sorted([*EVERYWHERE, *FOLLOWED]),
+            "webhook's": 1,
+            "scraped": {"any": True},
+            "tested": ["--namespace=default"],
+        },
+        after={
+            "sent": [2, 2],
+            "told": [["--watch-namespaces=team-a,team-b"]] * 2,
+            "roles": ["team-a", "team-b"] * 4,
+            "everywhere": EVERYWHERE,
+            "webhook's": 0,
+            "scraped": {"matchNames": ["team-a", "team-b"]},
+            "tested": ["--namespace=team-a"],
+        },
+        given=MONITORS,
+    ),
+    Case(
+        path="rights.aggregate",
+        value=False,
+        look=lambda r: [
+            each["metadata"]["name"]
+            for each in r.all("ClusterRole")
+            if any("aggregate" in label for label in each["metadata"]["labels"])
+        ],
+        before=["deltashard-view", "deltashard-edit"],
+        after=[],
     ),
     Case(path="runAsUser", value=1000, look=users, before={65532}, after={1000}),
     Case(
@@ -640,6 +701,9 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("webhook.failurePolicy", "fail"),
         ("webhook.exemptNamespaces", ["Upper"]),
         ("webhook.podDisruptionBudget.maxUnavailable", 0),
+        ("watchNamespaces", ["team-*"]),
+        ("watchNamespaces", ["team-a", "team-a"]),
+        ("test.namespace", "team_a"),
         ("webhook.tolerations", [{"effects": "NoSchedule"}]),
         ("image.digest", "sha256:abc"),
         ("image.repository", "registry.example/operator:tag"),
@@ -740,6 +804,14 @@ def test_a_budget_that_leaves_a_replica_is_taken(replicas: int, away: int | str)
     """A single replica has nothing to leave: whoever wants only one has said so."""
     rendering = render({"webhook": {"replicas": replicas, "podDisruptionBudget": {"maxUnavailable": away}}})
     assert rendering.find("PodDisruptionBudget")["spec"]["maxUnavailable"] == away
+
+
+@pytest.mark.parametrize("left", ["kube-system", "deltashard-system", "legacy"])
+def test_a_namespace_that_is_watched_and_left_alone_is_refused(left: str) -> None:
+    """The sentence names it, and both lists."""
+    values = {"watchNamespaces": ["team-a", left], "webhook": {"exemptNamespaces": ["legacy"]}}
+    with pytest.raises(HelmRefused, match=f"watchNamespaces has {left}, which is left alone"):
+        render(values)
 
 
 def test_a_value_can_be_left_to_the_cluster() -> None:

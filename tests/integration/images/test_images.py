@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import hashlib
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 import tomllib
+import zipfile
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -141,6 +148,7 @@ def test_what_is_copied_reaches_the_builder() -> None:
         if not text.startswith("--from")
         for source in text.split()[:-1]
     }
+    sources = {source.replace("${EXAMPLE}", "example") for source in sources}
     for source in sources:
         assert (ROOT / source).exists(), source
         assert f"!{source.split('/')[0]}" in ignored, source
@@ -156,9 +164,9 @@ PARTS = {
 }
 """Folders whose code runs in an image."""
 ELSEWHERE = {
-    # numba_kernel.py, never loaded; the stores' conformance suite; `deltashard export` to .pt, which says what it lacks;
-    # a store of a cloud's, which in a pod the sidecar opens and the trainer does not
-    "sidecar": {"numba", "pytest", "torch"},
+    # numba_kernel.py, never loaded; the stores' conformance suite; `deltashard export` to .pt and kubectl's plugin, which
+    # say what they lack; a store of a cloud's, which in a pod the sidecar opens and the trainer does not
+    "sidecar": {"numba", "pytest", "torch", "kubernetes"},
     "operator": set(),
     "example": {"numba", "obstore", "pytest"},
 }
@@ -187,7 +195,7 @@ sys.meta_path.insert(0, Blocker())
 for package in json.loads(sys.argv[2]):
     __import__(package)
     for module in pkgutil.walk_packages(sys.modules[package].__path__, package + "."):
-        if not module.name.startswith("deltashard_cli.dcp."):
+        if not module.name.startswith(("deltashard_cli.dcp.", "deltashard_cli.kubectl.")):
             __import__(module.name)
 print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
@@ -205,6 +213,7 @@ def test_every_module_of_an_image_imports_with_what_is_installed(target: str, pa
     """Not what the developer's machine happens to have: every other package is hidden.
 
     `deltashard_cli.dcp` is torch's own format: its commands load it when they run, and say so where torch is absent.
+    `deltashard_cli.kubectl` is the plugin of a user's machine, which says what it lacks.
     """
     allowed = sorted(_requirements(target))
     done = subprocess.run(
@@ -236,3 +245,57 @@ def packages_of_the_project() -> list[Path]:
     """Import packages that the wheel holds."""
     where = PROJECT["tool"]["setuptools"]["packages"]["find"]["where"]
     return [path.parent for folder in where for path in (ROOT / folder).glob("*/__init__.py")]
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def _index(folder: Path, version: str) -> None:
+    """A package index with one torch, as small as it can be."""
+    place = folder / "torch"
+    place.mkdir(parents=True)
+    name = f"torch-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(place / name, "w") as wheel:
+        info = f"torch-{version}.dist-info"
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    digest = hashlib.sha256((place / name).read_bytes()).hexdigest()
+    quoted = name.replace("+", "%2B")
+    (place / "index.html").write_text(f'<a href="{quoted}#sha256={digest}">{name}</a>')
+
+
+def test_the_example_without_cuda(tmp_path: Path) -> None:
+    """By an index of torch's builds for CPUs: the same versions, all by hash, and nothing of CUDA's."""
+    listed = (ROOT / "images" / "requirements-example.txt").read_text()
+    version = re.search(r"(?m)^torch==(\S+)", listed)[1]  # type: ignore[index]
+    copy = tmp_path / "images"
+    copy.mkdir()
+    for name in ("requirements", "requirements-example.txt"):
+        shutil.copy2(ROOT / "images" / name, copy / name)
+    _index(tmp_path / "index", f"{version}+cpu")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(tmp_path / "index")))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    uv = os.environ.get("UV") or str(ROOT / ".bootstrap" / "bin" / "uv")
+    url = f"http://127.0.0.1:{server.server_port}"
+    command = [str(copy / "requirements"), "--cpu", url]
+    try:
+        subprocess.run(command, check=True, env=os.environ | {"UV": uv, "NO_PROXY": "127.0.0.1"}, timeout=240)
+    finally:
+        server.shutdown()
+        thread.join(30)
+        server.server_close()
+    made = (copy / "requirements-example-cpu.txt").read_text()
+    pins = re.compile(r"(?m)^([a-z0-9._-]+)==(\S+)")
+    before, after = set(pins.findall(listed)), set(pins.findall(made))
+    gone = {name for name, _ in before - after}
+    assert gone >= {"torch", "triton", "nvidia-cublas", "cuda-toolkit"}
+    assert all(re.match(r"torch$|triton$|nvidia-|cuda-", name) for name in gone)
+    assert after - before == {("torch", f"{version}+cpu")}
+    assert f"--extra-index-url {url}" in made
+    entries = re.split(r"(?m)^(?=[a-z0-9._-]+==)", made)[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)
+    assert STAGES["example-environment"].all("ARG") == ["EXAMPLE=example"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +17,6 @@ from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.stores.abc import AccessDenied
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_operator.kube import cluster_name, webhook_configuration
-from minio import MinioAdmin
-from minio.credentials import StaticProvider
 
 from tests.support.checkpoint.written_run import WrittenRun
 from tests.support.eventually import eventually
@@ -27,6 +24,7 @@ from tests.support.operator import sample
 from tests.support.operator.webhook_process import WebhookProcess, has_sidecar, opted, pod, registered
 from tests.support.server.apiserver import ApiServer, Rest
 from tests.support.server.minio_server import ROOT, MinioServer
+from tests.support.server.minio_user import keys_of
 
 PAGE = (ROOT / "docs" / "kubernetes" / "tenants.md").read_text()
 SECRET = "the-other-teams-key"
@@ -170,20 +168,6 @@ def test_what_the_webhook_answers_anybody_holds_nothing_secret(
     assert not [each["name"] for each in sidecar["env"] if secret.search(each["name"])]
 
 
-def _keys(server: MinioServer, document: dict[str, Any]) -> dict[str, str]:
-    """The environment of a new user with this policy."""
-    provider = StaticProvider(server.access_key, server.secret_key)
-    admin = MinioAdmin(endpoint=f"{server.host}:{server.port}", credentials=provider, secure=False)
-    user, secret = f"tenant-{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(json.dumps(document))
-        file.flush()
-        admin.policy_add(user, file.name)
-    admin.user_add(user, secret)
-    admin.attach_policy([user], user=user)
-    return {"AWS_ACCESS_KEY_ID": user, "AWS_SECRET_ACCESS_KEY": secret}
-
-
 @pytest.mark.minio
 def test_the_keys_on_the_page_are_enough_and_reach_no_other_namespace(
     minio_server: MinioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +188,7 @@ def test_the_keys_on_the_page_are_enough_and_reach_no_other_namespace(
         other.save(step=1)
         other.close()
         keys = [each.key for each in store.list("team-b/")]
-    become(_keys(minio_server, document))
+    become(keys_of(minio_server, document))
     with open_store(url) as store:
         mine = WrittenRun(store, "team-a/exp", tmp_path / "a")
         mine.save(step=1)

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from deltashard_operator.admission import run_holder
+from deltashard_operator.admission import resolution, run_holder
 from deltashard_operator.admission.workload_kind import KINDS
 from deltashard_operator.policy import annotation, policy_cache, workload_policy
 from deltashard_operator.policy.refusal import CODES
@@ -107,6 +107,8 @@ def test_the_page_shows_what_is_really_said(code: str) -> None:
         said = workload_policy.not_found("nightly", default=False).sentence
     elif code == "PolicyUnavailable":
         said = policy_cache.unavailable("nightly", "503").sentence
+    elif code == "NamespaceNotWatched":
+        said = resolution.not_watched("team-c").sentence
     elif code == "RunIdTaken":
         said = run_holder._taken("nightly", "Job nightly-29012345").sentence
     else:

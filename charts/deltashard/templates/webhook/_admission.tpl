@@ -12,6 +12,22 @@ matchExpressions:
       {{- end }}
 {{- end }}
 
+{{/* Which namespaces' workloads are sent to the webhook. Where no policy refuses what is annotated elsewhere, it does. */}}
+{{- define "deltashard.admission.watched" -}}
+{{- $left := concat (list "kube-system" .Release.Namespace) .Values.webhook.exemptNamespaces }}
+{{- range .Values.watchNamespaces }}
+{{- if has . $left }}
+{{- fail (printf "watchNamespaces has %s, which is left alone (webhook.exemptNamespaces, kube-system and the release's own namespace): take it out of one of them" .) }}
+{{- end }}
+{{- end }}
+{{- include "deltashard.admission.selector" . }}
+{{- if and .Values.watchNamespaces (include "deltashard.hasPolicies" .) }}
+  - key: kubernetes.io/metadata.name
+    operator: In
+    values: {{- toYaml .Values.watchNamespaces | nindent 6 }}
+{{- end }}
+{{- end }}
+
 {{- define "deltashard.admission.webhook" -}}
 admissionReviewVersions: [v1]
 clientConfig:
@@ -27,7 +43,7 @@ clientConfig:
     port: 443
 failurePolicy: {{ .Values.webhook.failurePolicy }}
 matchPolicy: Equivalent
-namespaceSelector: {{- include "deltashard.admission.selector" . | nindent 2 }}
+namespaceSelector: {{- include "deltashard.admission.watched" . | nindent 2 }}
 reinvocationPolicy: IfNeeded
 sideEffects: None
 timeoutSeconds: 5

@@ -46,7 +46,12 @@ from deltashard_checkpoint.stores.retry import Listing
 from deltashard_checkpoint.stores.s3.connection import SLICE_BYTES, Connections, check_deadline, slices
 from deltashard_checkpoint.stores.s3.credentials import StandardProvider
 from deltashard_checkpoint.stores.s3.encryption import Encryption
-from deltashard_checkpoint.stores.s3.error_code import EXPIRED, refused, translated
+from deltashard_checkpoint.stores.s3.error_code import (
+    EXPIRED,
+    LARGEST_SKEW_S,
+    refused,
+    translated,
+)
 from deltashard_checkpoint.stores.transport import checked_endpoint, proxy_of, warn_if_open, way
 
 Result = TypeVar("Result")
@@ -300,11 +305,19 @@ class S3Store(Store):
                 raise failure
 
     def now_s(self) -> float:
-        """See `Store.now_s`: the Date of an answer, in whole seconds."""
+        """See `Store.now_s`: the Date of an answer, in whole seconds.
+
+        Also of one that refuses: keys that reach one prefix of a bucket may not look at the bucket itself.
+        """
 
         def attempt() -> float:
-            if not self._client.bucket_exists(self._bucket):
-                raise self._bucket_missing()
+            try:
+                if not self._client.bucket_exists(self._bucket):
+                    raise self._bucket_missing()
+            except S3Error as error:
+                skew_s = self._connections.skew_s
+                if error.code != "AccessDenied" or skew_s is None or abs(skew_s) > LARGEST_SKEW_S:
+                    raise
             date_s = self._connections.date_s
             if date_s is None:
                 raise RequestRefused("the store's answers have no Date", where=self.url)

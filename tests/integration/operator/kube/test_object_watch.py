@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self
@@ -79,7 +80,7 @@ Document = dict[str, Any]
 class Watching:
     """An `ObjectWatch` on a loop of its own, and all that it tells; use as a context manager."""
 
-    def __init__(self, api: client.ApiClient, selector: str = "") -> None:
+    def __init__(self, api: client.ApiClient, selector: str = "", namespaces: tuple[str, ...] = ()) -> None:
         self.told: list[tuple[str, str]] = []
         self.known: dict[str, int] = {}
         """Name -> size, as the newest word has it."""
@@ -87,7 +88,11 @@ class Watching:
         self.counts: Counter[tuple[str, str]] = Counter()
         kind = WatchedKind("things", THINGS, self._take, self._drop, selector)
         self.watch = ObjectWatch(
-            api, (kind,), on_list=self._listed, count=lambda *what: self.counts.update((what,))
+            api,
+            (kind,),
+            namespaces=namespaces,
+            on_list=self._listed,
+            count=lambda *what: self.counts.update((what,)),
         )
         self._running = running(self.watch)
 
@@ -140,11 +145,11 @@ class Things:
         assert self.http("DELETE", path).status == 200
         eventually(lambda: self.http("GET", THINGS).status == 404, what="the definition's end")
 
-    def create(self, name: str, size: int, **more: Any) -> Document:
+    def create(self, name: str, size: int, *, namespace: str = "default", **more: Any) -> Document:
         metadata = {"name": name, **more.pop("metadata", {})}
         metadata.setdefault("labels", more.pop("labels", {}))
         document = {"apiVersion": "watch.test/v1", "kind": "Thing", "size": size, **more}
-        path = "/apis/watch.test/v1/namespaces/default/things"
+        path = f"/apis/watch.test/v1/namespaces/{namespace}/things"
         reply = self.http("POST", path, {**document, "metadata": metadata})
         assert reply.status == 201, reply.document
         return reply.document
@@ -222,6 +227,41 @@ def test_what_is_there_comes_first_then_its_list_then_every_change(
         assert found.counted("event") == 8
     assert found.lists == 1
     assert [things.get(f"a{n}") for n in range(1, 5)] == before[1:]
+
+
+def test_some_namespaces_are_watched_with_rights_in_them_alone(
+    server: ApiServer, api: client.ApiClient, things: Things
+) -> None:
+    """By a user who is refused the list of all: he is told of those, of no other, and of all that changes there."""
+    names = [f"watched-{n}-{uuid.uuid4().hex[:6]}" for n in range(3)]
+    rbac = "/apis/rbac.authorization.k8s.io/v1/namespaces"
+    rules = [{"apiGroups": ["watch.test"], "resources": ["things"], "verbs": ["get", "list", "watch"]}]
+    for name in names:
+        things.http.namespace(name)
+        things.create(name, 0, namespace=name)
+    for name in names[:2]:
+        role = {"metadata": {"name": "reader"}, "rules": rules}
+        assert things.http("POST", f"{rbac}/{name}/roles", role).status == 201
+        group = "rbac.authorization.k8s.io"
+        bound = {
+            "metadata": {"name": "reader"},
+            "roleRef": {"apiGroup": group, "kind": "Role", "name": "reader"},
+            "subjects": [{"apiGroup": group, "kind": "User", "name": "limited"}],
+        }
+        assert things.http("POST", f"{rbac}/{name}/rolebindings", bound).status == 201
+    api.set_default_header("Impersonate-User", "limited")
+    with server.http(user="limited") as limited:
+        assert limited("GET", THINGS).status == 403
+        path = f"/apis/watch.test/v1/namespaces/{names[1]}/things"
+        eventually(lambda: limited("GET", path).status == 200, what="the rights")
+    with Watching(api, namespaces=(names[0], names[1])) as found:
+        found.learns(**{names[0]: 0, names[1]: 0})
+        eventually(lambda: found.counted("watch") == 2, what="both watches")
+        for name in names:
+            things.create(f"{name}-b", 1, namespace=name)
+        found.learns(**{names[0]: 0, names[1]: 0, f"{names[0]}-b": 1, f"{names[1]}-b": 1})
+        assert found.watch.freshness.untended() == []
+    assert found.lists == 1, "told when both were listed"
 
 
 def test_a_watch_that_is_cut_goes_on_where_it_was(

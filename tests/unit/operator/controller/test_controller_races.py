@@ -125,7 +125,8 @@ def test_a_policy_that_is_not_seen_yet_is_not_taken_for_one_that_is_not_there(tm
         controller = controller_of(api, default_policy=tmp_path / "policy.yaml")
         told = Told()
         controller.follow(told)
-        policy = {"metadata": {"namespace": "n", "name": "default"}, "spec": {"intervalSeconds": 77}}
+        metadata = {"namespace": "n", "name": "default", "uid": "q-1"}
+        policy = {"metadata": metadata, "spec": {"intervalSeconds": 77}}
         api.let_go.set()
         await controller.load()
         controller.watches.on_job(job())

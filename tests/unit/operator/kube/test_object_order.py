@@ -182,3 +182,33 @@ def test_what_is_known_becomes_what_is_there_in_whatever_order_it_comes(
         assert ends == ([] if uid in told.by_uid.versions else [len(words) - 1])
         assert words[0] == "there"
     assert not any(what == "error" for what, _ in told.errors)
+
+
+def test_a_list_of_one_namespace_says_nothing_of_another() -> None:
+    """Neither what is gone, nor that all is listed; cluster-scoped kinds are listed once."""
+    found, lists = Listener(), []
+    pods = WatchedKind("pods", "/api/v1/pods", found.take, found.drop)
+    nodes = WatchedKind("nodes", "/api/v1/nodes", found.take, found.drop, namespaced=False)
+    watch = ObjectWatch(
+        client.ApiClient(), (pods, nodes), namespaces=("n", "m"), on_list=lambda: lists.append(1)
+    )
+    in_n, in_m = pods.within("n"), pods.within("m")
+    assert in_n.path == "/api/v1/namespaces/n/pods"
+    assert pods.within("m").on_object == pods.on_object
+
+    def page(kind: WatchedKind, version: int, *there: Event, namespace: str = "n") -> None:
+        items = [each.document for each in there]
+        for item in items:
+            item["metadata"]["namespace"] = namespace
+        metadata = {"resourceVersion": str(version)}
+        watch._take_page(kind, {"metadata": metadata, "items": items}, True)
+
+    page(in_n, 1, Event("", "a", "A", 1))
+    page(in_m, 2, Event("", "a", "B", 2), namespace="m")
+    assert not lists, "the nodes are not listed yet"
+    page(nodes, 3)
+    assert lists == [1]
+    page(in_n, 5)
+    assert found.versions == {"B": 2}, "m's is there as it was"
+    watch._take(in_m, "MODIFIED", Event("", "a", "B", 4).document)
+    assert found.versions == {"B": 4}, "the list of n is no news of m"

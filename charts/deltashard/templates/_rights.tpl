@@ -1,0 +1,79 @@
+{{/*
+Rights in the namespaces that are watched; takes a dict of `root`, `component` and `rules` (text). All namespaces: rules
+of the component's ClusterRole, by `deltashard.rights.everywhere`; a list: a Role and its binding in each.
+*/}}
+
+{{- define "deltashard.rights.everywhere" -}}
+{{- if not .root.Values.watchNamespaces }}
+{{- .rules }}
+{{- end }}
+{{- end }}
+
+{{- define "deltashard.rights.listed" -}}
+{{- $labels := include "deltashard.labels" (dict "root" .root "component" .component) }}
+{{- $name := printf "deltashard-%s" .component }}
+{{- range .root.Values.watchNamespaces }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata:
+  name: {{ $name }}
+  namespace: {{ . }}
+  labels: {{- $labels | nindent 4 }}
+rules: {{- $.rules | nindent 2 }}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  name: {{ $name }}
+  namespace: {{ . }}
+  labels: {{- $labels | nindent 4 }}
+roleRef:
+  apiGroup: rbac.authorization.k8s.io
+  kind: Role
+  name: {{ $name }}
+subjects:
+  - kind: ServiceAccount
+    name: {{ $name }}
+    namespace: {{ $.root.Release.Namespace }}
+{{- end }}
+{{- end }}
+
+{{- define "deltashard.controller.rules" -}}
+# What it follows. It writes none of it.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [deltashard.io]
+  resources: [checkpointpolicies]
+  verbs: [get, list, watch]
+# What it keeps.
+- apiGroups: [deltashard.io]
+  resources: [checkpointruns]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [deltashard.io]
+  resources: [checkpointruns/status, checkpointpolicies/status]
+  verbs: [patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end }}
+
+{{- define "deltashard.webhook.rules" -}}
+- apiGroups: [deltashard.io]
+  resources: [checkpointpolicies]
+  verbs: [get, list, watch]
+- apiGroups: [deltashard.io]
+  resources: [checkpointruns] # whether a run-id is held by another workload that lives
+  verbs: [list]
+# Whether the workload that holds it has ended or is gone, which the controller may not have said yet.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [get, list]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get]
+{{- end }}

@@ -1,0 +1,355 @@
+"""`kubectl deltashard`: runs of a cluster, why they do what they do, what they logged, and a way back.
+
+kubectl finds it as an executable `kubectl-deltashard` on the PATH; it works by itself, too. Exit codes are those of
+`deltashard`. It reads CheckpointRuns, pods and logs with the user's own rights; only `rewind` makes anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from deltashard_checkpoint.errors import EnvironmentFault, UserError
+from rich.text import Text
+
+from deltashard_cli.kubectl import container_log, run_choice, sentence, store_job
+from deltashard_cli.kubectl.cluster import Cluster, NotThere
+from deltashard_cli.main import end_with
+from deltashard_cli.output import console, facts, number, print_json, show
+
+POLL_S = 0.5
+Command = TypeVar("Command", bound=Callable[..., Any])
+Document = Mapping[str, Any]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="deltashard")
+def plugin() -> None:
+    """Look at the checkpointed runs of a cluster.
+
+    RUN is a CheckpointRun's name, or its workload's.
+    """
+
+
+def on_cluster(command: Command) -> Command:
+    """-n, --context, --kubeconfig and --json; the command gets a `cluster`."""
+
+    @functools.wraps(command)
+    def run(
+        *args: Any, kubeconfig: Path | None, context: str | None, namespace: str | None, **options: Any
+    ) -> Any:
+        cluster = Cluster(kubeconfig=kubeconfig, context=context, namespace=namespace)
+        return command(*args, cluster=cluster, **options)
+
+    found: Any = click.option(
+        "--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs."
+    )(run)
+    found = click.option(
+        "--kubeconfig", type=click.Path(path_type=Path, dir_okay=False), help="Default: as kubectl's."
+    )(found)
+    found = click.option("--context", metavar="NAME", help="Context of the kubeconfig.")(found)
+    made: Command = click.option(
+        "-n", "--namespace", metavar="NAME", help="Default: the context's; else default."
+    )(found)
+    return made
+
+
+def one_run(command: Command) -> Command:
+    """The argument RUN; the command gets its document as `run`."""
+
+    @functools.wraps(command)
+    def found(*args: Any, name: str, cluster: Cluster, **options: Any) -> Any:
+        run = run_choice.chosen(cluster.runs(everywhere=False), name, cluster.namespace)
+        return command(*args, run=run, cluster=cluster, **options)
+
+    wrapped: Any = click.argument("name", metavar="RUN")(on_cluster(found))
+    made: Command = wrapped
+    return made
+
+
+@plugin.command()
+@click.option("-A", "--all-namespaces", "everywhere", is_flag=True, help="Of all namespaces.")
+@click.option("--all", "over", is_flag=True, help="Those that are over, too.")
+@on_cluster
+def runs(*, cluster: Cluster, everywhere: bool, over: bool, as_json: bool) -> None:
+    """The runs: what each is doing, and what would be lost now."""
+    found = [each for each in cluster.runs(everywhere=everywhere) if over or not run_choice.is_over(each)]
+    now_s = time.time()
+    if as_json:
+        print_json([_summary(each) for each in found])
+        return
+    out = console()
+    if not found:
+        place = "any namespace" if everywhere else f"namespace {cluster.namespace}"
+        out.print(f"no run in {place}" + ("" if over else " that is not over (--all shows those)"))
+        return
+    rows = []
+    for run in found:
+        status = run.get("status") or {}
+        committed = sentence.ago(status.get("lastCommitTime"), now_s)
+        said = ", ".join(each["type"] for each in sentence.troubles(run) if each["type"] != "Ready")
+        rows.append(
+            (
+                run["metadata"]["namespace"] if everywhere else "",
+                run["metadata"]["name"],
+                status.get("phase", "Pending"),
+                number(int(status.get("step", 0))),
+                number(int(status["lastCommittedStep"])) if "lastCommittedStep" in status else "none",
+                committed,
+                status.get("intervalSeconds", ""),
+                status.get("bits", ""),
+                status.get("stored", ""),
+                status.get("restores", 0),
+                status.get("lostSteps", 0),
+                Text(said, style="red"),
+            )
+        )
+    columns = ("namespace", "run", "phase", ">step", ">checkpoint", "committed", ">every s", ">bits")
+    show(
+        out,
+        "",
+        (*columns, ">stored", ">restores", ">lost steps", "trouble"),
+        rows,
+        droppable=("stored", "bits"),
+    )
+
+
+@plugin.command()
+@one_run
+def status(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: ARG001 - all that it needs is the run
+    """One run: where it stands, its pods, its troubles."""
+    if as_json:
+        print_json(
+            {**_summary(run), "pods": _status(run).get("pods", []), "troubles": sentence.troubles(run)}
+        )
+        return
+    out, now_s, said = console(), time.time(), _status(run)
+    workload = run["spec"]["workload"]
+    out.print(Text(f"{run['metadata']['namespace']}/{run['metadata']['name']}", style="bold"))
+    pairs = [
+        ("workload", f"{workload['kind']} {workload['name']}"),
+        ("run id", run["spec"]["runId"]),
+        ("policy", run["spec"]["policy"]),
+        ("phase", sentence.phase(run, now_s)),
+        ("step", number(int(said.get("step", 0)))),
+        ("checkpoint", sentence.checkpoint(run, now_s)),
+        ("saves", f"{sentence.interval(said)}, {said.get('bits', '?')} bits"),
+        ("stored", f"{said.get('stored', 'nothing')} in {said.get('checkpoints', 0)} checkpoints"),
+        ("restores", f"{said.get('restores', 0)}, {said.get('lostSteps', 0)} steps trained again"),
+        ("failures", str(said.get("failures", 0))),
+    ]
+    out.print(facts(pairs))
+    pods = said.get("pods") or ()
+    if pods:
+        rows = [
+            (
+                each["name"],
+                each.get("phase", ""),
+                each.get("node", ""),
+                ", ".join(map(str, each.get("ranks") or ())),
+                each.get("restarts", 0),
+                "yes" if each.get("reporting") else "no",
+            )
+            for each in pods
+        ]
+        show(out, "pods", ("name", "phase", "node", "ranks", ">restarts", "sidecar heard"), rows)
+    for line in sentence.troubled(run, now_s):
+        out.print(line)
+
+
+@plugin.command()
+@one_run
+def why(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: ARG001
+    """Why a run saves as it does, what troubles it, and how it was lost, in sentences."""
+    said = _status(run)
+    if as_json:
+        kept = {key: said.get(key, []) for key in ("decisions", "conditions", "losses")}
+        print_json({"run": run["metadata"]["name"], **kept})
+        return
+    out, now_s = console(), time.time()
+    for title, lines in (
+        ("Decisions", sentence.decided(run)),
+        ("Troubles", sentence.troubled(run, now_s)),
+        ("Losses", sentence.lost(run, now_s)),
+    ):
+        out.print(Text(title, style="bold"))
+        for line in lines:
+            out.print(Text(f"  {line}"))
+
+
+@plugin.command()
+@click.option("--tail", type=click.IntRange(1, 100_000), default=50, show_default=True, help="Lines of each.")
+@click.option("--pod", metavar="NAME", help="Of this pod only.")
+@click.option(
+    "-c",
+    "--container",
+    type=click.Choice(("all", "trainer", "sidecar")),
+    default="all",
+    show_default=True,
+    help="Of these containers only.",
+)
+@click.option("-p", "--previous", is_flag=True, help="Of the life before the container's last restart.")
+@one_run
+def logs(
+    *,
+    cluster: Cluster,
+    run: Document,
+    tail: int,
+    pod: str | None,
+    container: str,
+    previous: bool,
+    as_json: bool,
+) -> None:
+    """What trainer and sidecar of each pod of a run logged last.
+
+    What cannot be read is said, and passed over.
+    """
+    found = list(container_log.logs(cluster, run, tail=tail, previous=previous, pod=pod, container=container))
+    if as_json:
+        print_json(found)
+    else:
+        out = console()
+        for each in found:
+            name = f"{each.pod}/{each.container}" if each.container else each.pod
+            out.print(Text(f"==> {name} <==", style="bold"))
+            out.print(Text(f"not to be had: {each.error}", style="red") if each.error else Text(each.text))
+        if not found:
+            out.print("the CheckpointRun names no pod yet")
+    if found and all(each.error for each in found):
+        raise EnvironmentFault("no log could be read", where=run["metadata"]["name"])
+
+
+@plugin.command()
+@click.option(
+    "-c", "--checkpoint", "which", required=True, metavar="WHICH", help="seq:N (or N), step:N or pin:NAME."
+)
+@click.option(
+    "--ended", is_flag=True, help="You know that the trainer has ended, though its last save does not say so."
+)
+@click.option("--dry-run", is_flag=True, help="Show the Job, and make nothing.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.IntRange(1, 3600),
+    default=300,
+    show_default=True,
+    help="Seconds to wait.",
+)
+@one_run
+def rewind(
+    *, cluster: Cluster, run: Document, which: str, ended: bool, dry_run: bool, timeout_s: int, as_json: bool
+) -> None:
+    """Have a run that does not train go on from an older checkpoint, when it trains again.
+
+    A Job of the namespace runs `deltashard rewind` with the store's keys, which the run's pods have. Suspend the
+    workload first.
+    """
+    _must_not_train(run)
+    words = ["rewind", "--checkpoint", which, *(["--ended"] if ended else [])]
+    made = store_job.manifest(run, _template(cluster, run), words, name=f"{run['metadata']['name']}-rewind")
+    if dry_run:
+        click.echo(json.dumps(made, indent=2))
+        return
+    namespace = run["metadata"]["namespace"]
+    job = cluster.create(f"/apis/batch/v1/namespaces/{namespace}/jobs", made)["metadata"]["name"]
+    said = _result(cluster, namespace, job, timeout_s)
+    if as_json:
+        print_json({"run": run["metadata"]["name"], "job": job, **said})
+    else:
+        console().print(Text(str(said["said"]).strip() or f"job {job} ended without a word"))
+    if said["exit"]:
+        click.get_current_context().exit(int(said["exit"]))
+
+
+def _status(run: Document) -> Document:
+    found: Document = run.get("status") or {}
+    return found
+
+
+def _summary(run: Document) -> dict[str, Any]:
+    metadata, said = run["metadata"], _status(run)
+    kept = ("phase", "step", "lastCommittedStep", "lastCommitTime", "intervalSeconds", "bits", "storedBytes")
+    counts = ("restores", "lostSteps", "failures", "goal", "finishedReason")
+    return {
+        "namespace": metadata["namespace"],
+        "name": metadata["name"],
+        **{key: run["spec"][key] for key in ("runId", "policy", "workload")},
+        **{key: said[key] for key in (*kept, *counts) if key in said},
+        "troubles": [each["type"] for each in sentence.troubles(run)],
+    }
+
+
+def _must_not_train(run: Document) -> None:
+    """Raise `UserError` for a run that has a living pod: what it saves next would lie on the checkpoint of now."""
+    living = [
+        each["name"]
+        for each in _status(run).get("pods") or ()
+        if not each.get("lost") and each.get("phase") not in {"Succeeded", "Failed"}
+    ]
+    if run_choice.is_over(run) or not living:
+        return
+    workload = run["spec"]["workload"]
+    suspend = f'kubectl patch job {workload["name"]} -p \'{{"spec":{{"suspend":true}}}}\''
+    raise UserError(
+        f"it trains, in {', '.join(living[:3])}",
+        where=run["metadata"]["name"],
+        remedy=f"suspend it first: {suspend}"
+        if workload["kind"] == "Job"
+        else f"stop {workload['kind']} {workload['name']} first",
+    )
+
+
+def _template(cluster: Cluster, run: Document) -> Document:
+    """Spec of a pod that has the run's sidecar: of its Job's template, or of one of its pods."""
+    namespace, workload = run["metadata"]["namespace"], run["spec"]["workload"]
+    paths = [f"/api/v1/namespaces/{namespace}/pods/{each['name']}" for each in _status(run).get("pods") or ()]
+    if workload["kind"] == "Job":
+        paths.insert(0, f"/apis/batch/v1/namespaces/{namespace}/jobs/{workload['name']}")
+    for path in paths:
+        try:
+            found = cluster.get(path)
+        except NotThere:
+            continue
+        spec = found["spec"]
+        template: Document = spec["template"]["spec"] if "template" in spec else spec
+        return template
+    place = f"{namespace}/{run['spec']['runId']}"
+    raise UserError(
+        "neither its Job nor a pod of it is there, from which the store's keys would be known",
+        where=run["metadata"]["name"],
+        remedy=f"with the keys at hand: deltashard rewind s3://BUCKET/PREFIX --run {place} -c WHICH",
+    )
+
+
+def _result(cluster: Cluster, namespace: str, job: str, timeout_s: float) -> dict[str, Any]:
+    """What the Job's container said, and its exit code; raises `EnvironmentFault` when it does not end in time."""
+    ends_s = time.monotonic() + timeout_s
+    place = f"/api/v1/namespaces/{namespace}/pods"
+    while True:
+        for pod in cluster.select(place, f"batch.kubernetes.io/job-name={job}"):
+            for each in (pod.get("status") or {}).get("containerStatuses") or ():
+                ended = (each.get("state") or {}).get("terminated")
+                if ended is not None:
+                    said = cluster.text(f"{place}/{pod['metadata']['name']}/log", {"container": each["name"]})
+                    return {"said": said, "exit": int(ended["exitCode"])}
+        if time.monotonic() > ends_s:
+            raise EnvironmentFault(
+                f"the Job did not end within {timeout_s:.0f} s",
+                where=f"{namespace}/{job}",
+                remedy=f"kubectl describe job {job} says why; kubectl delete job {job} gives it up",
+            )
+        time.sleep(POLL_S)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of `kubectl-deltashard`."""
+    end_with(plugin, arguments, name="kubectl deltashard")
+
+
+if __name__ == "__main__":
+    main()

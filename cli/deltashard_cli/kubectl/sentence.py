@@ -1,0 +1,121 @@
+"""A CheckpointRun in sentences: what was decided and why, what troubles it, how it was lost. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deltashard_cli.output import age, number, plural
+
+Document = Mapping[str, Any]
+NEWEST_LOSSES = 5
+_APPLIED = {"apply": "", "advise": " (advised only: what the policy states is in force)", "off": " (off)"}
+
+
+def moment(text: object) -> float | None:
+    """Seconds of a timestamp of the API; None where there is none."""
+    if not isinstance(text, str) or not text:
+        return None
+    return dt.datetime.fromisoformat(text).timestamp()
+
+
+def ago(text: object, now_s: float) -> str:
+    """How long ago, empty where it is not known."""
+    at_s = moment(text)
+    return "" if at_s is None else age(at_s, now_s)
+
+
+def phase(run: Document, now_s: float) -> str:
+    """What it is doing, and since when."""
+    status = run.get("status") or {}
+    said = str(status.get("phase", "Pending"))
+    if status.get("finishedReason"):
+        said += f" ({status['finishedReason']})"
+    since = ago(status.get("phaseSince"), now_s)
+    return f"{said}, since {since.removesuffix(' ago')}" if since else said
+
+
+def checkpoint(run: Document, now_s: float) -> str:
+    """What would be restored now."""
+    status = run.get("status") or {}
+    if "lastCommittedStep" not in status:
+        return "none yet: a failure now costs all of the training"
+    step, reached = int(status["lastCommittedStep"]), int(status.get("step", 0))
+    text = f"step {number(step)}, committed {ago(status.get('lastCommitTime'), now_s)}"
+    behind = reached - step
+    return f"{text}; a failure now costs {plural(behind, 'step')}" if behind > 0 else text
+
+
+def interval(status: Document) -> str:
+    """How often it saves."""
+    timers = []
+    if status.get("intervalSeconds"):
+        timers.append(f"{status['intervalSeconds']} s")
+    if status.get("everySteps"):
+        timers.append(f"{status['everySteps']} steps")
+    if timers:
+        return "every " + " or ".join(timers)
+    return "on demand" if "intervalSeconds" in status else "not told yet"
+
+
+def troubles(run: Document) -> list[Document]:
+    """Conditions that say something is wrong, `Ready` that is not True among them."""
+    conditions = (run.get("status") or {}).get("conditions") or ()
+    return [
+        each
+        for each in conditions
+        if (each["status"] != "True" if each["type"] == "Ready" else each["status"] == "True")
+    ]
+
+
+def decided(run: Document) -> Iterator[str]:
+    """Each decision in a few lines."""
+    decisions = (run.get("status") or {}).get("decisions") or ()
+    if not decisions:
+        stated = f"as the policy {run['spec']['policy']} or an annotation states"
+        yield f"Saves: {interval(run.get('status') or {})}, {stated}: nothing is chosen."
+        return
+    for each in decisions:
+        goal = f", for the goal {each['goal']}" if each.get("goal") else ""
+        would = each.get("would", "")
+        value = f"{str(each['subject']).capitalize()}: {each.get('value') or 'not told yet'}"
+        yield f"{value}{goal}{_APPLIED.get(each['mode'], '')}."
+        if would and would != each.get("value"):
+            yield f"  The rule says {would}."
+        for name, text in (("Because", "why"), ("Bound:", "bound"), ("It rests on", "evidence")):
+            if each.get(text):
+                yield f"  {name} {each[text]}."
+        if each.get("unreachable"):
+            yield f"  The goal cannot be had: {each['unreachable']}."
+
+
+def troubled(run: Document, now_s: float) -> Iterator[str]:
+    """Each trouble in a line; one that says so where there is none."""
+    found = troubles(run)
+    if not found:
+        yield "No trouble."
+    for each in found:
+        since = ago(each.get("lastTransitionTime"), now_s).removesuffix(" ago")
+        name = "Not ready" if each["type"] == "Ready" else each["type"]
+        told = each.get("message") or each.get("reason", "")
+        yield f"{name} for {since or 'a while'}: {told}"
+
+
+def lost(run: Document, now_s: float) -> Iterator[str]:
+    """The newest losses in a line each, newest first."""
+    status = run.get("status") or {}
+    losses = list(status.get("losses") or ())
+    if not losses:
+        yield "Nothing was lost."
+        return
+    for each in reversed(losses[-NEWEST_LOSSES:]):
+        where = f" on {each['node']}" if each.get("node") else ""
+        times = f", {each['interruptions']} times" if each.get("interruptions", 1) > 1 else ""
+        wish = ", as somebody wished" if each.get("asked") else ""
+        told = f": {each['message']}" if each.get("message") else ""
+        yield f"{ago(each['time'], now_s)}: {each['cause']}, pod {each.get('pod', '?')}{where}{times}{wish}{told}"
+    if len(losses) > NEWEST_LOSSES:
+        yield f"and {len(losses) - NEWEST_LOSSES} older ones in the CheckpointRun"
+    restores, steps = int(status.get("restores", 0)), int(status.get("lostSteps", 0))
+    yield f"In all {plural(restores, 'restore')}, and {plural(steps, 'step')} trained again."

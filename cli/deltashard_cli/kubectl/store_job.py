@@ -1,0 +1,85 @@
+"""A Job that runs one command of `deltashard` on a run's store, with what its sidecar reaches the store by. Pure.
+
+Who uses `kubectl` has no keys of the store; the sidecar's container has: image, variables and Secret are taken over
+from it as injection wrote them, and nothing else of the pod is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deltashard_checkpoint.errors import UserError
+
+SIDECAR = "deltashard-sidecar"
+URL = "DELTASHARD_URL"
+NOT_THE_STORES = ("DELTASHARD_", "POD_", "NODE_", "NUMBA_")
+"""How variables begin that are of the sidecar's own matters."""
+OWN_VOLUMES = frozenset({"deltashard-shm", "deltashard-token"})
+OF_POD = ("serviceAccountName", "imagePullSecrets", "securityContext", "nodeSelector", "tolerations")
+"""What the pod needs to be admitted and scheduled as the run's are."""
+DEADLINE_S = 600
+KEPT_S = 3600
+Document = Mapping[str, Any]
+
+
+def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -> dict[str, Any]:
+    """The Job.
+
+    Args:
+        run: the CheckpointRun.
+        pod: spec of one of its pods or of its template, injected.
+        words: the command and its arguments, without store and run.
+        name: what the Job's name begins with.
+
+    Raises:
+        UserError: the pod has no sidecar.
+    """
+    sidecar = next((each for each in pod.get("initContainers") or () if each["name"] == SIDECAR), None)
+    if sidecar is None:
+        raise UserError(
+            "there is no deltashard-sidecar in it", where=f"the pod template of {run['metadata']['name']}"
+        )
+    namespace = run["metadata"]["namespace"]
+    mounts = [each for each in sidecar.get("volumeMounts") or () if each["name"] not in OWN_VOLUMES]
+    mounted = {each["name"] for each in mounts}
+    container = {
+        "name": "deltashard",
+        "image": sidecar["image"],
+        "command": [
+            "deltashard",
+            words[0],
+            f"$({URL})",
+            "--run",
+            f"{namespace}/{run['spec']['runId']}",
+            *words[1:],
+        ],
+        "env": [
+            each
+            for each in sidecar.get("env") or ()
+            if each["name"] == URL or not each["name"].startswith(NOT_THE_STORES)
+        ],
+        "volumeMounts": mounts,
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+    }
+    for key in ("imagePullPolicy", "securityContext"):
+        if key in sidecar:
+            container[key] = sidecar[key]
+    spec = {
+        "restartPolicy": "Never",
+        "containers": [container],
+        "volumes": [each for each in pod.get("volumes") or () if each["name"] in mounted],
+        **{key: pod[key] for key in OF_POD if key in pod},
+    }
+    labels = {"app.kubernetes.io/part-of": "deltashard", "app.kubernetes.io/component": f"store-{words[0]}"}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"generateName": f"{name[:40].rstrip('-.')}-", "namespace": namespace, "labels": labels},
+        "spec": {
+            "backoffLimit": 0,
+            "activeDeadlineSeconds": DEADLINE_S,
+            "ttlSecondsAfterFinished": KEPT_S,
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+    }

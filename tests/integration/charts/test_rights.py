@@ -1,0 +1,127 @@
+"""Who may do what with our resources: the chart's roles, by the cluster's own aggregation and authorizer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.charts.helm import Release
+from tests.support.eventually import eventually
+from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.controller_manager import ControllerManager
+from tests.support.server.minio_server import ROOT
+
+PAGE = (ROOT / "docs" / "kubernetes" / "tenants.md").read_text(encoding="utf-8")
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+ROLES = ("view", "edit", "admin")
+RESOURCES = {
+    "CheckpointPolicies": "checkpointpolicies",
+    "CheckpointRuns": "checkpointruns",
+    "the status of CheckpointRuns": "checkpointruns/status",
+}
+NOTHING: dict[str, set[str]] = {resource: set() for resource in RESOURCES.values()}
+VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
+
+
+def promised() -> dict[str, dict[str, set[str]]]:
+    """What the page's table says: role -> resource -> verbs."""
+    _, _, table = PAGE.partition("| resource | `view` | `edit` and `admin`, besides |")
+    rows = [line.strip("|").split("|") for line in table.splitlines()[2:5]]
+    found: dict[str, dict[str, set[str]]] = {role: {} for role in ROLES}
+    for resource, view, edit in rows:
+        name = RESOURCES[resource.strip()]
+        reads, writes = (set(re.findall(r"`(\w+)`", cell)) for cell in (view, edit))
+        found["view"][name] = reads
+        found["edit"][name] = found["admin"][name] = reads | writes
+    return found
+
+
+def bind(http: Rest, role: str, namespace: str) -> None:
+    """A user of the role's name has it in the namespace."""
+    group = "rbac.authorization.k8s.io"
+    document = {
+        "metadata": {"name": role},
+        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role},
+        "subjects": [{"apiGroup": group, "kind": "User", "name": f"the-{role}"}],
+    }
+    assert http("POST", f"{RBAC}/namespaces/{namespace}/rolebindings", document).status == 201
+
+
+def may(http: Rest, role: str, verb: str, resource: str, namespace: str) -> bool:
+    """What the API server's authorizer says."""
+    plural, _, subresource = resource.partition("/")
+    asked = {"group": "deltashard.io", "resource": plural, "subresource": subresource}
+    spec = {"user": f"the-{role}", "resourceAttributes": {**asked, "verb": verb, "namespace": namespace}}
+    reply = http("POST", REVIEWS, {"spec": spec})
+    assert reply.status == 201, reply.document
+    return bool(reply.document["status"]["allowed"])
+
+
+def granted(http: Rest, role: str, namespace: str) -> dict[str, set[str]]:
+    """Every verb on every resource of ours."""
+    return {
+        resource: {verb for verb in VERBS if may(http, role, verb, resource, namespace)}
+        for resource in RESOURCES.values()
+    }
+
+
+@pytest.fixture(scope="module")
+def bound(apiserver: ApiServer, http: Rest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rest]:
+    """A cluster that aggregates, with a release and a user of each role in the namespace team-a."""
+    with ControllerManager(apiserver, "clusterrole-aggregation-controller"):
+        for name in ("team-a", "team-b"):
+            http.namespace(name)
+        for role in ROLES:
+            bind(http, role, "team-a")
+            assert granted(http, role, "team-a") == NOTHING, "before"
+        Release(apiserver.kubeconfig, tmp_path_factory.mktemp("release")).install()
+        eventually(lambda: may(http, "admin", "patch", "checkpointpolicies", "team-a"), what="aggregation")
+        eventually(lambda: may(http, "view", "get", "checkpointruns", "team-a"), what="aggregation")
+        yield http
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_namespace_s_users_may_do_what_the_page_says_and_no_more(bound: Rest, role: str) -> None:
+    """Each verb on each resource, there; and nothing in another namespace."""
+    eventually(lambda: granted(bound, role, "team-a") == promised()[role], what=f"the rights of {role}")
+    assert granted(bound, role, "team-b") == NOTHING
+    assert promised()["edit"]["checkpointpolicies"] == set(VERBS), "the table was read"
+
+
+def test_an_editor_does_it(apiserver: ApiServer, bound: Rest, tmp_path: Path) -> None:
+    """By requests: a policy is written and a run deleted; a run is neither made nor its status forged."""
+    eventually(lambda: granted(bound, "edit", "team-a") == promised()["edit"], what="the rights")
+    root = "/apis/deltashard.io/v1alpha1/namespaces/team-a"
+    policy = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "p"},
+        "spec": {"store": {"url": "s3://checkpoints/team-a"}},
+    }
+    workload = {"kind": "Job", "name": "train", "uid": "1"}
+    run = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointRun",
+        "metadata": {"name": "train-1"},
+        "spec": {"runId": "train-1", "policy": "p", "workload": workload},
+    }
+    assert bound.create(run, "team-a").status == 201, "the controller's"
+    patch = "application/merge-patch+json"
+    with apiserver.http(user="the-edit") as editor, apiserver.http(user="the-view") as viewer:
+        assert viewer.create(policy, "team-a").status == 403
+        assert editor.create(policy, "team-a").status == 201
+        assert (
+            editor("PATCH", f"{root}/checkpointpolicies/p", {"spec": {"bits": 8}}, content=patch).status
+            == 200
+        )
+        assert viewer("GET", f"{root}/checkpointpolicies/p").document["spec"]["bits"] == 8
+        assert editor.create({**run, "metadata": {"name": "train-2"}}, "team-a").status == 403
+        forged = {"status": {"phase": "Finished"}}
+        status = f"{root}/checkpointruns/train-1/status"
+        assert editor("PATCH", status, forged, content=patch).status == 403
+        assert editor("DELETE", f"{root}/checkpointruns/train-1").status == 200
+        assert editor("DELETE", f"{root}/checkpointpolicies/p").status == 200

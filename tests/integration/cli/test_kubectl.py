@@ -1,0 +1,335 @@
+"""`kubectl deltashard` on a real API server, with CheckpointRuns as the controller writes them, as users with few rights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deltashard_operator.run import run_record
+from deltashard_operator.run.condition import Condition
+from deltashard_operator.run.observed_object import Workload
+
+from tests.support.eventually import eventually
+from tests.support.operator.controller_process import MERGE, Cluster, now
+from tests.support.operator.definition import serving
+from tests.support.operator.full_run import full_run
+from tests.support.server.apiserver import ApiServer, Rest
+from tests.support.server.kubelet_logs import KubeletLogs
+from tests.support.tool import built
+
+SCRIPTS = Path(sys.executable).parent
+STALE = Condition(
+    type="Stale",
+    status="True",
+    reason="CheckpointStale",
+    message="the newest checkpoint is 20 min old",
+    since_s=1e6,
+)
+NODE = "node-a"
+Plugin = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def apiserver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiServer]:
+    with serving(tmp_path_factory.mktemp("apiserver")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def http(apiserver: ApiServer) -> Iterator[Rest]:
+    with apiserver.http() as http:
+        yield http
+
+
+@dataclass
+class Trained:
+    """A namespace with a Job, its pod and its CheckpointRun."""
+
+    cluster: Cluster
+    job: dict[str, Any]
+    pod: str
+    run: str
+
+
+def injected(cluster: Cluster, name: str) -> dict[str, Any]:
+    """A Job as the webhook leaves it."""
+    golden = yaml.safe_load((Path(__file__).parents[2] / "golden/pods/job.out.yaml").read_text())
+    document = copy.deepcopy(golden)
+    document["metadata"]["name"] = name
+    made = cluster.http.create(document, cluster.namespace)
+    assert made.status == 201, made.document
+    return made.document
+
+
+@pytest.fixture
+def trained(http: Rest) -> Trained:
+    """Of a run of which everything is known, and which is in trouble."""
+    cluster = Cluster.make(http)
+    job = injected(cluster, f"train-{uuid.uuid4().hex[:4]}")
+    name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+    spec = job["spec"]["template"]["spec"]
+    pod = f"{name}-x"
+    document = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": pod},
+        "spec": {**spec, "nodeName": NODE},
+    }
+    document["spec"]["restartPolicy"] = "Never"
+    made = http.create(document, cluster.namespace)
+    assert made.status == 201, made.document
+    base = full_run()
+    workload = Workload(namespace=cluster.namespace, kind="Job", name=name, uid=uid, api_version="batch/v1")
+    pods = {"p-1": replace(base.pods["p-1"], name=pod, workload=workload)}
+    run = replace(base, workload=workload, pods=pods, lost=frozenset(), conditions=(*base.conditions, STALE))
+    put(cluster, run_record.document(run), run_record.status(run, run.judged_s))
+    return Trained(cluster, job, pod, run.name)
+
+
+def put(cluster: Cluster, document: dict[str, Any], status: dict[str, Any]) -> None:
+    made = cluster.http("POST", cluster.path("checkpointruns"), document)
+    assert made.status == 201, made.document
+    path = cluster.path("checkpointruns", document["metadata"]["name"]) + "/status"
+    reply = cluster.http("PATCH", path, {"status": status}, content=MERGE)
+    assert reply.status == 200, reply.document
+
+
+@pytest.fixture
+def plugin(apiserver: ApiServer) -> Plugin:
+    """Runs it by kubectl, as its users do; (exit code, stdout and stderr)."""
+
+    def run(*arguments: object, kubeconfig: Path | None = None) -> tuple[int, str]:
+        done = subprocess.run(
+            [str(built("kubectl")), "deltashard", *map(str, arguments)],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={
+                **os.environ,
+                "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+                "KUBECONFIG": str(kubeconfig or apiserver.kubeconfig),
+            },
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def test_runs(trained: Trained, plugin: Plugin, http: Rest) -> None:
+    """Of the namespace, of all, with their troubles; those that are over only when asked."""
+    space = trained.cluster.namespace
+    code, text = plugin("runs", "-n", space)
+    assert code == 0, text
+    (line,) = [each for each in text.splitlines() if trained.run in each]
+    for word in ("Training", "1,200", "1,150", "Stale"):
+        assert word in line
+    assert space not in text
+    code, text = plugin("runs", "-A")
+    assert f"{space}  {trained.run}" in text
+    code, text = plugin("runs", "-n", space, "--json")
+    (found,) = json.loads(text)
+    assert found["name"] == trained.run
+    assert found["troubles"] == ["Stale"]
+    assert found["lastCommittedStep"] == 1150
+    path = trained.cluster.path("checkpointruns", trained.run) + "/status"
+    ended = {"phase": "Finished", "finishedReason": "Completed"}
+    assert http("PATCH", path, {"status": ended}, content=MERGE).status == 200
+    assert "--all shows those" in plugin("runs", "-n", space)[1]
+    assert trained.run in plugin("runs", "-n", space, "--all")[1]
+
+
+def test_status_and_why_by_the_workload_s_name(trained: Trained, plugin: Plugin) -> None:
+    """In sentences: what stands in the CheckpointRun, and what it means."""
+    name, space = trained.job["metadata"]["name"], trained.cluster.namespace
+    code, text = plugin("status", name, "-n", space)
+    assert code == 0, text
+    for said in (
+        f"Job {name}",
+        "Training, since",
+        "step 1,150, committed",
+        "a failure now costs 50 steps",
+        trained.pod,
+        "Stale for",
+        "the newest checkpoint is 20 min old",
+    ):
+        assert said in text, text
+    code, text = plugin("why", name, "-n", space)
+    assert code == 0, text
+    for said in (
+        "Interval: 4 min, for the goal lost-work=5m.",
+        "Because a failure loses at most 5 min",
+        "Bound: not below 58 s",
+        "It rests on 1.5 lossy failures in 36 h.",
+        "The goal cannot be had: at most 5 min of lost work cannot be had.",
+        "Error, pod train-x on node-a: container trainer ended with exit code 1",
+        "2 restores, and 50 steps trained again",
+    ):
+        assert said in text, text
+    found = json.loads(plugin("why", name, "-n", space, "--json")[1])
+    assert found["decisions"][0]["goal"] == "lost-work=5m"
+    assert found["losses"][0]["cause"] == "Error"
+
+
+def test_logs(trained: Trained, plugin: Plugin, http: Rest, tmp_path: Path) -> None:
+    """Of trainer and sidecar, the last lines of each; what is not to be had is said, and the rest shown."""
+    space, pod = trained.cluster.namespace, trained.pod
+    said = {
+        (pod, "trainer"): "".join(f"step {n}\n" for n in range(100)),
+        (pod, "deltashard-sidecar"): "committed\n",
+        (pod, "trainer", "previous"): "killed\n",
+    }
+    with KubeletLogs(http, NODE, tmp_path, said) as kubelet:
+        code, text = plugin("logs", trained.run, "-n", space, "--tail", 3)
+        assert code == 0, text
+        assert f"==> {pod}/trainer <==\nstep 97\nstep 98\nstep 99" in text
+        assert f"==> {pod}/deltashard-sidecar <==\ncommitted" in text
+        assert all("limitBytes" in each for each in kubelet.asked)
+        code, text = plugin("logs", trained.run, "-n", space, "-p", "-c", "trainer")
+        assert "killed" in text
+        assert "deltashard-sidecar" not in text
+        del said[pod, "deltashard-sidecar"]
+        code, text = plugin("logs", trained.run, "-n", space)
+        assert code == 0
+        assert "not to be had" in text
+        assert "step 99" in text
+    assert http("DELETE", trained.cluster.path("pods", pod), {"gracePeriodSeconds": 0}).status == 200
+    code, text = plugin("logs", trained.run, "-n", space)
+    assert code == 3
+    assert "not found" in text
+
+
+def test_a_rewind_is_a_job_with_the_store_s_keys(trained: Trained, plugin: Plugin, http: Rest) -> None:
+    """Refused while pods live; then what the sidecar reaches the store by, and nothing else, in a Job the API takes."""
+    space, name = trained.cluster.namespace, trained.job["metadata"]["name"]
+    arguments = ("rewind", name, "-n", space, "--checkpoint", "step:1000")
+    code, text = plugin(*arguments, "--dry-run")
+    assert code == 2
+    assert f"kubectl patch job {name} -p" in text
+    path = trained.cluster.path("checkpointruns", trained.run) + "/status"
+    assert http("PATCH", path, {"status": {"pods": None}}, content=MERGE).status == 200
+    code, text = plugin(*arguments, "--ended", "--dry-run")
+    assert code == 0, text
+    job = json.loads(text)
+    spec = job["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    run_id = f"train-{trained.job['metadata']['uid']}"
+    assert container["command"][:4] == ["deltashard", "rewind", "$(DELTASHARD_URL)", "--run"]
+    assert container["command"][5:] == ["--checkpoint", "step:1000", "--ended"]
+    assert container["command"][4].startswith(f"{space}/"), run_id
+    names = {each["name"] for each in container["env"]}
+    assert names == {"DELTASHARD_URL", "AWS_SHARED_CREDENTIALS_FILE", "HOME", "TMPDIR"}
+    assert {each["name"] for each in spec["volumes"]} == {"deltashard-cache", "deltashard-store"}
+    assert "restartPolicy" not in container
+    assert http.create(job, space, dry_run=True).status == 201
+
+
+def test_a_rewind_tells_what_its_job_said(
+    trained: Trained, plugin: Plugin, http: Rest, tmp_path: Path
+) -> None:
+    """Its words and its exit code are the command's, once its container ended; a Job that does not end is given up on."""
+    space, cluster = trained.cluster.namespace, trained.cluster
+    path = cluster.path("checkpointruns", trained.run) + "/status"
+    assert http("PATCH", path, {"status": {"pods": None}}, content=MERGE).status == 200
+    code, text = plugin("rewind", trained.run, "-n", space, "--checkpoint", 7, "--timeout", 1)
+    assert code == 3
+    assert "did not end within 1 s" in text
+    process = subprocess.Popen(
+        [str(SCRIPTS / "kubectl-deltashard"), *("rewind", trained.run, "-n", space, "--checkpoint", "7")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "KUBECONFIG": str(cluster_kubeconfig(http))},
+    )
+    known = {each["metadata"]["name"] for each in jobs(cluster)}
+
+    def new() -> list[dict[str, Any]]:
+        return [each for each in jobs(cluster) if each["metadata"]["name"] not in known]
+
+    eventually(lambda: new() or process.poll() is not None, what="the Job")
+    (job,) = new()
+    name = job["metadata"]["name"]
+    template = job["spec"]["template"]
+    labels = template["metadata"]["labels"] | {"batch.kubernetes.io/job-name": name}
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"{name}-x", "labels": labels},
+        "spec": {**template["spec"], "nodeName": NODE},
+    }
+    with KubeletLogs(
+        http, NODE, tmp_path, {(f"{name}-x", "deltashard"): "checkpoint 7: no such checkpoint\n"}
+    ):
+        assert http.create(pod, space).status == 201
+        ended = {"terminated": {"exitCode": 2, "reason": "Error", "startedAt": now(), "finishedAt": now()}}
+        container = {"name": "deltashard", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+        status = {"phase": "Failed", "containerStatuses": [{**container, "state": ended}]}
+        place = cluster.path("pods", f"{name}-x") + "/status"
+        assert http("PATCH", place, {"status": status}, content=MERGE).status == 200
+        said, _ = process.communicate(timeout=240)
+    assert process.returncode == 2, said
+    assert "no such checkpoint" in said
+
+
+def cluster_kubeconfig(http: Rest) -> Path:
+    """The kubeconfig of the server that these requests go to."""
+    return Path(str(http._pool.connection_pool_kw["ca_certs"])).with_name("kubeconfig")
+
+
+def jobs(cluster: Cluster) -> list[dict[str, Any]]:
+    found = cluster.http("GET", cluster.path("jobs")).document["items"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_what_cannot_be_is_said(
+    trained: Trained, plugin: Plugin, apiserver: ApiServer, http: Rest, tmp_path: Path
+) -> None:
+    """No such run, no rights, no API, no context: a sentence, where, and what to do; never a trace."""
+    space = trained.cluster.namespace
+    code, text = plugin("why", "absent", "-n", space)
+    assert code == 2
+    assert f"there are {trained.run}" in text
+    assert "another namespace" in plugin("why", "absent", "-n", "default")[1]
+    config = yaml.safe_load(apiserver.kubeconfig.read_text())
+    path = f"/api/v1/namespaces/{space}/serviceaccounts/default/token"
+    request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {}}
+    token = http("POST", path, request).document["status"]["token"]
+    limited = tmp_path / "limited"
+    limited.write_text(yaml.safe_dump({**config, "users": [{"name": "admin", "user": {"token": token}}]}))
+    code, text = plugin("runs", "-n", space, kubeconfig=limited)
+    assert code == 2
+    assert "cannot list resource" in text
+    assert "the role view" in text
+    away = tmp_path / "away"
+    config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:1"
+    away.write_text(yaml.safe_dump(config))
+    code, text = plugin("runs", kubeconfig=away)
+    assert code == 3
+    assert "https://127.0.0.1:1" in text
+    code, text = plugin("runs", "--context", "absent")
+    assert code == 2
+    assert "--context" in text
+    code, text = plugin("runs", "--json", "--context", "absent")
+    assert json.JSONDecoder().raw_decode(text)[0]["error"]["exit"] == 2
+    for text in (plugin("why", "absent")[1], plugin("logs")[1]):
+        assert "Traceback" not in text
+
+
+def test_help(plugin: Plugin) -> None:
+    """It names every command, as kubectl's user types them."""
+    code, text = plugin("--help")
+    assert code == 0
+    assert text.startswith("Usage: kubectl deltashard")
+    for command in ("runs", "status", "why", "logs", "rewind"):
+        assert f"  {command} " in text

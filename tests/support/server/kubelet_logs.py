@@ -1,0 +1,70 @@
+"""The one thing that an API server without nodes needs a kubelet for in tests: it asks it for containers' logs.
+
+A real TLS server on loopback, and a Node that says where it is; use as a context manager.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Self
+from urllib.parse import parse_qs, urlsplit
+
+from tests.support.server.apiserver import Authority, Rest
+
+MERGE = "application/merge-patch+json"
+
+
+class KubeletLogs:
+    """Logs by (pod, container), and by (pod, container, "previous") those of the life before."""
+
+    def __init__(self, http: Rest, node: str, folder: Path, logs: dict[tuple[str, ...], str]) -> None:
+        self._http, self._node, self.logs = http, node, logs
+        self.asked: list[str] = []
+        issued = Authority("kubelet").issue(node)
+        (folder / "kubelet.crt").write_bytes(issued.certificate)
+        (folder / "kubelet.key").write_bytes(issued.key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "kubelet.crt", folder / "kubelet.key")
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.asked.append(self.path)
+                parts = urlsplit(self.path)
+                _, kind, _, pod, container = parts.path.split("/")
+                assert kind == "containerLogs"
+                query = parse_qs(parts.query)
+                key = (pod, container, *(["previous"] if query.get("previous") == ["true"] else []))
+                text = outer.logs.get(key)
+                self.send_response(404 if text is None else 200)
+                self.end_headers()
+                lines = (text or "no such log").splitlines(keepends=True)
+                self.wfile.write(
+                    "".join(lines[-int(query["tailLines"][0]) :] if "tailLines" in query else lines).encode()
+                )
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self._node}}
+        assert self._http("POST", "/api/v1/nodes", node).status == 201
+        port = {"kubeletEndpoint": {"Port": self._server.server_port}}
+        status = {"addresses": [{"type": "InternalIP", "address": "127.0.0.1"}], "daemonEndpoints": port}
+        path = f"/api/v1/nodes/{self._node}/status"
+        assert self._http("PATCH", path, {"status": status}, content=MERGE).status == 200
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join(30)
+        self._server.server_close()
+        self._http("DELETE", f"/api/v1/nodes/{self._node}")

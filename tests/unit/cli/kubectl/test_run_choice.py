@@ -1,0 +1,57 @@
+"""Which run a person means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_cli.kubectl.run_choice import chosen
+
+
+def run(
+    name: str, workload: str, *, run_id: str = "", phase: str = "Training", made: int = 0
+) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "creationTimestamp": f"2026-01-01T00:00:{made:02}Z"},
+        "spec": {"workload": {"name": workload}, "runId": run_id or name},
+        "status": {"phase": phase},
+    }
+
+
+RUNS = [
+    run("dlrm-1", "dlrm", phase="Finished"),
+    run("dlrm-2", "dlrm", phase="Finished", made=3),
+    run("dlrm-3", "dlrm", made=1),
+    run("nightly-1", "nightly-28", run_id="nightly", phase="Finished", made=1),
+    run("nightly-2", "nightly-29", run_id="nightly", phase="Finished", made=2),
+    run("two-1", "two"),
+    run("two-2", "two"),
+]
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("dlrm-1", "dlrm-1"),
+        ("dlrm", "dlrm-3"),
+        ("nightly", "nightly-2"),
+        ("nightly-28", "nightly-1"),
+    ],
+)
+def test_by_name_workload_or_run_id(said: str, wanted: str) -> None:
+    """Of a workload that was made again: the one that lives, or the newest."""
+    assert chosen(RUNS, said, "team")["metadata"]["name"] == wanted
+
+
+def test_several_and_none_are_said() -> None:
+    """With the names there are."""
+    with pytest.raises(UserError, match="may be several") as error:
+        chosen(RUNS, "two", "team")
+    assert error.value.remedy == "say one of two-1, two-2"
+    with pytest.raises(UserError, match="no run 'x'") as error:
+        chosen(RUNS, "x", "team")
+    assert "dlrm-1" in error.value.remedy
+    with pytest.raises(UserError) as error:
+        chosen([], "x", "team")
+    assert "none at all" in error.value.remedy

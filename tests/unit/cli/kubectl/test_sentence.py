@@ -1,0 +1,97 @@
+"""Sentences about a run of which little is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from deltashard_cli.kubectl import sentence
+
+NOW_S = 1_000_000.0
+AGO = "1970-01-12T13:36:40Z"
+"""600 s before."""
+
+
+def run(**status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": "r"}, "spec": {"policy": "p", "runId": "r"}, "status": status}
+
+
+def test_of_a_run_that_has_not_begun() -> None:
+    """Nothing is claimed that nobody told."""
+    for each in (run(), {"metadata": {"name": "r"}, "spec": {"policy": "p"}}):
+        assert sentence.phase(each, NOW_S) == "Pending"
+        assert sentence.checkpoint(each, NOW_S) == "none yet: a failure now costs all of the training"
+        assert list(sentence.decided(each)) == [
+            "Saves: not told yet, as the policy p or an annotation states: nothing is chosen."
+        ]
+        assert list(sentence.troubled(each, NOW_S)) == ["No trouble."]
+        assert list(sentence.lost(each, NOW_S)) == ["Nothing was lost."]
+
+
+@pytest.mark.parametrize(
+    ("status", "wanted"),
+    [
+        ({"intervalSeconds": 300}, "every 300 s"),
+        ({"intervalSeconds": 300, "everySteps": 20}, "every 300 s or 20 steps"),
+        ({"intervalSeconds": 0, "everySteps": 20}, "every 20 steps"),
+        ({"intervalSeconds": 0}, "on demand"),
+        ({}, "not told yet"),
+    ],
+)
+def test_intervals(status: dict[str, int], wanted: str) -> None:
+    assert sentence.interval(status) == wanted
+
+
+def test_what_would_be_lost() -> None:
+    found = run(
+        phase="Finished",
+        finishedReason="Failed",
+        phaseSince=AGO,
+        step=7,
+        lastCommittedStep=7,
+        lastCommitTime=AGO,
+    )
+    assert sentence.phase(found, NOW_S) == "Finished (Failed), since 10 min"
+    assert sentence.checkpoint(found, NOW_S) == "step 7, committed 10 min ago"
+    found["status"]["step"] = 8
+    assert sentence.checkpoint(found, NOW_S).endswith("; a failure now costs 1 step")
+
+
+def test_what_is_advised_is_told_apart() -> None:
+    """From what is in force."""
+    made = {
+        "subject": "bits",
+        "mode": "advise",
+        "goal": "budget",
+        "value": "q8",
+        "would": "q4",
+        "why": "few restores",
+    }
+    assert list(sentence.decided(run(decisions=[made]))) == [
+        "Bits: q8, for the goal budget (advised only: what the policy states is in force).",
+        "  The rule says q4.",
+        "  Because few restores.",
+    ]
+
+
+def test_ready_that_is_not_true_is_a_trouble() -> None:
+    """And troubles that are over are none."""
+    ready = {
+        "type": "Ready",
+        "status": "Unknown",
+        "reason": "Unheard",
+        "message": "",
+        "lastTransitionTime": AGO,
+    }
+    over = {"type": "Stale", "status": "False", "reason": "Over", "message": "x", "lastTransitionTime": AGO}
+    assert list(sentence.troubled(run(conditions=[ready, over]), NOW_S)) == ["Not ready for 10 min: Unheard"]
+
+
+def test_losses_newest_first_and_bounded() -> None:
+    losses = [{"time": AGO, "cause": "Evicted", "pod": f"p-{n}", "asked": n == 8} for n in range(9)]
+    said = list(sentence.lost(run(losses=losses, restores=9, lostSteps=1), NOW_S))
+    assert said[0] == "10 min ago: Evicted, pod p-8, as somebody wished"
+    assert said[5:] == [
+        "and 4 older ones in the CheckpointRun",
+        "In all 9 restores, and 1 step trained again.",
+    ]

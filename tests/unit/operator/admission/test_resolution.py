@@ -1,0 +1,62 @@
+"""What an admission asks for, without an API to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, cast
+
+import pytest
+from deltashard_operator.admission import review
+from deltashard_operator.admission.metric import WebhookMetrics
+from deltashard_operator.admission.resolution import Resolver
+from deltashard_operator.admission.run_holder import Holders
+from deltashard_operator.policy.admission_deadline import Deadline
+from deltashard_operator.policy.chart_defaults import Defaults
+from deltashard_operator.policy.policy_cache import PolicyCache
+from deltashard_operator.policy.refusal import Refusal
+
+from tests.support.operator import sample
+
+JOB = {
+    "apiVersion": "batch/v1",
+    "kind": "Job",
+    "metadata": {"name": "train", "annotations": {"deltashard.io/policy": "p"}},
+    "spec": {"template": sample.template()},
+}
+
+
+class Cache:
+    """Policies that are known."""
+
+    def get(self, _namespace: str, _name: str) -> dict[str, Any]:
+        return {"store": {"url": "s3://x-y/z"}, "sidecar": {"image": "i"}, "intervalSeconds": 60}
+
+
+def resolved(namespace: str, *watched: str) -> object:
+    """What a Job of this namespace is resolved to."""
+    resolver = Resolver(
+        cache=cast(PolicyCache, Cache()),
+        holders=cast(Holders, None),
+        defaults=Defaults(None, None),
+        metrics=WebhookMetrics(),
+        namespaces=watched,
+    )
+    request = review.parse(json.dumps(sample.review(JOB, namespace=namespace)).encode())
+    assert isinstance(request, review.Request)
+    return asyncio.run(resolver.resolve(request, Deadline(5.0))).policy
+
+
+@pytest.mark.parametrize("watched", [(), ("team-a",), ("team-b", "team-a")])
+def test_a_namespace_that_is_watched_gets_its_policy(watched: tuple[str, ...]) -> None:
+    """As all do where none is named."""
+    assert not isinstance(resolved("team-a", *watched), Refusal)
+
+
+def test_another_one_is_refused_before_anything_is_asked() -> None:
+    """Whatever sent it here: the webhook has no right to look there."""
+    refusal = resolved("team-c", "team-a")
+    assert isinstance(refusal, Refusal)
+    assert refusal.code == "NamespaceNotWatched"
+    assert "namespace team-c" in refusal.sentence
+    assert "watchNamespaces" in refusal.sentence

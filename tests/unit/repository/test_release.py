@@ -1,0 +1,81 @@
+"""The workflow that publishes names what there is: files, targets, repositories, versions."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from tests.support.published import PUBLISHED
+from tests.support.tool import ROOT
+from tools import wheels
+
+TEXT = (ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8")
+WORKFLOW: dict[str, Any] = yaml.safe_load(TEXT)
+JOBS: dict[str, Any] = WORKFLOW["jobs"]
+
+
+def steps(job: str) -> list[dict[str, Any]]:
+    found = JOBS[job]["steps"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_every_file_that_it_names_is_there() -> None:
+    """Scripts, the Dockerfile, the chart, the tests of the kernels."""
+    named = set(re.findall(r"\b(?:tools|images|charts|tests)/[\w./-]*[\w/]", TEXT))
+    assert {
+        "tools/wheels.py",
+        "tools/kustomize.py",
+        "images/requirements",
+        "tests/unit/checkpoint/codecs",
+    } <= named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+    for name in re.findall(r"needs\.(\w+)\.outputs\.(\w+)", TEXT):
+        assert name[1] in JOBS[name[0]]["outputs"]
+
+
+def test_the_images_are_those_of_the_chart_and_the_pages() -> None:
+    """Each target, under its name, for both architectures."""
+    assert JOBS["images"]["strategy"]["matrix"]["target"] == [each.target for each in PUBLISHED]
+    (build,) = [each["with"] for each in steps("images") if "build-push" in each.get("uses", "")]
+    registry = WORKFLOW["env"]["REGISTRY"]
+    for each in PUBLISHED:
+        assert each.repository == f"{registry}/deltashard-{each.target}"
+    assert build["platforms"] == "linux/amd64,linux/arm64"
+    assert build["tags"].startswith("${{ env.REGISTRY }}/deltashard-${{ matrix.target }}:")
+    assert build["sbom"] is True
+
+
+def test_the_wheels_are_of_both_architectures() -> None:
+    """Each on a machine of its own kind, where its kernels are tested before it is kept."""
+    matrix = JOBS["wheels"]["strategy"]["matrix"]["include"]
+    assert tuple(each["architecture"] for each in matrix) == wheels.ARCHITECTURES
+    words = [each.get("run", "") for each in steps("wheels")]
+    built, tested = (
+        next(n for n, each in enumerate(words) if text in each) for text in ("wheels.py", "pytest")
+    )
+    assert built < tested
+    assert "upload-artifact" in steps("wheels")[-1]["uses"]
+
+
+def test_nothing_is_published_but_by_a_tag() -> None:
+    """Whatever logs in, pushes, signs or releases has the condition, its own or its job's."""
+    for name, job in JOBS.items():
+        for step in job["steps"]:
+            text = yaml.safe_dump(step)
+            publishes = re.search(r"login|helm\W+push|cosign|release create|pypi-publish", text)
+            if publishes:
+                condition = f"{job.get('if', '')} {step.get('if', '')}"
+                assert "github.ref_type == 'tag'" in condition, (name, text)
+    (build,) = [each["with"] for each in steps("images") if "build-push" in each.get("uses", "")]
+    assert build["push"] == "${{ github.ref_type == 'tag' }}"
+    assert WORKFLOW["permissions"] == {"contents": "read"}
+    writers = {name for name, job in JOBS.items() if "write" in (job.get("permissions") or {}).values()}
+    assert writers == {"images", "chart", "publish"}
+
+
+def test_every_action_has_a_version() -> None:
+    for used in re.findall(r"uses: (\S+)", TEXT):
+        assert re.search(r"@(v\d+|release/v\d+)$", used), used
