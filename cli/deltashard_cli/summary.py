@@ -61,6 +61,8 @@ class CheckpointSummary:
     stall_s: float
     encodings: tuple[str, ...]
     pins: tuple[str, ...]
+    aside: bool
+    """A rewind has set it aside: it is not what a restore takes for the newest, or falls back to."""
     directive: str
 
 
@@ -127,7 +129,8 @@ def summarize_checkpoint(
         restore_bytes=restore_bytes,
         stall_s=entry.stall_s,
         encodings=tuple(sorted({*entry.encodings, *(name for index in known for name in index.encodings)})),
-        pins=entry.pins,
+        pins=state.pins_of(entry.seq),
+        aside=entry.seq in state.aside,
         directive=entry.directive,
     )
 
