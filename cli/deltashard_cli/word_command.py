@@ -8,6 +8,7 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.maintenance.retention import retire_these
 
+from deltashard_cli.checkpoint_choice import open_checkpoint
 from deltashard_cli.option import ended_option, run_options, which_option
 from deltashard_cli.output import console, number, plural, print_json
 from deltashard_cli.target import find_run, named_run
@@ -117,6 +118,7 @@ def rewind(url: str, run: str | None, which: str, *, ended: bool, as_json: bool)
     To begin a new run with a checkpoint instead: `deltashard cp`.
     """
     target = named_run(url, run)
+    open_checkpoint(target, which)  # whose indexes are there: nothing else would be left to fall back to
     log = RunLog(target.store, target.run)
     entry = word.rewind(log, which, ended=ended)
     state = log.state

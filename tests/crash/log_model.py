@@ -792,8 +792,13 @@ class World:
         return self.spawn("pin", work)
 
     def move_rewind(self) -> Task | None:
-        """A person has the run go on from an older checkpoint, in the belief that its trainer has ended."""
-        live = sorted(self.truth().checkpoints)
+        """A person has the run go on from an older, whole checkpoint, in the belief that its trainer has ended."""
+        truth = self.truth()
+        live = [
+            seq
+            for seq in sorted(truth.checkpoints)
+            if not self.tainted(truth, lineages.closure(truth, [seq]))
+        ]
         if not live:
             return None
         seq, state = self.random.choice(live[-4:]), self.last_state()
@@ -852,7 +857,10 @@ class World:
         if newest is None or self.broken:
             return
         chain = lineages.closure(state, [newest.seq])
-        if all(lineages.closure(state, [seq]) & chain for seq in state.checkpoints):
+        current = state.checkpoints.keys() - state.aside
+        if all(lineages.closure(state, [seq]) & chain for seq in current):
+            return
+        if any(task.name == "rewind" for task in self.tasks):  # a person looks where the run is to go on
             return
         part = self.random.choice(self.parts_of(state, self.random.choice(sorted(chain))))
         if self.random.random() < 0.5:

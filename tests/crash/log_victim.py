@@ -54,7 +54,7 @@ def written(
     """A rank's part, on the store."""
     token = new_token()
     target = PartTarget(
-        run="job",
+        run=log.run,
         attempt=attempt,
         cut=cut,
         step=step,
