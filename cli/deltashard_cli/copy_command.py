@@ -8,8 +8,9 @@ import click
 from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.format.object_key import validate_new_run, validate_run
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
-from deltashard_checkpoint.maintenance import removal, run_copy
 from deltashard_checkpoint.maintenance.holder import check_ended
+from deltashard_checkpoint.whole_run import removal, run_copy
+from deltashard_checkpoint.whole_run.copy_draft import Draft
 
 from deltashard_cli import verification
 from deltashard_cli.option import ended_option, run_options
@@ -41,7 +42,7 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
     place = new_run(to, name)
     target = RunLog(place.store, validate_new_run(place.run))
 
-    def work(made: run_copy.Draft) -> run_copy.Copied:
+    def work(made: Draft) -> run_copy.Copied:
         with progress("copying", made.bytes) as advance:
             return run_copy.copy(made, advance=advance)
 

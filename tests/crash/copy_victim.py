@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.maintenance import removal, run_copy
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal, run_copy
 
 from tests.crash.log_victim import log_of
 

@@ -99,7 +99,8 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
         if not state.committed:
             return None
         raise NothingRestorable(
-            f"{state.committed} checkpoints were committed, none of the {len(state.checkpoints) - len(state.aside)} live ones is valid",
+            f"{state.committed} checkpoints were committed, none of the "
+            f"{len(state.checkpoints.keys() - state.aside)} live ones is valid",
             where=where,
             remedy="`deltashard verify` tells what is broken; restore(fresh=True) starts anew"
             + (f"; {usable[-1].seq} is valid, but set aside by a rewind: rewind to it" if usable else ""),

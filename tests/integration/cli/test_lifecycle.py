@@ -11,10 +11,10 @@ from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import LogGap, LogWentBack, RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.maintenance import removal
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import FencedError
 

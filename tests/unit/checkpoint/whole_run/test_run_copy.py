@@ -11,10 +11,11 @@ from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import LogStopped, RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.maintenance import garbage_collection, retention, run_copy, word
+from deltashard_checkpoint.maintenance import garbage_collection, retention, word
 from deltashard_checkpoint.maintenance.holder import holder
-from deltashard_checkpoint.maintenance.transcript import NotCopyable
 from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.whole_run import copy_draft, run_copy
+from deltashard_checkpoint.whole_run.transcript import NotCopyable
 
 from tests.unit.checkpoint.format.second_reader import read_run, restore
 
@@ -85,11 +86,11 @@ def test_one_checkpoint_begins_a_run_with_what_it_builds_on(store, tmp_path, gol
 
 def test_a_log_that_lacks_entries_is_copied_by_checkpoint_only(store, tmp_path):
     with pytest.raises(LogStopped):  # it ends in an entry of a newer version
-        run_copy.draft(RunLog(store, "run-2"), RunLog(store, "copy"))
+        copy_draft.draft(RunLog(store, "run-2"), RunLog(store, "copy"))
     store.delete([f"run-4/{entry_key(seq)}" for seq in (0, 1)])
     source = RunLog(store, "run-4")
     with pytest.raises(NotCopyable, match="log entry 0"):
-        run_copy.draft(source, RunLog(store, "copy"))
+        copy_draft.draft(source, RunLog(store, "copy"))
     run_copy.copied(source, RunLog(store, "copy"), "10", run_copy.copy)
     assert_restores(tmp_path / "store", "copy", {3: 10}, "run-4")
     assert RunLog(store, "copy").refresh().owner == "golden"
