@@ -35,7 +35,10 @@ _SPOOL_BYTES = 1 << 30
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--raw", is_flag=True, help="Bare little-endian bytes (.bin) instead of .npy.")
 def restore(url: str, directory: Path, run: str | None, which: str, *, raw: bool, as_json: bool) -> None:
-    """Write a checkpoint's tables, optimizer state and blobs into a new DIRECTORY, with a manifest.json."""
+    """Write a checkpoint's tables, optimizer state and blobs into a new DIRECTORY, with a manifest.json.
+
+    To train on from it: `deltashard rewind` in the same run, `deltashard cp --to-run NAME -c WHICH` in a new one.
+    """
 
     def write(checkpoint: OpenCheckpoint) -> Written:
         with progress("restoring", _bytes(checkpoint)) as advance:
