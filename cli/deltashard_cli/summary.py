@@ -73,7 +73,7 @@ def summarize_run(state: RunState) -> RunSummary:
         run=state.run,
         owner=state.owner,
         tip=state.tip,
-        attempts=len(state.attempts),
+        attempts=sum(1 for attempt in state.attempts.values() if attempt.world_size),
         checkpoints=len(state.checkpoints),
         committed=state.committed,
         newest_seq=None if newest is None else newest.seq,

@@ -170,14 +170,14 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
 
 
 def _rewound(state: RunState, entry: Rewound) -> RunState:
-    """`state` after a rewind: it stands like an attempt that resumes from there, and that nobody has.
+    """`state` after a rewind: it stands like an attempt of no ranks that resumes from there: nothing commits under it.
 
     Set aside is what came after the checkpoint, and stays what was aside before it on another branch: a rewind to a
     checkpoint that was aside brings back that one's own line.
     """
     to = state.checkpoints[entry.to]
     opened = Attempt(
-        world_size=1, resumes_from=entry.to, resumes_attempt=to.attempt, last_step=to.step, layout=""
+        world_size=0, resumes_from=entry.to, resumes_attempt=to.attempt, last_step=to.step, layout=""
     )
     attempts = {**state.attempts, entry.seq: opened}
     line = frozenset(chain.lineage(replace(state, attempts=attempts), entry.seq))

@@ -16,6 +16,7 @@ class Attempt:
     """What is remembered of an attempt."""
 
     world_size: int
+    """0: no trainer's, but a rewind's."""
     resumes_from: int | None
     resumes_attempt: int | None
     """Attempt of the checkpoint it resumed from."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.errors import InvalidCheckpoint, UserError
 from deltashard_checkpoint.format.index import Index
 from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.chain import closure, parts_of
@@ -32,6 +32,10 @@ LOG_WORKERS = 16
 
 class TargetTaken(UserError):
     """The run that was to be the copy is there, and is no copy of this source."""
+
+
+class SourceLetGo(UserError):
+    """A copy that is under way needs what the source has retired and deleted since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +97,18 @@ def draft(
         state, slots = _at(source, state, _promised(target, there))
     listed = Manifests(source.store, source.run)
     wanted = closure(state, (seq,)) if which is not None else frozenset(state.checkpoints)
-    state = listed.listing(state, wanted)
-    parts = [part for each in sorted(wanted) for part in parts_of(state, each)]
-    indexes = load_indexes(source.store, source.run, parts, deadline_s=deadline_s)
+    try:
+        state = listed.listing(state, wanted)
+        parts = [part for each in sorted(wanted) for part in parts_of(state, each)]
+        indexes = load_indexes(source.store, source.run, parts, deadline_s=deadline_s)
+    except InvalidCheckpoint as error:
+        if which is None and state.tip < source.state.tip:
+            raise SourceLetGo(
+                f"the copy was begun with what the source has let go since: {error.what}",
+                where=error.where,
+                remedy=f"remove what is there of it (`deltashard rm --run {target.run}`), and copy anew",
+            ) from error
+        raise
     return Draft(
         source=source,
         target=target,

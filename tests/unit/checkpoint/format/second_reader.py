@@ -154,7 +154,7 @@ class Run:
         elif kind == "rewind":
             need(e["to"] in live, f"slot {seq} rewinds to what is not live")
             to, line, bound, at = live[e["to"]], set(), e["to"], live[e["to"]]["attempt"]
-            self.attempt, self.attempts[seq] = seq, (1, None, to["step"], None)
+            self.attempt, self.attempts[seq] = seq, (0, None, to["step"], None)
             self.resumes[seq] = (e["to"], at)
             while at is not None:
                 line |= {c for c in live if live[c]["attempt"] == at and c <= bound}

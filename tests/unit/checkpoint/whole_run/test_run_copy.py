@@ -14,7 +14,7 @@ from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.maintenance import garbage_collection, retention, word
 from deltashard_checkpoint.maintenance.holder import holder
 from deltashard_checkpoint.stores.file import FileStore
-from deltashard_checkpoint.whole_run import copy_draft, run_copy
+from deltashard_checkpoint.whole_run import copy_draft, removal, run_copy
 from deltashard_checkpoint.whole_run.transcript import NotCopyable
 
 from tests.unit.checkpoint.format.second_reader import read_run, restore
@@ -124,6 +124,16 @@ def test_a_copy_begins_anew_when_the_source_lets_something_go(store, tmp_path):
     done = run_copy.copied(source, RunLog(store, "copy"), None, run_copy.copy)
     assert (done.checkpoints, done.seq, done.through) == (1, 2, 17)
     assert_restores(tmp_path / "store", "copy", {2: 2}, "run-5")
+    # A copy whose log was under way is promised a moment; what it needs of that must be there.
+    tool = RunLog(store, "run-3")
+    half = RunLog(store, "half")
+    half.leave_hint(fold_seq=-1, seq=tool.refresh().tip)
+    retention.append_retirement(tool, retention.Retention(keep_last=1, keep_pins=False))
+    garbage_collection.collect(tool, grace_s=0.0)
+    with pytest.raises(copy_draft.SourceLetGo, match="let go since"):
+        run_copy.copied(RunLog(store, "run-3"), half, None, run_copy.copy)
+    removal.remove(half)
+    assert run_copy.copied(RunLog(store, "run-3"), half, None, run_copy.copy).seq == 13
     # What is gone and was not retired is damage, and said.
     gone = next(info.key for info in store.list("run-4/data/") if info.key.endswith(".pack"))
     store.delete([gone])
