@@ -119,6 +119,14 @@ def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str
         ("genesis", True), ("attempt", True), ("checkpoint", True), ("unreadable", False), ("checkpoint", False),
     ]  # fmt: skip
     assert "cannot be followed past entry 3" in found["warning"]
+    before = keys(store)
+    there = f"file://{tmp_path}/there"
+    for command in (
+        ("pin", at(file_url), "a", "-c", "2"), ("unpin", at(file_url), "best"), ("retire", at(file_url), "-c", "2"),
+        ("rewind", at(file_url), "-c", "2", "--ended"), ("cp", at(file_url), there), ("cp", at(file_url), there, "-c", "2"),
+    ):  # fmt: skip
+        assert "cannot be followed past entry 3" in refused(cli, *command, code=1)
+    assert keys(store) == before
     # An attempt that leaves it behind makes it void, and the log is healthy again.
     open_attempt(RunLog(store, RUN), owner="tests")
     lines = answer(cli, "log", at(file_url))["lines"]

@@ -129,7 +129,7 @@ def test_a_rewind_fences_and_sets_aside_and_another_one_brings_back():
     assert word.rewind(run.reader(), f"{second}").to == second
     state = run.log.refresh()
     assert (state.newest().seq, state.aside, state.loading()) == (second, {third, third + 1}, second)
-    with pytest.raises(FencedError):
+    with pytest.raises(FencedError, match="a person rewound the run"):
         run.commit(attempt, 5)
     assert word.rewind(run.reader(), f"{second}") is None
     assert word.rewind(run.reader(), f"{third}").to == third
