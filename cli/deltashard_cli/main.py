@@ -16,7 +16,15 @@ from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, Form
 from rich.console import Console
 from rich.text import Text
 
-from deltashard_cli import read_command, repair_command, write_command
+from deltashard_cli import (
+    copy_command,
+    gc_command,
+    log_command,
+    read_command,
+    repair_command,
+    word_command,
+    write_command,
+)
 from deltashard_cli.output import nobody_reads, print_json, warnings
 from deltashard_cli.planning import plan_command
 
@@ -60,6 +68,7 @@ def _end(context: click.Context, /, _result: object, **_options: object) -> None
 for command in (
     read_command.ls,
     read_command.inspect,
+    log_command.log,
     read_command.restore_plan,
     plan_command.plan,
     read_command.verify,
@@ -72,7 +81,13 @@ for command in (
     write_command.restore,
     write_command.export,
     write_command.import_,
-    write_command.gc,
+    word_command.pin,
+    word_command.unpin,
+    word_command.retire,
+    word_command.rewind,
+    copy_command.cp,
+    copy_command.rm,
+    gc_command.gc,
     write_command.compact,
 ):
     cli.add_command(command)

@@ -44,3 +44,12 @@ def which_option(command: Command) -> Command:
         metavar="WHICH",
         help="latest, seq:N (or N), step:N or pin:NAME.",
     )(command)
+
+
+def ended_option(command: Command) -> Command:
+    """--ended: a person's word that no trainer of the run lives."""
+    return click.option(
+        "--ended",
+        is_flag=True,
+        help="You know that the run's trainer has ended, though its last save does not say so.",
+    )(command)

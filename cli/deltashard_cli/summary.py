@@ -61,6 +61,8 @@ class CheckpointSummary:
     stall_s: float
     encodings: tuple[str, ...]
     pins: tuple[str, ...]
+    aside: bool
+    """A rewind has set it aside: it is not what a restore takes for the newest, or falls back to."""
     directive: str
 
 
@@ -71,7 +73,7 @@ def summarize_run(state: RunState) -> RunSummary:
         run=state.run,
         owner=state.owner,
         tip=state.tip,
-        attempts=len(state.attempts),
+        attempts=sum(1 for attempt in state.attempts.values() if attempt.world_size),
         checkpoints=len(state.checkpoints),
         committed=state.committed,
         newest_seq=None if newest is None else newest.seq,
@@ -127,7 +129,8 @@ def summarize_checkpoint(
         restore_bytes=restore_bytes,
         stall_s=entry.stall_s,
         encodings=tuple(sorted({*entry.encodings, *(name for index in known for name in index.encodings)})),
-        pins=entry.pins,
+        pins=state.pins_of(entry.seq),
+        aside=entry.seq in state.aside,
         directive=entry.directive,
     )
 

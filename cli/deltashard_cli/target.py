@@ -152,14 +152,19 @@ def scanned_run(url: str, run: str | None) -> Target:
     try:
         return find_run(url, run)
     except NoSuchRun:
-        base, question, query = url.partition("?")
-        base = base.rstrip("/")
-        name = run or base.rpartition("/")[2]
-        root = base if run else base[: -len(name)].rstrip("/")
-        store = open_root(root + question + query)
-        if next(store.list(run_key(validate_run(name), "data/")), None) is None:
+        found = run_of_url(url, run)
+        if next(found.store.list(run_key(found.run, "data/")), None) is None:
             raise
-        return Target(store=store, run=name)
+        return found
+
+
+def run_of_url(url: str, run: str | None = None) -> Target:
+    """Where `url` would be a run, whether or not there is one: its last word is the name, unless that is said."""
+    base, question, query = url.partition("?")
+    base = base.rstrip("/")
+    name = validate_run(run or base.rpartition("/")[2])
+    root = base if run else base[: -len(name)].rstrip("/")
+    return Target(store=open_root(root + question + query), run=name)
 
 
 def runs_of(store: Store, *, patience: float = math.inf) -> Iterator[str]:

@@ -18,6 +18,7 @@ What must hold, whatever happened (`World.check`):
 - every live checkpoint restores exactly what was in the model at its cut, from the objects that lie there;
 - an acknowledged commit is in the log; the newest checkpoint is never retired; an attempt resumes from the newest
   valid checkpoint at its slot; what an attempt loads is exactly what it says it resumes from;
+- after a rewind that is the checkpoint the run was rewound to, and what is pinned is never retired;
 - and after all that a new trainer opens, restores, trains, saves, and that restores too; a last round of housekeeping
   leaves no object that nobody needs, and no memory of what is gone (`World.finish`).
 """
@@ -51,7 +52,10 @@ from deltashard_checkpoint.log.entry import (
     AttemptOpened,
     Checkpoint,
     Part,
+    Pinned,
     Reclaimed,
+    Retired,
+    Rewound,
     Sealed,
     cut_of,
     entry_key,
@@ -61,7 +65,7 @@ from deltashard_checkpoint.log.entry_codec import parse
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import over
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.maintenance import compaction, garbage_collection
+from deltashard_checkpoint.maintenance import compaction, garbage_collection, word
 from deltashard_checkpoint.maintenance import retention as retentions
 from deltashard_checkpoint.stores.abc import (
     Buffer,
@@ -361,6 +365,8 @@ class Counts:
     retired: int = 0
     deleted: int = 0
     reclaimed: int = 0
+    pinned: int = 0
+    rewound: int = 0
     kills: int = 0
     failures: int = 0
     refused_gap: int = 0
@@ -398,6 +404,10 @@ class World:
         self.broken: set[str] = set()
         self.excluding: dict[int, frozenset[int]] = {}
         self.hidden: tuple[int, bytes] | None = None
+        self.head: int | None = None
+        """What the last commit or rewind made the newest."""
+        self.pins: dict[str, int | None] = {}
+        """Who has a pinned name, by the last commit or word about it."""
         self.counts = Counts(schedules=1)
 
     # Processes
@@ -612,7 +622,7 @@ class World:
         """Whether no higher attempt is in the log (as the store has it) and this one has not committed."""
         for seq, data in self.raw().items():
             entry = parse(data, seq).entry
-            if seq > attempt and isinstance(entry, (AttemptOpened, Checkpoint)):
+            if seq > attempt and isinstance(entry, (AttemptOpened, Checkpoint, Rewound)):
                 return False
         return True
 
@@ -651,8 +661,9 @@ class World:
             rank.staged(job)
             part = self.put_part(names, rank.rank, rank.boxes, job.covers, job.cells)
             report = commit.PartReport(
-                part=part, tables=(TABLE,), encodings=("fp32",), rows=len(job.cells), raw_bytes=8, stall_s=0.0
-            )
+                part=part, tables=(TABLE,), encodings=("fp32",), rows=len(job.cells), raw_bytes=8, stall_s=0.0,
+                pins=("best",) if job.cut % 4 == 3 else (),
+            )  # fmt: skip
             log = self.log(rank.state if self.random.random() < 0.7 else None)
             try:
                 done = commit.commit_part(
@@ -767,6 +778,36 @@ class World:
         """Objects of compactions that lie in the store."""
         return sum(1 for _ in self.memory.list(f"{RUN}/data/compact-"))
 
+    def move_pin(self) -> Task | None:
+        """A person pins a checkpoint, or takes the name away."""
+        live = sorted(self.truth().checkpoints)
+        if not live:
+            return None
+        which = None if self.random.random() < 0.4 else f"seq:{self.random.choice(live[-4:])}"
+        name, state = self.random.choice(["best", "paper"]), self.last_state()
+
+        def work() -> None:
+            word.pin(self.log(state), name, which, ended=True, deadline_s=20.0)
+
+        return self.spawn("pin", work)
+
+    def move_rewind(self) -> Task | None:
+        """A person has the run go on from an older, whole checkpoint, in the belief that its trainer has ended."""
+        truth = self.truth()
+        live = [
+            seq
+            for seq in sorted(truth.checkpoints)
+            if not self.tainted(truth, lineages.closure(truth, [seq]))
+        ]
+        if not live:
+            return None
+        seq, state = self.random.choice(live[-4:]), self.last_state()
+
+        def work() -> None:
+            word.rewind(self.log(state), f"seq:{seq}", ended=True, deadline_s=20.0)
+
+        return self.spawn("rewind", work)
+
     def move_mangle_hint(self) -> None:
         """HINT is best effort: anything may stand there, but a slot that was never taken."""
         if not self.seen:
@@ -816,7 +857,10 @@ class World:
         if newest is None or self.broken:
             return
         chain = lineages.closure(state, [newest.seq])
-        if all(lineages.closure(state, [seq]) & chain for seq in state.checkpoints):
+        current = state.checkpoints.keys() - state.aside
+        if all(lineages.closure(state, [seq]) & chain for seq in current):
+            return
+        if any(task.name == "rewind" for task in self.tasks):  # a person looks where the run is to go on
             return
         part = self.random.choice(self.parts_of(state, self.random.choice(sorted(chain))))
         if self.random.random() < 0.5:
@@ -874,7 +918,7 @@ class World:
         if isinstance(entry, AttemptOpened):
             self._check_attempt(state, entry)
         if isinstance(entry, Checkpoint):
-            attempt = max(s.entry.seq for s in self.sealed if isinstance(s.entry, AttemptOpened))
+            attempt = max(s.entry.seq for s in self.sealed if isinstance(s.entry, (AttemptOpened, Rewound)))
             if entry.attempt != attempt:
                 raise Violation(
                     f"zombie: {entry.seq} of attempt {entry.attempt} was committed under {attempt}"
@@ -885,12 +929,16 @@ class World:
                     f"cut {entry.cut} was committed after cut {opened.last_cut}: the run went backwards"
                 )
         newest = state.newest()
+        self._follow(entry)
         self.state = state = commit_log.fold(state, [sealed])
         self.sealed.append(sealed)
         if state.stopped is not None:
             raise Violation(f"the log breaks its own rules: {state.stopped.error}")
         if newest is not None and newest.seq not in state.checkpoints:
             raise Violation(f"the newest checkpoint {newest.seq} was retired")
+        now = state.newest()
+        if (None if now is None else now.seq) != self.head:
+            raise Violation(f"the newest is {now and now.seq}, {self.head} was committed or rewound to last")
         if isinstance(entry, Checkpoint):
             self.counts.checkpoints += 1
             self.counts.deltas += not entry.baseline
@@ -901,6 +949,22 @@ class World:
             self.counts.reclaimed += 1
         elif not isinstance(entry, AttemptOpened):
             self._check_contents()
+
+    def _follow(self, entry: object) -> None:
+        """What entries say of the newest checkpoint and of pinned names, in the order in which they say it."""
+        match entry:
+            case Checkpoint():
+                self.head = entry.seq
+                self.pins |= dict.fromkeys(entry.pins, entry.seq)
+            case Rewound():
+                self.head = entry.to
+                self.counts.rewound += 1
+            case Pinned():
+                self.pins[entry.name] = entry.checkpoint
+                self.counts.pinned += 1
+            case Retired():
+                if gone := set(self.pins.values()) & set(entry.checkpoints):
+                    raise Violation(f"{gone} was retired, and is pinned: {self.pins}")
 
     def _check_contents(self) -> None:
         for seq in self.state.checkpoints:
@@ -924,7 +988,7 @@ class World:
         if said is None and newest is not None:
             raise Violation(f"attempt {entry.seq} starts from nothing, {newest.seq} was there")
         excluded = self.excluding.get(entry.seq, frozenset())
-        for seq in sorted(state.checkpoints, reverse=True):
+        for seq in sorted(state.checkpoints.keys() - state.aside, reverse=True):
             if seq == said:
                 return
             if not lineages.closure(state, [seq]) & excluded and entry.seq in self.excluding:
@@ -1011,6 +1075,8 @@ MOVES = {
     "retire": 4,
     "gc": 3,
     "compact": 3,
+    "pin": 1,
+    "rewind": 0.4,
     "janitor": 3,
     "stall": 0.5,
     "hint": 1,
@@ -1077,6 +1143,10 @@ def act(world: World, move: str) -> None:
             world.move_gc()
         case "compact":
             world.move_compact()
+        case "pin":
+            world.move_pin()
+        case "rewind":
+            world.move_rewind()
         case "janitor":
             # Compaction, retirement, gc, in one go or part of it, while everyone else stands where it stands.
             for tidy in (world.move_compact, world.move_retire, world.move_gc):

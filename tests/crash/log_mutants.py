@@ -17,7 +17,7 @@ from unittest import mock
 
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import chain as lineages
-from deltashard_checkpoint.log import commit_log, replay, run_state
+from deltashard_checkpoint.log import commit_log, folded_state, replay, run_state
 from deltashard_checkpoint.log.entry import Retired, Sealed, entry_key
 from deltashard_checkpoint.log.listing import Listing
 from deltashard_checkpoint.log.manifest import Manifest
@@ -312,6 +312,40 @@ def _debris_named_once(log: commit_log.RunLog, state: run_state.RunState, **opti
     return tuple(prefix for prefix in _debris(log, state, **options) if prefix not in once)
 
 
+# A person's word
+
+
+_rewound = replay._rewound
+
+
+def _rewound_beside_the_attempt(state: run_state.RunState, entry: Any) -> run_state.RunState:
+    return replace(_rewound(state, entry), attempt=state.attempt, attempts=state.attempts)
+
+
+def _rewound_nothing_aside(state: run_state.RunState, entry: Any) -> run_state.RunState:
+    return replace(_rewound(state, entry), aside=frozenset())
+
+
+def _rewound_all_aside_for_good(state: run_state.RunState, entry: Any) -> run_state.RunState:
+    return replace(_rewound(state, entry), aside=_rewound(state, entry).aside | state.aside)
+
+
+_committed_pins = property(
+    lambda self: {name: seq for seq, entry in self.checkpoints.items() for name in entry.pins}
+)
+
+
+_format_of = folded_state._format_of
+
+
+def _told_nothing(_state: run_state.RunState) -> dict[str, Any]:
+    return {}
+
+
+def _format_of_nothing_told(state: run_state.RunState) -> int:
+    return _format_of(replace(state, words={}, aside=frozenset()))
+
+
 # Many ranks
 
 
@@ -525,6 +559,42 @@ MUTANTS = (
         rule="what lies under a forgotten prefix is debris, and named anew",
         marked=False,
         patches=((garbage_collection, "debris", _debris_named_once),),
+    ),
+    Mutant(
+        name="rewind: fences nobody",
+        rule="a rewind fences every attempt before it",
+        marked=False,
+        patches=((replay, "_rewound", _rewound_beside_the_attempt),),
+        weights=(("rewind", 4),),
+    ),
+    Mutant(
+        name="rewind: sets nothing aside",
+        rule="what came after the checkpoint of a rewind is set aside",
+        marked=False,
+        patches=((replay, "_rewound", _rewound_nothing_aside),),
+    ),
+    Mutant(
+        name="rewind: what was aside stays so",
+        rule="a rewind to what was set aside brings it back, with its own line",
+        marked=False,
+        patches=((replay, "_rewound", _rewound_all_aside_for_good),),
+        weights=(("rewind", 4),),
+    ),
+    Mutant(
+        name="pin: a person's word is not heard",
+        rule="of a pinned name the newest commit or word counts, and retention keeps who has it",
+        marked=False,
+        patches=((run_state.RunState, "pinned", _committed_pins),),
+    ),
+    Mutant(
+        name="fold: without a person's words",
+        rule="a folded state has what people said",
+        marked=False,
+        patches=(
+            (folded_state, "_told", _told_nothing),
+            (folded_state, "_format_of", _format_of_nothing_told),
+        ),
+        weights=(("pin", 4), ("rewind", 2)),
     ),
     Mutant(
         name="ranks: a cut of two steps",

@@ -17,7 +17,7 @@ from deltashard_checkpoint.format.object_key import new_token, pack_key
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover
+from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover, word
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_checkpoint.write import attempt as attempts
@@ -54,7 +54,7 @@ def written(
     """A rank's part, on the store."""
     token = new_token()
     target = PartTarget(
-        run="job",
+        run=log.run,
         attempt=attempt,
         cut=cut,
         step=step,
@@ -131,6 +131,13 @@ def act(directory: Path, action: str) -> None:
             retention.append_retirement(
                 log, retention.Retention(keep_last=1), debris=garbage_collection.debris(log, state)
             )
+        case "retire these":
+            gone = min(state.checkpoints)
+            retention.retire_these(log, lambda _state: [gone])
+        case "pin":
+            word.pin(log, "paper", "step:3", ended=True)
+        case "rewind":
+            word.rewind(log, "step:3", ended=True)
         case "gc":
             garbage_collection.collect(log, grace_s=0.0, forget_at=1)
         case "ranks":

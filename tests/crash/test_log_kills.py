@@ -37,6 +37,12 @@ POINTS = [
     ("manifest.after_put", "ranks", 4),
     ("retire.before_put", "retire", 4),
     ("retire.after_put", "retire", 4),
+    ("retire.before_put", "retire these", 4),
+    ("retire.after_put", "retire these", 4),
+    ("pin.before_put", "pin", 4),
+    ("pin.after_put", "pin", 4),
+    ("rewind.before_put", "rewind", 4),
+    ("rewind.after_put", "rewind", 3),
     ("gc.during_delete", "gc", 4),
     ("gc.after_delete", "gc", 4),
     ("gc.before_forget", "gc", 4),
@@ -70,7 +76,9 @@ def restored(directory: Path, which: str = "latest") -> tuple[int, np.ndarray]:
     return snapshot.entry.step, snapshot.tables["items"].weights
 
 
-@pytest.mark.parametrize(("point", "action", "step"), POINTS, ids=[point for point, _, _ in POINTS])
+@pytest.mark.parametrize(
+    ("point", "action", "step"), POINTS, ids=[f"{action}-{point}" for point, action, _ in POINTS]
+)
 def test_killed_at(prepared, tmp_path, point, action, step):
     directory = tmp_path / "run"
     shutil.copytree(prepared, directory)

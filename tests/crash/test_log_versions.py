@@ -1,6 +1,6 @@
 """Older builds of this repository on runs of this one, and the other way.
 
-One is from before log entries named folded states, one from before format 2.
+One is from before log entries named folded states, one from before format 2, one from before format 3.
 """
 
 import json
@@ -13,6 +13,8 @@ import pytest
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.maintenance.holder import RunHeld
 from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.write.commit import commit_parts
 
@@ -21,6 +23,7 @@ from tests.support.checkpoint.run_builder import TABLE, Run, rows
 
 BEFORE = "174d0ef"
 BEFORE_MANY_RANKS = "f8c2522"
+BEFORE_WORDS = "f889672"
 ROOT = Path(__file__).parents[2]
 
 
@@ -116,3 +119,42 @@ def test_a_build_from_before_format_2_refuses_a_run_of_many_ranks_and_changes_no
     after = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
     assert after == before
     assert run.reader().refresh().stopped is None
+
+
+@pytest.mark.parametrize("commit", [BEFORE_WORDS, BEFORE_MANY_RANKS, BEFORE])
+@pytest.mark.parametrize("said", ["pin", "rewind"])
+def test_a_build_from_before_format_3_refuses_what_a_person_said_and_changes_nothing(tmp_path, commit, said):
+    """One that passed over a pin would retire what it keeps, and over a rewind restore what was left behind."""
+    log_versions.write(tmp_path / "store", 100, 3)
+    log = RunLog(FileStore(tmp_path / "store"), "job")
+    if said == "pin":
+        word.pin(log, "paper", "step:100")
+    else:
+        word.rewind(log, "step:100", ended=True)
+    before = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    (tmp_path / "tree").mkdir()
+    done = build_of(commit, tmp_path / "tree")(tmp_path / "store", 300, 1)
+    assert done.returncode != 0
+    assert "LogStopped" in done.stderr
+    assert "upgrade deltashard" in done.stderr
+    after = {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    assert after == before
+    found = log_versions.write(tmp_path / "store", 300, 1)
+    assert found["resumed"] == (102 if said == "pin" else 100)
+
+
+def test_beside_a_trainer_of_an_older_build_nothing_is_said_that_it_could_not_read(tmp_path):
+    """It would save no more, and could be told only by a restart. Once a newer one has the run, or it ended, it may be."""
+    (tmp_path / "tree").mkdir()
+    older = build_of(BEFORE_WORDS, tmp_path / "tree")
+    assert older(tmp_path / "store", 100, 2).returncode == 0
+    log = RunLog(FileStore(tmp_path / "store"), "job")
+    before = log.refresh()
+    newest = before.newest()
+    # Its commits do not say what asked for them, so nothing tells that it has ended.
+    with pytest.raises(RunHeld, match="older version"):
+        word.pin(log, "paper", f"seq:{newest.seq}")
+    assert RunLog(log.store, "job").refresh() == before
+    assert older(tmp_path / "store", 200, 2).returncode == 0
+    log_versions.write(tmp_path / "store", 300, 1)
+    assert word.pin(log, "paper", f"seq:{newest.seq}") is not None

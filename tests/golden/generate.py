@@ -22,6 +22,7 @@ from tests.golden.golden_case import golden_index, golden_tree
 from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import RUN_2, make_run_2
 from tests.golden.golden_run_4 import RUN_4, make_run_4
+from tests.golden.golden_run_5 import RUN_5, make_run_5
 from tests.support.checkpoint.sample import sample_frames
 
 HERE = Path(__file__).parent / f"v{frames.VERSION}"
@@ -73,6 +74,7 @@ WRITERS = (
     (partial(write_run, RUN, make_run), RUN),
     (partial(write_run, RUN_2, make_run_2), RUN_2),
     (partial(write_run, RUN_4, make_run_4), RUN_4),
+    (partial(write_run, RUN_5, make_run_5), RUN_5),
 )
 """What writes golden files, and one of them by which it is seen to have done so."""
 

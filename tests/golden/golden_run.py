@@ -173,7 +173,8 @@ class Writer:
         self.chance.doing = f"attempt {self.now_s}"
         self.log = RunLog(self.store, self.run, clocks=self.clocks, readers=1)
         opened = open_attempt(
-            self.log, **{"owner": "golden", "closing_wait_s": 0.0, "world_size": world_size, **options}
+            self.log,
+            **{"owner": "golden", "closing_wait_s": 0.0, "world_size": world_size, "knows": None, **options},
         )
         self.attempt, self.cut, self.world_size = opened.attempt, 0, world_size
         if opened.resume is not None:

@@ -82,7 +82,7 @@ class CheckpointReader:
         """Training step that it holds."""
         self.metadata: Mapping[str, str] = dict(entry.metadata)
         """What `save(metadata=)` was given, as text, and what deltashard added."""
-        self.pins = entry.pins
+        self.pins = opened.state.pins_of(entry.seq)
         """Names under which it is kept."""
         self.tables: Mapping[str, TableSchema] = {schema.fqn: schema for schema in entry.tables}
         """Tables by name: rows, columns, dtype, fields."""

@@ -1,8 +1,8 @@
 """Entries of the commit log: what they say, and the names of what they speak of.
 
-An entry is a frozen dataclass (`Genesis`, `AttemptOpened`, `Checkpoint`, `Compacted`, `Retired`, `Reclaimed`), looked
-at by itself. How it lies in the store is the business of `entry_codec`; what it may say *given the entries before it*
-is that of `replay`. Keys in entries are relative to the run's root.
+An entry is a frozen dataclass (`Genesis`, `AttemptOpened`, `Checkpoint`, `Compacted`, `Retired`, `Pinned`, `Rewound`,
+...), looked at by itself. How it lies in the store is the business of `entry_codec`; what it may say *given the entries
+before it* is that of `replay`. Keys in entries are relative to the run's root.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from deltashard_checkpoint.format.schema import Box, TableSchema
 
 _ENTRY_NAME = re.compile(r"log/(\d{20})\.json", re.ASCII)
 _VOIDS = re.compile(r"-voids-([0-9a-f]{32})", re.ASCII)
+_KNOWS = re.compile(r"-knows-(\d{1,3})(?:-|$)", re.ASCII)
 _FOLDS = re.compile(r"-fold-(\d{1,15})-([0-9a-f]{32})", re.ASCII)
 _DIGEST_CHARS = 32
 _PREFIX = re.compile(rf"data/(?:(\d{{20}})/(\d{{8}})|compact-{TOKEN_PATTERN})/", re.ASCII)
@@ -61,7 +62,7 @@ class Entry:
     writer: str
     """Random token, the same for every retry of one put: after a lost acknowledgement it says whose entry this is.
 
-    It may go on: see `voiding_writer` and `folding_writer`."""
+    It may go on: see `knowing_writer`, `voiding_writer` and `folding_writer`."""
     at_s: float
 
 
@@ -131,7 +132,7 @@ class Checkpoint(Entry):
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
-    """Names under which retention keeps it, until a newer checkpoint takes the name."""
+    """Names under which retention keeps it, until a newer checkpoint or a `Pinned` takes the name."""
     listed: Listed | None = None
     """What the entry says of parts that a manifest lists; None: they stand in the entry itself."""
 
@@ -195,6 +196,26 @@ class Retired(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pinned(Entry):
+    """A person's word on a pinned name: from here on this checkpoint has it, until a newer one takes it."""
+
+    name: str
+    checkpoint: int | None
+    """Seq of a live checkpoint; None: nobody has the name any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewound(Entry):
+    """At a person's word the run goes on from an older checkpoint.
+
+    It fences every attempt before it, as an attempt that resumes from there does, but no process has its number.
+    """
+
+    to: int
+    """Seq of a live checkpoint. It is the newest from here on; those after it are set aside, live until retired."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reclaimed(Entry):
     """gc found nothing left of what was retired up to a slot: nobody need remember those prefixes any more.
 
@@ -239,6 +260,27 @@ class Sealed:
 def voiding_writer(writer: str, bad: str) -> str:
     """The token of an attempt that voids the slot whose bytes have the hash `bad`."""
     return f"{writer}-voids-{bad[:_DIGEST_CHARS]}"
+
+
+def knowing_writer(writer: str, known: int) -> str:
+    """The token of an attempt whose processes read entries up to format `known`."""
+    return f"{writer}-knows-{known}"
+
+
+def known_format(entry: AttemptOpened) -> int | None:
+    """The highest format of entries that the attempt's processes read; None of a version that did not say it."""
+    match = _KNOWS.search(entry.writer)
+    return int(match[1]) if match else None
+
+
+def copied_writer(source: str) -> str:
+    """The token of an entry of a copy; `source`: the hash of the entry that it was made of."""
+    return f"{source[:_DIGEST_CHARS]}-copied"
+
+
+def is_copied(entry: Entry) -> bool:
+    """Whether the entry was written by a copy: no trainer ever had that attempt there."""
+    return re.search(r"-copied(-|$)", entry.writer) is not None
 
 
 def folding_writer(writer: str, name: FoldName) -> str:

@@ -31,9 +31,11 @@ from deltashard_checkpoint.log.entry import (
     Ignored,
     Listed,
     Part,
+    Pinned,
     Reclaimed,
     Repaired,
     Retired,
+    Rewound,
     Sealed,
     cut_of,
     entry_key,
@@ -44,6 +46,8 @@ from deltashard_checkpoint.log.entry import (
 FORMAT = 1
 MANY_RANKS_FORMAT = 2
 """Of attempts whose ranks keep a layout, and of their checkpoints."""
+TOLD_FORMAT = 3
+"""Of what a person says of a run: pins and rewinds. A version that passed over these would retire what they keep."""
 _TOKEN = re.compile(r"[0-9A-Za-z_-]{1,128}", re.ASCII)
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
@@ -58,7 +62,10 @@ KINDS: dict[str, type[Entry]] = {
     "retire": Retired,
     "reclaim": Reclaimed,
     "repair": Repaired,
+    "pin": Pinned,
+    "rewind": Rewound,
 }
+_TOLD = ("pin", "rewind")
 
 
 # Writing
@@ -113,6 +120,10 @@ def document_of(entry: Entry) -> dict[str, Any]:
             }
         case Retired():
             doc |= {"checkpoints": list(entry.checkpoints), "prefixes": list(entry.prefixes)}
+        case Pinned():
+            doc |= {"name": entry.name, "checkpoint": entry.checkpoint}
+        case Rewound():
+            doc |= {"to": entry.to}
         case Reclaimed():
             doc |= {"ignorable": True, "through": entry.through}
         case Repaired():
@@ -122,6 +133,8 @@ def document_of(entry: Entry) -> dict[str, Any]:
 
 def format_of(entry: Entry) -> int:
     """The format that says this entry."""
+    if isinstance(entry, (Pinned, Rewound)):
+        return TOLD_FORMAT
     many = (isinstance(entry, AttemptOpened) and entry.layout) or (
         isinstance(entry, Checkpoint) and entry.listed is not None
     )
@@ -211,16 +224,19 @@ def _entry(reader: Reader, document: dict[str, Any], seq: int) -> Entry:
     """The entry of a document whose hash fits."""
     where = reader.where
     version = reader.integer("format", low=1)
-    if version not in (FORMAT, MANY_RANKS_FORMAT):
+    if version not in (FORMAT, MANY_RANKS_FORMAT, TOLD_FORMAT):
         raise UnsupportedVersion(
-            f"log entry has format {version}, this library reads {FORMAT} and {MANY_RANKS_FORMAT}",
+            f"log entry has format {version}, this library reads {FORMAT} to {TOLD_FORMAT}",
             where=where,
             remedy=_UPGRADE,
         )
     if reader.integer("seq") != seq:
         raise ForeignObject(f"entry says it is slot {document['seq']}", where=where)
     kind = reader.text("kind")
-    if version == MANY_RANKS_FORMAT and not (kind in ("attempt", "checkpoint") and "layout" in document):
+    told = kind in _TOLD
+    if (
+        version == MANY_RANKS_FORMAT and not (kind in ("attempt", "checkpoint") and "layout" in document)
+    ) or ((version == TOLD_FORMAT) is not told):
         raise UnsupportedVersion(
             f"log entry of kind {kind[:40]!r} has format {version}", where=where, remedy=_UPGRADE
         )
@@ -410,6 +426,17 @@ def _repair(r: Reader, common: dict[str, Any]) -> Entry:
     return Repaired(lost=tuple(r.as_integer(n, "lost") for n in r.items("lost")), **common)
 
 
+def _pin(r: Reader, common: dict[str, Any]) -> Entry:
+    name = r.text("name")
+    if not name:
+        r.fail("a pin has a name")
+    return Pinned(name=name, checkpoint=r.nullable("checkpoint"), **common)
+
+
+def _rewind(r: Reader, common: dict[str, Any]) -> Entry:
+    return Rewound(to=r.integer("to"), **common)
+
+
 _ENTRIES = {
     "genesis": _genesis,
     "attempt": _attempt,
@@ -418,4 +445,6 @@ _ENTRIES = {
     "retire": _retire,
     "reclaim": _reclaim,
     "repair": _repair,
+    "pin": _pin,
+    "rewind": _rewind,
 }

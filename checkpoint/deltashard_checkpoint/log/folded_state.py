@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
@@ -18,12 +17,15 @@ from deltashard_checkpoint.format.canonical_json import Reader, canonical
 from deltashard_checkpoint.format.canonical_json import load as load_json
 from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Entry, FoldName, Sealed, is_prefix
 from deltashard_checkpoint.log.entry_codec import document_of, parse
+from deltashard_checkpoint.log.pin import Word
 from deltashard_checkpoint.log.run_state import Attempt, RunState
 
 FORMAT = 2
 """1 was folded by a version that did not forget what is reclaimed: it is not the state that others fold."""
 MANY_RANKS_FORMAT = 3
 """Of a state with an attempt that has a layout."""
+TOLD_FORMAT = 4
+"""Of a state with a person's word on a pin, or checkpoints that a rewind has set aside."""
 _LAYOUT = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _NAME = re.compile(r"log/fold-(\d{20})-([0-9a-f]{32})\.json", re.ASCII)
 E = TypeVar("E", bound=Entry)
@@ -49,7 +51,7 @@ def dump(state: RunState) -> bytes:
     """`state` as bytes; only of a log that is not stopped."""
     assert state.stopped is None
     document = {
-        "format": _format_of(state.attempts.values()),
+        "format": _format_of(state),
         "run": state.run,
         "owner": state.owner,
         "tip": state.tip,
@@ -67,6 +69,7 @@ def dump(state: RunState) -> bytes:
         "retired": [[prefix, seq] for prefix, seq in sorted(state.retired.items())],
         "compactions_from": state.compactions_from,
         "committed": state.committed,
+        **_told(state),
     }
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
 
@@ -77,8 +80,18 @@ def _openers(state: RunState) -> dict[str, Any]:
     return {"openers": found} if found else {}
 
 
-def _format_of(attempts: Iterable[Attempt]) -> int:
-    return MANY_RANKS_FORMAT if any(attempt.layout for attempt in attempts) else FORMAT
+def _format_of(state: RunState) -> int:
+    if state.words or state.aside:
+        return TOLD_FORMAT
+    return MANY_RANKS_FORMAT if any(attempt.layout for attempt in state.attempts.values()) else FORMAT
+
+
+def _told(state: RunState) -> dict[str, Any]:
+    """What people said of pins and rewinds, where anything still counts."""
+    if not (state.words or state.aside):
+        return {}
+    pins = [[name, *word] for name, word in sorted(state.words.items())]
+    return {"pins": pins, "aside": sorted(state.aside)}
 
 
 def _layouts(state: RunState) -> dict[str, Any]:
@@ -103,7 +116,7 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
         raise CorruptObject("fold does not match its own hash", where=where)
     r = Reader(document, where)
     version = r.integer("format")
-    if version not in (FORMAT, MANY_RANKS_FORMAT):
+    if version not in (FORMAT, MANY_RANKS_FORMAT, TOLD_FORMAT):
         raise UnsupportedVersion("fold of another format", where=where)
     if r.text("run") != run or r.integer("tip") != seq:
         raise ForeignObject("fold of another run or slot", where=where)
@@ -134,13 +147,19 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
             pod=pod,
             layout=layouts.get(number, ""),
         )
-    if version != _format_of(attempts.values()):
-        r.fail("a fold that says this has another format")
     checkpoints = [_entry(r, item, Checkpoint) for item in r.items("checkpoints")]
     compactions = [_entry(r, item, Compacted) for item in r.items("compactions")]
     superseded, retired = _prefixes(r, "superseded"), _prefixes(r, "retired")
     if not all(is_prefix(prefix) for prefix in (*superseded, *retired)):
         r.fail("a prefix is neither a cut's nor a compaction's")
+    words, aside = {}, []
+    if version == TOLD_FORMAT:
+        for item in r.items("pins"):
+            pin, slot, held = r.as_list(item, "pin", 3)
+            words[r.as_text(pin, "pin")] = Word(
+                r.as_integer(slot, "pin"), None if held is None else r.as_integer(held, "pin")
+            )
+        aside = [r.as_integer(item, "aside") for item in r.items("aside")]
     state = RunState(
         run=run,
         owner=r.text("owner"),
@@ -154,7 +173,11 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
         retired=retired,
         compactions_from=r.integer("compactions_from"),
         committed=r.integer("committed"),
+        words=words,
+        aside=frozenset(aside),
     )
+    if version != _format_of(state):
+        r.fail("a fold that says this has another format")
     r.end()
     return state
 

@@ -35,12 +35,15 @@ from deltashard_checkpoint.log.entry import (
     Genesis,
     Ignored,
     Part,
+    Pinned,
     Reclaimed,
     Repaired,
     Retired,
+    Rewound,
     Sealed,
     cut_of,
 )
+from deltashard_checkpoint.log.pin import Word, standing
 from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot, Unreadable
 
 
@@ -137,9 +140,12 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
             )
         case Retired():
             gone, prefixes = frozenset(entry.checkpoints), frozenset(entry.prefixes)
+            kept = {seq: c for seq, c in state.checkpoints.items() if seq not in gone}
             return replace(
                 state,
-                checkpoints={seq: c for seq, c in state.checkpoints.items() if seq not in gone},
+                checkpoints=kept,
+                words=standing(kept, state.words),
+                aside=state.aside - gone,
                 compactions={seq: c for seq, c in state.compactions.items() if seq not in gone},
                 superseded={p: seq for p, seq in state.superseded.items() if p not in prefixes},
                 retired={
@@ -147,6 +153,11 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                     **dict.fromkeys(sorted(prefixes - state.retired.keys()), entry.seq),
                 },
             )
+        case Pinned():
+            words = {**state.words, entry.name: Word(entry.seq, entry.checkpoint)}
+            return replace(state, words=standing(state.checkpoints, words))
+        case Rewound():
+            return _rewound(state, entry)
         case Reclaimed():
             forgotten = forgettable(state, entry.through)
             begun = [slot for prefix in forgotten if (slot := compaction_slot(prefix)) is not None]
@@ -156,6 +167,22 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 compactions_from=max([state.compactions_from, *(slot + 1 for slot in begun)]),
             )
     return state
+
+
+def _rewound(state: RunState, entry: Rewound) -> RunState:
+    """`state` after a rewind: it stands like an attempt of no ranks that resumes from there: nothing commits under it.
+
+    Set aside is what came after the checkpoint, and stays what was aside before it on another branch: a rewind to a
+    checkpoint that was aside brings back that one's own line.
+    """
+    to = state.checkpoints[entry.to]
+    opened = Attempt(
+        world_size=0, resumes_from=entry.to, resumes_attempt=to.attempt, last_step=to.step, layout=""
+    )
+    attempts = {**state.attempts, entry.seq: opened}
+    line = frozenset(chain.lineage(replace(state, attempts=attempts), entry.seq))
+    aside = {seq for seq in state.checkpoints if seq > entry.to} | (state.aside - line)
+    return replace(state, attempt=entry.seq, attempts=attempts, aside=frozenset(aside))
 
 
 def judge(state: RunState, entry: Entry) -> None:
@@ -182,6 +209,12 @@ def judge(state: RunState, entry: Entry) -> None:
             _judge_compact(state, entry)
         case Retired():
             _judge_retire(state, entry)
+        case Pinned():
+            if entry.checkpoint is not None and entry.checkpoint not in state.checkpoints:
+                raise _refused(entry, f"it pins {entry.checkpoint}, which is not live")
+        case Rewound():
+            if entry.to not in state.checkpoints:
+                raise _refused(entry, f"it rewinds to {entry.to}, which is not live")
         case Reclaimed():
             if entry.through >= entry.seq:
                 raise _refused(entry, f"it speaks of slot {entry.through}, which is not before it")
@@ -285,7 +318,8 @@ def _judge_retire(state: RunState, entry: Retired) -> None:
     if strangers := sorted(gone - state.checkpoints.keys()):
         raise _refused(entry, f"it retires {strangers[0]}, which is not live")
     kept = state.checkpoints.keys() - gone
-    if state.checkpoints and not kept:
+    current = state.checkpoints.keys() - state.aside or state.checkpoints.keys()
+    if current and current <= gone:
         raise _refused(entry, "it retires every checkpoint")
     if torn := sorted(chain.closure(state, kept) & gone):
         raise _refused(entry, f"it retires {torn[0]}, which a remaining checkpoint's chain reads")

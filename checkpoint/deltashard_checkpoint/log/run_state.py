@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.log import pin
 from deltashard_checkpoint.log.entry import Checkpoint, Compacted, Sealed
 from deltashard_checkpoint.log.part_list import PartList
 
@@ -15,6 +16,7 @@ class Attempt:
     """What is remembered of an attempt."""
 
     world_size: int
+    """0: no trainer's, but a rewind's."""
     resumes_from: int | None
     resumes_attempt: int | None
     """Attempt of the checkpoint it resumed from."""
@@ -72,6 +74,10 @@ class RunState:
     """A compaction must have begun at this slot or later: prefixes of older ones may have been forgotten."""
     committed: int = 0
     """Checkpoints ever committed."""
+    words: Mapping[str, pin.Word] = field(default_factory=dict)
+    """What people said of pinned names, as far as it still counts."""
+    aside: frozenset[int] = frozenset()
+    """Live checkpoints that a rewind has set aside: none of them is the newest, or what a restore falls back to."""
     listings: Mapping[int, PartList] = field(default_factory=dict, compare=False)
     """Parts of live checkpoints that a manifest lists, by seq, as far as they were read (`log.manifest`).
 
@@ -94,8 +100,29 @@ class RunState:
         return max(saying, key=lambda each: each.seq).metadata[key] if saying else None
 
     def newest(self) -> Checkpoint | None:
-        """The newest live checkpoint."""
-        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
+        """The newest live checkpoint that no rewind has set aside."""
+        seq = max((seq for seq in self.checkpoints if seq not in self.aside), default=None)
+        return None if seq is None else self.checkpoints[seq]
+
+    def bearers(self, name: str) -> tuple[int, ...]:
+        """The live checkpoints that bear a pinned name; the last one is kept under it."""
+        return pin.bearers(self.checkpoints, self.words, name)
+
+    @property
+    def pinned(self) -> Mapping[str, int]:
+        """The checkpoint that is kept under each pinned name."""
+        every = {
+            name: self.bearers(name) for name in sorted(pin.names(self.checkpoints.values(), self.words))
+        }
+        return {name: seqs[-1] for name, seqs in every.items() if seqs}
+
+    def pins_of(self, seq: int) -> tuple[str, ...]:
+        """The names that a live checkpoint bears, sorted."""
+        said = {
+            *self.checkpoints[seq].pins,
+            *(name for name, word in self.words.items() if word.checkpoint == seq),
+        }
+        return tuple(sorted(name for name in said if seq in self.bearers(name)))
 
     def damage(self) -> str | None:
         """What to tell whoever reads this run, when its log cannot be followed to its end; None in a healthy one."""

@@ -68,8 +68,8 @@ def collect(
     state = log.refresh(deadline_s=deadline_s)
     if state.stopped is not None:
         raise stopped(state)
-    ripe: dict[int, bool] = {}
     now_s = log.clocks.wall_s() if dry_run else log.store.now_s()
+    graces = Graces(log, state, now_s=now_s, grace_s=grace_s)
     doomed: list[str] = []
     prefixes: set[str] = set()
     waiting: set[str] = set()
@@ -80,9 +80,7 @@ def collect(
         named_by = state.retired.get(prefix)
         if named_by is None:
             continue
-        if named_by not in ripe:
-            ripe[named_by] = now_s - _written_at_s(log, named_by, state.tip) >= grace_s
-        if not ripe[named_by]:
+        if graces.left_s(named_by) > 0:
             waiting.add(prefix)
             continue
         prefixes.add(prefix)
@@ -105,6 +103,25 @@ def collect(
         waiting=tuple(sorted(waiting)),
         dry_run=dry_run,
     )
+
+
+class Graces:
+    """How long what retire entries named must still wait; each entry is asked for once."""
+
+    def __init__(self, log: RunLog, state: RunState, *, now_s: float, grace_s: float) -> None:
+        self._log = log
+        self._tip = state.tip
+        self._now_s = now_s
+        self._grace_s = grace_s
+        self._left_s: dict[int, float] = {}
+
+    def left_s(self, named_by: int) -> float:
+        """Seconds of grace left of what the retire entry at this slot named; 0 or less: it may be deleted."""
+        if named_by not in self._left_s:
+            self._left_s[named_by] = self._grace_s - (
+                self._now_s - _written_at_s(self._log, named_by, self._tip)
+            )
+        return self._left_s[named_by]
 
 
 def _written_at_s(log: RunLog, seq: int, tip: int) -> float:
@@ -185,10 +202,26 @@ def debris(
     for prefix, modified_at_s in sorted(youngest_s.items()):
         if prefix in live or prefix in state.retired:
             continue
-        place = cut_of(prefix)
-        if place is None:
-            if now_s - modified_at_s >= compaction_patience_s:
-                found.append(prefix)
-        elif over(state, *place):
+        if (
+            why_not_debris(state, prefix, quiet_s=now_s - modified_at_s, patience_s=compaction_patience_s)
+            is None
+        ):
             found.append(prefix)
     return tuple(found)
+
+
+def why_not_debris(
+    state: RunState, prefix: str, *, quiet_s: float, patience_s: float = COMPACTION_PATIENCE_S
+) -> str | None:
+    """Why a prefix that nothing live reads may not be named: it may yet be committed; None: it may be named. Pure.
+
+    `quiet_s`: seconds since the last object was put there, of a compaction.
+    """
+    place = cut_of(prefix)
+    if place is None:
+        if quiet_s >= patience_s:
+            return None
+        return f"a compaction that may be under way: given up {patience_s:.0f} s after its last object"
+    if over(state, *place):
+        return None
+    return f"attempt {place[0]} may still commit cut {place[1]}"

@@ -37,6 +37,7 @@ from deltashard_checkpoint.log.entry import (
 )
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.manifest import Manifests
+from deltashard_checkpoint.log.pin import standing
 from deltashard_checkpoint.log.replay import EntryRefused, advance, void_slots
 from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot
 from deltashard_checkpoint.stores.abc import ObjectExists
@@ -221,9 +222,12 @@ def _with_objects(log: RunLog, state: RunState) -> tuple[RunState, tuple[int, ..
 
     broken = {seq for seq in state.checkpoints if not whole(seq)}
     gone = {seq for seq in state.checkpoints if closure(state, (seq,)) & broken}
+    checkpoints = {seq: c for seq, c in state.checkpoints.items() if seq not in gone}
     kept = replace(
         state,
-        checkpoints={seq: c for seq, c in state.checkpoints.items() if seq not in gone},
+        checkpoints=checkpoints,
+        words=standing(checkpoints, state.words),
+        aside=state.aside - gone,
         compactions={seq: c for seq, c in state.compactions.items() if seq not in gone},
     )
     return kept, tuple(sorted(gone))

@@ -1,16 +1,19 @@
 """Which checkpoints are kept: a pure function of the state, whose answer becomes a `retire` entry.
 
-Kept are the last `keep_last`, the first of every `every_steps` steps and of every `every_s` seconds, the newest that
-bears each pinned name, and always: the newest; what its parts were written against (or the next cut could not cover
-it); what the newest attempt resumed from until that attempt has committed; and a second chain that shares nothing
-with the newest one's, once there is one (a single rotten baseline must not take every checkpoint with it). All of
-that closed over the chains. Everything else is named in one entry, with the prefixes its objects lie under; gc
-deletes them later.
+Kept are the last `keep_last` (of those that no rewind has set aside), the first of every `every_steps` steps and of
+every `every_s` seconds, the newest that bears each pinned name, and always: the newest; what its parts were written
+against (or the next cut could not cover it); what the newest attempt resumed from until that attempt has committed; and
+a second chain that shares nothing with the newest one's, once there is one (a single rotten baseline must not take
+every checkpoint with it). All of that closed over the chains. Everything else is named in one entry, with the prefixes
+its objects lie under; gc deletes them later.
+
+A person may also say which are to go (`retire_these`): then everything else is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from deltashard_checkpoint.errors import UserError
@@ -19,6 +22,9 @@ from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Entry, Retired, cut_of
 from deltashard_checkpoint.log.replay import over
 from deltashard_checkpoint.log.run_state import RunState
+
+EVERYTHING = 1 << 62
+"""As `keep_last`: nothing is retired for its age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,34 +58,68 @@ class Retirement:
 
 def kept(state: RunState, retention: Retention) -> frozenset[int]:
     """Seqs of the checkpoints to keep, closed over their chains. Pure."""
-    seqs = sorted(state.checkpoints)
-    if not seqs:
-        return frozenset()
-    newest = state.checkpoints[seqs[-1]]
-    keep = set(seqs[-retention.keep_last :])
-    keep |= state.checkpoints.keys() & set(newest.covered)
+    return closure(state, _asked(state, retention))
+
+
+def reasons(state: RunState, retention: Retention) -> dict[int, tuple[str, ...]]:
+    """Why each of the checkpoints in `kept` is kept, for people. Pure."""
+    asked = _asked(state, retention)
+    why = {seq: list(said) for seq, said in asked.items()}
+    based: set[int] = set()
+    for seq in sorted(asked, reverse=True):
+        for base in sorted(closure(state, (seq,)) - {seq} - based):
+            based.add(base)
+            why.setdefault(base, []).append(f"chain base of {seq}")
+    return {seq: tuple(said) for seq, said in sorted(why.items())}
+
+
+def _asked(state: RunState, retention: Retention) -> dict[int, list[str]]:
+    """The rule: what is to be kept for its own sake, and why."""
+    every = sorted(state.checkpoints)
+    newest = state.newest()
+    if newest is None:
+        return {seq: ["set aside by a rewind, and nothing else is live"] for seq in every}
+    why: dict[int, list[str]] = {}
+
+    def keep(seq: int, reason: str) -> None:
+        why.setdefault(seq, []).append(reason)
+
+    keep(newest.seq, "the newest")
+    # What a rewind has set aside counts for nothing here: where checkpoints are retired for their age, these go first.
+    seqs = [seq for seq in every if seq not in state.aside]
+    if retention.keep_last >= EVERYTHING:
+        for seq in every:
+            keep(seq, "live, set aside by a rewind" if seq in state.aside else "live")
+    else:
+        for seq in seqs[-retention.keep_last :]:
+            keep(seq, f"one of the newest {retention.keep_last}")
+    for seq in newest.covered:
+        if seq in state.checkpoints:
+            keep(seq, f"the newest, {newest.seq}, was written against it")
     steps: set[int] = set()
     times: set[int] = set()
-    pins: dict[str, int] = {}
     for seq in seqs:
         entry = state.checkpoints[seq]
         if retention.every_steps is not None and entry.step // retention.every_steps not in steps:
             steps.add(entry.step // retention.every_steps)
-            keep.add(seq)
+            keep(seq, f"the first of {retention.every_steps} steps")
         if retention.every_s is not None and int(entry.at_s // retention.every_s) not in times:
             times.add(int(entry.at_s // retention.every_s))
-            keep.add(seq)
-        pins |= dict.fromkeys(entry.pins, seq)
+            keep(seq, f"the first of {retention.every_s:g} s")
     if retention.keep_pins:
-        keep |= set(pins.values())
+        for name, seq in state.pinned.items():
+            keep(seq, f"pinned {name}")
     # IMPORTANT: a trainer may still be loading what its attempt resumed from; until it has committed for itself, that
     # checkpoint is the only one it can come back to, read by whatever plan it made when it opened.
     if (loading := state.loading()) is not None:
-        keep |= written_closure(state, (loading,))
+        for seq in written_closure(state, (loading,)):
+            said = "" if seq == loading else f", read with {loading}"
+            keep(seq, f"resume point of attempt {state.attempt}, which has not committed yet{said}")
     chain = closure(state, (newest.seq,))
     second = (seq for seq in reversed(seqs) if not closure(state, (seq,)) & chain)
-    keep |= {seq for seq in (next(second, None),) if seq is not None}
-    return closure(state, keep)
+    if (other := next(second, None)) is not None:
+        keep(other, "second chain, which shares nothing with the newest one's")
+    return why
 
 
 def retire(state: RunState, retention: Retention, debris: Iterable[str] = ()) -> Retirement | None:
@@ -88,7 +128,11 @@ def retire(state: RunState, retention: Retention, debris: Iterable[str] = ()) ->
     `debris` are prefixes that lie in the store; those of cuts which can never be committed any more, and of compactions
     that no checkpoint reads, go too. The caller passes a compaction's only when it is old enough to be given up.
     """
-    keep = kept(state, retention)
+    return _retirement(state, kept(state, retention), debris)
+
+
+def _retirement(state: RunState, keep: AbstractSet[int], debris: Iterable[str]) -> Retirement | None:
+    """What goes when these stay."""
     gone = tuple(sorted(state.checkpoints.keys() - keep))
     live = {prefix for seq in keep for prefix in prefixes_of(state, seq)}
     loading = state.loading()
@@ -118,22 +162,77 @@ def append_retirement(
     Raises what `RunLog.append` raises.
     """
     listed = tuple(debris)
+    return _append(log, lambda state: retire(state, retention, listed), deadline_s)
 
+
+def retire_these(
+    log: RunLog, choose: Callable[[RunState], Iterable[int]], *, deadline_s: float = DEFAULT_DEADLINE_S
+) -> Retired | None:
+    """Retire exactly the checkpoints that `choose` names of the state at the entry's slot.
+
+    Raises `Needed` for one that something else needs, and what `choose` and `RunLog.append` raise.
+    """
+
+    def plan(state: RunState) -> Retirement | None:
+        gone = frozenset(choose(state))
+        if needed := needs(state, gone):
+            raise Needed(needed, where=f"run {state.run}")
+        return _retirement(state, state.checkpoints.keys() - gone, ())
+
+    return _append(log, plan, deadline_s)
+
+
+class Needed(UserError):
+    """A checkpoint that is to be retired is needed."""
+
+    def __init__(self, needed: Mapping[int, str], *, where: str) -> None:
+        self.needed = needed
+        super().__init__(
+            "; ".join(f"checkpoint {seq} stays: {why}" for seq, why in sorted(needed.items())),
+            where=where,
+            remedy="retire what builds on it, too; unpin it first; or wait until the run has a newer one",
+        )
+
+
+def needs(state: RunState, gone: AbstractSet[int]) -> dict[int, str]:
+    """Why some of these may not be retired together; empty: all may. Pure."""
+    found: dict[int, str] = {}
+    for name, seq in state.pinned.items():
+        if seq in gone:
+            found.setdefault(seq, f"it is pinned {name}")
+    if (loading := state.loading()) is not None:
+        for seq in written_closure(state, (loading,)) & gone:
+            found.setdefault(
+                seq, f"attempt {state.attempt} resumes from {loading}, and has not committed yet"
+            )
+    newest = state.newest()
+    if newest is not None:
+        for seq in gone & frozenset(newest.covered):
+            found.setdefault(seq, f"the newest, {newest.seq}, was written against it")
+        if newest.seq in gone:
+            found[newest.seq] = "it is the newest"
+    for stays in sorted(state.checkpoints.keys() - gone):
+        for seq in closure(state, (stays,)) & gone:
+            found.setdefault(seq, f"checkpoint {stays} builds on it")
+    return found
+
+
+def _append(log: RunLog, plan: Callable[[RunState], Retirement | None], deadline_s: float) -> Retired | None:
     # IMPORTANT: the plan is made from the state at the very slot it takes. Made any earlier, a commit that got in
     # between could cover what the plan retires.
     log.refresh(deadline_s=deadline_s)
 
     def build(state: RunState, seq: int, writer: str) -> Entry | None:
-        plan = retire(state, retention, listed)
-        if plan is None:
+        planned = plan(state)
+        if planned is None:
             return None
         return Retired(
             seq=seq,
             previous="",
             writer=writer,
             at_s=0.0,
-            checkpoints=plan.checkpoints,
-            prefixes=plan.prefixes,
+            checkpoints=planned.checkpoints,
+            prefixes=planned.prefixes,
         )
 
     sealed = log.append(build, before="retire.before_put", after="retire.after_put", deadline_s=deadline_s)

@@ -39,8 +39,10 @@ from deltashard_checkpoint.log.entry import (
     Genesis,
     Sealed,
     entry_key,
+    knowing_writer,
     voiding_writer,
 )
+from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
 from deltashard_checkpoint.write.commit import FencedError, TakenOver
@@ -92,17 +94,20 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
     usable = [c for seq, c in sorted(state.checkpoints.items()) if not closure(state, (seq,)) & excluded]
     kind, _, value = which.partition(":")
     if which == "latest":
-        if usable:
-            return usable[-1]
+        if current := [c for c in usable if c.seq not in state.aside]:
+            return current[-1]
         if not state.committed:
             return None
         raise NothingRestorable(
-            f"{state.committed} checkpoints were committed, none of the {len(state.checkpoints)} live ones is valid",
+            f"{state.committed} checkpoints were committed, none of the "
+            f"{len(state.checkpoints.keys() - state.aside)} live ones is valid",
             where=where,
-            remedy="`deltashard verify` tells what is broken; restore(fresh=True) starts anew",
+            remedy="`deltashard verify` tells what is broken; restore(fresh=True) starts anew"
+            + (f"; {usable[-1].seq} is valid, but set aside by a rewind: rewind to it" if usable else ""),
         )
     if kind == "pin":
-        found = [c for c in usable if value in c.pins]
+        bearers = state.bearers(value)
+        found = sorted((c for c in usable if c.seq in bearers), key=lambda c: bearers.index(c.seq))
     elif kind in {"seq", "step"} and value.isascii() and value.isdigit():
         found = [c for c in usable if (c.seq if kind == "seq" else c.step) == int(value)]
     else:
@@ -129,6 +134,7 @@ def open_attempt(
     closing_wait_s: float = CLOSING_WAIT_S,
     deadline_s: float = DEFAULT_DEADLINE_S,
     choosing: Callable[[RunState, Checkpoint], None] | None = None,
+    knows: int | None = TOLD_FORMAT,
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
 
@@ -136,7 +142,8 @@ def open_attempt(
     table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster; `took_part` is the
     newest attempt in which the pod is known to have been, whoever opened it. `choosing` hears of the checkpoint that
     will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to read
-    it may begin with that.
+    it may begin with that. `knows`: the highest format of entries that the attempt's processes read, which its entry
+    says (None: nothing, as versions before did).
     Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
     version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run of a name
     that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its tables.
@@ -144,7 +151,7 @@ def open_attempt(
     kept = None if layout is None else _layout_of(layout, world_size)
     opener = _Opener(
         owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=world_size, which=which,
-        excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest,
+        excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest, knows=knows,
     )  # fmt: skip
     state, marked = _look(log, closing_wait_s, deadline_s)
     if state.tip < 0:
@@ -204,6 +211,7 @@ class _Opener:
     takeover: bool
     layout: str
     """Digest; empty: none."""
+    knows: int | None
 
     def check(self, now: RunState) -> None:
         """Refuse what may not open: a log that cannot be read on, another's run, a workload or pod that was followed.
@@ -245,6 +253,8 @@ class _Opener:
 
     def entry(self, now: RunState, seq: int, writer: str, resume: Checkpoint | None) -> AttemptOpened:
         """The entry for slot `seq`; a slot before it that cannot be read counts for nothing from then on."""
+        if self.knows is not None:
+            writer = knowing_writer(writer, self.knows)
         return AttemptOpened(
             seq=seq,
             previous="",

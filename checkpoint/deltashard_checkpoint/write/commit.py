@@ -80,15 +80,19 @@ class FencedError(EnvironmentFault):
 
     cause = Cause.FENCED
 
-    def __init__(self, attempt: int, by: int, run: str, *, workload: str = "", pod: str = "") -> None:
-        """`workload` or `pod`: UID of what opened the newer attempt, where it is another one."""
+    def __init__(
+        self, attempt: int, by: int, run: str, *, workload: str = "", pod: str = "", rewound: bool = False
+    ) -> None:
+        """`workload` or `pod`: UID of what opened the newer attempt, where it is another one; `rewound`: nobody's."""
         self.attempt = attempt
         self.by = by
         self.workload = workload
         super().__init__(
             f"attempt {attempt} is fenced by attempt {by}"
             + (
-                f" of another workload ({workload})"
+                ", with which a person rewound the run"
+                if rewound
+                else f" of another workload ({workload})"
                 if workload
                 else f" of another pod ({pod})"
                 if pod
@@ -97,6 +101,8 @@ class FencedError(EnvironmentFault):
             where=f"run {run}",
             remedy="end this workload, the other one trains on; restore(takeover=True) takes the run back on purpose"
             if workload
+            else "end this process; a new one goes on from where the run was rewound to"
+            if rewound
             else "another process has taken the run over; end this one",
         )
 
@@ -115,7 +121,9 @@ def fencing(state: RunState, attempt: int) -> FencedError | None:
     theirs = state.attempts[state.attempt].workload
     if mine and theirs and mine != theirs:
         return TakenOver(attempt, state.attempt, state.run, workload=theirs)
-    return FencedError(attempt, state.attempt, state.run)
+    return FencedError(
+        attempt, state.attempt, state.run, rewound=state.attempts[state.attempt].world_size == 0
+    )
 
 
 class Abandoned(EnvironmentFault):

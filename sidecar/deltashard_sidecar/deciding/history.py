@@ -37,8 +37,9 @@ class Past:
 
 
 def fruitless(state: RunState, *, before: int) -> int:
-    """Attempts in a row that committed nothing, the last ones before attempt `before`."""
-    numbers = sorted((n for n in state.attempts if n < before), reverse=True)
+    """Attempts in a row that committed nothing, the last ones before attempt `before`; a rewind is none."""
+    real = (n for n, attempt in state.attempts.items() if n < before and attempt.world_size)
+    numbers = sorted(real, reverse=True)
     return sum(1 for _ in takewhile(lambda n: state.attempts[n].last_seq is None, numbers))
 
 

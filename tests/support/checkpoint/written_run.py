@@ -86,6 +86,7 @@ class WrittenRun:
         encoding: str = "fp32",
         pins: tuple[str, ...] = (),
         metadata: Mapping[str, str] | None = None,
+        directive: str = "",
     ) -> int:
         """Commit these rows of `items` (None: all rows of both tables). The seq."""
         self.cut += 1
@@ -130,7 +131,7 @@ class WrittenRun:
         assert stats is not None
         report = PartReport(
             part=part, tables=(ITEMS, HALF), encodings=stats.encodings, rows=stats.rows, raw_bytes=stats.raw_bytes,
-            stall_s=0.012, pins=pins, metadata=metadata or {},
+            stall_s=0.012, pins=pins, metadata=metadata or {}, directive=directive,
         )  # fmt: skip
         seq = commit_part(
             self.log, attempt=self.attempt, cut=self.cut, step=step, world_size=1, report=report

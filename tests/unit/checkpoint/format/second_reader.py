@@ -1,6 +1,6 @@
 """A second reader of checkpoint stores, owed to docs/format.md alone: `read_run`, `restore`.
 
-Its authors saw the page and the golden runs, and no line of the package (but for format 2, which came later). It
+Its authors saw the page and the golden runs, and no line of the package (but for formats 2 and 3, which came later). It
 verifies every hash and keeps the law of which entries count; bounds of single fields, which the package checks too, it
 leaves out.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-KINDS = ("genesis", "attempt", "checkpoint", "compact", "retire", "reclaim", "repair")
+KINDS = ("genesis", "attempt", "checkpoint", "compact", "retire", "reclaim", "repair", "pin", "rewind")
 INDEX = "format run attempt cut step rank token tables* packs* frames* boxes* covers raw_bytes"
 FRAME = "kind pack offset length hash step table row_min row_max rows col_start col_stop encoding name "
 FRAME += "blob_offset blob_bytes"
@@ -100,6 +100,8 @@ class Run:
         self.tip_hash, self.owner, self.attempt = (fold.get(k, "") for k in ("tip_hash", "owner", "attempt"))
         layouts = dict(fold.get("layouts", []))
         self.attempts = {a[0]: (a[1], a[4], a[6], layouts.get(a[0])) for a in fold.get("attempts", [])}
+        self.resumes = {a[0]: a[2:4] for a in fold.get("attempts", [])}
+        self.aside, self.words = set(fold.get("aside", [])), {n: w for n, *w in fold.get("pins", [])}
         self.checkpoints = {e["seq"]: e for e in fold.get("checkpoints", [])}
         self.compacted = {e["replaces"]: e["parts"] for e in fold.get("compactions", [])}
 
@@ -132,7 +134,9 @@ class Run:
     def take(self, e):
         """Let an entry change the state, unless the law refuses it."""
         kind, seq, live = e.get("kind"), e.get("seq"), self.checkpoints
-        formats = 1 + (kind in ("attempt", "checkpoint") and "layout" in e)
+        formats = (
+            3 if kind in ("pin", "rewind") else 1 + (kind in ("attempt", "checkpoint") and "layout" in e)
+        )
         known = e.get("format") == formats if kind in KINDS else e.get("ignorable") is True
         need(known and (kind == "genesis") == (seq == 0), f"slot {seq} is newer, or genesis: {kind}")
         voids = kind == "attempt" and e["voids"] is not None
@@ -146,6 +150,19 @@ class Run:
             step = 0 if e["resumes_from"] is None else live[e["resumes_from"]]["step"]
             opened = e["world_size"], None, step, e.get("layout")
             self.owner, self.attempt, self.attempts[seq] = e["owner"], seq, opened
+            self.resumes[seq] = (e["resumes_from"], live.get(e["resumes_from"], {}).get("attempt"))
+        elif kind == "rewind":
+            need(e["to"] in live, f"slot {seq} rewinds to what is not live")
+            to, line, bound, at = live[e["to"]], set(), e["to"], live[e["to"]]["attempt"]
+            self.attempt, self.attempts[seq] = seq, (0, None, to["step"], None)
+            self.resumes[seq] = (e["to"], at)
+            while at is not None:
+                line |= {c for c in live if live[c]["attempt"] == at and c <= bound}
+                bound, at = self.resumes[at]
+            self.aside = {c for c in live if c > e["to"]} | (self.aside - line)
+        elif kind == "pin":
+            need(e["checkpoint"] in {None, *live}, f"slot {seq} pins what is not live")
+            self.words[e["name"]] = [seq, e["checkpoint"]]
         elif kind == "checkpoint":
             need(e["attempt"] == self.attempt, f"checkpoint {seq}: its attempt is fenced")
             size, cut, step, layout = self.attempts[self.attempt]
@@ -163,8 +180,18 @@ class Run:
             needed = {d for c in stays - self.compacted.keys() for d in covers(live[c])}
             fine = gone <= live.keys() and needed <= stays and (stays or not live)
             need(fine, f"slot {seq} retires too much")
+            self.aside -= gone
+            self.words = {n: [at, None if c in gone else c] for n, (at, c) in self.words.items()}
             self.checkpoints = {c: e for c, e in live.items() if c in stays}
             self.compacted = {c: parts for c, parts in self.compacted.items() if c in stays}
+
+    def newest(self):
+        """The checkpoint that a restore takes, and who has which pinned name."""
+        live, pins = self.checkpoints, {}
+        for c in sorted(live):
+            pins |= {n: c for n in live[c]["pins"] if c > self.words.get(n, [-1])[0]}
+        said = {n: c for n, (_, c) in self.words.items() if c is not None}
+        return max(live.keys() - self.aside), said | pins
 
     def fold(self, tip):
         """Fold the slots behind the state's; gives the folded states that they name, and what is void."""
@@ -203,7 +230,7 @@ def read_run(path):
         try:
             need(slot < tip and slots.issuperset(range(slot + 1, tip + 1)), "slots behind it are missing")
             fold = parse_document(data)
-            law = [3 if "layouts" in fold else 2, Path(path).name, slot]
+            law = [4 if "aside" in fold else 3 if "layouts" in fold else 2, Path(path).name, slot]
             need(hashlib.sha256(data).hexdigest()[:32] == digest, "not the digest in its name")
             need([fold.get(k) for k in ("format", "run", "tip")] == law, "newer, or of another run or slot")
             for entry in fold["checkpoints"] + fold["compactions"]:

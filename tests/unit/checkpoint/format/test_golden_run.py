@@ -24,6 +24,7 @@ from deltashard_checkpoint.log.entry import (
     Repaired,
     Sealed,
     entry_key,
+    known_format,
     named_fold,
     voided_digest,
 )
@@ -38,21 +39,24 @@ from deltashard_proto.v1 import index_pb2
 from tests.golden.golden_run import RUN, Held, make_run
 from tests.golden.golden_run_2 import CUT, RUN_2, make_run_2
 from tests.golden.golden_run_4 import RUN_3, RUN_4, make_run_4
+from tests.golden.golden_run_5 import RUN_5, make_run_5
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "v1"
 PAGE = (Path(__file__).parents[4] / "docs" / "format.md").read_text()
 LIVING = (2, 4, 5, 6, 11, 14, 17, 19, 20)
 LIVING_2 = (2, 4, 8)
 LIVING_3 = (4, 5, 7, 9, 10, 13)
+LIVING_5 = (2, 3, 6, 13)
 EACH = [(run, seq) for run, living in ((RUN, LIVING), (RUN_2, LIVING_2)) for seq in living]
 EACH += [(run, seq) for run in (RUN_3, RUN_4) for seq in LIVING_3]
+EACH += [(RUN_5, seq) for seq in LIVING_5]
 """All living checkpoints."""
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """A store that holds copies."""
-    for run in (RUN, RUN_2, RUN_3, RUN_4):
+    for run in (RUN, RUN_2, RUN_3, RUN_4, RUN_5):
         shutil.copytree(GOLDEN / run, tmp_path / "store" / run)
     return open_store(f"file://{tmp_path}/store", create=False)
 
@@ -87,7 +91,12 @@ def test_every_living_checkpoint_restores_to_the_same_bits(store: Store, run: st
 
 @pytest.mark.parametrize(
     ("run", "make", "slots"),
-    [(RUN, make_run, LIVING), (RUN_2, make_run_2, LIVING_2), (RUN_4, make_run_4, LIVING_3)],
+    [
+        (RUN, make_run, LIVING),
+        (RUN_2, make_run_2, LIVING_2),
+        (RUN_4, make_run_4, LIVING_3),
+        (RUN_5, make_run_5, LIVING_5),
+    ],
 )
 def test_the_same_bytes_are_written_again(
     tmp_path: Path, run: str, make: Callable[[Path], tuple[dict[str, bytes], dict[int, Held]]], slots: tuple[int, ...]
@@ -95,7 +104,7 @@ def test_the_same_bytes_are_written_again(
     """But for what ranks without a layout tell one another of a cut: no build wrote that in earnest."""
     written, living = make(tmp_path)
     objects, golden = (
-        {key: data for key, data in each.items() if run == RUN_4 or not key.endswith(".part")}
+        {key: data for key, data in each.items() if run in {RUN_4, RUN_5} or not key.endswith(".part")}
         for each in (written, found_in(GOLDEN / run))
     )
     assert objects.keys() == golden.keys()
@@ -186,6 +195,31 @@ def test_runs_of_many_ranks_have_both_formats_and_a_layout_for_each_way_to_shard
     state = log.refresh()
     store.delete([f"{run}/{fold_key(name)}" for name in folded] + [f"{run}/log/HINT"])
     assert RunLog(store, run).refresh() == state
+
+
+def test_a_run_in_which_people_spoke(store: Store) -> None:
+    """Pins and rewinds are of format 3, and so is what they leave in a folded state (4); without any it is the same."""
+    log = RunLog(store, RUN_5)
+    formats = [json.loads(store.get(f"{RUN_5}/{entry_key(seq)}"))["format"] for seq in range(15)]
+    assert [seq for seq, version in enumerate(formats) if version == 3] == [4, 5, 7, 10, 11]
+    assert {version for seq, version in enumerate(formats) if seq not in {4, 5, 7, 10, 11}} == {1}
+    assert [known_format(log.read_slot(seq).entry) for seq in (1, 8, 12)] == [3, 3, 3]
+    slots = [log.read_slot(seq) for seq in range(15)]
+    states = [fold(RunState(run=RUN_5), slots[: tip + 1]) for tip in range(15)]
+    newest = [(state.newest() or slots[2].entry).seq for state in states]
+    assert newest == [2, 2, 2, 3, 3, 3, 6, 3, 3, 9, 9, 6, 6, 13, 13]
+    pins = [dict(state.pinned) for state in states]
+    assert pins[4:7] == [{"best": 2, "paper": 2}, {"best": 3, "paper": 2}, {"best": 6, "paper": 2}]
+    assert pins[10:] == [{"paper": 2}] * 5
+    assert [sorted(states[tip].aside) for tip in (7, 9, 11, 13, 14)] == [[6], [6], [9], [9], []]
+    folded = {
+        name: json.loads(store.get(f"{RUN_5}/{fold_key(name)}"))["format"] for name in log.listed().folds
+    }
+    assert [folded[named_fold(slot.entry)] for slot in slots if named_fold(slot.entry)] == [2, 4]
+    state = log.refresh()
+    assert state == states[-1]
+    store.delete([f"{RUN_5}/{fold_key(name)}" for name in folded] + [f"{RUN_5}/log/HINT"])
+    assert RunLog(store, RUN_5).refresh() == state
 
 
 def rows_of_run_2(attempt: int, cut: int) -> list[Frame]:

@@ -97,6 +97,26 @@ def test_restores_runs_of_many_ranks(tmp_path, folds, golden):
         flip(path, path.stat().st_size // 2)
 
 
+@pytest.mark.parametrize("folds", [2, 1, 0])
+@pytest.mark.parametrize(
+    ("tip", "newest", "best"), [(6, 6, 6), (7, 3, 6), (9, 9, 6), (11, 6, None), (14, 13, None)]
+)
+def test_goes_on_where_a_person_said(tmp_path, folds, tip, newest, best):
+    copied = Path(shutil.copytree(GOLDEN / "run-5", tmp_path / "run-5"))
+    for entry in copied.glob("log/0*.json"):
+        if int(entry.stem) > tip:
+            entry.unlink()
+    (copied / "log/HINT").unlink()
+    for fold in sorted(copied.glob("log/fold-*"), reverse=True)[: 2 - folds]:
+        fold.unlink()
+    run = read_run(copied)
+    pins = {"paper": 2} | ({} if best is None else {"best": best})
+    assert (run.stopped, *run.newest()) == (None, newest, pins)
+    if tip == 14:
+        assert run.began_at == (-1, 2, 10)[folds]
+        assert_restores(run, [2, 3, 6, 13], "run-5")
+
+
 @pytest.mark.parametrize(("seq", "live"), [(20, LIVE[:-1]), (17, LIVE[:6]), (15, LIVE), (12, LIVE)])
 def test_a_spoiled_entry_ends_the_log_unless_it_is_void(copied, seq, live):
     keep_folds(copied)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
@@ -11,13 +12,24 @@ from deltashard_checkpoint.log.entry import (
     AttemptOpened,
     Checkpoint,
     Compacted,
+    FoldName,
     Genesis,
     Ignored,
     Listed,
     Part,
+    Pinned,
     Reclaimed,
     Retired,
+    Rewound,
+    copied_writer,
+    folding_writer,
     in_order,
+    is_copied,
+    knowing_writer,
+    known_format,
+    named_fold,
+    voided_digest,
+    voiding_writer,
 )
 from deltashard_checkpoint.log.entry_codec import KINDS, parse, seal
 from hypothesis import given, settings
@@ -96,6 +108,9 @@ def an_example_of_each() -> list:
         Compacted(seq=6, replaces=5, parts=(compact,), rows=1, stored_bytes=2, **COMMON),
         Retired(seq=8, checkpoints=(5,), prefixes=(cut_prefix(3, 7),), **COMMON),
         Reclaimed(seq=9, through=8, **COMMON),
+        Pinned(seq=20, name="paper \u2713", checkpoint=5, **COMMON),
+        Pinned(seq=21, name="paper", checkpoint=None, **COMMON),
+        Rewound(seq=22, to=5, **COMMON),
         AttemptOpened(seq=11, world_size=4, resumes_from=5, owner="me", layout=LAYOUT, **COMMON),
         Checkpoint(
             seq=12, attempt=11, cut=1, step=90, tables=(), encodings=("q8",), rows=1, raw_bytes=2, stored_bytes=3,
@@ -212,7 +227,46 @@ def many_ranks(seq: int) -> dict:
 def test_entries_of_many_ranks_and_only_they_have_format_2():
     """Builds before it find them newer: they refuse, and void nothing."""
     for entry in an_example_of_each():
-        assert json.loads(seal(entry).data)["format"] == (2 if entry.seq >= 11 else 1)
+        assert json.loads(seal(entry).data)["format"] == (
+            3 if entry.seq >= 20 else 2 if entry.seq >= 11 else 1
+        )
+
+
+@pytest.mark.parametrize(
+    ("seq", "change"),
+    [
+        *((seq, {"format": other}) for seq in (20, 21, 22) for other in (1, 2, 4)),
+        *((seq, {"ignorable": True}) for seq in (20, 22)),
+        (20, {"name": ""}), (20, {"name": 5}), (20, {"name": None}), (20, {"checkpoint": -1}),
+        (20, {"checkpoint": "5"}), (20, {"why": "so"}), (22, {"to": None}), (22, {"to": -1}), (22, {"by": "me"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_person_says_is_read_strictly(seq, change):
+    with pytest.raises(UnsupportedVersion):
+        parse(resealed({**many_ranks(seq), **change}), seq)
+    for other in (3, 5, 8, 12):
+        with pytest.raises(UnsupportedVersion):
+            parse(resealed({**many_ranks(other), "format": 3}), other)
+
+
+def test_a_writer_says_more_than_its_token_and_stays_one():
+    token = "0" * 16
+    writer = folding_writer(
+        voiding_writer(knowing_writer(token, 3), "ab" * 32), FoldName(10**15 - 1, "c" * 32)
+    )
+    opened = AttemptOpened(
+        seq=1 << 62, world_size=1, resumes_from=None, owner="me", voids=5, **{**COMMON, "writer": writer}
+    )
+    read = parse(seal(opened).data, opened.seq).entry
+    assert (known_format(read), voided_digest(read), named_fold(read)) == (
+        3,
+        "ab" * 16,
+        (10**15 - 1, "c" * 32),
+    )
+    assert not is_copied(read)
+    copied = replace(opened, writer=voiding_writer(copied_writer("d" * 64), "ab" * 32))
+    assert (is_copied(copied), voided_digest(copied), known_format(copied)) == (True, "ab" * 16, None)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from deltashard_checkpoint.log.commit_log import LogGap, LogStopped
 from deltashard_checkpoint.log.entry import Checkpoint, Repaired, entry_key
 from deltashard_checkpoint.log.manifest import manifest_key
 from deltashard_checkpoint.maintenance import repair as repairs
+from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.maintenance.repair import NothingToRepair, repair, salvage
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write import attempt as attempts
@@ -154,6 +155,25 @@ def test_a_repair_twice_changes_nothing(stored):
     code, found = run_cli("repair", stored / "store" / "job")
     assert (code, everything(stored)) == (2, before)
     assert "the log is healthy" in found["error"]
+
+
+def test_a_repair_keeps_what_people_said_of_what_it_keeps(stored):
+    """A pinned checkpoint and one that was set aside are gone, and so is an entry: words of these go with them."""
+    log = log_of(stored)
+    live = sorted(log.refresh().checkpoints)
+    kept, aside, newest = live[-3:]
+    word.pin(log, "kept", f"{kept}")
+    word.pin(log, "gone", f"{aside}")
+    word.rewind(log, f"{kept}", ended=True)
+    lost = log.store
+    lost.delete([log.key(log.state.checkpoints[aside].parts[0].index_key)])
+    entry_file(stored, log.state.tip - 1).write_bytes(b"rotten")
+    assert run_cli("repair", stored / "store" / "job")[0] == 0
+    state = log_of(stored).refresh()
+    assert aside not in state.checkpoints
+    assert (state.pinned, state.aside, state.newest().seq) == ({"kept": kept}, {newest}, kept)
+    assert run_cli("verify", stored / "store" / "job", "-c", f"{kept}")[0] in {0, 1}
+    assert attempts.open_attempt(log_of(stored), owner="me").resume.seq == kept
 
 
 @pytest.mark.parametrize("where", ["store/job", "store", ".", "store/job/log", "store/job/data"])

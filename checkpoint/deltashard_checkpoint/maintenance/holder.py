@@ -1,0 +1,101 @@
+"""Who may still be training a run, as far as its store tells.
+
+There is no lease: a trainer that is cut off, asleep or between two saves says nothing, and silence proves nothing. What
+the log does say is how an attempt ended: its last commit names what asked for it, and a close or an eviction is an end
+(`deciding.ending`). An attempt that no trainer ever had (a rewind's, a copy's) has no holder either. Everything else
+may be alive, until a person who knows says that it has ended. Nothing rests on that word but peace: the log fences a
+trainer that lives on all the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltashard_checkpoint.deciding.ending import ends
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import AttemptOpened, Sealed, is_copied, known_format
+from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.stores.abc import StoreUnavailable
+from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, closing_key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """The newest attempt, whose trainer may be alive."""
+
+    attempt: int
+    seen_s: float
+    """Its newest sign of life: when the newest of its entries that is live was written, by its clock."""
+    workload: str
+    knows: int | None
+    """The highest format of entries that it reads; None: it is of a version that does not say it."""
+    closing: bool
+    """A save of it is still uploading while its pod ends."""
+
+
+class RunHeld(UserError):
+    """The run may be held by a living trainer."""
+
+
+def holder(log: RunLog, state: RunState) -> Holder | None:
+    """Who may hold the run; None when it is known that nobody does. Raises store errors."""
+    if state.attempt is None:
+        return None
+    try:
+        slot = log.read_slot(state.attempt)
+    except StoreUnavailable:
+        entry = None  # lost behind a folded state: nothing is known of it
+        if state.attempt in log.listed(state.attempt).seqs:
+            raise
+    else:
+        entry = slot.entry if isinstance(slot, Sealed) else None
+    if entry is not None and (not isinstance(entry, AttemptOpened) or is_copied(entry)):
+        return None
+    opened = state.attempts[state.attempt]
+    last = None if opened.last_seq is None else state.checkpoints.get(opened.last_seq)
+    closing = _closing(log, state.attempt)
+    if last is not None and last.directive and ends(last) and not closing:
+        return None
+    return Holder(
+        attempt=state.attempt,
+        seen_s=last.at_s if last is not None else 0.0 if entry is None else entry.at_s,
+        workload=opened.workload,
+        knows=known_format(entry) if isinstance(entry, AttemptOpened) else None,
+        closing=closing,
+    )
+
+
+def check_ended(log: RunLog, state: RunState, *, ended: bool, what: str) -> None:
+    """Refuse `what` while a trainer may hold the run; `ended`: a person says that it does not. Raises `RunHeld`."""
+    if ended or (found := holder(log, state)) is None:
+        return
+    raise RunHeld(
+        f"{what} is refused while a trainer may hold the run: attempt {found.attempt}{_of(found)} has not said that "
+        + ("it ended: a save of it is still uploading" if found.closing else "it ended"),
+        where=f"run {state.run}",
+        remedy="end it (a trainer that closes says so in its last save); if it is gone without a word, say --ended",
+    )
+
+
+def check_reads(log: RunLog, state: RunState, *, ended: bool, what: str) -> None:
+    """Refuse an entry that a trainer of an older version, which may be alive, would stop at. Raises `RunHeld`."""
+    if ended or (found := holder(log, state)) is None or (found.knows or 0) >= TOLD_FORMAT:
+        return
+    raise RunHeld(
+        f"{what} is refused beside a trainer of an older version: attempt {found.attempt}{_of(found)} could not read "
+        "on behind it, and would save no more",
+        where=f"run {state.run}",
+        remedy="restart it with this version first; if it has ended, say --ended",
+    )
+
+
+def _of(found: Holder) -> str:
+    return f" of workload {found.workload}" if found.workload else ""
+
+
+def _closing(log: RunLog, attempt: int) -> bool:
+    """Whether a young marker says that a save of this attempt is still on its way."""
+    marks = list(log.store.list(log.key(closing_key(attempt, ""))))
+    return bool(marks) and any(log.clocks.wall_s() - mark.modified_at_s < CLOSING_WAIT_S for mark in marks)

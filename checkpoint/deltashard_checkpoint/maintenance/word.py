@@ -1,0 +1,92 @@
+"""What a person says of a run, as entries of its log: pins, and a rewind.
+
+Each is judged at the very slot it takes, beside whatever a trainer commits meanwhile; a slot that is lost is tried for
+again on top of what won it. A pin leaves attempts alone. A rewind fences every attempt before it: so it is refused
+while one may be alive (`holder`), and a trainer that lives on all the same is told at its next commit.
+"""
+
+from __future__ import annotations
+
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
+from deltashard_checkpoint.log.entry import Checkpoint, Entry, Pinned, Rewound
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance.holder import check_ended, check_reads
+from deltashard_checkpoint.write.attempt import select
+
+MAX_NAME = 256
+
+
+def chosen(state: RunState, which: str) -> Checkpoint:
+    """The live checkpoint that `which` means: latest, seq:N (or N), step:N or pin:NAME.
+
+    Raises `LogStopped` for a log that cannot be followed to its end, `CheckpointNotFound`, and `UserError`.
+    """
+    if state.stopped is not None:
+        raise stopped(state)
+    found = None if which == "none" else select(state, f"seq:{which}" if which.isdecimal() else which)
+    if found is None:
+        raise CheckpointNotFound("nothing has been committed yet", where=f"run {state.run}")
+    return found
+
+
+def pin(
+    log: RunLog, name: str, which: str | None, *, ended: bool = False, deadline_s: float = DEFAULT_DEADLINE_S
+) -> Pinned | None:
+    """Give a pinned name to checkpoint `which`, None: to nobody; None when that is so already.
+
+    `ended`: a person says that no trainer of an older version lives. Raises `RunHeld` beside one that may, `UserError`
+    for what is no name or, to unpin, nobody's, and what `chosen` and `RunLog.append` raise.
+    """
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable() or name != name.strip():
+        raise UserError(
+            f"{name[:80]!r} cannot be a pinned name",
+            remedy=f"use up to {MAX_NAME} characters that can be seen, without spaces around them",
+        )
+    log.refresh(deadline_s=deadline_s)
+
+    def build(state: RunState, seq: int, writer: str) -> Entry | None:
+        held = state.pinned.get(name)
+        wanted = None if which is None else chosen(state, which).seq
+        if wanted is None and held is None:
+            raise UserError(
+                f"nothing is pinned {name!r}",
+                where=f"run {state.run}",
+                remedy=f"pinned names: {', '.join(state.pinned) or 'none'}",
+            )
+        if wanted == held:
+            return None
+        check_reads(log, state, ended=ended, what="a pin")
+        return Pinned(seq=seq, previous="", writer=writer, at_s=0.0, name=name, checkpoint=wanted)
+
+    sealed = log.append(build, before="pin.before_put", after="pin.after_put", deadline_s=deadline_s)
+    if sealed is None:
+        return None
+    assert isinstance(sealed.entry, Pinned)
+    return sealed.entry
+
+
+def rewind(
+    log: RunLog, which: str, *, ended: bool = False, deadline_s: float = DEFAULT_DEADLINE_S
+) -> Rewound | None:
+    """Have the run go on from checkpoint `which`; None when that is the newest already.
+
+    Nothing is deleted: what is newer is set aside, and lives until it is retired. `ended`: a person says that the run's
+    trainer has ended. Raises `RunHeld` where that is not known, and what `chosen` and `RunLog.append` raise.
+    """
+    log.refresh(deadline_s=deadline_s)
+
+    def build(state: RunState, seq: int, writer: str) -> Entry | None:
+        to = chosen(state, which)
+        if to == state.newest():
+            return None
+        # IMPORTANT: asked at the slot that is being won: a trainer that opened an attempt just now holds the run.
+        check_ended(log, state, ended=ended, what="a rewind")
+        return Rewound(seq=seq, previous="", writer=writer, at_s=0.0, to=to.seq)
+
+    sealed = log.append(build, before="rewind.before_put", after="rewind.after_put", deadline_s=deadline_s)
+    if sealed is None:
+        return None
+    assert isinstance(sealed.entry, Rewound)
+    return sealed.entry

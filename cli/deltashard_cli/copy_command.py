@@ -1,0 +1,147 @@
+"""Commands about whole runs: cp (to another name or store) and rm."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+from deltashard_checkpoint.errors import FormatError, UserError
+from deltashard_checkpoint.format.object_key import validate_new_run, validate_run
+from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.maintenance.holder import check_ended
+from deltashard_checkpoint.whole_run import removal, run_copy
+from deltashard_checkpoint.whole_run.copy_draft import Draft
+
+from deltashard_cli import verification
+from deltashard_cli.option import ended_option, run_options
+from deltashard_cli.output import console, number, plural, print_json, progress, size
+from deltashard_cli.target import POLICY, NoSuchRun, Target, find_run, names, new_run, open_root, run_of_url
+
+
+@click.command()
+@run_options
+@click.argument("to")
+@click.option("--to-run", metavar="NAME", help="Name of the copy; default: the run's own.")
+@click.option(
+    "--checkpoint",
+    "-c",
+    "which",
+    metavar="WHICH",
+    help="Only this checkpoint, with all it builds on: latest, seq:N (or N), step:N or pin:NAME.",
+)
+def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None, *, as_json: bool) -> None:
+    """Copy a run, or one of its checkpoints, into the store TO: the same store under another name, or another store.
+
+    The copy is a run of its own, of one moment of the source, and byte for byte what the source restores; trainers go
+    on from it. Every object is checked by its hash on its way. A copy that was cut short is no run for anybody: call it
+    again, it goes on. A run that is there and is no such copy is refused.
+    """
+    found = find_run(url, run)
+    source = RunLog(found.store, found.run)
+    name = to_run or found.run
+    place = new_run(to, name)
+    target = RunLog(place.store, validate_new_run(place.run))
+
+    def work(made: Draft) -> run_copy.Copied:
+        with progress("copying", made.bytes) as advance:
+            return run_copy.copy(made, advance=advance)
+
+    done = run_copy.copied(source, target, which, work, deadline_s=POLICY.deadline_s)
+    checked = verification.verify(place)
+    if as_json:
+        print_json({"copied": done, "verified": checked.ok, "problems": checked.problems})
+    else:
+        out = console()
+        what = "is there already, whole" if not done.entries else "is made"
+        said = f"checkpoint {done.seq}" + (
+            f" there, {done.source_seq} here" if done.seq != done.source_seq else ""
+        )
+        out.print(
+            f"run {done.run} at {place.store.url} {what}: {plural(done.checkpoints, 'checkpoint')}, the newest of step "
+            f"{number(done.step)} ({said})"
+        )
+        if not done.entries:
+            return
+        out.print(
+            f"{plural(done.objects, 'object')} put ({size(done.bytes)}), {done.passed_over} there already; the source "
+            f"as of its log entry {done.through}; contents were hashed on the way, `deltashard verify --deep` reads "
+            "the copy back",
+            style="dim",
+        )
+        for problem in checked.problems:
+            click.echo(f"problem: {problem.object}: {problem.what}", err=True)
+    if not checked.ok:
+        click.get_current_context().exit(1)
+
+
+@click.command()
+@run_options
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@ended_option
+def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> None:
+    """Remove a whole run, with all its checkpoints. There is no way back.
+
+    Refused while a trainer may hold the run. A removal that was cut short leaves nothing that restores: call it again.
+    """
+    target = _removable(url, run)
+    log = RunLog(target.store, target.run)
+    held = removal.content(log)
+    if held.objects == 0:
+        raise NoSuchRun(
+            f"no run {target.run!r}", where=target.store.url, remedy="`deltashard ls` lists the runs"
+        )
+    said = _look(log, ended=ended, begun=held.removing)
+    if not yes:
+        if as_json or not sys.stdin.isatty():
+            raise click.UsageError("nobody can be asked here (--json, or no terminal): say --yes")
+        click.confirm(
+            f"remove run {target.run} at {target.store.url}: {said}, {plural(held.objects, 'object')} "
+            f"({size(held.bytes)})?",
+            abort=True,
+            err=True,
+        )
+    with progress("removing", held.bytes) as advance:
+        gone = removal.remove(log, advance=advance)
+    if as_json:
+        print_json({"run": target.run, "objects": gone.objects, "bytes": gone.bytes})
+        return
+    console().print(f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}")
+
+
+def _removable(url: str, run: str | None) -> Target:
+    """The run that `url` or `--run` names, or what is left of it; never the only one of a store.
+
+    Raises `NoSuchRun`, and `UserError` for a store.
+    """
+    if run is not None:
+        return Target(store=open_root(url), run=validate_run(run))
+    try:
+        found = find_run(url, None)
+    except NoSuchRun:
+        named = run_of_url(url)
+        if not removal.removing(RunLog(named.store, named.run)):
+            raise
+        return named
+    if not names(url, found.run):
+        raise UserError(
+            "this is a store and not a run",
+            where=found.store.url,
+            remedy=f"say --run {found.run}, if you mean it; a store goes run by run",
+        )
+    return found
+
+
+def _look(log: RunLog, *, ended: bool, begun: bool) -> str:
+    """What is about to be removed, for people. Raises `RunHeld`."""
+    if begun:
+        return "its removal was begun"
+    try:
+        state = log.refresh(deadline_s=POLICY.deadline_s)
+    except LogGap as gap:
+        return f"its log is damaged ({gap.what})"
+    except FormatError as error:
+        return f"its log is damaged ({error.what})"
+    check_ended(log, state, ended=ended, what="a removal")
+    newest = state.newest()
+    step = "" if newest is None else f", the newest of step {number(newest.step)}"
+    return f"{plural(len(state.checkpoints), 'checkpoint')}{step}"

@@ -1,0 +1,156 @@
+"""`deltashard gc`: what nothing needs any more goes; and why everything else is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import click
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.maintenance.garbage_collection import DEFAULT_GRACE_S, collect, debris
+from deltashard_checkpoint.maintenance.inventory import Fate, Item, inventory
+from deltashard_checkpoint.maintenance.retention import EVERYTHING, Retention, append_retirement, retire
+
+from deltashard_cli.option import Finite, run_options
+from deltashard_cli.output import console, number, plural, print_json, show, size
+from deltashard_cli.target import POLICY, find_run
+
+_ORDER = (Fate.GOES, Fate.WAITS, Fate.KEPT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Objects that share a fate, and the reason of it."""
+
+    fate: Fate
+    reason: str
+    objects: int
+    bytes: int
+
+
+def by_reason(items: Iterable[Item]) -> list[Reason]:
+    """What goes first, then what waits, then what is kept; the largest first."""
+    sums: dict[tuple[Fate, str], tuple[int, int]] = {}
+    for item in items:
+        objects, count = sums.get((item.fate, item.reason), (0, 0))
+        sums[item.fate, item.reason] = (objects + 1, count + item.bytes)
+    found = [
+        Reason(fate=fate, reason=reason, objects=objects, bytes=count)
+        for (fate, reason), (objects, count) in sums.items()
+    ]
+    return sorted(found, key=lambda one: (_ORDER.index(one.fate), -one.bytes, one.reason))
+
+
+def _show_reasons(items: Sequence[Item], *, verbose: bool) -> None:
+    out = console()
+    out.print()
+    if verbose:
+        rows = [(item.fate, size(item.bytes), item.key, item.reason) for item in items]
+        show(out, "every object, and why", ["fate", ">bytes", "~object", "~reason"], rows)
+        out.print()
+    groups = by_reason(items)
+    rows = [(one.fate, number(one.objects), size(one.bytes), one.reason) for one in groups]
+    show(out, "objects by reason", ["fate", ">objects", ">bytes", "~reason"], rows)
+    for fate in _ORDER:
+        held = [one for one in groups if one.fate is fate]
+        total = sum(one.bytes for one in held)
+        out.print(f"{fate}: {plural(sum(one.objects for one in held), 'object')}, {size(total)}", style="dim")
+
+
+@click.command()
+@run_options
+@click.option(
+    "--dry-run", is_flag=True, help="Change nothing; say what would be done, and why each object is kept."
+)
+@click.option("-v", "--verbose", is_flag=True, help="With --dry-run: each object, not only each reason.")
+@click.option(
+    "--keep-last", type=click.IntRange(1), metavar="N", help="Retire all but the newest N checkpoints first."
+)
+@click.option(
+    "--every-steps", type=click.IntRange(1), metavar="N", help="With --keep-last: also one per N steps."
+)
+@click.option(
+    "--every-hours",
+    type=Finite(0, min_open=True),
+    metavar="H",
+    help="With --keep-last: also one per H hours.",
+)
+@click.option(
+    "--grace",
+    "grace_s",
+    type=Finite(0),
+    default=DEFAULT_GRACE_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Delete only what was retired longer ago, so that readers can finish.",
+)
+def gc(
+    url: str,
+    run: str | None,
+    keep_last: int | None,
+    every_steps: int | None,
+    every_hours: float | None,
+    grace_s: float,
+    *,
+    dry_run: bool,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    """Delete what nothing needs any more: retired checkpoints after their grace, and remains of failed saves.
+
+    Live checkpoints are only retired with --keep-last; what others build on, pins, a second independent
+    chain and the resume point of a starting trainer are kept in any case.
+    """
+    if keep_last is None and (every_steps or every_hours):
+        raise click.UsageError("--every-steps and --every-hours say what to keep besides --keep-last")
+    if verbose and not dry_run:
+        raise click.UsageError("-v lists what a --dry-run looked at: say --dry-run, too")
+    target = find_run(url, run)
+    log = RunLog(target.store, target.run)
+    retention = Retention(
+        keep_last=keep_last or EVERYTHING,
+        every_steps=every_steps,
+        every_s=None if every_hours is None else every_hours * 3600,
+    )
+    state = log.refresh(deadline_s=POLICY.deadline_s)
+    dead = debris(log, state, read_only=dry_run)
+    if dry_run:
+        planned = retire(state, retention, dead)
+        retired = () if planned is None else planned.checkpoints
+        prefixes = () if planned is None else planned.prefixes
+    else:
+        entry = append_retirement(log, retention, debris=dead)
+        retired = () if entry is None else entry.checkpoints
+        prefixes = () if entry is None else entry.prefixes
+    # Of what is retired, debris of cuts that were never committed is the rest of a failed save; all else was whole.
+    given_up = sorted(set(prefixes) & set(dead) - state.superseded.keys())
+    found = collect(log, grace_s=grace_s, dry_run=dry_run)
+    items = list(inventory(log, state, retention, dead, grace_s=grace_s)) if dry_run else []
+    if as_json:
+        document = {
+            "retired": retired,
+            "retired_prefixes": prefixes,
+            "given_up": given_up,
+            "collected": found,
+        }
+        if dry_run:
+            document["reasons"] = by_reason(items)
+            document |= {"objects": items} if verbose else {}
+        print_json(document)
+        return
+    out = console()
+    would = "would be " if dry_run else ""
+    if retired:
+        out.print(f"checkpoints {would}retired: {', '.join(map(str, retired))}")
+    if superseded := sorted(set(prefixes) & state.superseded.keys()):
+        out.print(f"{plural(len(superseded), 'part')} {would}retired that a compaction replaced")
+    if given_up:
+        out.print(f"{plural(len(given_up), 'failed save')} {would}given up")
+    out.print(f"{plural(found.objects, 'object')} ({size(found.bytes)}) {would}deleted")
+    if found.waiting:
+        out.print(
+            f"{plural(len(found.waiting), 'prefix', 'prefixes')} wait for the grace of {grace_s:.0f} s to end",
+            style="dim",
+        )
+    if dry_run:
+        _show_reasons(items, verbose=verbose)

@@ -1,0 +1,38 @@
+"""A process that dies in the middle of a copy or a removal: `python -m tests.crash.copy_victim DIRECTORY ACTION`.
+
+The run in DIRECTORY is `log_victim`'s, `job`; copies are `copy` in `store2`, and `one` beside the run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal, run_copy
+
+from tests.crash.log_victim import log_of
+
+
+def target_of(directory: Path, action: str) -> RunLog:
+    """Where the copy goes, or what is removed."""
+    match action:
+        case "cp":
+            return RunLog(open_store(f"file://{directory}/store2"), "copy")
+        case "cp one":
+            return RunLog(open_store(f"file://{directory}/store"), "one")
+    return log_of(directory)
+
+
+def act(directory: Path, action: str) -> run_copy.Copied | removal.Content:
+    """Do one thing; a crash point may end it."""
+    target = target_of(directory, action)
+    if action == "rm":
+        return removal.remove(target)
+    which = None if action == "cp" else "step:4"
+    return run_copy.copied(log_of(directory), target, which, run_copy.copy)
+
+
+if __name__ == "__main__":
+    act(Path(sys.argv[1]), sys.argv[2])

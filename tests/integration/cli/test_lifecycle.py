@@ -1,0 +1,451 @@
+"""The lifecycle of bytes by hand, on file:// and a real MinIO: log, gc's reasons, pin, unpin, retire, rewind, cp, rm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.format.object_key import cut_prefix
+from deltashard_checkpoint.log.chain import closure
+from deltashard_checkpoint.log.commit_log import LogGap, LogWentBack, RunLog
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_checkpoint.write.commit import FencedError
+
+from tests.support.checkpoint.written_run import WrittenRun
+from tests.support.command_line import Cli
+
+RUN = "team/run-1"
+
+
+def answer(cli: Cli, *arguments: object) -> Any:
+    """The JSON of a command that must succeed."""
+    code, text = cli(*arguments, "--json")
+    assert code == 0, text
+    return json.loads(text)
+
+
+def refused(cli: Cli, *arguments: object, code: int = 2) -> str:
+    """What is said of a command that must fail."""
+    found, text = cli(*arguments)
+    assert found == code, text
+    assert "Traceback" not in text
+    return text
+
+
+def at(url: str, run: str = RUN) -> str:
+    """URL/RUN."""
+    base, question, query = url.partition("?")
+    return f"{base.rstrip('/')}/{run}{question}{query}"
+
+
+@pytest.fixture(params=["file", "minio"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A store, empty."""
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    found = request.getfixturevalue("minio_url")
+    assert isinstance(found, str)
+    return found
+
+
+@pytest.fixture
+def file_url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store"
+
+
+def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:
+    """Slots 2, 3, 4: all rows (pinned best), and two deltas; their trainer may be alive."""
+    directory.mkdir(parents=True, exist_ok=True)
+    written = WrittenRun(open_store(url), run, directory)
+    first = written.save(step=100, pins=("best",), directive="steps")
+    second = written.save(written.train(), step=200, covers=first, directive="steps")
+    written.save(written.train(), step=300, covers=second, encoding="q8", directive="timer")
+    return written
+
+
+def keys(store: Store, run: str = RUN) -> dict[str, bytes]:
+    """Every object of a run."""
+    return {info.key: store.get(info.key) for info in store.list(f"{run}/")}
+
+
+def assert_same(found: Snapshot, wanted: Snapshot) -> None:
+    """Two checkpoints restore to the same bits."""
+    assert found.tables.keys() == wanted.tables.keys()
+    for name, table in wanted.tables.items():
+        assert found.tables[name].weights.tobytes() == table.weights.tobytes()
+        for field, values in table.fields.items():
+            assert found.tables[name].fields[field].tobytes() == values.tobytes()
+    assert {n: bytes(b) for n, b in found.blobs.items()} == {n: bytes(b) for n, b in wanted.blobs.items()}
+
+
+# -- log --------------------------------------------------------------------------------------------------------
+
+
+def test_log_shows_what_each_entry_says(cli: Cli, url: str, tmp_path: Path) -> None:
+    chain(url, tmp_path)
+    assert cli("pin", at(url), "paper", "-c", "3")[0] == 0
+    assert cli("retire", at(url), "-c", "4")[0] == 2
+    found = answer(cli, "log", at(url))
+    assert found["entries"] == 6
+    lines = found["lines"]
+    assert [line["kind"] for line in lines] == ["genesis", "attempt", *["checkpoint"] * 3, "pin"]
+    newest = lines[4]
+    assert (newest["step"], newest["attempt"], newest["cut"], newest["covers"]) == (300, 1, 3, [3])
+    assert newest["bytes"] > 0
+    assert newest["ranks"] == 1
+    assert lines[2]["pins"] == ["best"]
+    assert (lines[5]["says"], lines[5]["pins"]) == ("paper is checkpoint 3", ["paper"])
+    assert [line["seq"] for line in answer(cli, "log", at(url), "-n", "2")["lines"]] == [4, 5]
+    assert [line["seq"] for line in answer(cli, "log", at(url), "--since", "3")["lines"]] == [3, 4, 5]
+    _code, text = cli("log", at(url), "-n", "1")
+    assert "paper is checkpoint 3" in text
+    assert "1 of 6 entries: -n 0 shows all" in text
+
+
+def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    store = chain(file_url, tmp_path).store
+    store.put(f"{RUN}/{entry_key(3)}", b"rotten")
+    code, text = cli("log", at(file_url), "--json")
+    assert code == 1
+    found = json.JSONDecoder().raw_decode(text)[0]
+    assert [(line["kind"], line["counts"]) for line in found["lines"]] == [
+        ("genesis", True), ("attempt", True), ("checkpoint", True), ("unreadable", False), ("checkpoint", False),
+    ]  # fmt: skip
+    assert "cannot be followed past entry 3" in found["warning"]
+    before = keys(store)
+    there = f"file://{tmp_path}/there"
+    for command in (
+        ("pin", at(file_url), "a", "-c", "2"), ("unpin", at(file_url), "best"), ("retire", at(file_url), "-c", "2"),
+        ("rewind", at(file_url), "-c", "2", "--ended"), ("cp", at(file_url), there), ("cp", at(file_url), there, "-c", "2"),
+    ):  # fmt: skip
+        assert "cannot be followed past entry 3" in refused(cli, *command, code=1)
+    assert keys(store) == before
+    # An attempt that leaves it behind makes it void, and the log is healthy again.
+    open_attempt(RunLog(store, RUN), owner="tests")
+    lines = answer(cli, "log", at(file_url))["lines"]
+    assert [line["counts"] for line in lines] == [True, True, True, False, False, True]
+    assert "makes 3 to 4 void" in lines[5]["says"]
+
+
+def test_log_of_a_log_with_a_gap(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    store = chain(file_url, tmp_path).store
+    store.delete([f"{RUN}/{entry_key(3)}", *(info.key for info in store.list(f"{RUN}/log/fold-"))])
+    code, text = cli("log", at(file_url))
+    assert code == 1
+    assert "log entry 3 is missing, 4 is there" in text
+    assert "missing" in text.split("log entry 3 is missing, 4 is there")[0]
+
+
+# -- gc --dry-run -----------------------------------------------------------------------------------------------
+
+
+def reasons(cli: Cli, *arguments: object) -> dict[str, str]:
+    """Fate by reason."""
+    return {one["reason"]: one["fate"] for one in answer(cli, "gc", *arguments, "--dry-run")["reasons"]}
+
+
+def test_gc_says_why_each_object_is_kept(cli: Cli, url: str, tmp_path: Path) -> None:
+    written = chain(url, tmp_path)
+    full = written.save(step=400, directive="baseline")
+    written.save(written.train(), step=500, covers=full, directive="steps")
+    store = written.store
+    written.cut += 1
+    store.put(f"{RUN}/{cut_prefix(written.attempt, written.cut)}00000-{'0' * 16}-00000.pack", b"in flight")
+    store.put(f"{RUN}/notes.txt", b"somebody's")
+    before = keys(store)
+    found = answer(cli, "gc", at(url), "--dry-run", "-v", "--keep-last", "1")
+    assert keys(store) == before
+    assert {f"{RUN}/{item['key']}" for item in found["objects"]} == set(before), "every object has its reason"
+    assert sum(one["objects"] for one in found["reasons"]) == len(before)
+    assert sum(one["bytes"] for one in found["reasons"]) == sum(map(len, before.values()))
+    why = {item["key"]: (item["fate"], item["reason"]) for item in found["objects"]}
+    by_cut = {cut: reason for key, reason in why.items() for cut in range(1, 8) if cut_prefix(1, cut) in key}
+    assert by_cut[5] == ("kept", "checkpoint 6: the newest, one of the newest 1")
+    assert by_cut[4] == ("kept", "checkpoint 5: the newest, 6, was written against it, chain base of 6")
+    assert by_cut[1] == ("kept", "checkpoint 2: pinned best, chain base of 4")
+    assert by_cut[3] == ("kept", "checkpoint 4: second chain, which shares nothing with the newest one's")
+    assert by_cut[6] == ("kept", "attempt 1 may still commit cut 6")
+    assert why["notes.txt"] == ("kept", "unknown: not ours")
+    assert why["log/HINT"][0] == why[entry_key(2)][0] == "kept"
+
+    # A new attempt that has not committed: its resume point; the old one's cut can never be committed any more.
+    open_attempt(RunLog(store, RUN), owner="tests", closing_wait_s=0.0)
+    said = reasons(cli, at(url), "--keep-last", "1")
+    assert any("resume point of attempt 7, which has not committed yet" in reason for reason in said)
+    assert said["of a save that failed, or was given up"] == "waits"
+    assert cli("gc", at(url), "--keep-last", "1")[0] == 0
+    said = reasons(cli, at(url), "--keep-last", "1")
+    (grace,) = [reason for reason, fate in said.items() if fate == "waits"]
+    assert grace.startswith("retired by log entry 8, ")
+    assert "of its grace are left" in grace
+    goes = answer(cli, "gc", at(url), "--dry-run", "-v", "--grace", "0")
+    doomed = {f"{RUN}/{item['key']}" for item in goes["objects"] if item["fate"] == "goes"}
+    before = keys(store)
+    assert answer(cli, "gc", at(url), "--grace", "0")["collected"]["objects"] == len(doomed) > 0
+    assert before.keys() - keys(store).keys() == doomed
+    assert "--dry-run" in refused(cli, "gc", at(url), "-v")
+
+
+# -- pin, unpin, retire -----------------------------------------------------------------------------------------
+
+
+def test_a_pin_is_kept_beside_a_living_trainer_and_moves(cli: Cli, url: str, tmp_path: Path) -> None:
+    """The trainer's log handle is from before each word; its next commit goes on, and retention keeps what is pinned."""
+    written = chain(url, tmp_path)
+    assert answer(cli, "pin", at(url), "paper", "-c", "step:200")["checkpoint"] == 3
+    base = written.save(step=400, directive="steps")
+    assert answer(cli, "pin", at(url), "paper", "-c", "3")["entry"] is None, "it has the name already"
+    said = answer(cli, "pin", at(url), "best", "-c", f"{base}")
+    assert (said["before"], said["checkpoint"]) == (2, base)
+    written.save(written.train(), step=500, covers=base, directive="steps")
+    for step in (600, 700, 800):
+        written.save(step=step, directive="steps")
+    assert cli("gc", at(url), "--keep-last", "1")[0] == 0
+    live = {one["seq"]: one["pins"] for one in answer(cli, "ls", at(url))["checkpoints"]}
+    assert {seq: pins for seq, pins in live.items() if pins} == {3: ["paper"], base: ["best"]}
+    assert 2 in live, "3 builds on it"
+    newest = written.save(step=900, pins=("best",), directive="steps")
+    assert answer(cli, "inspect", at(url), "-c", "pin:best")["summary"]["seq"] == newest
+    assert answer(cli, "inspect", at(url), "-c", "pin:paper")["summary"]["seq"] == 3
+    assert cli("unpin", at(url), "paper")[0] == 0
+    assert "nothing is pinned 'paper'" in refused(cli, "unpin", at(url), "paper")
+    assert cli("gc", at(url), "--keep-last", "1")[0] == 0
+    assert not {2, 3, base} & {one["seq"] for one in answer(cli, "ls", at(url))["checkpoints"]}
+    written.save(step=1000, directive="steps")
+    assert answer(cli, "verify", "--deep", at(url))["ok"] is True
+    for wrong in ("", " x", "a\nb", "x" * 300):
+        assert "cannot be a pinned name" in refused(cli, "pin", at(url), wrong)
+
+
+def test_retire_names_what_still_needs_a_checkpoint(cli: Cli, url: str, tmp_path: Path) -> None:
+    written = chain(url, tmp_path)
+    full = written.save(step=400, directive="steps")
+    delta = written.save(written.train(), step=500, covers=full, directive="steps")
+    assert f"checkpoint {delta} stays: it is the newest" in refused(cli, "retire", at(url), "-c", "latest")
+    assert f"the newest, {delta}, was written against it" in refused(cli, "retire", at(url), "-c", f"{full}")
+    assert "checkpoint 3 stays: checkpoint 4 builds on it" in refused(cli, "retire", at(url), "-c", "3")
+    text = refused(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
+    assert "checkpoint 2 stays: it is pinned best" in text
+    assert cli("unpin", at(url), "best")[0] == 0
+    done = answer(cli, "retire", at(url), "-c", "2", "-c", "3", "-c", "4")
+    assert done["retired"] == [2, 3, 4]
+    assert len(done["prefixes"]) == 3
+    assert "was retired by log entry 8" in refused(cli, "inspect", at(url), "-c", "4")
+    assert answer(cli, "gc", at(url), "--grace", "0")["collected"]["objects"] > 0
+    written.save(written.train(), step=600, covers=delta, directive="steps")
+    assert answer(cli, "verify", "--deep", at(url))["ok"] is True
+    assert "No such option" in refused(cli, "retire", at(url), "--keep", "4")
+    assert "say --run" in refused(cli, "retire", url, "-c", f"{full}")
+
+
+# -- rewind -----------------------------------------------------------------------------------------------------
+
+
+def test_rewind_goes_on_from_an_older_checkpoint_and_back(cli: Cli, url: str, tmp_path: Path) -> None:
+    written = chain(url, tmp_path)
+    wanted = {seq: read_checkpoint(written.store, RUN, f"seq:{seq}") for seq in (3, 4)}
+    text = refused(cli, "rewind", at(url), "-c", "3")
+    assert "attempt 1 has not said that it ended" in text
+    assert "--ended" in text
+    written.save(written.train(), step=400, covers=4, directive="close")
+    done = answer(cli, "rewind", at(url), "-c", "3")
+    assert (done["checkpoint"], done["step"], done["aside"]) == (3, 200, [4, 5])
+    # A trainer that was not over after all is told; nothing of it is lost that was committed.
+    with pytest.raises(FencedError):
+        written.save(step=600)
+    assert answer(cli, "ls", at(url))["run"]["newest_seq"] == 3
+    _code, text = cli("ls", at(url))
+    assert "set aside" in text
+    assert_same(read_checkpoint(written.store, RUN), wanted[3])
+    assert_same(read_checkpoint(written.store, RUN, "seq:4"), wanted[4])
+    # Undone while it lives; said again; and a trainer goes on from there.
+    assert answer(cli, "rewind", at(url), "-c", "4")["aside"] == [5]
+    assert answer(cli, "rewind", at(url), "-c", "4")["entry"] is None
+    assert answer(cli, "rewind", at(url), "-c", "3")["aside"] == [4, 5]
+    opened = open_attempt(RunLog(written.store, RUN), owner="tests", closing_wait_s=0.0)
+    assert opened.resume is not None
+    assert (opened.resume.seq, opened.fell_back) == (3, False)
+    assert "may hold the run" in refused(cli, "rewind", at(url), "-c", "4")
+    assert [line["says"] for line in answer(cli, "log", at(url))["lines"] if line["kind"] == "rewind"] == [
+        "the run goes on from checkpoint 3", "the run goes on from checkpoint 4", "the run goes on from checkpoint 3",
+    ]  # fmt: skip
+    # Only what retires for age lets go of what was set aside.
+    assert cli("gc", at(url))[0] == 0
+    assert answer(cli, "ls", at(url))["run"]["checkpoints"] == 4
+    assert answer(cli, "gc", at(url), "--keep-last", "3")["retired"] == [4, 5]
+    assert answer(cli, "verify", "--deep", at(url))["ok"] is True
+
+
+def test_rewind_refuses_a_checkpoint_that_is_not_whole(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    written = chain(file_url, tmp_path)
+    state = written.log.refresh()
+    written.store.delete([f"{RUN}/{state.checkpoints[2].parts[0].index_key}"])
+    assert "an index does not exist" in refused(cli, "rewind", at(file_url), "-c", "3", "--ended", code=1)
+    assert written.log.refresh().tip == 4
+
+
+# -- cp ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(request: pytest.FixtureRequest, tmp_path: Path, url: str) -> str:
+    """The other kind of store, empty."""
+    if url.startswith("file"):
+        found = request.getfixturevalue("minio_url")
+        assert isinstance(found, str)
+        return found
+    return f"file://{tmp_path}/other"
+
+
+def test_cp_to_another_store_is_the_run_bit_for_bit(cli: Cli, url: str, other: str, tmp_path: Path) -> None:
+    written = chain(url, tmp_path)
+    assert cli("compact", at(url), "-c", "3")[0] == 0
+    assert cli("pin", at(url), "paper", "-c", "3")[0] == 0
+    full = written.save(step=400, directive="steps")
+    assert cli("retire", at(url), "-c", f"{full}")[0] == 2
+    done = answer(cli, "cp", at(url), other)["copied"]
+    tip = written.log.refresh().tip
+    assert (done["run"], done["seq"], done["through"], done["checkpoints"]) == (RUN, full, tip, 4)
+    assert answer(cli, "verify", "--deep", at(other))["restored"] == [2, 3, 4, full]
+    copy = open_store(other)
+    for seq in (2, 3, 4, full):
+        assert_same(
+            read_checkpoint(copy, RUN, f"seq:{seq}"), read_checkpoint(written.store, RUN, f"seq:{seq}")
+        )
+    # The source goes on; the copy is of that moment, and a run of its own, with which a trainer goes on.
+    written.save(written.train(), step=500, covers=full, directive="steps")
+    again = answer(cli, "cp", at(url), other)
+    assert (again["copied"]["entries"], again["copied"]["objects"]) == (0, 0)
+    assert again["copied"]["through"] == tip
+    opened = open_attempt(RunLog(copy, RUN), owner="tests", closing_wait_s=0.0)
+    assert opened.resume is not None
+    assert opened.resume.step == 400
+    assert RunLog(copy, RUN).refresh().pinned == {"best": 2, "paper": 3}
+    assert "is there, and is no copy of this" in refused(cli, "cp", at(url), other)
+    written.close()
+
+
+def test_cp_of_one_checkpoint_begins_a_run(cli: Cli, url: str, tmp_path: Path) -> None:
+    """Under another name in the same store, with all it builds on, over two attempts and a compaction."""
+    written = chain(url, tmp_path)
+    assert cli("compact", at(url), "-c", "3")[0] == 0
+    opened = open_attempt(RunLog(written.store, RUN), owner="tests", closing_wait_s=0.0)
+    written.log, written.attempt, written.cut = RunLog(written.store, RUN), opened.attempt, 0
+    last = written.save(written.train(), step=400, covers=4, directive="steps", pins=("fork",))
+    source = written.log.refresh()
+    assert sorted(closure(source, [last])) == [3, 4, last]
+    done = answer(cli, "cp", at(url), url, "-c", "pin:fork", "--to-run", "forks/a")["copied"]
+    assert (done["source_seq"], done["step"], done["checkpoints"]) == (last, 400, 3)
+    assert answer(cli, "verify", "--deep", at(url, "forks/a"))["ok"] is True
+    assert_same(read_checkpoint(written.store, "forks/a"), read_checkpoint(written.store, RUN, f"seq:{last}"))
+    copy = RunLog(written.store, "forks/a")
+    assert copy.refresh().pinned == {"fork": done["seq"]}
+    assert [line["kind"] for line in answer(cli, "log", at(url, "forks/a"))["lines"]] == [
+        "genesis", "attempt", "checkpoint", "compact", "checkpoint", "attempt", "checkpoint",
+    ]  # fmt: skip
+    # No trainer ever held it, so it may be rewound; then one goes on with it.
+    first = min(copy.state.checkpoints)
+    assert answer(cli, "rewind", at(url, "forks/a"), "-c", f"{first}")["step"] == 200
+    resumed = open_attempt(RunLog(written.store, "forks/a"), owner="tests", closing_wait_s=0.0).resume
+    assert resumed is not None
+    assert resumed.step == 200
+    assert_same(read_checkpoint(written.store, "forks/a"), read_checkpoint(written.store, RUN, "seq:3"))
+
+
+def test_cp_checks_every_byte_and_mends_what_lies_there(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    written = chain(file_url, tmp_path)
+    there = f"file://{tmp_path}/there"
+    assert cli("cp", at(file_url), there)[0] == 0
+    copy = open_store(there)
+    packs = [info.key for info in copy.list(RUN) if info.key.endswith(".pack")]
+    # A copy whose log never came to be, and one of whose packs is rotten: it is put anew, the others are passed over.
+    copy.delete([info.key for info in copy.list(f"{RUN}/log/")])
+    data = bytearray(copy.get(packs[0]))
+    data[len(data) // 2] ^= 1
+    copy.put(packs[0], data)
+    done = answer(cli, "cp", at(file_url), there)["copied"]
+    assert (done["objects"], done["passed_over"]) == (1, len(packs) + 3 - 1)
+    assert answer(cli, "verify", "--deep", at(there))["ok"] is True
+    # Rotten at the source: nothing of it becomes a run.
+    written.store.put(packs[0], data)
+    elsewhere = f"file://{tmp_path}/elsewhere"
+    text = refused(cli, "cp", at(file_url), elsewhere, code=1)
+    assert "a frame does not match its hash" in text
+    assert RunLog(open_store(elsewhere), RUN).refresh().tip == -1
+
+
+def test_cp_of_a_run_that_people_spoke_in_and_of_a_log_with_void_slots(
+    cli: Cli, file_url: str, tmp_path: Path
+) -> None:
+    written = chain(file_url, tmp_path)
+    written.store.put(f"{RUN}/{entry_key(4)}", b"rotten")
+    open_attempt(RunLog(written.store, RUN), owner="tests")
+    assert cli("pin", at(file_url), "paper", "-c", "2", "--ended")[0] == 0
+    assert cli("rewind", at(file_url), "-c", "2", "--ended")[0] == 0
+    assert cli("cp", at(file_url), file_url, "--to-run", "b")[0] == 0
+    source, copy = (RunLog(written.store, run).refresh() for run in (RUN, "b"))
+    assert (copy.pinned, copy.aside, copy.attempt) == (source.pinned, source.aside, source.attempt)
+    assert copy.checkpoints.keys() == source.checkpoints.keys()
+    assert answer(cli, "log", at(file_url, "b"))["lines"][4]["counts"] is False
+    assert_same(read_checkpoint(written.store, "b"), read_checkpoint(written.store, RUN))
+
+
+def test_cp_refuses_what_is_no_copy(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    chain(file_url, tmp_path / "a")
+    chain(file_url, tmp_path / "b", "taken").close()
+    before = keys(open_store(file_url), "taken")
+    assert "is no copy of this" in refused(cli, "cp", at(file_url), file_url, "--to-run", "taken")
+    assert keys(open_store(file_url), "taken") == before
+    assert "onto itself" in refused(cli, "cp", at(file_url), file_url)
+    assert "cannot name a new run" in refused(cli, "cp", at(file_url), file_url, "--to-run", "x/log")
+    assert "this is a run and not a store" in refused(cli, "cp", at(file_url), at(file_url))
+    assert "no live, valid checkpoint" in refused(
+        cli, "cp", at(file_url), file_url, "-c", "9", "--to-run", "n"
+    )
+    empty = WrittenRun(open_store(file_url), "empty", tmp_path / "c")
+    empty.close()
+    assert "nothing has been committed" in refused(
+        cli, "cp", at(file_url, "empty"), file_url, "--to-run", "n"
+    )
+
+
+# -- rm ---------------------------------------------------------------------------------------------------------
+
+
+def test_rm_removes_one_run_and_nothing_else(cli: Cli, url: str, tmp_path: Path) -> None:
+    written = chain(url, tmp_path / "a")
+    inner = chain(url, tmp_path / "b", f"{RUN}/inner")
+    kept = keys(written.store, f"{RUN}/inner")
+    assert "say --yes" in refused(cli, "rm", at(url), "--ended")
+    assert "may hold the run" in refused(cli, "rm", at(url), "--yes")
+    assert "this is a store and not a run" in refused(cli, "rm", url, "--yes", "--ended")
+    assert "no run 'team'" in refused(cli, "rm", url, "--run", "team", "--yes")
+    count = len(keys(written.store)) - len(kept)
+    assert answer(cli, "rm", url, "--run", RUN, "--yes", "--ended")["objects"] == count
+    assert keys(written.store) == kept
+    # A trainer that lives on is told, and leaves nothing that looks like a run.
+    with pytest.raises(LogWentBack):
+        written.save(step=400)
+    assert RunLog(written.store, RUN).refresh().tip == -1
+    inner.save(step=400)
+    assert cli("verify", "--deep", at(url, f"{RUN}/inner"))[0] == 0
+
+
+def test_rm_of_what_a_removal_or_a_copy_left(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    """Cut short anywhere; what is left is no run for anybody, and goes when rm is called again."""
+    written = chain(file_url, tmp_path)
+    log = RunLog(written.store, RUN)
+    log.leave_hint(fold_seq=-1, seq=removal.END)
+    with pytest.raises(LogGap):
+        RunLog(written.store, RUN).refresh(deadline_s=0.1)
+    written.store.delete([info.key for info in written.store.list(f"{RUN}/log/0")])
+    assert cli("rm", at(file_url), "--yes")[0] == 0
+    assert keys(written.store) == {}
+    assert "no" in refused(cli, "rm", at(file_url), "--yes")

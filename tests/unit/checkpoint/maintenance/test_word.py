@@ -1,0 +1,235 @@
+"""What a person says of a run: pins that move, rewinds and back, and who may still hold the run."""
+
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.object_key import run_key
+from deltashard_checkpoint.log import folded_state
+from deltashard_checkpoint.log.chain import CheckpointNotFound
+from deltashard_checkpoint.log.commit_log import LogStopped
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.replay import EntryRefused
+from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.maintenance.holder import RunHeld, holder
+from deltashard_checkpoint.maintenance.retention import (
+    EVERYTHING,
+    Needed,
+    Retention,
+    append_retirement,
+    kept,
+    needs,
+    reasons,
+    retire_these,
+)
+from deltashard_checkpoint.write.attempt import NothingRestorable, mark_closing, select
+from deltashard_checkpoint.write.commit import FencedError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.checkpoint.run_builder import Run
+
+
+def three(run: Run, **options: object) -> tuple[int, list[int]]:
+    """An attempt with three baselines."""
+    attempt = run.open(**options).attempt
+    return attempt, [run.commit(attempt, cut, directive="steps") for cut in (1, 2, 3)]
+
+
+def test_the_newest_word_or_commit_has_a_name():
+    run = Run()
+    attempt, (first, second, third) = three(run)
+    assert word.pin(run.reader(), "best", f"{first}").checkpoint == first
+    assert word.pin(run.reader(), "best", f"seq:{first}") is None
+    fourth = run.commit(attempt, 4, pins=("best", "last"))
+    assert run.log.refresh().pinned == {"best": fourth, "last": fourth}
+    assert run.log.state.bearers("best") == (first, fourth)
+    word.pin(run.reader(), "best", f"{second}")
+    assert run.log.refresh().pinned == {"best": second, "last": fourth}
+    assert run.log.state.pins_of(fourth) == ("last",)
+    assert select(run.log.state, "pin:best").seq == second
+    word.pin(run.reader(), "best", None)
+    assert run.log.refresh().pinned == {"last": fourth}
+    with pytest.raises(UserError, match="nothing is pinned"):
+        word.pin(run.reader(), "best", None)
+    with pytest.raises(CheckpointNotFound):
+        word.pin(run.reader(), "best", "seq:99")
+    with pytest.raises(CheckpointNotFound):
+        word.pin(run.reader(), "best", "none")
+    assert third in run.log.state.checkpoints
+
+
+def test_a_word_is_forgotten_with_what_it_is_about():
+    """Or states would grow with every name there ever was."""
+    run = Run()
+    attempt = run.open().attempt
+    first = run.commit(attempt, 1, pins=("best",))
+    run.commit(attempt, 2)
+    word.pin(run.reader(), "best", None)
+    word.pin(run.reader(), "paper", f"{first}")
+    assert run.log.refresh().words.keys() == {"best", "paper"}
+    word.pin(run.reader(), "paper", None)
+    assert run.log.refresh().words.keys() == {"best"}
+    run.retire([first])
+    assert run.log.state.words == {}
+    assert folded_state.dump(run.log.state).startswith(b'{"attempt"')
+    assert b'"format":2' in folded_state.dump(run.log.state)
+
+
+def test_a_log_that_cannot_be_followed_is_not_spoken_in():
+    run = Run()
+    _, (first, *_) = three(run)
+    run.memory.put(run_key("job", entry_key(run.log.state.tip)), b"rotten")
+    for say in (
+        lambda: word.pin(run.reader(), "a", f"{first}"),
+        lambda: word.rewind(run.reader(), f"{first}", ended=True),
+    ):
+        with pytest.raises(LogStopped):
+            say()
+
+
+def test_a_trainer_of_an_older_version_may_not_be_spoken_beside():
+    run = Run()
+    _, (first, *_) = three(run, knows=None)
+    with pytest.raises(RunHeld, match="older version"):
+        word.pin(run.reader(), "a", f"{first}")
+    assert word.pin(run.reader(), "a", f"{first}", ended=True) is not None
+    run = Run()
+    _, (first, *_) = three(run)
+    assert word.pin(run.reader(), "a", f"{first}") is not None
+
+
+def test_who_holds_a_run_is_what_its_last_commit_says():
+    run = Run()
+    assert holder(run.log, run.log.refresh()) is None, "no attempt"
+    attempt = run.open(workload="uid").attempt
+    found = holder(run.log, run.log.refresh())
+    assert (found.attempt, found.workload, found.knows, found.closing) == (attempt, "uid", 3, False)
+    for directive, held in (
+        ("timer; x", True),
+        ("close; x", False),
+        ("", True),
+        ("user", True),
+        ("drain", False),
+    ):
+        run.commit(attempt, run.step + 1, directive=directive)
+        assert (holder(run.log, run.log.refresh()) is not None) is held, directive
+    mark_closing(run.log, attempt, "0-abc")
+    assert holder(run.log, run.log.state).closing
+    run.time.now_s += 61
+    assert holder(run.log, run.log.state) is None
+    run.open()
+    assert holder(run.log, run.log.refresh()) is not None, "it came back"
+
+
+def test_a_rewind_fences_and_sets_aside_and_another_one_brings_back():
+    run = Run()
+    attempt, (first, second, third) = three(run)
+    with pytest.raises(RunHeld, match="has not said that it ended"):
+        word.rewind(run.reader(), f"{first}")
+    run.commit(attempt, 4, directive="close")
+    assert word.rewind(run.reader(), f"{second}").to == second
+    state = run.log.refresh()
+    assert (state.newest().seq, state.aside, state.loading()) == (second, {third, third + 1}, second)
+    with pytest.raises(FencedError, match="a person rewound the run"):
+        run.commit(attempt, 5)
+    assert word.rewind(run.reader(), f"{second}") is None
+    assert word.rewind(run.reader(), f"{third}").to == third
+    assert run.log.refresh().aside == {third + 1}
+    resumed = run.open()
+    assert (resumed.resume.seq, resumed.fell_back) == (third, False)
+    with pytest.raises(RunHeld):
+        word.rewind(run.reader(), f"{first}")
+    newest = run.commit(resumed.attempt, 1, directive="close")
+    assert run.log.state.newest().seq == newest
+    # A branch that was left stays aside when the run goes back within another one.
+    word.rewind(run.reader(), f"{third}")
+    assert run.log.refresh().aside == {third + 1, newest}
+    word.rewind(run.reader(), f"{newest}")
+    assert run.log.refresh().aside == {third + 1}
+    word.rewind(run.reader(), f"{third + 1}")
+    assert run.log.refresh().aside == {newest}
+
+
+def test_what_is_set_aside_is_nothing_to_fall_back_to_and_goes_first():
+    run = Run()
+    attempt, (first, second, third) = three(run)
+    word.rewind(run.reader(), f"{second}", ended=True)
+    state = run.log.refresh()
+    assert select(state, exclude=[second]).seq == first
+    with pytest.raises(NothingRestorable, match=r"2 live ones is valid") as failed:
+        select(state, exclude=[first, second])
+    assert f"{third} is valid, but set aside" in failed.value.remedy
+    assert select(state, f"seq:{third}").seq == third
+    assert kept(state, Retention(keep_last=EVERYTHING)) == {first, second, third}
+    assert kept(state, Retention(keep_last=2)) == {first, second}
+    with pytest.raises(EntryRefused, match="every checkpoint"):
+        run.retire([first, second])
+    word.pin(run.reader(), "keep", f"{third}")
+    assert append_retirement(run.log, Retention(keep_last=1)) is None, "a pin, and a second chain"
+    assert attempt < run.log.state.attempt
+
+
+def test_retire_these_and_no_others():
+    run = Run()
+    attempt = run.open().attempt
+    base = run.commit(attempt, 1)
+    deltas = [run.commit(attempt, cut, base) for cut in (2, 3)]
+    full = run.commit(attempt, 4)
+    for gone, why in (
+        ([full], "it is the newest"), ([base], f"checkpoint {deltas[0]} builds on it"),
+        ([base, deltas[0]], f"checkpoint {deltas[1]} builds on it"),
+    ):  # fmt: skip
+        with pytest.raises(Needed, match=why):
+            retire_these(run.log, lambda _state, gone=gone: gone)
+    entry = retire_these(run.log, lambda _state: [base, *deltas])
+    assert entry.checkpoints == (base, *deltas)
+    assert len(entry.prefixes) == 3
+    assert retire_these(run.log, lambda _state: []) is None
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> Run:
+    """A run with deltas on anything, pins, words, compactions and rewinds."""
+    run = Run()
+    attempt = run.open().attempt
+    for cut in range(1, draw(st.integers(2, 15))):
+        live = sorted(run.log.refresh().checkpoints)
+        what = draw(
+            st.sampled_from(["full", "delta", "delta", "pinned", "pin", "unpin", "rewind", "open", "compact"])
+        )
+        one = draw(st.sampled_from(live)) if live else None
+        if what in {"full", "pinned"} or one is None:
+            run.commit(attempt, cut, pins=(draw(st.sampled_from("ab")),) if what == "pinned" else ())
+        elif what == "delta":
+            line = run.log.state.attempts[attempt].last_seq or run.log.state.attempts[attempt].resumes_from
+            run.commit(attempt, cut, line if line in run.log.state.checkpoints else None)
+        elif what == "pin":
+            word.pin(run.log, draw(st.sampled_from("ab")), f"{one}")
+        elif what == "unpin":
+            name = draw(st.sampled_from("ab"))
+            if name in run.log.state.pinned:
+                word.pin(run.log, name, None)
+        elif what == "rewind":
+            word.rewind(run.log, f"{one}", ended=True)
+            attempt = run.open().attempt
+        elif what == "open":
+            attempt = run.open(which=f"seq:{one}").attempt
+        elif one not in run.log.state.compactions:
+            run.compacted(one)
+    return run
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs(), st.sampled_from([1, 2, 5, EVERYTHING]), st.sampled_from([None, 3]))
+def test_every_kept_checkpoint_has_a_reason_and_no_other(run, keep_last, every_steps):
+    state, retention = run.log.refresh(), Retention(keep_last=keep_last, every_steps=every_steps)
+    why = reasons(state, retention)
+    assert why.keys() == kept(state, retention)
+    assert all(why.values())
+    assert any("the newest" in said for said in why[state.newest().seq])
+    for name, seq in state.pinned.items():
+        assert f"pinned {name}" in why[seq]
+    # What retention lets go nothing needs; and the folded state is the state.
+    gone = state.checkpoints.keys() - why.keys()
+    assert needs(state, gone) == {}
+    data = folded_state.dump(state)
+    assert folded_state.load(data, "job", folded_state.name_of(state, data)) == state
