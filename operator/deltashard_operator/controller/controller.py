@@ -81,7 +81,9 @@ class Controller:
             self._books, call=call, metrics=metrics, keep_finished_s=keep_finished_s, wall=wall
         )
         self._writes = Writes(self._books, statuses=self._statuses, teller=teller, metrics=metrics, wall=wall)
-        self._policies = PolicyWriter(self._books, call=call, metrics=metrics, wall=wall)
+        self._policies = PolicyWriter(
+            self._books, call=call, metrics=metrics, counts_s=status_interval_s, wall=wall
+        )
         self._judged_all_s = 0.0
         self._bucket = Bucket()
         self.loaded = False

@@ -1,6 +1,6 @@
 """Statuses of CheckpointPolicies in the API: who uses them, and what their sidecars say of the store.
 
-Looked at every few seconds, all of them; written when a condition changed, and counts at most every `COUNTS_S`. One
+Looked at every few seconds, all of them; written when a condition changed, and counts as seldom as commits of runs. One
 write at a time, so that what policies cost the API is bounded whatever happens to their runs.
 """
 
@@ -20,8 +20,6 @@ from deltashard_operator.run import policy_standing, run_record
 from deltashard_operator.run.watched_run import Run
 
 LOOK_S = 5.0
-COUNTS_S = 30.0
-"""Counts alone are written so often at most."""
 BACK_OFF_S = 30.0
 """After a write that failed."""
 _log = structlog.get_logger("deltashard.controller")
@@ -42,11 +40,19 @@ class PolicyWriter:
     """Keeps the statuses; on the controller's loop."""
 
     def __init__(
-        self, books: Entries, *, call: Caller, metrics: ControllerMetrics, wall: Callable[[], float]
+        self,
+        books: Entries,
+        *,
+        call: Caller,
+        metrics: ControllerMetrics,
+        counts_s: float,
+        wall: Callable[[], float],
     ) -> None:
+        """`counts_s`: counts alone are written so often at most."""
         self._books = books
         self._call = call
         self._metrics = metrics
+        self._counts_s = counts_s
         self._wall = wall
         self._known: dict[Key, _Known] = {}
         self._looked_s = 0.0
@@ -83,7 +89,7 @@ class PolicyWriter:
                 continue  # nobody has used it yet
             wanted = policy_standing.status(standing, known.status, generation=seen.generation, now_s=now_s)
             soon = wanted.get("conditions") != known.status.get("conditions")
-            if wanted != known.status and now_s >= known.not_before_s - (COUNTS_S if soon else 0.0):
+            if wanted != known.status and now_s >= known.not_before_s - (self._counts_s if soon else 0.0):
                 found[key] = wanted
         for key in self._known.keys() - self._books.policies.keys():
             del self._known[key]
@@ -97,7 +103,7 @@ class PolicyWriter:
             path = f"/apis/{run_record.API_VERSION}/namespaces/{namespace}/checkpointpolicies/{name}/status"
             change = run_record.patch(known.status, status)
             body = {"metadata": {"uid": known.uid}, "status": change}
-            known.not_before_s = self._wall() + COUNTS_S
+            known.not_before_s = self._wall() + self._counts_s
             try:
                 answer = await self._call("PATCH", path, body, content=MERGE, tries=2)
             except ApiUnavailable as error:
@@ -112,6 +118,6 @@ class PolicyWriter:
                 self._failed(known, namespace, name, answer.sentence)
 
     def _failed(self, known: _Known, namespace: str, name: str, why: str) -> None:
-        known.not_before_s = self._wall() + COUNTS_S + BACK_OFF_S
+        known.not_before_s = self._wall() + self._counts_s + BACK_OFF_S
         self._metrics.policy_writes.labels("failed").inc()
         _log.warning("policy.not_written", namespace=namespace, policy=name, error=why)

@@ -168,6 +168,44 @@ def test_incidents_are_events_once_each_and_conditions_while_they_last(
         assert eventually(lambda: cluster.events("CredentialsMissing"), "an Event")
 
 
+def test_a_policy_says_who_uses_it_and_what_their_sidecars_say_of_its_store(
+    controller: ControllerProcess, cluster: Cluster
+) -> None:
+    """Nothing until a sidecar could say; a store that is in trouble, and then well; and what was proven stays."""
+    folder = f"/apis/deltashard.io/v1alpha1/namespaces/{cluster.namespace}/checkpointpolicies"
+    document = {
+        "apiVersion": "deltashard.io/v1alpha1",
+        "kind": "CheckpointPolicy",
+        "metadata": {"name": "default", "namespace": cluster.namespace},
+        "spec": {"store": {"url": "s3://bucket/prefix"}},
+    }
+    assert cluster.http("POST", folder, document).status == 201
+
+    def said() -> dict[str, Any]:
+        return dict(cluster.http("GET", f"{folder}/default").document.get("status") or {})
+
+    def conditions() -> dict[str, str]:
+        return {each["type"]: each["status"] for each in said().get("conditions") or ()}
+
+    job = cluster.job()
+    pod = cluster.running_pod(job)
+    with Sidecar(controller, cluster, pod, job) as sidecar:
+        failed = incident(1, "STORE_UNAVAILABLE", message="the bucket does not exist")
+        sidecar.beat(step=5, store_ok=False, incidents=[failed])
+        eventually(lambda: conditions().get("StoreReachable") == "False", "the trouble")
+        assert conditions() == {"Ready": "False", "CredentialsPresent": "True", "StoreReachable": "False"}
+        ready = next(each for each in said()["conditions"] if each["type"] == "Ready")
+        assert "the bucket does not exist" in ready["message"]
+        sidecar.beat(step=9, seq=1, committed=8, store_proven=True)
+        eventually(lambda: conditions().get("Ready") == "True", "well again")
+        assert (conditions()["CreateOnly"], said()["runs"]) == ("True", 1)
+        cluster.kubelet(pod, phase="Succeeded", exit_code=0, reason="Completed")
+        cluster.end(job)
+        cluster.reaches(job, phase="Finished")
+    eventually(lambda: said()["runs"] == 0, "nobody uses it any more")
+    assert conditions()["CreateOnly"] == "True"
+
+
 def test_a_new_controller_goes_on_where_the_one_before_was_killed(own: Own) -> None:
     controller, cluster = own.controller, own.cluster
     controller.start()
