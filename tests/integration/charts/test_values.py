@@ -238,7 +238,15 @@ def watched(rendering: Rendering) -> dict[str, Any]:
 
 
 EVERYWHERE = ["mutatingwebhookconfigurations", "nodes", "tokenreviews"]
-FOLLOWED = ["checkpointpolicies", "checkpointruns", "checkpointruns/status", "events", "jobs", "pods"]
+FOLLOWED = [
+    "checkpointpolicies",
+    "checkpointpolicies/status",
+    "checkpointruns",
+    "checkpointruns/status",
+    "events",
+    "jobs",
+    "pods",
+]
 
 CASES = [
     Case(
