@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from tests.cluster.kubernetes.process import wait_until
-from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.bench import NO_TIMER, Bench
 from tests.cluster.scenario.job import SIDECAR
+from tests.cluster.scenario.reference import checkpoints
+from tests.support.machine import limit_s
 
 pytestmark = pytest.mark.timeout(600, func_only=True)
 
@@ -41,3 +47,39 @@ def test_job_completes(bench: Bench) -> None:
         return phase, step
 
     wait_until(lambda: row() == ("Finished", "300"), timeout_s=60, what=lambda: f"the table says it: {row()}")
+
+
+def test_a_run_goes_back_by_kubectl(bench: Bench) -> None:
+    """Suspended, rewound by the plugin's Job with the sidecar's own keys, and resumed: from just that checkpoint."""
+    job = bench.job("goes-back", notes=NO_TIMER)
+    life = bench.began(job, 0)
+    for number in (1, 2):  # each leaves a checkpoint of its last step behind
+        bench.witness.wait_step(life["life"], life["step"] + 20, timeout_s=60)
+        pod = life["pod"]
+        job.delete_pod(pod)
+        life = bench.began(job, number)
+    older, newer = (each for each in checkpoints(bench.url, job.run)[-2:])
+    assert older.step < newer.step == life["step"]
+    refused = plugin(bench, "rewind", job.name, "-c", f"seq:{older.seq}", status=2)
+    assert "pod" in refused["error"]["what"], refused
+    job.patch({"spec": {"suspend": True}})
+    wait_until(lambda: not job.pods(), timeout_s=90, what="the suspended pods gone")
+    job.wait_phase("Pending")
+    plugin(bench, "rewind", job.name, "-c", f"seq:{older.seq}")
+    bench.note(f"rewound to step {older.step}")
+    job.patch({"spec": {"suspend": False}})
+    back = bench.began(job, 3)
+    assert back["step"] == older.step
+    bench.assert_resumed(back)
+
+
+def plugin(bench: Bench, *words: str, status: int = 0) -> dict[str, object]:
+    """What `kubectl deltashard ... --json` says; it must end with this status."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deltashard_cli.kubectl.plugin", *words, "-n", bench.namespace,
+         f"--kubeconfig={bench.cluster.kubeconfig}", "--json"],
+        capture_output=True, text=True, timeout=limit_s(240), check=False,
+    )  # fmt: skip
+    assert done.returncode == status, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    found: dict[str, object] = json.loads(done.stdout)
+    return found

@@ -15,7 +15,9 @@ SIDECAR = "deltashard-sidecar"
 URL = "DELTASHARD_URL"
 NOT_THE_STORES = ("DELTASHARD_", "POD_", "NODE_", "NUMBA_")
 """How variables begin that are of the sidecar's own matters."""
-OWN_VOLUMES = frozenset({"deltashard-shm", "deltashard-token"})
+MEMORY, TOKENS = "deltashard-shm", "deltashard-token"
+FLEET = "fleet"
+"""Path of the token that the controller wants; the others are for the store."""
 OF_POD = ("serviceAccountName", "imagePullSecrets", "securityContext", "nodeSelector", "tolerations")
 """What the pod needs to be admitted and scheduled as the run's are."""
 DEADLINE_S = 600
@@ -41,8 +43,14 @@ def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -
             "there is no deltashard-sidecar in it", where=f"the pod template of {run['metadata']['name']}"
         )
     namespace = run["metadata"]["namespace"]
-    mounts = [each for each in sidecar.get("volumeMounts") or () if each["name"] not in OWN_VOLUMES]
-    mounted = {each["name"] for each in mounts}
+    wanted = {each["name"] for each in sidecar.get("volumeMounts") or ()}
+    volumes = [
+        kept
+        for each in pod.get("volumes") or ()
+        if each["name"] in wanted and (kept := _of_store(each)) is not None
+    ]
+    there = {each["name"] for each in volumes}
+    mounts = [each for each in sidecar.get("volumeMounts") or () if each["name"] in there]
     container = {
         "name": "deltashard",
         "image": sidecar["image"],
@@ -68,7 +76,7 @@ def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -
     spec = {
         "restartPolicy": "Never",
         "containers": [container],
-        "volumes": [each for each in pod.get("volumes") or () if each["name"] in mounted],
+        "volumes": volumes,
         **{key: pod[key] for key in OF_POD if key in pod},
     }
     labels = {"app.kubernetes.io/part-of": "deltashard", "app.kubernetes.io/component": f"store-{words[0]}"}
@@ -83,3 +91,16 @@ def manifest(run: Document, pod: Document, words: Sequence[str], *, name: str) -
             "template": {"metadata": {"labels": labels}, "spec": spec},
         },
     }
+
+
+def _of_store(volume: Document) -> Document | None:
+    """A volume of the sidecar's, as far as the store is reached by it; None: not at all."""
+    if volume["name"] == MEMORY:
+        return None
+    if volume["name"] != TOKENS:
+        return volume
+    projected = volume["projected"]
+    sources = [
+        each for each in projected["sources"] if each.get("serviceAccountToken", {}).get("path") != FLEET
+    ]
+    return {**volume, "projected": {**projected, "sources": sources}} if sources else None

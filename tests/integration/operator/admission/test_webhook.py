@@ -344,10 +344,13 @@ def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
 
 
 def test_a_numbered_pods_run_is_nobody_elses(rest: Rest, shared_webhook: WebhookProcess) -> None:
-    """Pod 1 of `exp` and a workload with the run id `exp-1` would be one run: whichever comes second is refused."""
+    """Pod 1 of `exp`, where each trains a run of its own, and a workload with the run id `exp-1` would be one run.
 
-    def indexed(name: str, run_id: str, pods: int) -> dict[str, Any]:
-        document = job(name, opted(run_id=run_id))
+    Whichever comes second is refused. Where the pods are ranks of one run there is no such name.
+    """
+
+    def indexed(name: str, run_id: str, pods: int, runs: str = "per-pod") -> dict[str, Any]:
+        document = job(name, opted(run_id=run_id, runs=runs))
         document["spec"] |= {"completionMode": "Indexed", "completions": pods, "parallelism": pods}
         return document
 
@@ -365,6 +368,7 @@ def test_a_numbered_pods_run_is_nobody_elses(rest: Rest, shared_webhook: Webhook
         wider = rest.create(indexed("wider", "exp", 3), dry_run=True)
         assert "run 'exp-2' would be shared with Job single" in wider.document["message"]
         assert has_sidecar(rest.create(indexed("narrow", "exp", 2), dry_run=True))
+        assert has_sidecar(rest.create(indexed("group", "exp", 3, "one"), dry_run=True))
         assert rest("DELETE", f"{jobs}/single", {"propagationPolicy": "Background"}).status == 200
 
 
