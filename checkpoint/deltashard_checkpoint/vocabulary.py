@@ -178,6 +178,10 @@ FLEET_PROTOCOL = ProtocolVersions(1, 1)
 """Between sidecar and controller."""
 
 
+ONE_RUN, RUN_PER_POD = "one", "per-pod"
+"""What a workload's pods train: ranks of one run, or each numbered pod a run of its own."""
+
+
 # Names in a commit's metadata that are ours
 
 PLS_KEY = "deltashard/pls"

@@ -8,7 +8,7 @@ import click
 from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.format.object_key import validate_new_run, validate_run
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
-from deltashard_checkpoint.maintenance.holder import check_ended
+from deltashard_checkpoint.maintenance.holder import RunHeld, check_ended
 from deltashard_checkpoint.whole_run import removal, run_copy
 from deltashard_checkpoint.whole_run.copy_draft import Draft
 
@@ -138,10 +138,23 @@ def _look(log: RunLog, *, ended: bool, begun: bool) -> str:
     try:
         state = log.refresh(deadline_s=POLICY.deadline_s)
     except LogGap as gap:
-        return f"its log is damaged ({gap.what})"
+        return _damaged(gap.what, ended=ended)
     except FormatError as error:
-        return f"its log is damaged ({error.what})"
+        return _damaged(error.what, ended=ended)
+    if state.stopped is not None:
+        return _damaged(state.damage() or "", ended=ended)
     check_ended(log, state, ended=ended, what="a removal")
     newest = state.newest()
     step = "" if newest is None else f", the newest of step {number(newest.step)}"
     return f"{plural(len(state.checkpoints), 'checkpoint')}{step}"
+
+
+def _damaged(what: str, *, ended: bool) -> str:
+    """What is told of a run whose log says no more who trains it. Raises `RunHeld` unless a person knows."""
+    if not ended:
+        raise RunHeld(
+            f"its log is damaged, and does not say whether a trainer holds the run: {what}",
+            where="rm",
+            remedy="end its trainers, and say --ended",
+        )
+    return f"its log is damaged ({what})"

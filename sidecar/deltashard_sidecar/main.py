@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from deltashard_sidecar.session import lifecycle as session_lifecycle
 
 if TYPE_CHECKING:
     from deltashard_sidecar.fleet.fleet_stream import Fleet
+    from deltashard_sidecar.fleet.standing import Standing
     from deltashard_sidecar.sidecar import Sidecar
     from deltashard_sidecar.telemetry.metric import Metrics
     from deltashard_sidecar.telemetry.structured_logging import Logger
@@ -124,8 +126,10 @@ def _serve(config: settings.Settings, log: Logger) -> int:
     write_ready(config.ready_path, facts)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
     sidecar.start()
-    fleet = _fleet(config, sidecar, metrics, log)
+    fleet, standing = _fleet(config, sidecar, metrics, log)
     while not stop.wait(TICK_S):
+        if standing is not None:
+            standing.look(time.time())
         bound(config.dir / "sidecar.log")
         if not sidecar.tick():
             log.info("sidecar.lingered", linger_s=config.linger_s)
@@ -146,10 +150,12 @@ def _serve(config: settings.Settings, log: Logger) -> int:
     return 0
 
 
-def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: Logger) -> Fleet | None:
-    """The running stream to the controller, where there is one."""
+def _fleet(
+    config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: Logger
+) -> tuple[Fleet, Standing] | tuple[None, None]:
+    """The running stream to the controller, and what it tells of this sidecar, where there is a controller."""
     if not config.fleet:
-        return None
+        return None, None
     from deltashard_sidecar.fleet.fleet_stream import Fleet
     from deltashard_sidecar.fleet.standing import Standing
 
@@ -176,7 +182,7 @@ def _fleet(config: settings.Settings, sidecar: Sidecar, metrics: Metrics, log: L
         log=log,
     )
     fleet.start()
-    return fleet
+    return fleet, standing
 
 
 def _socket(argv: Sequence[str]) -> tuple[dict[str, str], str]:

@@ -32,11 +32,12 @@ from deltashard_checkpoint.vocabulary import (
     DEFAULT_INTERVAL_MODE,
     DEFAULT_SEARCH_MODE,
     DEFAULT_STATE_ENCODING,
+    ONE_RUN,
+    RUN_PER_POD,
 )
 from deltashard_proto.arena_layout import DEFAULT_BLOCK_BYTES, MAX_FRAME_BYTES
 
 _PLAIN_VARIABLES = frozenset({"pod_name", "pod_namespace", "pod_uid", "node_name"})
-RUN_PER_POD, ONE_RUN = "per-pod", "one"
 _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _YEAR_S = 366 * 86400.0
 _EXACT = 1 << 53

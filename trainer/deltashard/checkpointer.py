@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
 import torch
+from deltashard_checkpoint.deciding.ending import reason_of
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard import arguments
@@ -496,7 +497,7 @@ class Checkpointer:
         the save stays asked for, until a cut is possible.
 
         Args:
-            reason: a word for logs and the log entry.
+            reason: a word for logs and the log entry; one that means an end (close, sigterm) is said as the user's.
             pin: keep this checkpoint under this name whatever retention says, `restore(which="pin:NAME")`.
             metadata: metrics and the like, stored with it as text; names beginning with "deltashard/" are ours.
 
@@ -512,7 +513,7 @@ class Checkpointer:
             )
         arguments.check_pin(pin)
         handle = SaveHandle(
-            reason=reason, pin=pin, metadata=arguments.texts_of(metadata), waiter=self._loop.wait
+            reason=reason_of(reason), pin=pin, metadata=arguments.texts_of(metadata), waiter=self._loop.wait
         )
         self._loop.ask(handle)
         return handle

@@ -6,6 +6,9 @@ from typing import Protocol
 
 ORDINARY = frozenset({"timer", "steps", "baseline", "user"})
 """Reasons of saves that say nothing of the trainer's end."""
+CLOSE = "close"
+LEAVING = frozenset({"sigterm", "stopping", "eviction"})
+"""Reasons of a pod or process that is going; in a group others may stay."""
 
 
 class Reasoned(Protocol):
@@ -14,6 +17,17 @@ class Reasoned(Protocol):
     @property
     def directive(self) -> str:
         """The reason comes first."""
+
+
+def reason_of(said: str) -> str:
+    """The reason of a save that a user asked for: never one that means an end."""
+    return f"user {said}" if said == CLOSE or said in LEAVING else said
+
+
+def has_ended(checkpoint: Reasoned, world_size: int) -> bool:
+    """Whether it is certain that its trainers ended with it: they closed, or the only one was told to go."""
+    reason = checkpoint.directive.partition(";")[0]
+    return reason == CLOSE or (world_size == 1 and reason in LEAVING)
 
 
 def ends(checkpoint: Reasoned) -> bool:

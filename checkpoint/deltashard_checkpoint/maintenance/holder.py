@@ -1,17 +1,17 @@
 """Who may still be training a run, as far as its store tells.
 
-There is no lease: a trainer that is cut off, asleep or between two saves says nothing, and silence proves nothing. What
-the log does say is how an attempt ended: its last commit names what asked for it, and a close or an eviction is an end
-(`deciding.ending`). An attempt that no trainer ever had (a rewind's, a copy's) has no holder either. Everything else
-may be alive, until a person who knows says that it has ended. Nothing rests on that word but peace: the log fences a
-trainer that lives on all the same.
+There is no lease: a trainer that is cut off, asleep or between two saves says nothing, and silence proves nothing.
+What the log does say is how an attempt ended: its last commit names what asked for it, and a close is an end, as is
+the eviction of a trainer without peers (`deciding.ending`). An attempt that no trainer ever had (a rewind's, a
+copy's) has no holder either. Everything else may be alive, until a person who knows says that it has ended. Nothing
+rests on that word but peace: the log fences a trainer that lives on all the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deltashard_checkpoint.deciding.ending import ends
+from deltashard_checkpoint.deciding.ending import has_ended
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import AttemptOpened, Sealed, is_copied, known_format
@@ -56,7 +56,7 @@ def holder(log: RunLog, state: RunState) -> Holder | None:
     opened = state.attempts[state.attempt]
     last = None if opened.last_seq is None else state.checkpoints.get(opened.last_seq)
     closing = _closing(log, state.attempt)
-    if last is not None and last.directive and ends(last) and not closing:
+    if last is not None and has_ended(last, opened.world_size) and not closing:
         return None
     return Holder(
         attempt=state.attempt,

@@ -4,7 +4,8 @@
    gone (`LogGap`) and restores, commits and deletes nothing. A living trainer finds the log changed under it.
 2. The folded states, then the entries, oldest first: should HINT be lost, a gap is left at the beginning, not a shorter
    log that looks whole.
-3. Data, layouts and all else that is a run's; last of all HINT.
+3. Data, layouts and all else that is a run's, then once more what somebody may have written into the log meanwhile, who
+   had read it before (and HINT again, which he wrote over); last of all HINT.
 
 Begun again it goes on: HINT says what this is. Only folders that every run has are touched, so a run whose name begins
 with this one's (`a/b` beside `a`) keeps its own.
@@ -24,6 +25,8 @@ from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
 END = 10**14
 """The slot that HINT of a run under removal names: 15 digits, and beyond any log."""
 _BATCH = 1000
+_SWEEPS = 8
+"""Of what others write into the log meanwhile; who goes on longer is a trainer that should have been ended."""
 _BARRIER = b'{"fold":-1,"seq":%d}' % END
 
 
@@ -82,7 +85,15 @@ def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None)
     # A listing is in the order of keys: entries oldest first.
     drop(info for info in log.store.list(log.key("log/")) if seq_of(info.key[len(log.run) + 1 :]) is not None)
     crash_point("rm.after_log")
-    drop(info for info in _every(log) if info.key != hint)
+    # IMPORTANT: the barrier stands while data goes. A writer that read the log before it may have put its own HINT.
+    for _ in range(_SWEEPS):
+        if not removing(log):
+            log.leave_hint(fold_seq=-1, seq=END)
+        late = [info for info in log.store.list(log.key("log/")) if info.key != hint]
+        if not late:
+            break
+        drop(iter(late))
+    drop(info for info in _every(log, last="log") if info.key != hint)
     crash_point("rm.before_hint")
     log.store.delete([hint])
     crash_point("rm.after_hint")
@@ -100,6 +111,6 @@ def _delete(log: RunLog, batch: list[ObjectInfo], advance: Callable[[int], None]
     advance(sum(info.size_bytes for info in batch))
 
 
-def _every(log: RunLog) -> Iterator[ObjectInfo]:
-    for folder in sorted(RESERVED):
+def _every(log: RunLog, *, last: str = "") -> Iterator[ObjectInfo]:
+    for folder in sorted(RESERVED, key=lambda name: (name == last, name)):
         yield from log.store.list(log.key(f"{folder}/"))

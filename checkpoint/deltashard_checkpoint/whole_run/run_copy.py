@@ -289,7 +289,9 @@ def _put_log(made: Draft, log: Sequence[bytes], missing: Sequence[int]) -> None:
     """Write the copy's log: HINT, genesis, what follows it, and at the very end the last entry."""
     target = made.target
     target.probe()
-    before = _hint(target)
+    before, first, last = _hint(target), missing[0], missing[-1]
+    if first == 0 and _genesis_of_others(target, log[0]):
+        raise _taken(target, 0)  # data may have taken hours: somebody began a run of this name
     # IMPORTANT: HINT first. It is what keeps everyone away from a log that is not whole yet.
     target.leave_hint(fold_seq=-1, seq=len(log) - 1)
     crash_point("cp.after_hint")
@@ -302,13 +304,12 @@ def _put_log(made: Draft, log: Sequence[bytes], missing: Sequence[int]) -> None:
             if target.store.get(key) != log[seq]:
                 raise _taken(target, seq) from None
 
-    first, last = missing[0], missing[-1]
     try:
         put(first)
-    except (
-        TargetTaken
-    ):  # somebody began a run of this name, or went on with it, just now: it must not be kept shut
-        target.store.put(target.key("log/HINT"), before or b"")
+    except BaseException:
+        # Somebody began a run of this name, or went on with it, just now: it must not be kept shut.
+        if first == 0 and _genesis_of_others(target, log[0]):
+            target.store.put(target.key("log/HINT"), before or b"")
         raise
     crash_point("cp.after_genesis")
     with ThreadPoolExecutor(LOG_WORKERS) as pool:
@@ -317,6 +318,14 @@ def _put_log(made: Draft, log: Sequence[bytes], missing: Sequence[int]) -> None:
     crash_point("cp.before_last_entry")
     put(last)
     crash_point("cp.after_last_entry")
+
+
+def _genesis_of_others(target: RunLog, mine: bytes) -> bool:
+    """Whether slot 0 of the target is taken, and not by this copy."""
+    try:
+        return target.store.get(target.key(entry_key(0))) != mine
+    except ObjectNotFound:
+        return False
 
 
 def _hint(target: RunLog) -> bytes | None:

@@ -110,6 +110,8 @@ def select(state: RunState, which: str = "latest", exclude: Iterable[int] = ()) 
         found = sorted((c for c in usable if c.seq in bearers), key=lambda c: bearers.index(c.seq))
     elif kind in {"seq", "step"} and value.isascii() and value.isdigit():
         found = [c for c in usable if (c.seq if kind == "seq" else c.step) == int(value)]
+        # Of one step there may be several: the one of the line that goes on, before those that a rewind set aside.
+        found.sort(key=lambda c: (c.seq not in state.aside, c.seq))
     else:
         raise UserError(
             f"which={which!r} means nothing", where=where, remedy="latest, none, seq:N, step:N or pin:NAME"
@@ -142,8 +144,8 @@ def open_attempt(
     table whole. `workload` and `pod` are UIDs of what this trainer runs in, if that is a cluster; `took_part` is the
     newest attempt in which the pod is known to have been, whoever opened it. `choosing` hears of the checkpoint that
     will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to read
-    it may begin with that. `knows`: the highest format of entries that the attempt's processes read, which its entry
-    says (None: nothing, as versions before did).
+    it may begin with that. `knows`: the highest format of entries that all of the attempt's processes read, which its
+    entry says (None: nothing, as versions before did).
     Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
     version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run of a name
     that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its tables.

@@ -156,6 +156,12 @@ def check_marked(template: Mapping[str, Any], annotations: Annotations, recipe: 
             raise _copied(INJECTED, "its sidecar was put in for another workload, or for one of another kind")
     if (runs := has.get("DELTASHARD_RUNS", {}).get("value", "")) != (annotations.runs or ""):
         raise _copied(RUNS, f"the sidecar that is in it already has DELTASHARD_RUNS={runs[:80]!r}")
+    pods = has.get("DELTASHARD_PODS", {}).get("value", "")
+    if pods != str(recipe.pods or ""):
+        raise _copied(
+            INJECTED,
+            f"the sidecar that is in it already was put in for {pods or 'an unknown number of'} pods",
+        )
     for name, key, want in _settings(annotations, wants):
         value = has.get(name, {}).get("value")
         if value is not None and value != want:

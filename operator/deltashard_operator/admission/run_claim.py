@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deltashard_checkpoint.vocabulary import RUN_PER_POD
+
 from deltashard_operator.kube import owner_reference, run_identity
 from deltashard_operator.kube.cluster_name import RUNS
-from deltashard_operator.policy.annotation import RUN_PER_POD
 
 _SUFFIX = re.compile(r"-(0|[1-9][0-9]*)\Z", re.ASCII)
 

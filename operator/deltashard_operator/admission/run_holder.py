@@ -21,13 +21,13 @@ from typing import Any
 from urllib.parse import quote
 
 from deltashard_checkpoint.errors import EnvironmentFault
+from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
 from deltashard_operator.admission import run_claim
 from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.kube.call import Answer, ApiClient, NoReply, Requester
 from deltashard_operator.kube.cluster_name import RUN_ID
 from deltashard_operator.policy.admission_deadline import Deadline
-from deltashard_operator.policy.annotation import RUN_PER_POD
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload

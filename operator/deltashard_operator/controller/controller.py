@@ -82,7 +82,12 @@ class Controller:
         )
         self._writes = Writes(self._books, statuses=self._statuses, teller=teller, metrics=metrics, wall=wall)
         self._policies = PolicyWriter(
-            self._books, call=call, metrics=metrics, counts_s=status_interval_s, wall=wall
+            self._books,
+            call=call,
+            defaults=defaults,
+            metrics=metrics,
+            counts_s=status_interval_s,
+            wall=wall,
         )
         self._judged_all_s = 0.0
         self._bucket = Bucket()

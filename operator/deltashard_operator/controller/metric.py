@@ -293,6 +293,7 @@ def _ranks(gauges: Mapping[str, GaugeMetricFamily], labels: tuple[str, str], run
     if roll.expected:
         gauges["ranks_expected"].add_metric(labels, roll.expected)
         gauges["ranks_present"].add_metric(labels, roll.present)
+    if roll.skew is not None:
         gauges["step_skew"].add_metric(labels, roll.skew)
     if progress.stall_s:
         gauges["stall_seconds"].add_metric(labels, progress.stall_s)

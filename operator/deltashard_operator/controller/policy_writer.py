@@ -12,16 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.kube.call import MERGE, ApiUnavailable, Caller
+from deltashard_operator.policy import workload_policy
+from deltashard_operator.policy.chart_defaults import Defaults
+from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import policy_standing, run_record
 from deltashard_operator.run.watched_run import Run
 
 LOOK_S = 5.0
-BACK_OFF_S = 30.0
+BACK_OFF_S = 60.0
 """After a write that failed."""
+GATHER_S = 90.0
+"""So long after the begin sidecars come back: fewer of them than before are no news."""
 _log = structlog.get_logger("deltashard.controller")
 Key = tuple[str, str]
 """(namespace, name)."""
@@ -33,7 +39,9 @@ class _Known:
 
     uid: str
     status: Mapping[str, Any] = field(default_factory=dict)
-    not_before_s: float = 0.0
+    written_s: float = 0.0
+    again_s: float = 0.0
+    """Not before, after a write that failed."""
 
 
 class PolicyWriter:
@@ -44,6 +52,7 @@ class PolicyWriter:
         books: Entries,
         *,
         call: Caller,
+        defaults: Defaults,
         metrics: ControllerMetrics,
         counts_s: float,
         wall: Callable[[], float],
@@ -51,11 +60,13 @@ class PolicyWriter:
         """`counts_s`: counts alone are written so often at most."""
         self._books = books
         self._call = call
+        self._defaults = defaults
         self._metrics = metrics
         self._counts_s = counts_s
         self._wall = wall
         self._known: dict[Key, _Known] = {}
         self._looked_s = 0.0
+        self._gathered_s = wall() + GATHER_S
         self.task: asyncio.Task[None] | None = None
         """The round that is under way."""
 
@@ -84,16 +95,27 @@ class PolicyWriter:
             known = self._known.get(key)
             if known is None or known.uid != seen.uid:
                 known = self._known[key] = _Known(uid=seen.uid, status=seen.status)
-            standing = policy_standing.of_runs(using.get(key, ()))
+            standing = policy_standing.of_runs(using.get(key, ()), self._url_of(key))
             if not known.status and not standing.runs:
                 continue  # nobody has used it yet
+            if standing.sidecars < known.status.get("sidecars", 0) and now_s < self._gathered_s:
+                continue
             wanted = policy_standing.status(standing, known.status, generation=seen.generation, now_s=now_s)
-            soon = wanted.get("conditions") != known.status.get("conditions")
-            if wanted != known.status and now_s >= known.not_before_s - (self._counts_s if soon else 0.0):
+            soon = _truths(wanted) != _truths(known.status)
+            due_s = max(known.again_s, 0.0 if soon else known.written_s + self._counts_s)
+            if wanted != known.status and now_s >= due_s:
                 found[key] = wanted
         for key in self._known.keys() - self._books.policies.keys():
             del self._known[key]
         return found
+
+    def _url_of(self, key: Key) -> str:
+        """The store of a policy as its sidecars are given it; empty where that cannot be said."""
+        try:
+            spec = workload_policy.merged(self._books.specs[key], self._defaults.spec())
+            return workload_policy.read(key[1], spec).url
+        except (KeyError, Refusal, DeltashardError):
+            return ""
 
     async def _write(self, due: Mapping[Key, Mapping[str, Any]]) -> None:
         for (namespace, name), status in due.items():
@@ -103,7 +125,7 @@ class PolicyWriter:
             path = f"/apis/{run_record.API_VERSION}/namespaces/{namespace}/checkpointpolicies/{name}/status"
             change = run_record.patch(known.status, status)
             body = {"metadata": {"uid": known.uid}, "status": change}
-            known.not_before_s = self._wall() + self._counts_s
+            known.written_s = self._wall()
             try:
                 answer = await self._call("PATCH", path, body, content=MERGE, tries=2)
             except ApiUnavailable as error:
@@ -112,12 +134,17 @@ class PolicyWriter:
             if answer.ok:
                 known.status = status
                 self._metrics.policy_writes.labels("written").inc()
-            elif answer.status in {404, 409}:  # gone, or made anew: the watch tells
+            elif answer.status == 409:  # made anew: the watch tells
                 self._metrics.policy_writes.labels("lost").inc()
             else:
                 self._failed(known, namespace, name, answer.sentence)
 
     def _failed(self, known: _Known, namespace: str, name: str, why: str) -> None:
-        known.not_before_s = self._wall() + self._counts_s + BACK_OFF_S
+        known.again_s = self._wall() + BACK_OFF_S
         self._metrics.policy_writes.labels("failed").inc()
         _log.warning("policy.not_written", namespace=namespace, policy=name, error=why)
+
+
+def _truths(status: Mapping[str, Any]) -> dict[str, str]:
+    """What its conditions say, without their sentences, which may differ from pod to pod."""
+    return {each["type"]: each["status"] for each in status.get("conditions") or ()}

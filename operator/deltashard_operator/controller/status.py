@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
 from deltashard_checkpoint.errors import EnvironmentFault
 
-from deltashard_operator.kube.call import MERGE, Caller
+from deltashard_operator.kube.call import MERGE, Caller, Forbidden
 from deltashard_operator.run.run_record import COMMIT, GROUP, MATERIAL, PLURAL, VERSION
 
+_log = structlog.get_logger("deltashard.controller")
 SOON_S = 1.0
 COMMIT_S = 30.0
 QUIET_S = 120.0
@@ -88,8 +90,21 @@ class Statuses:
         self._paths = [f"{ROOT}/namespaces/{each}/{PLURAL}" for each in namespaces] or [ALL]
 
     async def all(self) -> list[Document]:
-        """Every one there is; raises `ApiUnavailable`."""
-        return [each for path in self._paths for each in await self._call.every(path)]
+        """Every one there is; raises `ApiUnavailable`.
+
+        A namespace of several that may not be read (its rights went, or it did) keeps nobody from the others.
+        """
+        found: list[Document] = []
+        refused: list[Forbidden] = []
+        for path in self._paths:
+            try:
+                found += await self._call.every(path)
+            except Forbidden as error:
+                refused.append(error)
+                _log.warning("runs.not_listed", path=path, error=str(error))
+        if len(refused) == len(self._paths):
+            raise refused[0]
+        return found
 
     async def create(self, document: Mapping[str, Any]) -> tuple[Served, bool]:
         """Make it; (it, whether it is new). One that exists is taken as it is.

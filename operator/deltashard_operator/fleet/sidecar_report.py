@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, get_args
 
@@ -39,6 +39,7 @@ MAX_WORD = 64
 MAX_TEXT = 1024
 MAX_RANKS = 256
 """Ranks attached to a sidecar; a node has far fewer accelerators."""
+MAX_SAMPLES = 4
 MAX_INCIDENTS = 64
 """Incidents in a heartbeat; the sidecar keeps as many."""
 MAX_REASON = 512
@@ -134,6 +135,15 @@ class Rank:
     rank: int
     world_size: int
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """Steps of a pod's ranks at a moment that all pods share."""
+
+    at_s: int
+    steps: Mapping[int, int]
+    """By rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +244,7 @@ class Heartbeat:
     lost_share: float = 0.0
     """Of samples, by partial recoveries so far (PLS)."""
     partial_recoveries: int = 0
+    samples: tuple[StepSample, ...] = ()
     store_proven: bool = False
     """Whether its process has tried that the store creates only what is absent."""
     last_commit: Commit | None = None
@@ -369,6 +380,7 @@ def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
         stall_s=_number(message.stall_s),
         lost_share=_number(message.lost_share),
         partial_recoveries=_count(message.partial_recoveries),
+        samples=tuple(map(_sample, message.samples[-MAX_SAMPLES:])),
         store_proven=message.store_proven,
         last_commit=_commit(message.last_commit) if message.HasField("last_commit") else None,
         last_commit_at_s=_number(message.last_commit_at_s),
@@ -441,6 +453,11 @@ def _incident(number: int, message: wire.Incident) -> Incident:
         lost_steps=_count(message.lost_steps),
         seconds=_number(message.seconds),
     )
+
+
+def _sample(message: wire.StepSample) -> StepSample:
+    told = zip(message.ranks[:MAX_RANKS], message.steps[:MAX_RANKS], strict=False)
+    return StepSample(at_s=_count(message.at_s), steps={rank: _count(step) for rank, step in told})
 
 
 def _commit(message: trainer_wire.Commit) -> Commit:

@@ -50,6 +50,10 @@ class ApiUnavailable(EnvironmentFault):
     """The API did not answer, in spite of several tries."""
 
 
+class Forbidden(ApiUnavailable):
+    """The API answers that this may not be read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Reply of the API to a request."""
@@ -184,7 +188,8 @@ class Caller:
                 del query["continue"]
                 continue
             if not page.ok:
-                raise ApiUnavailable(f"cannot be listed: {page.sentence}", where=path)
+                refused = Forbidden if page.status == 403 else ApiUnavailable
+                raise refused(f"cannot be listed: {page.sentence}", where=path)
             found.extend(page.document.get("items") or ())
             following = (page.document.get("metadata") or {}).get("continue")
             if not following:

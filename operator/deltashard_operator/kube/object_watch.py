@@ -124,6 +124,8 @@ class ObjectWatch:
         self._list_version: dict[str, int] = dict.fromkeys(self._known, 0)
         """Of the newest list of a path: it tells all that happened until then, so no event of that time is news."""
         self._listed: set[str] = set()
+        self._refused: set[str] = set()
+        """Paths that may not be read, by the API's newest word."""
         self.freshness = Freshness(self._kinds)
 
     def _kind_in(self, kind: WatchedKind, namespace: str) -> WatchedKind:
@@ -169,6 +171,7 @@ class ObjectWatch:
                 self.freshness,
                 on_page=lambda path, page, first: hand_on(self._take_page, self._kinds[path], page, first),
                 on_watch=lambda path: self._count("watch", self._kinds[path].name),
+                on_refused=lambda path: hand_on(self._take_refusal, path),
             )
 
         for kind in self._asked:
@@ -209,7 +212,19 @@ class ObjectWatch:
             if key not in listed:
                 self._drop(kind, key, None)
         self._listed.add(kind.path)
-        if len(self._listed) == len(self._kinds):
+        self._refused.discard(kind.path)
+        if len(self._listed | self._refused) == len(self._kinds):
+            self._on_list()
+
+    def _take_refusal(self, path: str) -> None:
+        """This path may not be read (any more): what is known of it stays, and nobody waits for it.
+
+        Its namespace may be going, rights first. Where nothing may be read there is nothing to go on with.
+        """
+        if path not in self._refused:
+            _log.warning("watch.refused", path=path)
+        self._refused.add(path)
+        if self._listed and len(self._listed | self._refused) == len(self._kinds):
             self._on_list()
 
     def _take_listed(self, kind: WatchedKind, document: Document) -> None:

@@ -35,6 +35,8 @@ class _Signs:
 
     tried_s: float = 0.0
     heard_s: float = 0.0
+    refused_s: float = 0.0
+    """When the API last said that this may not be read; 0: it may."""
     stream: _Stream | None = None
 
 
@@ -75,9 +77,13 @@ class Freshness:
     def answered(self, path: str, stream: aiohttp.ClientResponse | None = None) -> None:
         """Note that the API answers; `stream`: with a watch."""
         signs = self._signs[path]
-        signs.heard_s = self._clock()
+        signs.heard_s, signs.refused_s = self._clock(), 0.0
         if stream is not None:
             signs.stream = _Stream(stream)
+
+    def refused(self, path: str) -> None:
+        """Note that the API answers, and refuses to let this path be read."""
+        self._signs[path].refused_s = self._clock()
 
     def _heard_s(self, signs: _Signs) -> float:
         stream = signs.stream
@@ -88,9 +94,19 @@ class Freshness:
         return signs.heard_s
 
     def heard_s(self) -> float:
-        """Seconds since the least fresh watch brought anything, or since the first beginning."""
+        """Seconds since the least fresh watch brought anything, or since the first beginning.
+
+        One that may not be read (a namespace of several whose rights went) does not count, unless none may.
+        """
         now_s = self._clock()
-        return max(now_s - max(self._heard_s(signs), self._begun_s) for signs in self._signs.values())
+        readable = [
+            signs
+            for signs in self._signs.values()
+            if not signs.refused_s or now_s - signs.refused_s > STALE_S
+        ]
+        return max(
+            now_s - max(self._heard_s(signs), self._begun_s) for signs in readable or self._signs.values()
+        )
 
     def untended(self) -> list[str]:
         """Paths of which there was neither a byte nor a new try for too long."""
@@ -112,12 +128,13 @@ def session(
     *,
     on_page: Callable[[str, Document, bool], object],
     on_watch: Callable[[str], None],
+    on_refused: Callable[[str], object],
 ) -> kopf.AiohttpSession:
     """A session for kopf as the kubernetes client has one. Call it on kopf's loop.
 
     It refuses all that is not a read (RuntimeError), whatever kopf makes of an object. `freshness` is told of every
     request and answer; `on_page` of each page of a list in order (path, document, whether it is the first); `on_watch`
-    of the path of a watch that begins.
+    of the path of a watch that begins; `on_refused` of one that may not be read.
     """
     watched, configuration = frozenset(paths), api.configuration
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert or None)
@@ -153,6 +170,9 @@ def session(
                 freshness.discovering(-1)
         freshness.tried(path)
         response = await handler(request)
+        if response.status == 403 and "/namespaces/" in path:
+            freshness.refused(path)
+            on_refused(path)
         if response.status < 400:
             if query.get("watch") == "true":
                 freshness.answered(path, response)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.deciding.goal import BadGoal
 from deltashard_checkpoint.deciding.goal import goal as goal_of
-from deltashard_checkpoint.vocabulary import BITS_CHOICES, BITS_GOALS
+from deltashard_checkpoint.vocabulary import BITS_CHOICES, BITS_GOALS, ONE_RUN, RUN_PER_POD
 
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
@@ -36,7 +36,6 @@ MAX_INTERVAL_S = 7 * 86400.0
 NO_PRECISION = "fixed"
 PRECISIONS = (*filter(None, BITS_GOALS), NO_PRECISION)
 """What bits may be chosen for, and that they are not chosen."""
-ONE_RUN, RUN_PER_POD = "one", "per-pod"
 _ENCODING_OF = {str(bits): encoding for bits, encoding in BITS_CHOICES.items()}
 
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)

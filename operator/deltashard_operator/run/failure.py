@@ -206,7 +206,8 @@ class Tally:
     @property
     def failures(self) -> int:
         """Interruptions, the one that goes on included."""
-        going_on = self.openings > 0 and any(not each.asked for each in self.open_losses)
+        telling = _telling(self.open_losses) if self.openings else None
+        going_on = telling is not None and not telling.asked
         return self.settled + self.bursts + int(going_on)
 
 
@@ -292,7 +293,7 @@ def with_loss(tally: Tally, loss: Loss, *, took_part: int = 0) -> tuple[Tally, t
         if not near:
             crash, again = _crash_of(tally, (loss,))
             tally = replace(tally, bursts=tally.bursts + 1, crash=crash)
-            found = (Interruption(cause=loss.cause, nodes=_nodes((loss,)), again=again),)
+            found = (Interruption(cause=loss.cause, nodes=_nodes((loss,), loss), again=again),)
     losses = (*tally.losses, replace(loss, opening=opening))
     return replace(tally, losses=losses[-MAX_LOSSES:]), found
 
@@ -324,12 +325,12 @@ def with_openings(
     seen = tuple(each for each in tally.open_losses if each.opening < openings)
     telling = _telling(seen)
     asked = telling is not None and telling.asked
-    crash, again = _crash_of(tally, seen) if telling is None or telling.cause not in _OUTER else (None, False)
+    crash, again = _crash_of(tally, seen)
     # Trainers that end faster than their openings settle have their losses together here.
     unexplained = rose - min(rose, rounds(seen))
     found: tuple[Interruption, ...] = ()
     if telling is not None:
-        found = (Interruption(cause=telling.cause, nodes=_nodes(seen), again=again),)
+        found = (Interruption(cause=telling.cause, nodes=_nodes(seen, telling), again=again),)
         more = rose - unexplained - 1
         alike = min(more, _alike(seen)) if crash is not None else 0
         found += tuple(
@@ -391,6 +392,9 @@ def _alike(losses: tuple[Loss, ...]) -> int:
 
 def _crash_of(tally: Tally, losses: tuple[Loss, ...]) -> tuple[Crash | None, bool]:
     """The crash that these losses are, with those before it that were the same, and whether there were any."""
+    telling = _telling(losses)
+    if telling is None or telling.cause in _OUTER:
+        return None, False
     failed = _failed(losses)
     endings = tuple(sorted({each.ending for each in failed}))[:MAX_ENDINGS]
     if not all(endings) or not endings:
@@ -412,8 +416,16 @@ def crash_loop(tally: Tally, at: Point) -> Crash | None:
     return found
 
 
-def _nodes(losses: tuple[Loss, ...]) -> frozenset[str]:
-    return frozenset(each.node for each in losses if each.node and not each.asked)
+def _nodes(losses: tuple[Loss, ...], telling: Loss) -> frozenset[str]:
+    """Nodes whose pods were lost by what stopped training; what followed of it says nothing about a node."""
+    outer = telling.cause in _OUTER
+    return (
+        frozenset(
+            each.node for each in losses if each.node and not each.asked and (each.cause in _OUTER) == outer
+        )
+        if not telling.asked
+        else frozenset()
+    )
 
 
 def _of_unseen(n: int, *, again: bool) -> tuple[Interruption, ...]:

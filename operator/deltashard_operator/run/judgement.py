@@ -37,7 +37,7 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
         run = with_tally(run, part, tally, over)
     run = _spread(_ended(run, now_s), nodes)
     live = run.live
-    roll = roll_call.of_run(run)
+    roll = roll_call.of_run(run, nodes)
     facts = list(_facts(run, live, nodes, now_s))
     before = run.phase
     phase = phases.phase_of(
@@ -46,8 +46,9 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
             suspended=run.suspended,
             started=bool(run.progress.attempt or run.started_at_s),
             alive=any(_may_train(run, each, nodes) for each in run.pods.values()),
-            heard=frozenset(each.phase for each in live),
-            missing=roll.missing,
+            heard=_phases(live, roll),
+            # Who was missing is not back before all are, whoever is heard meanwhile.
+            missing=roll.missing or (before is phases.Phase.RECOVERING and roll.present < roll.expected),
             unsafe=any(each.type in condition.UNSAFE for each in facts),
             before=before,
         )
@@ -69,6 +70,13 @@ def judged(run: Run, nodes: Mapping[str, NodeView], now_s: float) -> tuple[Run, 
     facts.append(_ready(run, live, facts, roll))
     found, changed = condition.updated(run.conditions, facts, now_s)
     return replace(run, conditions=found), tuple(_notices(changed))
+
+
+def _phases(live: tuple[Heartbeat, ...], roll: RollCall) -> frozenset[sidecar_report.Phase]:
+    """Phases of the sidecars that count: where all ranks are there, one without a trainer waits for nobody."""
+    if not roll.complete:
+        return frozenset(each.phase for each in live)
+    return frozenset(each.phase for each in live if each.ranks) or frozenset(each.phase for each in live)
 
 
 def _spread(run: Run, nodes: Mapping[str, NodeView]) -> Run:

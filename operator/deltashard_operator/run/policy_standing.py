@@ -35,14 +35,18 @@ class Standing:
     """Whether one of them has proven that the store creates only what is absent."""
 
 
-def of_runs(runs: Iterable[Run]) -> Standing:
-    """Standing of a policy that these runs use."""
+def of_runs(runs: Iterable[Run], url: str = "") -> Standing:
+    """Standing of a policy that these runs use.
+
+    `url`: of its store as sidecars say it; those that were started with another one say nothing of this one. Empty: not
+    known.
+    """
     live = [run for run in runs if not run.finished]
     heard = [
         (run, report.hello.pod, report.heartbeat)
         for run in live
         for report in run.reports.values()
-        if report.connected and report.heartbeat is not None
+        if report.connected and report.heartbeat is not None and url in ("", report.hello.url)
     ]
     without = sorted(pod for _, pod, beat in heard if not beat.credentials_ok)
     broken = sorted(
@@ -52,7 +56,7 @@ def of_runs(runs: Iterable[Run]) -> Standing:
         runs=len(live),
         sidecars=len(heard),
         without_credentials=without[0] if without else "",
-        without_store=f"pod {broken[0][0]}: {broken[0][1] or 'the store does not answer'}" if broken else "",
+        without_store=(broken[0][1] or f"pod {broken[0][0]}: the store does not answer") if broken else "",
         proven=any(beat.store_proven for _, _, beat in heard),
     )
 
@@ -60,7 +64,8 @@ def of_runs(runs: Iterable[Run]) -> Standing:
 def status(standing: Standing, before: Mapping[str, Any], *, generation: int, now_s: float) -> Document:
     """The policy's status: as it was `before`, and what is known better now."""
     known = {each["type"]: each for each in before.get("conditions") or ()}
-    said = _said(standing) if standing.sidecars else {}
+    proven = standing.proven or known.get(CREATE_ONLY, {}).get("status") == "True"
+    said = _said(standing, proven=proven) if standing.sidecars else {}
     conditions = []
     for type_ in TYPES:
         old = known.get(type_)
@@ -84,8 +89,8 @@ def status(standing: Standing, before: Mapping[str, Any], *, generation: int, no
     return found | ({"conditions": conditions} if conditions else {})
 
 
-def _said(standing: Standing) -> dict[str, tuple[str, str, str]]:
-    """Type -> status, reason, message, of what sidecars can say."""
+def _said(standing: Standing, *, proven: bool) -> dict[str, tuple[str, str, str]]:
+    """Type -> status, reason, message, of what sidecars can say; `proven`: one has said so, now or before."""
     found: dict[str, tuple[str, str, str]] = {}
     if standing.without_credentials:
         text = (
@@ -100,13 +105,16 @@ def _said(standing: Standing) -> dict[str, tuple[str, str, str]]:
             if standing.without_store
             else ("True", "Answers", "the store serves the sidecars")
         )
-        if standing.proven:
+        if proven:
             text = "a sidecar has tried that the store creates only what is absent"
             found[CREATE_ONLY] = "True", "Proven", text
     wrong = [each for each in (CREDENTIALS, STORE) if found.get(each, ("True",))[0] != "True"]
     if wrong:
         _, _, why = found[wrong[0]]
         found[READY] = "False", wrong[0], why
-    elif CREATE_ONLY in found:
+    elif proven:
         found[READY] = "True", "InUse", "runs save by it"
+    else:
+        text = "no sidecar has tried yet whether the store creates only what is absent"
+        found[READY] = "Unknown", "NotProven", text
     return found

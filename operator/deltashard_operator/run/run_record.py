@@ -110,7 +110,7 @@ def status(run: Run, now_s: float) -> Document:
         "ranks": roll.sentence or None,
         "worldSize": progress.world_size or None,
         "ranksPresent": roll.present if roll.expected else None,
-        "stepSkew": roll.skew if roll.expected > 1 else None,
+        "stepSkew": roll.skew,
         "slowestRank": roll.slowest_rank if roll.slowest_pod else None,
         "slowestPod": roll.slowest_pod or None,
         "stallSeconds": f"{progress.stall_s:.3g}" if progress.stall_s else None,

@@ -18,6 +18,7 @@ from typing import TypeVar
 from deltashard_checkpoint.deciding import evidence
 from deltashard_checkpoint.deciding.decision import Decision, Subject
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence, Rates
+from deltashard_checkpoint.vocabulary import RUN_PER_POD
 from deltashard_proto.cause import Cause
 
 from deltashard_operator.fleet import sidecar_report
@@ -343,7 +344,8 @@ def _with_end(run: Run, pod: PodView, *, gone: bool, node_ready: bool, now_s: fl
 
 def _number(run: Run, pod: PodView | None) -> str:
     """Part of the run that a pod's failure counts for: its own number where pods are known to be runs of their own."""
-    return pod.index if pod is not None and any(run.progress.attempts) else ""
+    own = run.wish.runs == RUN_PER_POD or any(run.progress.attempts)
+    return pod.index if pod is not None and own else ""
 
 
 def _part(run: Run, pod_uid: str, said: str) -> str:
@@ -545,13 +547,15 @@ def _with_progress(run: Run, now_s: float) -> Run:
         openings=openings,
         world_size=_world_size(run) or before.world_size,
         stall_s=shown.stall_s or before.stall_s,
-        lost_share=max(each.lost_share for each in slowest.values()),
-        partial_recoveries=max(each.partial_recoveries for each in slowest.values()),
+        lost_share=before.lost_share if commit is None else shown.lost_share,
+        partial_recoveries=before.partial_recoveries if commit is None else shown.partial_recoveries,
         stored_bytes=sum(each.stored_bytes for each in slowest.values()) or before.stored_bytes,
         checkpoints=sum(each.checkpoints for each in slowest.values()) or before.checkpoints,
         policy=shown.policy if shown.policy.encoding else before.policy,
     )
-    if commit is not None and (commit.seq >= before.last_seq or len(slowest) > 1):
+    # After a rewind the newest commit is an older one: by the word of the attempt that resumed it.
+    anew = shown.attempt > before.attempts.get(parts[shown.run], 0)
+    if commit is not None and (commit.seq >= before.last_seq or anew or len(slowest) > 1):
         progress = replace(
             progress,
             last_step=commit.step,

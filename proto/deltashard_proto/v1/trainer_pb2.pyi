@@ -111,7 +111,7 @@ class AttachRequest(_message.Message):
     def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., rank: _Optional[int] = ..., local_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., boxes: _Optional[_Iterable[_Union[_index_pb2.Box, _Mapping]]] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., pid: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., layout: _Optional[str] = ...) -> None: ...
 
 class AttachReply(_message.Message):
-    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins", "prepares")
+    __slots__ = ("protocol", "arena_path", "arena_bytes", "block_bytes", "epoch", "control_line", "session", "has_checkpoint", "last_commit", "policy", "run", "url", "several_pins", "prepares", "reads_format", "took_part")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     ARENA_PATH_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,8 @@ class AttachReply(_message.Message):
     URL_FIELD_NUMBER: _ClassVar[int]
     SEVERAL_PINS_FIELD_NUMBER: _ClassVar[int]
     PREPARES_FIELD_NUMBER: _ClassVar[int]
+    READS_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TOOK_PART_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     arena_path: str
     arena_bytes: int
@@ -140,7 +142,9 @@ class AttachReply(_message.Message):
     url: str
     several_pins: bool
     prepares: bool
-    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., several_pins: _Optional[bool] = ..., prepares: _Optional[bool] = ...) -> None: ...
+    reads_format: int
+    took_part: int
+    def __init__(self, protocol: _Optional[int] = ..., arena_path: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., epoch: _Optional[int] = ..., control_line: _Optional[int] = ..., session: _Optional[str] = ..., has_checkpoint: _Optional[bool] = ..., last_commit: _Optional[_Union[Commit, _Mapping]] = ..., policy: _Optional[_Union[Policy, _Mapping]] = ..., run: _Optional[str] = ..., url: _Optional[str] = ..., several_pins: _Optional[bool] = ..., prepares: _Optional[bool] = ..., reads_format: _Optional[int] = ..., took_part: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("seq", "attempt", "cut", "step", "baseline", "durable_s", "stored_bytes", "raw_bytes", "rows")
@@ -195,20 +199,24 @@ class Policy(_message.Message):
     def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ..., goal: _Optional[str] = ..., interval_mode: _Optional[str] = ..., least_s: _Optional[float] = ..., most_s: _Optional[float] = ..., bits_goal: _Optional[str] = ..., bits_mode: _Optional[str] = ..., least_bits: _Optional[int] = ..., tables: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "layout")
+    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "reads_format", "took_part", "layout")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WHICH_FIELD_NUMBER: _ClassVar[int]
     FROM_RUN_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_SEQS_FIELD_NUMBER: _ClassVar[int]
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
+    READS_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    TOOK_PART_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session: str
     which: str
     from_run: str
     exclude_seqs: _containers.RepeatedScalarFieldContainer[int]
     takeover: bool
+    reads_format: int
+    took_part: int
     layout: bytes
-    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., layout: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., reads_format: _Optional[int] = ..., took_part: _Optional[int] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "voided_first", "voided_stop", "layout", "previous_attempt", "metadata")

@@ -6,6 +6,7 @@ handle has seen.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -20,6 +21,7 @@ from deltashard_sidecar.arena.arena import ArenaKeeper
 from deltashard_sidecar.deciding.decider import Decider
 from deltashard_sidecar.fleet import heartbeat as heartbeats
 from deltashard_sidecar.fleet.activity import Activity
+from deltashard_sidecar.fleet.step_sample import StepSamples
 from deltashard_sidecar.policy import InForce
 from deltashard_sidecar.run.run import Run, commit_message
 from deltashard_sidecar.save.flight import Flights
@@ -50,6 +52,7 @@ class Standing:
         self._in_force = in_force
         self._stopping = stopping
         self._sizes: tuple[int, int, int] = (-1, 0, 0)
+        self._samples = StepSamples()
 
     def heartbeat(self) -> fleet.Heartbeat:
         """The state now."""
@@ -75,7 +78,8 @@ class Standing:
                 for who in (s.who for s in sessions)
             ],
             attempt=attempt,
-            openings=self._openings(state, attempt),
+            openings=openings(state, attempt),
+            samples=self._samples.message(),
             policy=self._decider.over(in_force.policy).message(),
             saves_failed=activity.saves_failed,
             saves_failed_in_a_row=activity.failed_in_a_row,
@@ -102,12 +106,12 @@ class Standing:
             beat.partial_recoveries = int(_number(state.said(RECOVERIES_KEY, newest)))
         return beat
 
-    def _openings(self, state: RunState, attempt: int) -> int:
-        """Attempts of this workload up to this one; 0 while the log is not known that far."""
-        if attempt not in state.attempts:
-            return 0
-        workload = state.attempts[attempt].workload
-        return sum(n <= attempt and each.workload == workload for n, each in state.attempts.items())
+    def look(self, now_s: float) -> None:
+        """Look at the steps of several ranks, if a moment has come at which all pods do."""
+        if not self._samples.due(now_s):
+            return
+        group = [s.who for s in self._sessions.all() if s.who.world_size > 1 and s.attempt.number is not None]
+        self._samples.take(now_s, [(who.rank, self._keeper.step_of(who.local_rank)) for who in group])
 
     def _decisions(self) -> list[Decision]:
         bits = self._run.bits.decision
@@ -126,6 +130,29 @@ class Standing:
             held = sum(held_bytes(state, seq) for seq in state.checkpoints)
             self._sizes = state.tip, held, len(state.checkpoints)
         return self._sizes[1:]
+
+
+def openings(state: RunState, attempt: int) -> int:
+    """How often the workload of this attempt has opened the run, up to it; 0 while the log is not known that far. Pure.
+
+    A restore that falls back past a checkpoint that is not whole opens another attempt, which is the same opening:
+    right behind the one before, which has committed nothing, and from an older checkpoint. A person's rewind (an
+    attempt of no ranks) opens nothing.
+    """
+    if attempt not in state.attempts:
+        return 0
+    workload = state.attempts[attempt].workload
+    known = [each for n, each in sorted(state.attempts.items()) if n <= attempt]
+    mine = sum(each.workload == workload and each.world_size > 0 for each in known)
+    fell_back = sum(
+        before.workload == after.workload == workload
+        and before.world_size > 0 < after.world_size
+        and before.last_seq is None
+        and before.resumes_from is not None
+        and (after.resumes_from is None or after.resumes_from < before.resumes_from)
+        for before, after in itertools.pairwise(known)
+    )
+    return mine - fell_back
 
 
 def _number(said: str | None) -> float:

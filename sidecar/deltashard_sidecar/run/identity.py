@@ -18,8 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.vocabulary import RUN_PER_POD
 
-from deltashard_sidecar.settings import RUN_PER_POD, Settings
+from deltashard_sidecar.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

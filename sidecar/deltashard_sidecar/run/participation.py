@@ -2,9 +2,11 @@
 
 The log says which pod opened an attempt, that of rank 0; of the other pods of a group it says nothing. When ranks come
 together anew, rank 0 may be in another pod than before: one that opened an attempt once, was a pod of another rank in
-a later one, and opens again. Its sidecar vouches that it was not displaced meanwhile, but took part.
+a later one, and opens again. Its sidecar vouches that it was not displaced meanwhile, but took part; and so do those of
+the other pods of the group, where its trainers were away in between.
 
-The file lies beside the arena, so it goes with the pod.
+The file lies on the pod's disk beside the cache: it outlives the container and a reboot of the node, and goes with the
+pod.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ FILE = "participation.json"
 class Participation:
     """Attempts that this pod's trainers were in. Thread-safe."""
 
-    def __init__(self, folder: Path, log: Logger) -> None:
-        self._path = folder / FILE
+    def __init__(self, folder: Path | None, log: Logger) -> None:
+        """`folder` None: outside of a cluster nobody asks."""
+        self._path = None if folder is None else folder / FILE
         self._logger = log
         self._lock = threading.Lock()
         self._newest = self._read()
 
     def _read(self) -> dict[str, int]:
+        if self._path is None:
+            return {}
         try:
             found = json.loads(self._path.read_text())
             return {str(run): int(attempt) for run, attempt in found.items()}
@@ -48,10 +53,11 @@ class Participation:
             if attempt <= self._newest.get(run, 0):
                 return
             self._newest = {run: attempt}  # a pod trains one run
-            text = json.dumps(self._newest)
-        try:
-            scratch = self._path.with_suffix(".new")
-            scratch.write_text(text)
-            scratch.replace(self._path)
-        except OSError as error:
-            self._logger.warning("participation.unwritten", error=str(error)[:200])
+            if self._path is None:
+                return
+            try:
+                scratch = self._path.with_suffix(".new")
+                scratch.write_text(json.dumps(self._newest))
+                scratch.replace(self._path)
+            except OSError as error:
+                self._logger.warning("participation.unwritten", error=str(error)[:200])

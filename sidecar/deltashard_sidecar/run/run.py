@@ -26,6 +26,7 @@ from deltashard_checkpoint.format.object_key import new_token
 from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
 from deltashard_checkpoint.log.commit_log import RunLog, stopped
 from deltashard_checkpoint.log.entry import Checkpoint, Part
+from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
@@ -168,7 +169,7 @@ class Run:
         self.cache = PackCache(Path(settings.cache_dir), budget_bytes=settings.cache_bytes)
         self.synthetic = SyntheticBaselines(settings, self.cache, self.measured)
         self.identity = identity(settings)
-        self.participation = Participation(settings.dir, log)
+        self.participation = Participation(settings.cache_dir.parent if settings.pod_uid else None, log)
         self.log = RunLog(self.store, self.identity.run)
         self.token = new_token()
         self.sayings = Sayings()
@@ -313,7 +314,9 @@ class Run:
             owner=self.identity.owner,
             workload=self.settings.workload_uid,
             pod=self.settings.pod_uid,
-            took_part=self.participation.newest(self.name),
+            took_part=max(request.took_part, self.participation.newest(self.name)),
+            # Of a group the entry says what all its sidecars read: each of them goes on behind it.
+            knows=TOLD_FORMAT if who.world_size == 1 else min(TOLD_FORMAT, request.reads_format) or None,
             world_size=who.world_size,
             layout=request.layout or None,
             which=which,

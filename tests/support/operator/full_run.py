@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from deltashard_checkpoint.deciding.decision import Decision
 from deltashard_checkpoint.deciding.evidence import Evidence
-from deltashard_operator.fleet.sidecar_report import Heartbeat, Hello, Measured, PolicyInForce, Rank
+from deltashard_operator.fleet.sidecar_report import (
+    Heartbeat,
+    Hello,
+    Measured,
+    PolicyInForce,
+    Rank,
+    StepSample,
+)
 from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
 from deltashard_operator.run.incident import Incidents, Pending, Times
@@ -72,6 +79,7 @@ def full_run() -> Run:
                     run="team/train-u-1",
                     attempt=34,
                     ranks=(Rank(rank=0, world_size=8, step=1203), Rank(rank=1, world_size=8, step=1200)),
+                    samples=(StepSample(at_s=999_990, steps={0: 1203, 1: 1200}),),
                 ),
             )
         },

@@ -31,17 +31,28 @@ class Word:
     """Type and shape of every dense tensor; equal on all ranks."""
     boxes: Sequence[Box]
     """What this rank saves."""
+    took_part: int = 0
+    """The newest attempt in which trainers of its pod were, by the word of its sidecar."""
+    reads_format: int = 0
+    """The highest format of log entries that its sidecar reads; 0: not known."""
 
     def text(self) -> bytes:
         """As it lies in the store."""
         boxes = [[b.table, b.row_start, b.row_stop, b.col_start, b.col_stop] for b in self.boxes]
-        said = [dict(self.facts), {k: list(v) for k, v in self.tables.items()}, dict(self.dense), boxes]
+        said = [
+            dict(self.facts),
+            {k: list(v) for k, v in self.tables.items()},
+            dict(self.dense),
+            boxes,
+            self.took_part,
+            self.reads_format,
+        ]
         return zlib.compress(json.dumps(said).encode(), 1)
 
     @classmethod
     def of(cls, text: bytes) -> Word:
         """From the store."""
-        facts, tables, dense, boxes = json.loads(zlib.decompress(text))
+        facts, tables, dense, boxes, took_part, reads_format = json.loads(zlib.decompress(text))
         return cls(
             facts=facts,
             tables={name: (rows, columns) for name, (rows, columns) in tables.items()},
@@ -50,6 +61,8 @@ class Word:
                 Box(table=table, row_start=a, row_stop=b, col_start=c, col_stop=d)
                 for table, a, b, c, d in boxes
             ],
+            took_part=took_part,
+            reads_format=reads_format,
         )
 
 

@@ -56,8 +56,13 @@ _WORST_LAST = ("whole", "went on", "not whole", "failed")
 class Assembly:
     """One rank's side of one `restore()`; on the training thread only."""
 
-    def __init__(self, rank: Rank, program: Program, facts: Mapping[str, Any]) -> None:
-        """Come together; `facts` must be equal on all ranks. Raises `RanksDiffer`, `GroupLost`."""
+    def __init__(
+        self, rank: Rank, program: Program, facts: Mapping[str, Any], said: pb.AttachReply | None = None
+    ) -> None:
+        """Come together; `facts` must be equal on all ranks. Raises `RanksDiffer`, `GroupLost`.
+
+        `said`: what this rank's sidecar said at Attach, where it is there.
+        """
         self._rank = rank
         self._program = program
         dense = program.tracking.dense()
@@ -66,6 +71,8 @@ class Assembly:
             tables=program.shapes,
             dense={name: f"{tensor.dtype} {list(tensor.shape)}" for name, tensor in dense.items()},
             boxes=program.boxes,
+            took_part=0 if said is None else said.took_part,
+            reads_format=0 if said is None else said.reads_format,
         )
         self._meeting = Meeting(rank.number, rank.world_size, word.text())
         self._turn = 0
@@ -80,8 +87,11 @@ class Assembly:
         """Of the group's keys under the attempt that was opened last."""
         return f"{self._meeting.prefix}{self._turn}/"
 
-    def open(self, ask: Callable[[bytes], pb.OpenReply]) -> pb.OpenReply:
-        """What rank 0's sidecar answers to `ask(layout)`, for all; raises what rank 0 met, on every rank."""
+    def open(self, ask: Callable[[pb.OpenRequest], pb.OpenReply]) -> pb.OpenReply:
+        """What rank 0's sidecar answers to `ask`, for all; raises what rank 0 met, on every rank.
+
+        `ask` is given what all ranks together have to say in the request: layout, attempts, format.
+        """
         self._turn += 1
         if self._rank.number != 0:
             told = json.loads(self._meeting.hear(f"open/{self._turn}", 2 * OPEN_DEADLINE_S))
@@ -89,8 +99,14 @@ class Assembly:
                 raise _error_of(told["error"], "rank 0: ")
             return pb.OpenReply.FromString(bytes.fromhex(told["reply"]))
         try:
-            layout = agreed_layout([Word.of(text) for text in self._meeting.words])
-            reply = ask(layout.data)
+            words = [Word.of(text) for text in self._meeting.words]
+            layout = agreed_layout(words)
+            together = pb.OpenRequest(
+                layout=layout.data,
+                took_part=max(word.took_part for word in words),
+                reads_format=min(word.reads_format for word in words),
+            )
+            reply = ask(together)
         except BaseException as error:
             self._tell_open({"error": _text_of(error)})
             raise

@@ -121,7 +121,8 @@ class AttemptOpener:
             "fresh": self._fresh,
             "recovery": self._terms,
         } | {f"restore({name}=)": repr(value) for name, value in call.items()}
-        return Assembly(self._rank, self._program, facts)
+        link = attachment.link
+        return Assembly(self._rank, self._program, facts, None if link is None else link.reply)
 
     def open(
         self,
@@ -137,21 +138,20 @@ class AttemptOpener:
         Raises `FencedError`, `UserError`, `RestoreFailed`, or `SidecarUnavailable`.
         """
 
-        def ask(layout: bytes) -> pb.OpenReply:
+        def ask(together: pb.OpenRequest) -> pb.OpenReply:
             link = self.link()
-            return link.open(
-                pb.OpenRequest(
-                    session=link.session,
-                    which=which,
-                    from_run=from_run or "",
-                    exclude_seqs=exclude,
-                    takeover=takeover,
-                    layout=layout,
-                )
+            request = pb.OpenRequest(
+                session=link.session,
+                which=which,
+                from_run=from_run or "",
+                exclude_seqs=exclude,
+                takeover=takeover,
             )
+            request.MergeFrom(together)
+            return link.open(request)
 
         if assembly is None:
-            reply = ask(b"")
+            reply = ask(pb.OpenRequest())
             link = self.link()
         else:
             reply = assembly.open(ask)

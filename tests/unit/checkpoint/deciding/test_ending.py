@@ -19,3 +19,21 @@ def test_which_saves_a_trainers_end_asks_for() -> None:
     assert [ends(Entry(f"{reason}; full: baseline")) for reason in ("timer", "user", "close", "drain")] == [
         False, False, True, True,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reason", "alone", "in_a_group"),
+    [("close", True, True), ("sigterm", True, False), ("stopping", True, False), ("drain", False, False)],
+)
+def test_who_closed_has_ended_and_who_was_told_to_go_if_he_was_alone(
+    reason: str, alone: bool, in_a_group: bool
+) -> None:
+    """In a group the others stay, or come together anew."""
+    said = Said(f"{reason}; q8")
+    assert (ending.has_ended(said, 1), ending.has_ended(said, 4)) == (alone, in_a_group)
+
+
+def test_a_users_word_never_means_an_end() -> None:
+    assert ending.reason_of("eval") == "eval"
+    for reserved in (ending.CLOSE, *ending.LEAVING):
+        assert not ending.has_ended(Said(ending.reason_of(reserved)), 1)

@@ -108,7 +108,10 @@ def test_who_holds_a_run_is_what_its_last_commit_says():
         ("close; x", False),
         ("", True),
         ("user", True),
-        ("drain", False),
+        ("drain", True),  # a cordon, and the trainer lives on
+        ("eval", True),
+        ("user close", True),
+        ("sigterm", False),
     ):
         run.commit(attempt, run.step + 1, directive=directive)
         assert (holder(run.log, run.log.refresh()) is not None) is held, directive

@@ -119,7 +119,8 @@ def test_what_is_not_a_read_is_refused(clock: Clock, method: str) -> None:
     found = Freshness((JOBS,), clock=clock)
 
     async def main() -> None:
-        made = session(api, (JOBS,), found, on_page=lambda *_: None, on_watch=lambda _: None).aiohttp_session
+        ignored = {"on_watch": lambda _: None, "on_refused": lambda _: None}
+        made = session(api, (JOBS,), found, on_page=lambda *_: None, **ignored).aiohttp_session
         async with made:
             await made.request(method, f"http://127.0.0.1:1{JOBS}")
 
@@ -146,4 +147,21 @@ def test_a_watch_that_is_opened_while_the_one_before_is_looked_at_is_not_lost(cl
     clock.now_s += STALE_S + 1
     new.content.total_bytes = pods.content.total_bytes = 100
     assert found.untended() == []
+    assert found.heard_s() == 0
+
+
+def test_a_namespace_that_may_not_be_read_makes_nothing_stale_unless_none_may(clock: Clock) -> None:
+    """Its rights went, or it did, among several."""
+    one, other = "/apis/batch/v1/namespaces/a/jobs", "/apis/batch/v1/namespaces/b/jobs"
+    found = Freshness((one, other), clock=clock)
+    found.begin()
+    for _ in range(60):
+        clock.now_s += 10
+        found.answered(one)
+        found.refused(other)
+    assert found.heard_s() == 0
+    clock.now_s += 10
+    found.refused(one)
+    assert found.heard_s() > STALE_S, "the other was never heard"
+    found.answered(other)
     assert found.heard_s() == 0

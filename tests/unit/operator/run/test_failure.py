@@ -159,6 +159,17 @@ def test_a_loss_of_a_trainer_that_was_opened_since_counts_for_what_comes_after_i
     assert tally.failures == 2
 
 
+def test_a_node_is_blamed_for_what_it_lost_and_not_for_what_followed() -> None:
+    tally = opened(Tally(), 1)
+    tally = lost(tally, LossCause.EVICTED, NOW_S, uid="a", node="node-a")
+    tally = lost(tally, LossCause.ERROR, NOW_S + 3, uid="b", node="node-b")
+    tally, found = closed(tally, 2, NOW_S + 20)
+    assert [each.nodes for each in found] == [frozenset({"node-a"})]
+    tally = lost(tally, LossCause.DELETED, NOW_S + 100, uid="a", node="node-a")
+    tally = lost(tally, LossCause.ERROR, NOW_S + 103, uid="b", node="node-b")
+    assert [each.nodes for each in closed(tally, 3, NOW_S + 120)[1]] == [frozenset()]
+
+
 @pytest.mark.parametrize(
     ("story", "cause", "failures"),
     [
@@ -178,7 +189,9 @@ def test_what_stopped_a_group_is_told_from_what_followed_of_it(
     tally = opened(Tally(), 1)
     for why, pod_uid, after_s in story:
         tally = lost(tally, LossCause(why), NOW_S + after_s, uid=pod_uid)
+    before = tally.failures
     tally, found = closed(tally, 2, NOW_S + 20)
+    assert tally.failures == before, "a counter never falls"
     assert [(each.cause.value, each.times) for each in found] == [(cause, 1)]
     assert tally.failures == failures
 

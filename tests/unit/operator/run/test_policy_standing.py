@@ -15,7 +15,9 @@ NOW_S = 1_000_000.0
 
 def run(*beats: Heartbeat, finished: str = "", failing: str = "") -> Run:
     """A run with a sidecar for each heartbeat."""
-    hello = Hello(namespace="team", pod="train-x", pod_uid="p", process="s", workload_uid="u")
+    hello = Hello(
+        namespace="team", pod="train-x", pod_uid="p", process="s", workload_uid="u", url="s3://bucket"
+    )
     return Run(
         workload=Workload(namespace="team", kind="Job", name="train", uid="u"),
         reports={f"p-{n}": Report(hello=hello, heartbeat=beat) for n, beat in enumerate(beats)},
@@ -71,11 +73,26 @@ def test_a_policy_that_works() -> None:
 def test_what_is_wrong_is_said_with_the_pod_that_says_so(
     said: dict[str, bool], failing: str, expected: dict[str, tuple[str, str]], why: str
 ) -> None:
-    found = status(run(beat(**said), failing=failing))
+    found = status(run(beat(**said), failing=failing and f"pod train-x: {failing}"))
     assert conditions(found) == expected
     ready = next(each for each in found["conditions"] if each["type"] == "Ready")
     assert "train-x" in ready["message"]
     assert why in ready["message"]
+
+
+def test_what_is_mended_is_ready_again_without_another_proof() -> None:
+    before = status(run(beat()))
+    broken = status(run(beat(credentials_ok=False, store_ok=False, store_proven=False)), before=before)
+    assert conditions(broken)["Ready"] == ("False", "CredentialsPresent")
+    assert conditions(status(run(beat(store_proven=False)), before=broken))["Ready"] == ("True", "InUse")
+    assert conditions(status(run(beat(store_proven=False))))["Ready"] == ("Unknown", "NotProven")
+
+
+def test_sidecars_of_another_store_say_nothing_of_this_one() -> None:
+    """The policy's store was changed; pods that were there before keep theirs."""
+    standing = policy_standing.of_runs([run(beat())], "s3://another")
+    assert (standing.runs, standing.sidecars) == (1, 0)
+    assert policy_standing.of_runs([run(beat())], "s3://bucket").sidecars == 1
 
 
 def test_what_was_proven_stays_when_nobody_is_heard_any_more() -> None:

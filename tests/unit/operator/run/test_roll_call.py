@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from deltashard_operator.fleet.sidecar_report import Heartbeat, Hello, PolicyInForce, Rank
+from deltashard_operator.fleet.sidecar_report import Commit, Heartbeat, Hello, PolicyInForce, Rank, StepSample
 from deltashard_operator.fleet.sidecar_report import Phase as At
 from deltashard_operator.run import condition, judgement, roll_call, run_record, watched_run
 from deltashard_operator.run.observed_object import NodeView, PodView, Wish, Workload
@@ -62,22 +63,67 @@ def judged(run: Run) -> Run:
 def test_all_are_there() -> None:
     run = group()
     assert roll_call.of_run(run) == roll_call.RollCall(expected=4, present=4)
+    assert roll_call.of_run(run).complete
     assert run.phase is Phase.TRAINING
     status = run_record.status(run, NOW_S)
-    assert (status["ranks"], status["worldSize"], status["ranksPresent"], status["stepSkew"]) == (
-        "4/4",
-        4,
-        4,
-        0,
-    )
+    assert (status["ranks"], status["worldSize"], status["ranksPresent"]) == ("4/4", 4, 4)
     assert "slowestPod" not in status
 
 
-def test_the_one_that_is_behind_is_named() -> None:
-    run = heard(group(), 2, said(2, step=47))
+def sampled(run: Run, n: int, *samples: tuple[int, int], **more: Any) -> Run:
+    """After a heartbeat of pod n that has looked at its rank at these times."""
+    found = tuple(StepSample(at_s=at_s, steps={n: step}) for at_s, step in samples)
+    return heard(run, n, replace(said(n, **more), samples=found))
+
+
+def test_the_one_that_is_behind_is_named_by_what_all_looked_at_in_one_moment() -> None:
+    """Not by the steps of heartbeats, which are of different times."""
+    run = sampled(group(), 0, (100, 40), (110, 80), (120, 120), step=500)
+    for n in (1, 3):
+        run = sampled(run, n, (110, 80), (120, 120), step=120)
+    assert run_record.status(run, NOW_S).get("stepSkew") is None, "pod 2 has not said yet"
+    run = sampled(run, 2, (100, 40), (110, 77), step=90)
     status = run_record.status(run, NOW_S)
     assert (status["stepSkew"], status["slowestRank"], status["slowestPod"]) == (3, 2, "train-2")
-    assert status["step"] == 47
+    run = sampled(run, 2, (110, 77), (120, 120), step=130)
+    status = run_record.status(run, NOW_S)
+    assert status["stepSkew"] == 0
+    assert "slowestPod" not in status
+
+
+def test_a_replacement_that_waits_for_its_node_is_nobody_yet() -> None:
+    """Pending, for as long as an image is pulled: the ranks are not there because a pod object is."""
+    run = watched_run.without_connected(group(), hello(3))
+    run = judged(watched_run.without_pod(run, "p-3", node_ready=True, now_s=NOW_S))
+    fresh = replace(pod(3, phase="Pending", started=False), uid="q-3")
+    run = judged(watched_run.with_pod(run, fresh, node_ready=True, now_s=NOW_S + 1))
+    assert run.phase is Phase.RECOVERING
+    run = judged(watched_run.with_pod(run, replace(fresh, started=True), node_ready=True, now_s=NOW_S + 2))
+    assert run.phase is Phase.RECOVERING, "it runs, and nobody trains in it yet"
+
+
+def test_a_pod_on_a_lost_node_holds_no_rank() -> None:
+    run = watched_run.without_connected(group(), hello(3))
+    nodes = {**NODES, "node-b": NodeView(name="node-b", ready=False)}
+    run = watched_run.with_pod(run, pod(3, node="node-b"), node_ready=False, now_s=NOW_S)
+    run, _ = judgement.judged(run, nodes, NOW_S)
+    assert run.phase is Phase.RECOVERING
+
+
+def test_a_pod_that_waits_to_join_a_complete_group_stops_nobody() -> None:
+    """Three of at most four train, or one alone where the workload says `runs: one`."""
+    for size in (3, 1):
+        run = group(size)
+        run = watched_run.with_pod(run, pod(size), node_ready=True, now_s=NOW_S)
+        run = judged(heard(run, size, said(size, phase=At.WAITING)))
+        assert (roll_call.of_run(run).sentence, run.phase) == (f"{size}/{size}", Phase.TRAINING)
+
+
+def test_ranks_of_an_attempt_that_is_over_are_not_counted() -> None:
+    run = heard(group(), 3, said(3, attempt=5))
+    for n in range(3):
+        run = heard(run, n, said(n, attempt=9))
+    assert roll_call.of_run(run).sentence == "3/4"
 
 
 def test_a_pod_that_goes_leaves_its_run_with_three_of_four() -> None:
@@ -119,7 +165,9 @@ def test_ranks_that_closed_first_are_not_missed() -> None:
 def test_of_pods_that_are_runs_of_their_own_nobody_is_expected() -> None:
     run = Run(workload=WORKLOAD)
     for n in range(2):
-        run = watched_run.with_pod(run, pod(n), node_ready=True, now_s=NOW_S)
+        own = replace(pod(n), wish=Wish(runs="per-pod"))
+        run = watched_run.with_pod(run, own, node_ready=True, now_s=NOW_S)
+        assert roll_call.of_run(run) == roll_call.NOBODY
         run = heard(run, n, replace(said(0, size=1), run=f"team/train-u-1-{n}"))
     run = judged(run)
     assert (roll_call.of_run(run), run.phase) == (roll_call.NOBODY, Phase.TRAINING)
@@ -127,7 +175,10 @@ def test_of_pods_that_are_runs_of_their_own_nobody_is_expected() -> None:
 
 
 def test_what_partial_recoveries_and_stalls_cost_is_shown_and_read_back() -> None:
-    run = heard(group(), 3, said(3, stall_s=0.125, lost_share=0.00075, partial_recoveries=2))
+    commit = Commit(seq=9, attempt=7, step=50)
+    run = heard(
+        group(), 3, said(3, last_commit=commit, stall_s=0.125, lost_share=0.00075, partial_recoveries=2)
+    )
     status = run_record.status(run, NOW_S)
     assert (status["stallSeconds"], status["lostSamplesShare"], status["partialRecoveries"]) == (
         "0.125",

@@ -1,0 +1,44 @@
+"""How often a workload opened its run, by the attempts in the log."""
+
+from __future__ import annotations
+
+import pytest
+from deltashard_checkpoint.log.run_state import Attempt, RunState
+from deltashard_sidecar.fleet.standing import openings
+
+
+def state(*attempts: tuple[int, str, int | None, int | None, int]) -> RunState:
+    """Attempts: (number, workload, resumes from, newest commit, ranks)."""
+    return RunState(
+        run="r",
+        attempts={
+            number: Attempt(
+                world_size=ranks, resumes_from=source, resumes_attempt=None, last_seq=last, workload=workload
+            )
+            for number, workload, source, last, ranks in attempts
+        },
+    )
+
+
+FIRST = (1, "w", None, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("more", "count"),
+    [
+        ([], 1),
+        ([(6, "w", 5, 9, 1)], 2),
+        ([(6, "w", 5, None, 1), (7, "w", 5, 9, 1)], 3),  # it crashed before a commit
+        ([(6, "w", 5, None, 1), (7, "w", 4, 9, 1)], 2),  # 5 was not whole: the same opening
+        ([(6, "w", 5, None, 1), (7, "w", 4, None, 1), (8, "w", None, 9, 1)], 2),
+        ([(6, "v", 5, None, 1), (7, "w", 4, 9, 1)], 2),  # another workload's is none of ours
+        ([(6, "w", 5, None, 1), (7, "", 3, None, 0), (8, "w", 3, 9, 1)], 3),  # a person went back in between
+    ],
+)
+def test_openings(more: list[tuple[int, str, int | None, int | None, int]], count: int) -> None:
+    attempts = [FIRST, *more]
+    assert openings(state(*attempts), attempts[-1][0]) == count
+
+
+def test_an_attempt_that_is_not_in_the_log_yet() -> None:
+    assert openings(state(FIRST), 7) == 0
