@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
+from deltashard_checkpoint.deciding import ending
 from deltashard_checkpoint.deciding.ending import ends
 
 
@@ -29,11 +31,11 @@ def test_who_closed_has_ended_and_who_was_told_to_go_if_he_was_alone(
     reason: str, alone: bool, in_a_group: bool
 ) -> None:
     """In a group the others stay, or come together anew."""
-    said = Said(f"{reason}; q8")
+    said = Entry(f"{reason}; q8")
     assert (ending.has_ended(said, 1), ending.has_ended(said, 4)) == (alone, in_a_group)
 
 
 def test_a_users_word_never_means_an_end() -> None:
     assert ending.reason_of("eval") == "eval"
     for reserved in (ending.CLOSE, *ending.LEAVING):
-        assert not ending.has_ended(Said(ending.reason_of(reserved)), 1)
+        assert not ending.has_ended(Entry(ending.reason_of(reserved)), 1)
