@@ -61,7 +61,7 @@ def test_a_run_goes_back_by_kubectl(bench: Bench) -> None:
     older, newer = (each for each in checkpoints(bench.url, job.run)[-2:])
     assert older.step < newer.step == life["step"]
     refused = plugin(bench, "rewind", job.name, "-c", f"seq:{older.seq}", status=2)
-    assert "pod" in refused["error"]["what"], refused
+    assert "it trains, in goes-back-" in refused["error"]["what"], refused
     job.patch({"spec": {"suspend": True}})
     wait_until(lambda: not job.pods(), timeout_s=90, what="the suspended pods gone")
     job.wait_phase("Pending")
