@@ -48,11 +48,22 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
 
     done = run_copy.copied(source, target, which, work, deadline_s=POLICY.deadline_s)
     checked = verification.verify(place)
+    # Of a whole run: what the source has committed since, also before this very call where the copy is an older one.
+    newer = (
+        [] if which is not None else [c for seq, c in source.state.checkpoints.items() if seq > done.through]
+    )
     if as_json:
-        print_json({"copied": done, "verified": checked.ok, "problems": checked.problems})
+        print_json(
+            {
+                "copied": done,
+                "newer_at_source": len(newer),
+                "verified": checked.ok,
+                "problems": checked.problems,
+            }
+        )
     else:
         out = console()
-        what = "is there already, whole" if not done.entries else "is made"
+        what = "is made" if done.entries else "is there already" + (", whole" if checked.ok else "")
         said = f"checkpoint {done.seq}" + (
             f" there, {done.source_seq} here" if done.seq != done.source_seq else ""
         )
@@ -60,17 +71,25 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
             f"run {done.run} at {place.store.url} {what}: {plural(done.checkpoints, 'checkpoint')}, the newest of step "
             f"{number(done.step)} ({said})"
         )
-        if not done.entries:
-            return
-        out.print(
-            f"{plural(done.objects, 'object')} put ({size(done.bytes)}), {done.passed_over} there already; the source "
-            f"as of its log entry {done.through}; contents were hashed on the way, `deltashard verify --deep` reads "
-            "the copy back",
-            style="dim",
-        )
+        if done.entries:
+            out.print(
+                f"{plural(done.objects, 'object')} put ({size(done.bytes)}), {done.passed_over} there already; the "
+                f"source as of its log entry {done.through}; contents were hashed on the way, `deltashard verify "
+                "--deep` reads the copy back",
+                style="dim",
+            )
+        if newer:
+            click.echo(
+                f"the copy is of the source's log up to entry {done.through}: not in it are "
+                f"{plural(len(newer), 'newer checkpoint')}, up to step {number(max(each.step for each in newer))}. "
+                "A copy is not brought up to date: copy to another name, or remove this one first",
+                err=True,
+            )
         for problem in checked.problems:
             click.echo(f"problem: {problem.object}: {problem.what}", err=True)
-    if not checked.ok:
+        if not checked.ok and not done.entries:
+            click.echo("a finished copy is not mended: remove it (`deltashard rm`) and copy anew", err=True)
+    if not checked.ok or (newer and not done.entries):
         click.get_current_context().exit(1)
 
 

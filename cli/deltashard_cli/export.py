@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
-from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.format import element_type, typed_tree
 from deltashard_checkpoint.restore.checkpoint_reader import TableArrays
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
@@ -218,7 +218,14 @@ def export_torch(
     dense = list(dense_tensors(blobs))
     tensors |= {each.name: torch_tensor(each.dtype, each.values) for each in dense}
     with _replacing(out, force=force) as place, place.open("wb") as file:
-        torch.save(tensors, file)
+        try:
+            torch.save(tensors, file)
+        except RuntimeError as error:  # so its writer says that the disk is full
+            raise EnvironmentFault(
+                f"torch could not write it: {str(error).splitlines()[0]}",
+                where=str(out),
+                remedy="look for room on the disk",
+            ) from error
     return _exported(checkpoint, out, len(tensors), blobs, dense)
 
 

@@ -61,7 +61,8 @@ class Housekeeping:
         self._saving = saving
         self._restoring = 0
         self._wake = threading.Condition()
-        self._due: RunLog | None = None
+        self._due: tuple[RunLog, int] | None = None
+        """A handle on the log, and the attempt under which was committed through it."""
         self._stopped = False
         self._prefetching = True
         self._thread = threading.Thread(target=self._work, name="housekeeping", daemon=True)
@@ -71,10 +72,10 @@ class Housekeeping:
         """Start the thread."""
         self._thread.start()
 
-    def committed(self, log: RunLog) -> None:
-        """A checkpoint was committed through `log`: a round is due."""
+    def committed(self, log: RunLog, attempt: int) -> None:
+        """A checkpoint was committed through `log` under this attempt: a round is due."""
         with self._wake:
-            self._due = log
+            self._due = log, attempt
             self._wake.notify_all()
 
     @contextmanager
@@ -111,10 +112,10 @@ class Housekeeping:
                     self._wake.wait_for(lambda: self._stopped, pause_s)
                 if self._stopped:
                     return
-                log, self._due = self._due, None
+                due, self._due = self._due, None
             last_s = time.monotonic()
-            if log is not None and self._run.settings.housekeeping_s >= 0:
-                self.round(log.fork())
+            if due is not None and self._run.settings.housekeeping_s >= 0:
+                self.round(due[0].fork(), due[1])
 
     def _learn(self) -> Checkpoint | None:
         """The newest checkpoint, once the run is known and its store answers; until a trainer opens its attempt.
@@ -131,15 +132,23 @@ class Housekeeping:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return None
 
-    def round(self, log: RunLog) -> None:
-        """One round on its own handle of the log."""
+    def round(self, log: RunLog, attempt: int) -> None:
+        """One round on its own handle of the log, as long as `attempt` is the newest.
+
+        IMPORTANT: who was followed keeps house no more. After a person's rewind that would retire what was set
+        aside, and with it the way back.
+        """
         settings = self._run.settings
-        self._step("compact", lambda: self._compact(log))
+        self._step("compact", lambda: self._compact(log, attempt))
         retention = Retention(keep_last=settings.keep_last, every_steps=settings.keep_every_steps or None)
 
         def retire() -> str | None:
             state = log.refresh(deadline_s=ROUND_DEADLINE_S)
-            entry = append_retirement(log, retention, debris=debris(log, state), deadline_s=ROUND_DEADLINE_S)
+            if state.attempt != attempt:
+                return None
+            entry = append_retirement(
+                log, retention, debris=debris(log, state), attempt=attempt, deadline_s=ROUND_DEADLINE_S
+            )
             return (
                 None
                 if entry is None
@@ -147,6 +156,8 @@ class Housekeeping:
             )
 
         def gc() -> str | None:
+            if log.state.attempt != attempt:
+                return None
             done = collect(log, grace_s=settings.gc_grace_s, deadline_s=ROUND_DEADLINE_S)
             return f"{done.objects} objects, {done.bytes} bytes" if done.objects else None
 
@@ -165,9 +176,9 @@ class Housekeeping:
         if budget_bytes:
             self._step("sweep", work)
 
-    def _compact(self, log: RunLog) -> str | None:
+    def _compact(self, log: RunLog, attempt: int) -> str | None:
         state = log.refresh(deadline_s=ROUND_DEADLINE_S)
-        newest = state.newest()
+        newest = state.newest() if state.attempt == attempt else None
         found = None if newest is None else self._run.synthetic.at_rest(state, newest.seq, self._policy())
         if found is None:
             return None

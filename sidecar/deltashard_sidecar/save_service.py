@@ -323,7 +323,7 @@ class SaveService:
         ):
             self._closings.end(cut.attempt)
         if commit is not None and save.who.rank == 0:
-            self._keeping.committed(self._run.log_of(save.who))
+            self._keeping.committed(self._run.log_of(save.who), save.cut.attempt)
 
     def _measure(self, save: Save) -> None:
         """The decider hears what a save of rank 0 cost, as far as that is known at its end."""

@@ -293,7 +293,8 @@ class RunLog:
                 f"the log ends at entry {seen.tip}, and {floor} was written ({self.key('log/HINT')} says so): the "
                 "newest entries are gone",
                 where=f"{self.store.url}/{self.key('log/')}",
-                remedy="restore the objects from a copy or a version; `deltashard repair` goes on without them",
+                remedy="where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again. Else "
+                "restore the objects from a copy or a version; `deltashard repair` goes on without them",
             )
         return seen
 

@@ -155,14 +155,23 @@ def _retirement(state: RunState, keep: AbstractSet[int], debris: Iterable[str]) 
 
 
 def append_retirement(
-    log: RunLog, retention: Retention, *, debris: Iterable[str] = (), deadline_s: float = DEFAULT_DEADLINE_S
+    log: RunLog,
+    retention: Retention,
+    *,
+    debris: Iterable[str] = (),
+    attempt: int | None = None,
+    deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Retired | None:
     """Append the retire entry that the state at its slot asks for; None when there is nothing to retire.
 
-    Raises what `RunLog.append` raises.
+    `attempt`: retire as its trainer, so nothing once another one is the newest. Raises what `RunLog.append` raises.
     """
     listed = tuple(debris)
-    return _append(log, lambda state: retire(state, retention, listed), deadline_s)
+
+    def plan(state: RunState) -> Retirement | None:
+        return retire(state, retention, listed) if attempt in (None, state.attempt) else None
+
+    return _append(log, plan, deadline_s)
 
 
 def retire_these(

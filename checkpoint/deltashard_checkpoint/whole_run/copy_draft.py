@@ -106,7 +106,8 @@ def draft(
             raise SourceLetGo(
                 f"the copy was begun with what the source has let go since: {error.what}",
                 where=error.where,
-                remedy=f"remove what is there of it (`deltashard rm --run {target.run}`), and copy anew",
+                remedy=f"copy to another name (--to-run). Where {target.run!r} is a copy that was cut short, which "
+                "`deltashard ls` does not list, `deltashard rm` removes it",
             ) from error
         raise
     return Draft(

@@ -321,9 +321,13 @@ def test_cp_to_another_store_is_the_run_bit_for_bit(cli: Cli, url: str, other: s
         )
     # The source goes on; the copy is of that moment, and a run of its own, with which a trainer goes on.
     written.save(written.train(), step=500, covers=full, directive="steps")
-    again = answer(cli, "cp", at(url), other)
+    code, text = cli("cp", at(url), other, "--json")
+    again = json.loads(text)
+    assert (code, again["newer_at_source"], again["verified"]) == (1, 1, True), "it is not brought up to date"
     assert (again["copied"]["entries"], again["copied"]["objects"]) == (0, 0)
     assert again["copied"]["through"] == tip
+    text = refused(cli, "cp", at(url), other, code=1)
+    assert "not in it are 1 newer checkpoint, up to step 500" in text
     opened = open_attempt(RunLog(copy, RUN), owner="tests", closing_wait_s=0.0)
     assert opened.resume is not None
     assert opened.resume.step == 400
@@ -373,6 +377,16 @@ def test_cp_checks_every_byte_and_mends_what_lies_there(cli: Cli, file_url: str,
     done = answer(cli, "cp", at(file_url), there)["copied"]
     assert (done["objects"], done["passed_over"]) == (1, len(packs) + 3 - 1)
     assert answer(cli, "verify", "--deep", at(there))["ok"] is True
+    # A finished copy is looked at and left alone: it says so where it is whole, and where it is not.
+    assert "is there already, whole" in cli("cp", at(file_url), there)[1]
+    lost = copy.get(packs[0])
+    copy.delete([packs[0]])
+    text = refused(cli, "cp", at(file_url), there, code=1)
+    assert "a finished copy is not mended" in text
+    assert "whole" not in text
+    assert packs[0].removeprefix(f"{RUN}/") in text
+    assert packs[0] not in keys(copy)
+    copy.put(packs[0], lost)
     # Rotten at the source: nothing of it becomes a run.
     written.store.put(packs[0], data)
     elsewhere = f"file://{tmp_path}/elsewhere"

@@ -22,6 +22,7 @@ import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.maintenance.word import rewind
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
 from deltashard_proto.v1 import trainer_pb2 as pb
@@ -751,6 +752,46 @@ def test_a_run_does_not_grow_without_bound(tmp_path: Path, url: str) -> None:
         trainer.model.wipe()
         trainer.restore(commit.seq)
         assert same(trainer.model.state(), state)
+        trainer.close()
+
+
+def test_a_trainer_that_was_followed_keeps_house_no_more(tmp_path: Path, url: str) -> None:
+    """A person's rewind beside a trainer that still holds the run: the way back is not retired by its sidecar.
+
+    The first commit's round comes at once, that of the others after the pause: before the rewind, or (so but on a slow
+    machine) after it.
+    """
+    flags = {
+        "encoding": "fp32",
+        "differential": "full",
+        "housekeeping-s": 3,
+        "gc-grace-s": 0,
+        "keep-last": 3,
+        "metrics-port": 0,
+    }
+    with sidecar(tmp_path, url, **flags) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        first = trainer.save_and_commit()
+        for _ in range(2):
+            trainer.model.train()
+            newest = trainer.save_and_commit()
+        log = RunLog(open_store(url), "run")
+        assert rewind(log, f"seq:{first.seq}", ended=True) is not None
+        eventually(
+            lambda: len(
+                re.findall(
+                    r'^deltashard_housekeeping_total\{.*task="gc"\} [2-9]',
+                    process.metrics_page(),
+                    re.MULTILINE,
+                )
+            ),
+            what="the round of the last commits",
+        )
+        state = log.refresh()
+        assert state.newest().seq == first.seq
+        assert newest.seq in state.aside
+        assert newest.seq in state.checkpoints
         trainer.close()
 
 

@@ -95,6 +95,15 @@ def test_the_log_refuses_a_retirement_that_would_lose_something(checkpoints, pre
         run.retire(checkpoints, prefixes)
 
 
+def test_a_trainer_that_was_followed_retires_nothing():
+    run = Run()
+    first = run.open().attempt
+    chains(run, first)
+    second = run.open().attempt
+    assert append_retirement(run.log, Retention(keep_last=1), attempt=first) is None
+    assert append_retirement(run.log, Retention(keep_last=1), attempt=second) is not None
+
+
 def test_numbers_must_be_positive():
     for bad in ({"keep_last": 0}, {"every_steps": 0}, {"every_s": -1.0}):
         with pytest.raises(UserError):
