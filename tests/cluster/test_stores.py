@@ -100,17 +100,30 @@ def test_store_troubles(bench: Bench, own_bridge_minio: MinioServer, full: bool)
 
 
 def test_missing_bucket(bench: Bench) -> None:
-    """A policy names a bucket that is not there: told; and as soon as it is there, training saves to it."""
+    """A policy names a bucket that is not there: told, of the run and of the policy; and once it is there, all is well."""
     bucket = f"{bench.bucket}-later"
     bench.policy(bench.namespace, "later", bucket=bucket)
+    path = f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointpolicies/later"
+
+    def policy() -> dict[str, str]:
+        status = bench.cluster.api.get(path).get("status") or {}
+        return {each["type"]: each["status"] for each in status.get("conditions", ())}
+
     job = bench.job("early", notes={"deltashard.io/policy": "later"})
     told = job.wait_condition("StoreUnavailable", timeout_s=120)
     assert bucket in told["message"], told
     bench.note(told["message"])
+    wait_until(
+        lambda: policy() == {"Ready": "False", "CredentialsPresent": "True", "StoreReachable": "False"},
+        timeout_s=90,
+        what=lambda: f"the policy says it: {policy()}",
+    )
     client = bench.minio.client()
     client.make_bucket(bucket)
     url = bench.minio.url(bucket)
     bench.began(job, 0)
     bench.wait_commits(job, count=1, url=url)
     job.wait_condition("StoreUnavailable", "False")
+    well = dict.fromkeys(("Ready", "CredentialsPresent", "StoreReachable", "CreateOnly"), "True")
+    wait_until(lambda: policy() == well, timeout_s=90, what=lambda: f"the policy is well: {policy()}")
     bench.assert_store_whole(job, url=url)

@@ -23,6 +23,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -97,8 +98,12 @@ class Told:
 class Sidecar:
     """One of them; `live` until cancelled."""
 
-    def __init__(self, member: Member, target: str, trusted: bytes, pace: Pace, told: Told) -> None:
+    def __init__(
+        self, member: Member, target: str, trusted: bytes, pace: Pace, told: Told, reopened: Counter[str]
+    ) -> None:
+        """`reopened`: how often the group of each workload, by UID, has opened its run once more."""
         self._member = member
+        self._reopened = reopened
         self._target = target
         self._credentials = grpc.ssl_channel_credentials(trusted)
         self._pace = pace
@@ -238,8 +243,8 @@ class Sidecar:
             run=self._run,
             phase=phase,
             ranks=[wire.Rank(rank=int(member.index), world_size=member.ranks, step=step)],
-            attempt=1 + 100 * member.restored,
-            openings=1 + member.restored,
+            attempt=1 + 100 * self._reopened[member.workload_uid],
+            openings=1 + self._reopened[member.workload_uid],
             last_commit=trainer_wire.Commit(
                 seq=commits, attempt=1, step=step, durable_s=SAVING_S, stored_bytes=STORED_BYTES // 100
             ),
@@ -296,6 +301,10 @@ class Swarm:
         """Begin these, spread over some seconds."""
         self._ask(do="add", members=[asdict(each) for each in members], within_s=within_s)
 
+    def reopen(self, workloads: Iterable[str]) -> None:
+        """The groups of these workloads, by UID, open their runs once more: a member of each was lost."""
+        self._ask(do="reopen", workloads=list(workloads))
+
     def remove(self, uids: Iterable[str]) -> None:
         """End these pods' without a word."""
         self._ask(do="remove", uids=list(uids))
@@ -331,15 +340,18 @@ async def _obey(target: str, trusted: bytes, pace: Pace) -> None:
     reader = asyncio.StreamReader(limit=1 << 28)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     told = Told()
+    reopened: Counter[str] = Counter()
     living: dict[str, asyncio.Task[None]] = {}
     while line := await reader.readline():
         command = json.loads(line)
         if command["do"] == "add":
             for fields in command["members"]:
                 member = Member(**fields)
-                sidecar = Sidecar(member, target, trusted, pace, told)
+                sidecar = Sidecar(member, target, trusted, pace, told, reopened)
                 delay_s = random.uniform(0, command["within_s"])
                 living[member.uid] = asyncio.create_task(sidecar.live(delay_s))
+        elif command["do"] == "reopen":
+            reopened.update(command["workloads"])
         elif command["do"] == "remove":
             for uid in command["uids"]:
                 living.pop(uid).cancel()

@@ -186,6 +186,8 @@ class System:
             replaced, what=f"{len(places)} replacements", every_s=0.5, timeout_s=control_plane.PATIENCE_S
         )
         members = workload.members(self.plane, found, self.sizes, restored=True)
+        for swarm in self.swarms:
+            swarm.reopen({member.workload_uid for member in members})
         self._add(members, within_s=1.0)
 
     def _owner(self, uid: str) -> int:

@@ -189,7 +189,7 @@ def test_a_policy_says_who_uses_it_and_what_their_sidecars_say_of_its_store(
 
     job = cluster.job()
     pod = cluster.running_pod(job)
-    with Sidecar(controller, cluster, pod, job) as sidecar:
+    with Sidecar(controller, cluster, pod, job, url="s3://bucket/prefix") as sidecar:
         failed = incident(1, "STORE_UNAVAILABLE", message="the bucket does not exist")
         sidecar.beat(step=5, store_ok=False, incidents=[failed])
         eventually(lambda: conditions().get("StoreReachable") == "False", "the trouble")
