@@ -1,10 +1,6 @@
 """SIGKILL at every commit point of a copy and of a removal: what is left restores rightly or not at all, and goes on."""
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +14,7 @@ from deltashard_cli.verification import verify
 
 from tests.crash import log_victim
 from tests.crash.copy_victim import act, target_of
+from tests.crash.kill import killed
 from tests.crash.log_victim import ROWS, log_of, save, values
 
 COPY_POINTS = [
@@ -50,19 +47,6 @@ def prepared(tmp_path_factory):
     return directory
 
 
-def killed(directory: Path, action: str, point: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.crash.copy_victim", str(directory), action],
-        env={**os.environ, "DELTASHARD_CRASH_AT": point},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, f"it did not pass {point}: {done.stderr}"
-
-
 def weights(log: RunLog, which: str = "latest") -> np.ndarray:
     return read_checkpoint(log.store, log.run, which).tables["items"].weights
 
@@ -80,7 +64,7 @@ def test_a_copy_that_was_killed_is_no_run_and_goes_on(prepared, tmp_path, action
     shutil.copytree(prepared, directory)
     source = log_of(directory)
     wanted, before = weights(source), files(directory / "store/job")
-    killed(directory, action, point)
+    killed("copy_victim", directory, action, point)
     assert files(directory / "store/job") == before
     target = target_of(directory, action)
     if point == "cp.after_last_entry":
@@ -120,7 +104,7 @@ def test_a_removal_that_was_killed_leaves_nothing_that_restores_and_goes_on(prep
     directory = tmp_path / "run"
     shutil.copytree(prepared, directory)
     inner = files(directory / "store/job/inner")
-    killed(directory, "rm", point)
+    killed("copy_victim", directory, "rm", point)
     log = log_of(directory)
     if point == "rm.after_hint":
         assert log.refresh().tip == -1

@@ -3,11 +3,7 @@
 After each: the newest committed checkpoint restores exactly, everything live is whole, and the next save succeeds.
 """
 
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +14,7 @@ from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write import attempt
 
 from tests.crash import log_victim
+from tests.crash.kill import killed
 from tests.crash.log_victim import ROWS, log_of, save, values
 
 POINTS = [
@@ -82,16 +79,7 @@ def restored(directory: Path, which: str = "latest") -> tuple[int, np.ndarray]:
 def test_killed_at(prepared, tmp_path, point, action, step):
     directory = tmp_path / "run"
     shutil.copytree(prepared, directory)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.crash.log_victim", str(directory), action],
-        env={**os.environ, "DELTASHARD_CRASH_AT": point},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, f"it did not pass {point}: {done.stderr}"
+    killed("log_victim", directory, action, point)
     assert restored(directory)[0] == step
     np.testing.assert_array_equal(restored(directory)[1], expected(step))
 

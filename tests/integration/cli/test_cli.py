@@ -37,21 +37,6 @@ def answer(cli: Cli, *arguments: object) -> Any:
     return json.JSONDecoder().raw_decode(text)[0]  # a warning may follow, on stderr
 
 
-@pytest.fixture(params=["file", "minio"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A store, empty."""
-    if request.param == "file":
-        return f"file://{tmp_path}/store"
-    found = request.getfixturevalue("minio_url")
-    assert isinstance(found, str)
-    return found
-
-
-@pytest.fixture
-def file_url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store"
-
-
 def write(url: str, directory: Path, run: str = RUN) -> WrittenRun:
     """Three checkpoints in a chain: full, delta, delta in 8 bits."""
     written = WrittenRun(open_store(url), run, directory)

@@ -45,21 +45,6 @@ def at(url: str, run: str = RUN) -> str:
     return f"{base.rstrip('/')}/{run}{question}{query}"
 
 
-@pytest.fixture(params=["file", "minio"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A store, empty."""
-    if request.param == "file":
-        return f"file://{tmp_path}/store"
-    found = request.getfixturevalue("minio_url")
-    assert isinstance(found, str)
-    return found
-
-
-@pytest.fixture
-def file_url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/store"
-
-
 def chain(url: str, directory: Path, run: str = RUN) -> WrittenRun:
     """Slots 2, 3, 4: all rows (pinned best), and two deltas; their trainer may be alive."""
     directory.mkdir(parents=True, exist_ok=True)

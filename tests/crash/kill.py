@@ -1,0 +1,23 @@
+"""A process of a victim module that is killed at a crash point."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+
+def killed(victim: str, directory: Path, action: str, point: str) -> None:
+    """Have the module tests.crash.`victim` act on the directory; it must pass the point, and is dead then."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.crash.{victim}", str(directory), action],
+        env={**os.environ, "DELTASHARD_CRASH_AT": point},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, f"it did not pass {point}: {done.stderr}"
