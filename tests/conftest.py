@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -72,6 +73,7 @@ def own_minio(
         monkeypatch.setenv(name, value)
     yield server
     server.stop()
+    shutil.rmtree(server.directory)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ class Stage:
         """End everything; returns what of the host is not as it was (empty is well)."""
         with contextlib.suppress(AttributeError):  # it was not reached
             self.minio.stop()
+        shutil.rmtree(self._scratch, ignore_errors=True)
         return self.cluster.down()
 
 
