@@ -21,6 +21,7 @@ from deltashard_cli import (
     gc_command,
     log_command,
     read_command,
+    reclaim_command,
     repair_command,
     word_command,
     write_command,
@@ -87,6 +88,7 @@ for command in (
     word_command.rewind,
     copy_command.cp,
     copy_command.rm,
+    reclaim_command.reclaim,
     gc_command.gc,
     write_command.compact,
 ):

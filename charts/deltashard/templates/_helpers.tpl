@@ -42,11 +42,17 @@ deltashard-fleet.{{ .Release.Namespace }}.svc:9443
 {{- if not .Values.deciding.enabled -}}
 {{- $_ := set $base "deciding" (dict "enabled" false) -}}
 {{- end -}}
+{{- if .Values.reclaim.enabled -}}
+{{- $_ := set $base "reclaiming" (dict "enabled" true) -}}
+{{- end -}}
 {{- toYaml (mustMergeOverwrite $base (deepCopy .Values.defaultPolicy)) }}
 {{- end }}
 
 {{/* Ends with a sentence where the default policy's store has words of another kind of store, or none of its own. */}}
 {{- define "deltashard.checkDefaultPolicy" -}}
+{{- if and (eq (.Values.defaultPolicy.reclaimPolicy | default "Retain") "Delete") (not .Values.reclaim.enabled) -}}
+{{- fail "defaultPolicy.reclaimPolicy Delete removes nothing without reclaim.enabled" -}}
+{{- end -}}
 {{- $store := .Values.defaultPolicy.store | default dict -}}
 {{- $scheme := splitList ":" ($store.url | default "s3:") | first -}}
 {{- $identity := $store.webIdentity | default dict -}}

@@ -40,6 +40,12 @@ subjects:
 {{- end }}
 
 {{- define "deltashard.controller.rules" -}}
+{{- if .Values.reclaim.enabled }}
+# What removes the checkpoints of finished runs, by the policies that say so.
+- apiGroups: [batch]
+  resources: [jobs]
+  verbs: [create]
+{{- end }}
 # What it follows. It writes none of it.
 - apiGroups: [batch]
   resources: [jobs]

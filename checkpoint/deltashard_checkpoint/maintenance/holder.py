@@ -91,6 +91,17 @@ def check_reads(log: RunLog, state: RunState, *, ended: bool, what: str) -> None
     )
 
 
+def not_left_by(log: RunLog, state: RunState, workload: str) -> str | None:
+    """Why the run is not what this workload, which has ended, left; None: it is. Raises store errors."""
+    if state.attempt is None:
+        return "nobody has trained it yet"
+    opened = state.attempts[state.attempt]
+    if opened.workload != workload:
+        who = f"workload {opened.workload} opened it since" if opened.workload else "somebody opened it since"
+        return f"{who}, as attempt {state.attempt}"
+    return "a save of it is still uploading" if _closing(log, state.attempt) else None
+
+
 def _of(found: Holder) -> str:
     return f" of workload {found.workload}" if found.workload else ""
 

@@ -22,11 +22,11 @@ from deltashard_operator.kube.cluster_name import (
     SIDECAR,
     SOCKET_PATH,
     SOCKET_VARIABLE,
-    STORE_PATH,
     TOKEN_PATH,
 )
 from deltashard_operator.kube.run_identity import IdentityRecipe
 from deltashard_operator.policy import annotation as notes
+from deltashard_operator.policy import store_access
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.policy.workload_policy import FIXED, Policy
 
@@ -39,12 +39,6 @@ START_S = 120
 """Patience of the startup probe with the smallest arena; Python starts slowly on a busy node."""
 START_S_PER_GIB = 4
 """More patience for each GiB of arena, all of which has to be touched."""
-_SECRET_VARIABLES = {
-    "s3": "AWS_SHARED_CREDENTIALS_FILE",
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_CONNECTION_STRING_FILE",
-}
-"""Which variable names the file `credentials` of the store's Secret, by the URL's scheme."""
 LEAVE_S = 5
 """Seconds of the grace period that are kept back for exits."""
 
@@ -148,29 +142,6 @@ def _choices(policy: Policy, place: Place) -> dict[str, str]:
     return found
 
 
-def _credentials(policy: Policy) -> dict[str, str]:
-    """How the sidecar finds the store's credentials, by the kind of store."""
-    scheme, found = policy.url.partition(":")[0], {}
-    if policy.secret_name:
-        found[_SECRET_VARIABLES[scheme]] = STORE_PATH + "/credentials"
-    if (identity := policy.web_identity) is not None:
-        token = TOKEN_PATH + "/store"
-        if scheme == "az":
-            found |= {
-                "AZURE_FEDERATED_TOKEN_FILE": token,
-                "AZURE_CLIENT_ID": identity.client_id,
-                "AZURE_TENANT_ID": identity.tenant_id,
-                "AZURE_AUTHORITY_HOST": identity.authority_host,
-            }
-        else:
-            found |= {
-                "AWS_WEB_IDENTITY_TOKEN_FILE": token,
-                "AWS_ROLE_ARN": identity.role_arn,
-                "AWS_ENDPOINT_URL_STS": identity.sts_endpoint,
-            }
-    return found
-
-
 def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
     """The sidecar's environment: who it is, then its settings (each is a field of the sidecar's `Settings`)."""
     settings: dict[str, str] = {
@@ -197,7 +168,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "TMPDIR": CACHE_PATH,
         "NUMBA_CACHE_DIR": CACHE_PATH + "/numba",
     }
-    settings |= _credentials(policy) | policy.extension.settings()
+    settings |= store_access.settings(policy)
     if policy.fleet:
         settings |= {
             "DELTASHARD_FLEET": policy.fleet,

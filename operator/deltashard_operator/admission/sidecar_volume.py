@@ -1,10 +1,8 @@
 """The sidecar's volumes and mounts. A volume that the user declares under one of our names takes the place of ours.
 
 `deltashard-shm` is memory: arena and socket, shared with the training container and nobody else. `deltashard-cache`
-is disk: spooled packs and the local copy of checkpoints, the sidecar's alone, as are the store's credentials
-(`deltashard-store`, an optional Secret: its absence must not keep a pod from starting), tokens
-(`deltashard-token`), the authorities of `network.caBundle` (`deltashard-ca`, which a pod waits for: without,
-nothing could be trusted), and the volumes of the policy.
+is disk: spooled packs and the local copy of checkpoints, the sidecar's alone, as are the files by which the store is
+reached (`policy.store_access`).
 """
 
 from __future__ import annotations
@@ -15,24 +13,19 @@ from typing import Any
 
 from deltashard_operator.kube import quantity
 from deltashard_operator.kube.cluster_name import (
-    CA_PATH,
-    CA_VOLUME,
     CACHE_PATH,
     CACHE_VOLUME,
     FLEET_AUDIENCE,
     SHM_PATH,
     SHM_VOLUME,
-    STORE_PATH,
     STORE_VOLUME,
-    TOKEN_PATH,
-    TOKEN_VOLUME,
 )
+from deltashard_operator.policy import store_access
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.policy.workload_policy import Policy
 
 SHM_SLACK_BYTES = 16 << 20
 """Memory volume beyond the arena: the file's header, the socket, locks."""
-TOKEN_LIFETIME_S = 3600
 _CACHE_SHARE = (9, 10)
 """Share of the cache volume that the sidecar fills: going over a volume's size evicts the pod."""
 
@@ -69,31 +62,19 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
         volume_bytes, on_node = _check_disk(declared[CACHE_VOLUME], policy.cache_bytes)
     else:
         added.append(_empty_dir(CACHE_VOLUME, volume_bytes))
-    if policy.secret_name:
-        if STORE_VOLUME not in declared:
-            secret: dict[str, Any] = {"secretName": policy.secret_name, "optional": True}
-            added.append({"name": STORE_VOLUME, "secret": secret})
-        mounts.append({"name": STORE_VOLUME, "mountPath": STORE_PATH, "readOnly": True})
-    extension = policy.extension
-    ours: list[dict[str, Any]] = []
-    if tokens := _tokens(policy):
-        ours.append({"name": TOKEN_VOLUME, "projected": {"sources": tokens}})
-        mounts.append({"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True})
-    if extension.ca_config_map:
-        items = [{"key": extension.ca_key, "path": "ca.crt"}]
-        ours.append({"name": CA_VOLUME, "configMap": {"name": extension.ca_config_map, "items": items}})
-        mounts.append({"name": CA_VOLUME, "mountPath": CA_PATH, "readOnly": True})
-    ours += [dict(each) for each in extension.volumes]
-    mounts += [dict(each) for each in extension.mounts]
-    for each in ours:
-        if each["name"] in declared:
+    files = store_access.files(policy, [(FLEET_AUDIENCE, "fleet")] if policy.fleet else [])
+    for each in files.volumes:
+        if each["name"] not in declared:
+            added.append(each)
+        elif each["name"] != STORE_VOLUME:
             raise Refusal(
                 "VolumeUnfit",
                 "the name is taken",
                 where=f"volume {each['name']}",
-                remedy="rename your volume" + (", or the policy's" if each in extension.volumes else ""),
+                remedy="rename your volume"
+                + (", or the policy's" if each in policy.extension.volumes else ""),
             )
-    added += ours
+    mounts += files.mounts
     numerator, denominator = _CACHE_SHARE
     return Volumes(
         added=tuple(added),
@@ -106,16 +87,6 @@ def of_pod(spec: Mapping[str, Any], policy: Policy) -> Volumes:
 def _empty_dir(name: str, size_bytes: int, *, medium: str = "") -> dict[str, Any]:
     source = {"sizeLimit": quantity.format_bytes(size_bytes)}
     return {"name": name, "emptyDir": {"medium": medium, **source} if medium else source}
-
-
-def _tokens(policy: Policy) -> list[dict[str, Any]]:
-    wanted = [(FLEET_AUDIENCE, "fleet")] if policy.fleet else []
-    if policy.web_identity is not None:
-        wanted.append((policy.web_identity.audience, "store"))
-    return [
-        {"serviceAccountToken": {"audience": audience, "expirationSeconds": TOKEN_LIFETIME_S, "path": path}}
-        for audience, path in wanted
-    ]
 
 
 def _size_limit(volume: Mapping[str, Any]) -> int | None:

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 from deltashard_operator.admission import injection, workload_kind
 from deltashard_operator.admission.workload_kind import Target
 from deltashard_operator.kube.cluster_name import SIDECAR
-from deltashard_operator.policy.workload_policy import Policy
+from deltashard_operator.policy.workload_policy import DELETE, Policy
 
 
 def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[str, ...]:
@@ -32,6 +32,11 @@ def of_workload(target: Target, policy: Policy, *, keep_grace: bool) -> tuple[st
         warnings.append(
             "deltashard: on hostNetwork with this dnsPolicy the sidecar cannot find the controller, or a store in the "
             "cluster, by a Service's name: set dnsPolicy ClusterFirstWithHostNet"
+        )
+    if policy.reclaim == DELETE and not policy.reclaims:
+        warnings.append(
+            f"deltashard: policy {policy.name} has reclaimPolicy Delete, and the chart's reclaim.enabled is false: the "
+            "checkpoints of this run will stay"
         )
     unknown = workload_kind.unknown_owner(target)
     if unknown:

@@ -29,6 +29,7 @@ from deltashard_operator.controller.event import Teller
 from deltashard_operator.controller.evidence_pace import Bucket, Informed
 from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.policy_writer import PolicyWriter
+from deltashard_operator.controller.reclaimer import Reclaimer
 from deltashard_operator.controller.run_book import Director, Entries, Entry
 from deltashard_operator.controller.status import Pace, Statuses, served
 from deltashard_operator.controller.watch import TICK_S, Watches
@@ -36,7 +37,6 @@ from deltashard_operator.controller.writer import Writes
 from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import Directive, Heartbeat, Hello, Sighted
 from deltashard_operator.kube.call import Caller
-from deltashard_operator.policy import workload_policy
 from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import directive, judgement, run_record, watched_run
@@ -89,6 +89,7 @@ class Controller:
             counts_s=status_interval_s,
             wall=wall,
         )
+        self._reclaims = Reclaimer(self._books, call=call, defaults=defaults, metrics=metrics, wall=wall)
         self._judged_all_s = 0.0
         self._bucket = Bucket()
         self.loaded = False
@@ -192,6 +193,7 @@ class Controller:
         now_s = self._wall()
         if self.synced:
             self._policies.tick()
+            self._reclaims.tick()
         if now_s - self._judged_all_s >= JUDGE_S or now_s < self._judged_all_s:
             self._judged_all_s = now_s
             self._books.marked.update(dict.fromkeys(self._books.by_key))
@@ -224,6 +226,8 @@ class Controller:
     def _expired(self, entry: Entry, now_s: float) -> bool:
         run = entry.run
         old = bool(run.finished) and now_s - run.finished_at_s > self._keep_finished_s
+        if run.reclaim is not None and run.reclaim.pending:
+            return False
         return old and not entry.busy and now_s >= entry.pace.not_before_s
 
     def _judge(self, entry: Entry, now_s: float) -> None:
@@ -302,9 +306,7 @@ class Controller:
         if entry.decided is not None and entry.decided[:2] == (self._books.serial, run.wish):
             return entry.decided[2]
         wanted: sidecar_report.PolicyInForce | None = None
-        spec = self._books.specs.get((run.workload.namespace, run.wish.policy))
-        if spec is None and run.wish.policy == workload_policy.DEFAULT and self._defaults.has_store():
-            spec = {}
+        spec = self._books.spec_of(run, self._defaults)
         if spec is not None:
             try:
                 wanted = directive.decided(spec, self._defaults.spec(), run.wish)
@@ -329,6 +331,7 @@ class Controller:
                     self.tick()
                     await asyncio.sleep(TICK_S / 5)
                 await self._policies.settle()
+                await self._reclaims.settle()
         except TimeoutError:
             _log.warning("controller.not_drained", runs=self.unwritten())
         await self._teller.drain(1.0)

@@ -100,6 +100,12 @@ class ControllerMetrics:
         )
         self.sweeps = Counter("deltashard_controller_sweeps", "Looks for what went unseen", registry=r)
         self.removed = Counter("deltashard_controller_runs_removed", "CheckpointRuns removed", registry=r)
+        self.reclaims = Counter(
+            "deltashard_controller_reclaims",
+            "Removals of finished runs' bytes that came to an end, by state",
+            ("outcome",),
+            registry=r,
+        )
         self.directives = Counter("deltashard_controller_directives", "Directives given", registry=r)
         self.judge_errors = Counter(
             "deltashard_controller_judge_errors",
@@ -121,6 +127,8 @@ class ControllerMetrics:
         for outcome in ("written", "lost", "failed"):
             self.writes.labels(outcome)
             self.policy_writes.labels(outcome)
+        for state in ("removed", "kept", "failed"):
+            self.reclaims.labels(state)
         for outcome in event.OUTCOMES:
             self.events.labels(outcome)
         for resource in HANDLERS:

@@ -18,6 +18,8 @@ from deltashard_operator.controller.run_pool import RunPools
 from deltashard_operator.controller.status import Pace, Served
 from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import Directive, RunKey, Sighted
+from deltashard_operator.policy import workload_policy
+from deltashard_operator.policy.chart_defaults import Defaults
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import NodeView, Wish
 from deltashard_operator.run.watched_run import Notice, Run, Taken
@@ -165,3 +167,18 @@ class Entries:
         keys = self._by_id.get((entry.run.workload.namespace, entry.run.run_id), ())
         live = [self.by_key[key] for key in keys if not self.by_key[key].run.finished]
         return min(live, key=lambda each: (each.born, each.number), default=entry)
+
+    def is_continued(self, entry: Entry) -> bool:
+        """Whether another workload has the run id, that is not finished or finished later."""
+        run = entry.run
+        keys = self._by_id.get((run.workload.namespace, run.run_id), ())
+        others = [self.by_key[key] for key in keys if key != run.key]
+        mine = run.finished_at_s, entry.number
+        return any(not each.run.finished or (each.run.finished_at_s, each.number) > mine for each in others)
+
+    def spec_of(self, run: Run, defaults: Defaults) -> Mapping[str, Any] | None:
+        """Spec of the run's policy as it is now, to be laid over the chart's; None: there is no such policy."""
+        spec = self.specs.get((run.workload.namespace, run.wish.policy))
+        if spec is None and run.wish.policy == workload_policy.DEFAULT and defaults.has_store():
+            return {}
+        return spec

@@ -7,7 +7,8 @@ is used is checked once more, because a default policy comes from a file and a s
 Fields that only the controller reads are not looked at.
 
 Who states an interval or steps and no goal wants just these: then the goal is `fixed`, whatever the default's is. The
-same holds for bits and what they are chosen for. `deciding` is the cluster's: a file's word, never a policy's.
+same holds for bits and what they are chosen for. `deciding` and `reclaiming` are the cluster's: a file's word, never a
+policy's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from deltashard_operator.policy.annotation import (
     Annotations,
 )
 from deltashard_operator.policy.extension import Extension, extension_of
-from deltashard_operator.policy.field import Fields
+from deltashard_operator.policy.field import NAME, Fields
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.policy.store_spec import WebIdentity
 
@@ -54,8 +55,13 @@ BLOCK_BYTES = 8 << 20
 _ADDRESS = re.compile(r"[A-Za-z0-9.-]+:[0-9]{1,5}", re.ASCII)
 FIXED = "fixed"
 LEAST_BITS = (2, 3, 4, 8)
-_CLUSTERS = "deciding"
-"""The field that only a file may have."""
+_DECIDING, _RECLAIMING = "deciding", "reclaiming"
+_CLUSTERS = frozenset({_DECIDING, _RECLAIMING})
+"""Fields that only a file may have."""
+RETAIN, DELETE = "Retain", "Delete"
+RECLAIM_POLICIES = (RETAIN, DELETE)
+RECLAIM_AFTER_S = 7 * 86400
+MAX_RECLAIM_AFTER_S = 10 * 365 * 86400
 _STATES = (({"intervalSeconds", "everySteps"}, "interval"), ({"bits", "encoding"}, "precision"))
 """Fields that say a thing, and the field by which it is chosen instead."""
 _BY_FIELD = ("sidecar", "network", "fleet", "interval", "precision")
@@ -115,6 +121,14 @@ class Policy:
     """PEM of the authority that vouches for it."""
     extension: Extension = field(default_factory=Extension)
     """Variables, volumes and the way to the network that the policy adds."""
+    reclaim: str = RETAIN
+    """What becomes of a finished run's bytes: Retain or Delete."""
+    reclaim_after_s: int = RECLAIM_AFTER_S
+    """Seconds from the end of the workload to their removal."""
+    reclaim_account: str = ""
+    """Service account of the Job that removes them; empty: the namespace's default."""
+    reclaims: bool = False
+    """Whether the cluster lets the controller make that Job."""
     container: str | None = None
     run_id: str | None = None
     runs: str = ""
@@ -133,7 +147,7 @@ def not_found(name: str, *, default: bool) -> Refusal:
 
 def merged(spec: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """`spec` over `defaults`: field by field for `sidecar`, `network`, `fleet`, `interval`, `precision`, else whole."""
-    spec = {key: value for key, value in spec.items() if key != _CLUSTERS}
+    spec = {key: value for key, value in spec.items() if key not in _CLUSTERS}
     result = {**defaults, **spec}
     if {"bits", "encoding"} & set(spec):  # two ways to say one thing: the policy's, not one of each
         result = {k: v for k, v in result.items() if k in spec or k not in {"bits", "encoding"}}
@@ -185,7 +199,7 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
     requests, limits = resources.fields("requests"), resources.fields("limits")
     fleet = top.fields("fleet")
     interval, precision = top.fields("interval"), top.fields("precision")
-    decides = top.fields(_CLUSTERS).boolean("enabled", default=True)
+    decides = top.fields(_DECIDING).boolean("enabled", default=True)
     least_s, most_s = (interval.integer(key, 0, high=7 * 86400) for key in ("leastSeconds", "mostSeconds"))
     if most_s and least_s > most_s:
         interval.fail("leastSeconds", f"seconds up to mostSeconds, which is {most_s}")
@@ -235,6 +249,10 @@ def read(name: str, spec: Mapping[str, Any]) -> Policy:
         run_as_user=sidecar.nullable_integer("runAsUser", USER_ID),
         metrics_port=sidecar.integer("metricsPort", METRICS_PORT, high=65535),
         host_network_metrics_port=sidecar.integer("hostNetworkMetricsPort", 0, high=65535),
+        reclaim=top.choice("reclaimPolicy", RETAIN, RECLAIM_POLICIES),
+        reclaim_after_s=top.integer("reclaimAfterSeconds", RECLAIM_AFTER_S, high=MAX_RECLAIM_AFTER_S),
+        reclaim_account=top.text("reclaimServiceAccount", "", NAME),
+        reclaims=top.fields(_RECLAIMING).boolean("enabled", default=False),
         fleet=fleet.text("address", "", _ADDRESS),
         fleet_ca=fleet.text("ca", ""),
     )

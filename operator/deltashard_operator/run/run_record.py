@@ -24,6 +24,7 @@ from deltashard_operator.run.condition import Condition
 from deltashard_operator.run.failure import Crash, Loss, LossCause, Point, Tally
 from deltashard_operator.run.incident import Incidents, Pending, Times
 from deltashard_operator.run.observed_object import PodView, Wish, Workload, seconds_of, timestamp
+from deltashard_operator.run.reclaim import Reclaim, ReclaimState
 from deltashard_operator.run.watched_run import HORIZON_S, Progress, Run, Taken
 
 GROUP, VERSION, PLURAL = "deltashard.io", "v1alpha1", "checkpointruns"
@@ -54,6 +55,7 @@ MATERIAL = frozenset(
         "goal",
         "directed",
         "partialRecoveries",
+        "reclaim",
     }
 )
 """Fields whose change is worth a write of its own, soon."""
@@ -127,6 +129,7 @@ def status(run: Run, now_s: float) -> Document:
         "bits": bits_of(policy.encoding),
         "differential": policy.differential or None,
         "directiveGeneration": run.generation or None,
+        "store": run.store or None,
         "storedBytes": progress.stored_bytes or None,
         "stored": human_bytes(progress.stored_bytes) if progress.stored_bytes else None,
         "checkpoints": progress.checkpoints or None,
@@ -158,6 +161,7 @@ def status(run: Run, now_s: float) -> Document:
         "startedAt": _time(run.started_at_s),
         "finishedAt": _time(run.finished_at_s) if run.finished else None,
         "finishedReason": run.finished or None,
+        "reclaim": _reclaim(run.reclaim) if run.reclaim is not None else None,
         "losses": [_loss(each) for each in failure.newest(tallies)] or None,
         "pods": _pods(run) or None,
         "conditions": [_condition(each) for each in run.conditions] or None,
@@ -239,6 +243,27 @@ def run_of(found: Mapping[str, Any]) -> Run:
         tracking=kept.get("TrackingFault", ""),
         fell_back=kept.get("FellBack", ""),
         taken_by=kept.get("RunIdTaken", ""),
+        store=said.get("store", ""),
+        reclaim=_reclaim_of(said["reclaim"]) if said.get("reclaim") else None,
+    )
+
+
+def _reclaim(reclaim: Reclaim) -> Document:
+    return {
+        "state": reclaim.state.value,
+        "since": timestamp(reclaim.since_s),
+        "message": reclaim.message,
+        **_clipped({"due": _time(reclaim.due_s), "tries": reclaim.tries}),
+    }
+
+
+def _reclaim_of(found: Mapping[str, Any]) -> Reclaim:
+    return Reclaim(
+        state=ReclaimState(found["state"]),
+        since_s=seconds_of(found["since"]),
+        message=found.get("message", ""),
+        due_s=seconds_of(found.get("due")),
+        tries=int(found.get("tries", 0)),
     )
 
 

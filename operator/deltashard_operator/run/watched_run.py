@@ -36,6 +36,7 @@ from deltashard_operator.run.failure import Interruption, Loss, Point, Tally
 from deltashard_operator.run.incident import Incidents
 from deltashard_operator.run.observed_object import JobView, PodView, Wish, Workload
 from deltashard_operator.run.phase import Phase
+from deltashard_operator.run.reclaim import Reclaim
 
 V = TypeVar("V")
 MAX_NAME = 63
@@ -177,6 +178,10 @@ class Run:
     generation: int = 0
     """Generation of the newest directive."""
     directed: PolicyInForce | None = None
+    store: str = ""
+    """Where its checkpoints are, by the word of the newest sidecar."""
+    reclaim: Reclaim | None = None
+    """Where the removal of its bytes stands; None: they stay."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -374,7 +379,8 @@ def with_connected(run: Run, hello: Hello) -> Run:
     """The run after a sidecar of it connected."""
     before = run.reports.get(hello.pod_uid)
     heartbeat = before.heartbeat if before is not None and before.hello.process == hello.process else None
-    return replace(run, reports={**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)})
+    reports = {**run.reports, hello.pod_uid: Report(hello=hello, heartbeat=heartbeat)}
+    return replace(run, reports=reports, store=hello.url or run.store)
 
 
 def without_connected(run: Run, hello: Hello) -> Run:

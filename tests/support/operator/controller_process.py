@@ -53,6 +53,8 @@ class ControllerProcess:
     namespace: str = "deltashard-system"
     """Where its Lease is; there is none where the namespace is not."""
     identity: str = ""
+    policy: Document = field(default_factory=lambda: sample.DEFAULTS)
+    """The chart's default policy."""
     kubeconfig: Path | None = None
     """Another way to the API server than straight."""
     authority: Authority = field(default_factory=lambda: Authority("fleet"))
@@ -63,7 +65,7 @@ class ControllerProcess:
     def start(self, *, ready: bool = True) -> None:
         """Start and wait until it is ready."""
         self.fleet_port, self.metrics_port = self.fleet_port or free_port(), free_port()
-        (self.directory / "policy.yaml").write_text(yaml.safe_dump(sample.DEFAULTS))
+        (self.directory / "policy.yaml").write_text(yaml.safe_dump(self.policy))
         put(self.directory, self.authority.issue())
         flags = {
             "host": "127.0.0.1",

@@ -1,0 +1,111 @@
+"""`reclaim`: what the Job of a finished workload runs, to remove what the workload has in the store.
+
+Nobody looks at it when it runs, so it removes only what it can prove to be the workload's: runs whose newest attempt
+the workload opened. A run that somebody opened, rewound or copied since stays, as does one that has a pin, or whose log
+cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+from deltashard_checkpoint.errors import FormatError
+from deltashard_checkpoint.format.object_key import validate_run
+from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.maintenance.holder import not_left_by
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.whole_run import removal
+
+from deltashard_cli.output import console, plural, print_json, size
+from deltashard_cli.target import POLICY, open_root
+
+_NUMBER = re.compile(r"-[0-9]+(-[0-9]+)?", re.ASCII)
+MOST_WHY = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A run that stays, and why."""
+
+    run: str
+    why: str
+
+
+@click.command()
+@click.argument("url")
+@click.option("--run", required=True, metavar="NAME", help="The workload's run.")
+@click.option("--workload", required=True, metavar="UID", help="Whose run it is: others' are left alone.")
+@click.option(
+    "--said",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write what came of it there, too, as JSON (a container's termination message).",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs.")
+def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bool) -> None:
+    """Remove the run of a workload that has ended, if it is that workload's alone.
+
+    With it go the runs of its numbered pods (NAME-0, NAME-1, ...), where each trained one of its own. A run that
+    another workload or a person opened since stays, as does one with a pin; a run that is not there is no error. Call
+    it again after one that was cut short.
+    """
+    store = open_root(url)
+    removed: list[str] = []
+    kept: list[Kept] = []
+    objects = size_bytes = 0
+    for name in _runs(store, validate_run(run)):
+        log = RunLog(store, name)
+        if (why := _why_not(log, workload)) is not None:
+            kept.append(Kept(run=name, why=why[:MOST_WHY]))
+            continue
+        gone = removal.remove(log)
+        removed.append(name)
+        objects, size_bytes = objects + gone.objects, size_bytes + gone.bytes
+    found = {"removed": removed, "kept": kept, "objects": objects, "bytes": size_bytes}
+    if said is not None:
+        short = {**found, "removed": removed[:20], "kept": [asdict(each) for each in kept[:3]]}
+        said.write_text(json.dumps(short))
+    if as_json:
+        print_json(found)
+        return
+    out = console()
+    for each in kept:
+        out.print(f"run {each.run} stays: {each.why}")
+    text = f"{plural(objects, 'object')}, {size(size_bytes)}"
+    out.print(f"removed: {', '.join(removed)} ({text})" if removed else "nothing is removed")
+
+
+def _runs(store: Store, run: str) -> Iterator[str]:
+    """Names under which the store has anything: the run's, and its numbered pods'; a request or two for each."""
+    if next(iter(store.list(f"{run}/")), None) is not None:
+        yield run
+    after = ""
+    while (found := next(iter(store.list(f"{run}-", start_after=after)), None)) is not None:
+        name = found.key[: found.key.find("/", len(run))] if "/" in found.key[len(run) :] else found.key
+        if _NUMBER.fullmatch(name[len(run) :]):
+            yield name
+        after = f"{name}/~"  # sorts after every key of it
+
+
+def _why_not(log: RunLog, workload: str) -> str | None:
+    """Why a run stays; None: it is the workload's, and goes."""
+    if removal.removing(log):
+        return None  # it was ours when that was begun
+    try:
+        state = log.refresh(deadline_s=POLICY.deadline_s)
+    except (LogGap, FormatError) as error:
+        return f"its log is damaged: {error.what}"
+    if state.stopped is not None:
+        return f"its log is damaged: {state.damage()}"
+    if (why := not_left_by(log, state, workload)) is not None:
+        return why
+    return (
+        f"it has a pin, {next(iter(state.pinned))!r}: unpin it, or remove it by hand"
+        if state.pinned
+        else None
+    )

@@ -1,0 +1,144 @@
+"""The Job that removes a finished run's bytes. Pure.
+
+It runs `deltashard reclaim` in the run's namespace, with the credentials of the run's policy. It is fit for PSA
+*restricted*, has no token of the API, and belongs to the CheckpointRun.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from deltashard_operator.kube.cluster_name import CACHE_PATH, CACHE_VOLUME, WORKLOAD_UID
+from deltashard_operator.policy import store_access
+from deltashard_operator.policy.workload_policy import Policy
+from deltashard_operator.run.reclaim import ReclaimState
+from deltashard_operator.run.run_record import API_VERSION, KIND
+from deltashard_operator.run.watched_run import Run
+
+CONTAINER = "reclaim"
+GROUP_ID = 65532
+SAID = "/dev/termination-log"
+"""Where the kubelet finds the container's last word, and the pod's status has it."""
+SCRATCH = "256Mi"
+TRIES = 3
+DEADLINE_S = 6 * 3600
+KEPT_S = 3600
+"""The ended Job stays so long for its log's readers; the next one is never made before."""
+Document = dict[str, Any]
+
+
+def job_name(run: Run) -> str:
+    """Name of the run's Job: the same for every try."""
+    return f"deltashard-reclaim-{run.workload.uid.replace('-', '')[:12].lower()}"
+
+
+def manifest(run: Run, policy: Policy, *, owner_uid: str) -> Document:
+    """The Job; `owner_uid`: UID of the CheckpointRun."""
+    namespace, name = run.workload.namespace, job_name(run)
+    files = store_access.files(policy)
+    settings = {
+        **store_access.settings(policy),
+        # The root file system is read-only.
+        "HOME": CACHE_PATH,
+        "TMPDIR": CACHE_PATH,
+        "NUMBA_CACHE_DIR": CACHE_PATH + "/numba",
+    }
+    environment = [(key, value) for key, value in settings.items() if value] + list(policy.extension.env)
+    user = {} if policy.run_as_user is None else {"runAsUser": policy.run_as_user}
+    container: Document = {
+        "name": CONTAINER,
+        "image": policy.image,
+        "imagePullPolicy": policy.image_pull_policy,
+        "command": ["deltashard", "reclaim", policy.url],
+        "args": [
+            *("--run", f"{namespace}/{run.run_id}"),
+            *("--workload", run.workload.uid),
+            *("--said", SAID),
+            "--json",
+        ],
+        "env": [{"name": key, "value": value} for key, value in environment],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": {
+            **user,
+            "runAsGroup": GROUP_ID,
+            "runAsNonRoot": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "terminationMessagePath": SAID,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": CACHE_VOLUME, "mountPath": CACHE_PATH}, *files.mounts],
+    }
+    pod: Document = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": [container],
+        "volumes": [{"name": CACHE_VOLUME, "emptyDir": {"sizeLimit": SCRATCH}}, *files.volumes],
+    }
+    if policy.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": each} for each in policy.image_pull_secrets]
+    if policy.reclaim_account:
+        pod["serviceAccountName"] = policy.reclaim_account
+    labels = {
+        "app.kubernetes.io/part-of": "deltashard",
+        "app.kubernetes.io/component": "reclaim",
+        WORKLOAD_UID: run.workload.uid,
+    }
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": run.name, "uid": owner_uid}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "namespace": namespace, "labels": labels, "ownerReferences": [owner]},
+        "spec": {
+            "backoffLimit": TRIES,
+            "activeDeadlineSeconds": DEADLINE_S,
+            "ttlSecondsAfterFinished": KEPT_S,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def is_ours(job: Mapping[str, Any], run: Run) -> bool:
+    """Whether a Job of this name was made for this run."""
+    labels = job["metadata"].get("labels") or {}
+    return bool(labels.get(WORKLOAD_UID) == run.workload.uid)
+
+
+def outcome(job: Mapping[str, Any]) -> str | None:
+    """Why a Job failed; empty: it did not; None: it is at work."""
+    for each in (job.get("status") or {}).get("conditions") or ():
+        if each.get("status") == "True" and each.get("type") in {"Complete", "Failed"}:
+            if each["type"] == "Complete":
+                return ""
+            return str(each.get("message") or each.get("reason") or "it failed")
+    return None
+
+
+def last_word(pods: list[Document]) -> str:
+    """What the newest of a Job's pods said at its end; empty where none did."""
+    found = []
+    for pod in pods:
+        for each in (pod.get("status") or {}).get("containerStatuses") or ():
+            ended = (each.get("state") or {}).get("terminated") or {}
+            if each["name"] == CONTAINER and ended.get("message"):
+                found.append((ended.get("finishedAt") or "", ended["message"].strip()))
+    return max(found, default=("", ""))[1]
+
+
+def read(said: str) -> tuple[ReclaimState, str]:
+    """What came of a Job that succeeded, by its last word."""
+    try:
+        found = json.loads(said)
+        kept = [f"{each['run']}: {each['why']}" for each in found["kept"]]
+        gone = f"{len(found['removed'])} runs, {int(found['objects'])} objects, {int(found['bytes'])} bytes"
+    except (ValueError, TypeError, KeyError):
+        return ReclaimState.REMOVED, "the bytes are removed"
+    if kept:
+        more = f" ({gone} are removed)" if found["removed"] else ""
+        return ReclaimState.KEPT, f"the bytes stay: {'; '.join(kept)}{more}"
+    return ReclaimState.REMOVED, f"the bytes are removed: {gone}"

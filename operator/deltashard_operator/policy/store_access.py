@@ -1,0 +1,97 @@
+"""How a container reaches a policy's store: the variables it needs, and the files they name. Pure.
+
+The same for the sidecar and for a Job that removes a run's bytes: a Secret of the namespace (optional: its absence must
+not keep a pod from starting), a projected token, the authorities of `network.caBundle` (which a pod waits for: without,
+nothing could be trusted), and what the policy adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard_operator.kube.cluster_name import (
+    CA_PATH,
+    CA_VOLUME,
+    STORE_PATH,
+    STORE_VOLUME,
+    TOKEN_PATH,
+    TOKEN_VOLUME,
+)
+from deltashard_operator.policy.workload_policy import Policy
+
+TOKEN_LIFETIME_S = 3600
+_SECRET_VARIABLES = {
+    "s3": "AWS_SHARED_CREDENTIALS_FILE",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_CONNECTION_STRING_FILE",
+}
+"""Which variable names the file `credentials` of the store's Secret, by the URL's scheme."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """Volumes of a pod, and a container's mounts of them."""
+
+    volumes: tuple[dict[str, Any], ...]
+    mounts: tuple[dict[str, Any], ...]
+
+
+def settings(policy: Policy) -> dict[str, str]:
+    """Variables of the credentials and of the way to the network; an empty one is not set."""
+    return _credentials(policy) | policy.extension.settings()
+
+
+def _credentials(policy: Policy) -> dict[str, str]:
+    scheme, found = policy.url.partition(":")[0], {}
+    if policy.secret_name:
+        found[_SECRET_VARIABLES[scheme]] = STORE_PATH + "/credentials"
+    if (identity := policy.web_identity) is not None:
+        token = TOKEN_PATH + "/store"
+        if scheme == "az":
+            found |= {
+                "AZURE_FEDERATED_TOKEN_FILE": token,
+                "AZURE_CLIENT_ID": identity.client_id,
+                "AZURE_TENANT_ID": identity.tenant_id,
+                "AZURE_AUTHORITY_HOST": identity.authority_host,
+            }
+        else:
+            found |= {
+                "AWS_WEB_IDENTITY_TOKEN_FILE": token,
+                "AWS_ROLE_ARN": identity.role_arn,
+                "AWS_ENDPOINT_URL_STS": identity.sts_endpoint,
+            }
+    return found
+
+
+def files(policy: Policy, tokens: Sequence[tuple[str, str]] = ()) -> Files:
+    """The files; `tokens` are others than the store's, (audience, file name), each."""
+    volumes: list[Mapping[str, Any]] = []
+    mounts: list[Mapping[str, Any]] = []
+    if policy.secret_name:
+        secret = {"secretName": policy.secret_name, "optional": True}
+        volumes.append({"name": STORE_VOLUME, "secret": secret})
+        mounts.append({"name": STORE_VOLUME, "mountPath": STORE_PATH, "readOnly": True})
+    wanted = [
+        *tokens,
+        *([(policy.web_identity.audience, "store")] if policy.web_identity is not None else []),
+    ]
+    if wanted:
+        volumes.append({"name": TOKEN_VOLUME, "projected": {"sources": list(map(_token, wanted))}})
+        mounts.append({"name": TOKEN_VOLUME, "mountPath": TOKEN_PATH, "readOnly": True})
+    extension = policy.extension
+    if extension.ca_config_map:
+        items = [{"key": extension.ca_key, "path": "ca.crt"}]
+        volumes.append({"name": CA_VOLUME, "configMap": {"name": extension.ca_config_map, "items": items}})
+        mounts.append({"name": CA_VOLUME, "mountPath": CA_PATH, "readOnly": True})
+    volumes += extension.volumes
+    mounts += extension.mounts
+    return Files(volumes=tuple(map(dict, volumes)), mounts=tuple(map(dict, mounts)))
+
+
+def _token(wanted: tuple[str, str]) -> dict[str, Any]:
+    audience, path = wanted
+    return {
+        "serviceAccountToken": {"audience": audience, "expirationSeconds": TOKEN_LIFETIME_S, "path": path}
+    }

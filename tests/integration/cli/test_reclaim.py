@@ -1,0 +1,116 @@
+"""`deltashard reclaim`: what a workload that has ended left goes, and nothing that is anybody else's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal
+from deltashard_checkpoint.write.attempt import open_attempt
+
+from tests.support.checkpoint.written_run import WrittenRun
+from tests.support.command_line import Cli
+
+RUN, MINE = "team/train", "uid-of-mine"
+
+
+def reclaim(cli: Cli, url: str, *more: object) -> Any:
+    code, text = cli("reclaim", url, "--run", RUN, "--workload", MINE, "--json", *more)
+    assert code == 0, text
+    return json.loads(text)
+
+
+def trained(
+    url: str, directory: Path, run: str = RUN, *, workload: str = MINE, pins: tuple[str, ...] = ()
+) -> None:
+    """A run of two checkpoints whose trainer never said that it ended."""
+    directory.mkdir(parents=True)
+    written = WrittenRun(open_store(url), run, directory, workload=workload)
+    first = written.save(step=100, pins=pins)
+    written.save(written.train(), step=200, covers=first)
+
+
+def left(url: str, run: str) -> int:
+    """Objects of a run."""
+    return sum(1 for _ in open_store(url).list(f"{run}/"))
+
+
+def test_what_the_workload_left_goes(cli: Cli, url: str, tmp_path: Path) -> None:
+    """With the runs of its numbered pods; those beside it whose names begin alike are others'."""
+    for n, run in enumerate((RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2")):
+        trained(url, tmp_path / str(n), run)
+    for n, run in enumerate((f"{RUN}-b", f"{RUN}2", "team/a"), start=10):
+        trained(url, tmp_path / str(n), run)
+    trained(url, tmp_path / "x", f"{RUN}-3", workload="uid-of-another")
+    said = tmp_path / "said"
+    found = reclaim(cli, url, "--said", said)
+    assert sorted(found["removed"]) == sorted([RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2"])
+    assert [each["run"] for each in found["kept"]] == [f"{RUN}-3"]
+    assert "uid-of-another opened it" in found["kept"][0]["why"]
+    assert json.loads(said.read_text()) == found
+    for run in found["removed"]:
+        assert left(url, run) == 0
+    for run in (f"{RUN}-b", f"{RUN}2", "team/a", f"{RUN}-3"):
+        assert left(url, run) > 0
+        assert cli("verify", url, "--run", run)[0] == 0
+    assert reclaim(cli, url)["removed"] == [], "and again"
+
+
+def test_a_store_without_it(cli: Cli, url: str) -> None:
+    open_store(url, create=True)
+    assert reclaim(cli, url) == {"removed": [], "kept": [], "objects": 0, "bytes": 0}
+
+
+@pytest.mark.parametrize(
+    ("workload", "pins", "why"), [("", (), "somebody opened it"), (MINE, ("best",), "it has a pin, 'best'")]
+)
+def test_what_stays(
+    cli: Cli, file_url: str, tmp_path: Path, workload: str, pins: tuple[str, ...], why: str
+) -> None:
+    trained(file_url, tmp_path / "w", workload=workload, pins=pins)
+    before = left(file_url, RUN)
+    found = reclaim(cli, file_url)
+    assert found["removed"] == []
+    assert why in found["kept"][0]["why"]
+    assert left(file_url, RUN) == before
+    code, text = cli("reclaim", file_url, "--run", RUN, "--workload", MINE)
+    assert code == 0
+    assert "stays" in text
+    assert "nothing is removed" in text
+
+
+def test_a_run_that_was_opened_since_stays(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    """From a laptop, say: that trainer has committed nothing yet."""
+    trained(file_url, tmp_path / "w")
+    log = RunLog(open_store(file_url), RUN)
+    open_attempt(log, owner="laptop", takeover=True)
+    assert "somebody opened it since" in reclaim(cli, file_url)["kept"][0]["why"]
+
+
+def test_a_run_that_a_person_rewound_stays(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    trained(file_url, tmp_path / "w")
+    assert cli("rewind", file_url, "--run", RUN, "-c", "step:100", "--ended")[0] == 0
+    assert "opened it since" in reclaim(cli, file_url)["kept"][0]["why"]
+
+
+def test_a_removal_that_was_cut_short_goes_on(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    trained(file_url, tmp_path / "w")
+    log = RunLog(open_store(file_url), RUN)
+    log.leave_hint(fold_seq=-1, seq=removal.END)
+    for info in list(log.store.list(f"{RUN}/log/0")):
+        log.store.delete([info.key])
+    assert reclaim(cli, file_url)["removed"] == [RUN]
+    assert left(file_url, RUN) == 0
+
+
+def test_a_damaged_log_stays(cli: Cli, file_url: str, tmp_path: Path) -> None:
+    trained(file_url, tmp_path / "w")
+    log = RunLog(open_store(file_url), RUN)
+    folds = [info.key for info in log.store.list(f"{RUN}/log/fold-")]
+    log.store.delete([log.key(entry_key(1)), *folds])
+    assert "its log is damaged" in reclaim(cli, file_url)["kept"][0]["why"]
