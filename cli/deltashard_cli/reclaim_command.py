@@ -105,7 +105,7 @@ def _why_not(log: RunLog, workload: str) -> str | None:
     if (why := not_left_by(log, state, workload)) is not None:
         return why
     return (
-        f"it has a pin, {next(iter(state.pinned))!r}: unpin it, or remove it by hand"
+        f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it"
         if state.pinned
         else None
     )

@@ -143,6 +143,8 @@ def status(*, cluster: Cluster, run: Document, as_json: bool) -> None:  # noqa: 
         ("restores", f"{said.get('restores', 0)}, {said.get('lostSteps', 0)} steps trained again"),
         ("failures", str(said.get("failures", 0))),
     ]
+    if reclaim := said.get("reclaim"):
+        pairs.append(("its bytes", f"{reclaim['state']}: {reclaim['message']}"))
     out.print(facts(pairs))
     pods = said.get("pods") or ()
     if pods:

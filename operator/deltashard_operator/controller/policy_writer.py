@@ -27,7 +27,7 @@ LOOK_S = 5.0
 BACK_OFF_S = 60.0
 """After a write that failed."""
 GATHER_S = 90.0
-"""So long after the begin sidecars come back: fewer of them than before are no news."""
+"""So long after the begin sidecars come back: fewer than before are no news, unless as many were heard since."""
 _log = structlog.get_logger("deltashard.controller")
 Key = tuple[str, str]
 """(namespace, name)."""
@@ -42,6 +42,8 @@ class _Known:
     written_s: float = 0.0
     again_s: float = 0.0
     """Not before, after a write that failed."""
+    heard: int = 0
+    """Most sidecars of it that this controller heard at once."""
 
 
 class PolicyWriter:
@@ -98,7 +100,9 @@ class PolicyWriter:
             standing = policy_standing.of_runs(using.get(key, ()), self._url_of(key))
             if not known.status and not standing.runs:
                 continue  # nobody has used it yet
-            if standing.sidecars < known.status.get("sidecars", 0) and now_s < self._gathered_s:
+            known.heard = max(known.heard, standing.sidecars)
+            before = known.status.get("sidecars", 0)
+            if standing.sidecars < before and known.heard < before and now_s < self._gathered_s:
                 continue
             wanted = policy_standing.status(standing, known.status, generation=seen.generation, now_s=now_s)
             soon = _truths(wanted) != _truths(known.status)

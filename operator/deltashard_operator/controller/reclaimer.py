@@ -87,9 +87,8 @@ class Reclaimer:
     def _look(self, entry: Entry, now_s: float) -> None:
         try:
             policy = self._policy_of(entry)
-        except (Refusal, DeltashardError) as error:
-            _log.warning("reclaim.undecided", run=entry.run.name, error=str(error))
-            return  # as it was
+        except (Refusal, DeltashardError):
+            return  # as it was: `Controller` says that the policy cannot be read
         found = reclaim_judgement.looked(
             entry.run, policy, continued=self._books.is_continued(entry), now_s=now_s
         )

@@ -100,6 +100,7 @@ def _values(tag: str, more: Mapping[str, Any] | None) -> list[str]:
         "image": {"repository": OPERATOR, "tag": tag, "pullPolicy": "Never"},
         "sidecarImage": {"repository": SIDECAR, "tag": tag, "pullPolicy": "Never"},
         "defaultPolicy": {"sidecar": {"resources": {"requests": requests}}},
+        "reclaim": {"enabled": True},
         **(more or {}),
     }
     return [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]

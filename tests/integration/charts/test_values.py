@@ -78,6 +78,12 @@ def webhooks(rendering: Rendering, key: str) -> list[Any]:
     return [w[key] for w in rendering.find("MutatingWebhookConfiguration")["webhooks"]]
 
 
+def creates_jobs(rendering: Rendering) -> bool:
+    """Whether the controller may."""
+    rules = rendering.find("ClusterRole", "deltashard-controller")["rules"]
+    return any("jobs" in rule["resources"] and "create" in rule["verbs"] for rule in rules)
+
+
 def test_pod(rendering: Rendering) -> Document:
     return rendering.find("Pod", "deltashard-test", hook=True)
 
@@ -368,6 +374,13 @@ CASES = [
         look=lambda r: policy(r).get("deciding"),
         before=None,
         after={"enabled": False},
+    ),
+    Case(
+        path="reclaim.enabled",
+        value=True,
+        look=lambda r: (policy(r).get("reclaiming"), creates_jobs(r)),
+        before=(None, False),
+        after=({"enabled": True}, True),
     ),
     Case(
         path="webhook.replicas",
@@ -735,6 +748,10 @@ def test_a_value_of_a_wrong_type_is_refused(path: str) -> None:
         ("defaultPolicy", {"precision": {"tables": {"emb=x": "q8"}}}),
         ("defaultPolicy", {"precision": {"tables": {"emb": "q7"}}}),
         ("defaultPolicy", {"deciding": {"enabled": False}}),
+        ("defaultPolicy", {"reclaiming": {"enabled": True}}),
+        ("defaultPolicy", {"reclaimPolicy": "Recycle"}),
+        ("defaultPolicy", {"reclaimAfterSeconds": -1}),
+        ("defaultPolicy", {"reclaimServiceAccount": "A B"}),
         ("defaultPolicy", {"sidecar": {"env": [{"name": "DELTASHARD_URL", "value": "x"}]}}),
         ("defaultPolicy", {"sidecar": {"volumes": [{"name": "v", "hostPath": {"path": "/"}}]}}),
         ("defaultPolicy", {"sidecar": {"env": [{"name": "http_proxy", "value": "x"}]}}),
@@ -771,6 +788,7 @@ def test_nonsense_is_refused(path: str, value: Any) -> None:
             {"store": {"url": "s3://bkt", "encryption": {"kind": "SSE-S3", "keyId": "k"}}},
             "keyId belongs to kind SSE-KMS",
         ),
+        ({"reclaimPolicy": "Delete"}, "removes nothing without reclaim.enabled"),
         ({"network": {"noProxy": "a"}}, "noProxy is nothing without"),
         ({"sidecar": {"volumeMounts": [{"name": "v", "mountPath": "/a"}]}}, "v names none of"),
         (

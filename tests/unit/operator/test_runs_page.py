@@ -34,7 +34,10 @@ def test_every_cause_of_a_loss_is_on_the_page() -> None:
 
 def test_every_event_is_on_the_page() -> None:
     folder = Path(deltashard_operator.__file__).parent
-    sources = "".join((folder / name).read_text() for name in ("run/watched_run.py", "controller/writer.py"))
+    sources = "".join(
+        (folder / name).read_text()
+        for name in ("run/watched_run.py", "run/reclaim_judgement.py", "controller/writer.py")
+    )
     told = set(re.findall(r'Notice\(reason="(\w+)"', sources))
     assert words("| reason | type | when |") == told | set(_EVENTS.values()) | set(_CHANGED.values())
 

@@ -1,0 +1,66 @@
+"""What becomes of a finished run's checkpoints, where the policy has them deleted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.kubernetes.api import Object
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.bench import Bench
+from tests.cluster.scenario.job import TrainingJob
+from tests.cluster.scenario.reference import command_line
+
+pytestmark = pytest.mark.timeout(600, func_only=True)
+POLICY = "/apis/deltashard.io/v1alpha1/namespaces/{}/checkpointpolicies/training"
+
+
+def test_the_bytes_of_a_finished_run_go_and_a_pinned_run_s_stay(bench: Bench) -> None:
+    """By Jobs that the controller makes as itself, under PodSecurity restricted, with the namespace's own Secret."""
+    goes, stays = (bench.job(name, steps=60) for name in ("goes", "stays"))
+    for job in (goes, stays):
+        job.wait_complete()
+        job.wait_phase("Finished")
+        assert bench.newest(job) == 60
+        assert "reclaim" not in status(job), "the policy retains"
+    command_line("pin", bench.url, "--run", stays.run, "paper")
+    change = {"reclaimPolicy": "Delete", "reclaimAfterSeconds": 0}
+    bench.cluster.api.call(
+        "PATCH", POLICY.format(bench.namespace), {"spec": change}, content_type="application/merge-patch+json"
+    )
+    said = reclaimed(bench, goes, "Removed")
+    assert "1 runs" in said["message"], said
+    assert objects(bench, goes) == []
+    said = reclaimed(bench, stays, "Kept")
+    assert "it has a pin, 'paper'" in said["message"], said
+    bench.assert_store_whole(stays)
+    removals = [
+        each
+        for each in bench.cluster.api.items(f"/apis/batch/v1/namespaces/{bench.namespace}/jobs")
+        if each["metadata"]["name"].startswith("deltashard-reclaim-")
+    ]
+    assert len(removals) == 2
+    assert {each["metadata"]["ownerReferences"][0]["kind"] for each in removals} == {"CheckpointRun"}
+
+
+def status(job: TrainingJob) -> Object:
+    """Of the Job's CheckpointRun."""
+    return dict((job.checkpoint_run() or {}).get("status") or {})
+
+
+def reclaimed(bench: Bench, job: TrainingJob, state: str) -> Object:
+    """What the CheckpointRun says of the removal, once it has come to this."""
+
+    def said() -> Object:
+        return dict(status(job).get("reclaim") or {})
+
+    wait_until(
+        lambda: said().get("state") == state, timeout_s=120, what=lambda: f"{job.name} {state}: {said()}"
+    )
+    bench.note(f"{job.name}: {said()}")
+    return said()
+
+
+def objects(bench: Bench, job: TrainingJob) -> list[str]:
+    """Keys that the store has of the Job's run."""
+    found = bench.minio.client().list_objects(bench.bucket, prefix=f"{job.run}/", recursive=True)
+    return [str(each.object_name) for each in found]
