@@ -169,7 +169,9 @@ def test_warnings() -> None:
     (alike,) = sample.answer(job(OPT_IN, spec={"parallelism": 2}))["warnings"]
     assert "completionMode Indexed" in alike
     assert "warnings" not in sample.answer(job(OPT_IN, spec={"parallelism": 2, "completionMode": "Indexed"}))
-    assert all(len(w) <= 200 for w in (grace, port, stuck, alike))
+    (kept,) = sample.answer(job(OPT_IN), {"reclaimPolicy": "Delete"})["warnings"]
+    assert "will stay" in kept
+    assert all(len(w) <= 200 for w in (grace, port, stuck, alike, kept))
 
 
 def test_an_applied_grace_period_of_thirty_is_the_users() -> None:

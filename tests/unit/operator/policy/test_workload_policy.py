@@ -119,6 +119,16 @@ def test_the_cluster_turns_deciding_off_and_no_policy_turns_it_on() -> None:
     assert (policy.interval_mode, policy.bits_mode) == ("apply", "advise")
 
 
+def test_what_becomes_of_a_finished_run_and_whether_the_cluster_lets_it() -> None:
+    spec = {"reclaimPolicy": "Delete", "reclaimServiceAccount": "trainer", "reclaiming": {"enabled": True}}
+    policy = sample.policy(spec)
+    assert (policy.reclaim, policy.reclaim_after_s, policy.reclaim_account) == ("Delete", 604800, "trainer")
+    assert not policy.reclaims, "no policy's word"
+    allowed = {**sample.DEFAULTS, "reclaiming": {"enabled": True}}
+    policy = workload_policy.read("p", workload_policy.merged({"reclaimAfterSeconds": 0}, allowed))
+    assert (policy.reclaim, policy.reclaim_after_s, policy.reclaims) == ("Retain", 0, True)
+
+
 def test_encodings_of_tables_that_do_not_fit_beside_the_rest_are_refused() -> None:
     tables = {f"{'x' * 100}{n}": "q8" for n in range(40)}
     with pytest.raises(Refusal, match="at most 3072 characters"):
@@ -156,6 +166,9 @@ def test_encodings_of_tables_that_do_not_fit_beside_the_rest_are_refused() -> No
         ({"arenaSize": "1Mi"}, "spec.arenaSize is"),
         ({"cacheSize": []}, "spec.cacheSize is"),
         ({"keepLast": 0}, "spec.keepLast is"),
+        ({"reclaimPolicy": "Recycle"}, "spec.reclaimPolicy is 'Recycle'"),
+        ({"reclaimAfterSeconds": -1}, "spec.reclaimAfterSeconds is"),
+        ({"reclaimServiceAccount": "A"}, "spec.reclaimServiceAccount is 'A'"),
         ({"sidecar": {"image": ""}}, "spec.sidecar.image is"),
         ({"sidecar": {"imagePullPolicy": "Maybe"}}, "spec.sidecar.imagePullPolicy is"),
         ({"sidecar": {"runAsUser": 0}}, "spec.sidecar.runAsUser is"),
