@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,9 @@ from tests.support.tool import MISSING
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")
 # Nor does how long its sidecar takes to be done with a save whose end it has told: the next one would be refused as busy.
 os.environ.setdefault("DELTASHARD_BRIEF_WAIT_S", "10")
+
+LEAST_FREE_GIB = 2
+"""Of the disk. What tests leave is removed when they pass, so a whole run needs hardly more."""
 
 pytest.register_assert_rewrite("deltashard_checkpoint.stores.conformance")
 # How long an example takes says something about the machine, nothing about what is tested.
@@ -38,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measured before any worker starts, which inherits it; and what is shown while tests run."""
     patience()
     if not hasattr(config, "workerinput"):
+        free_gib = shutil.disk_usage(tempfile.gettempdir()).free / (1 << 30)
+        if free_gib < LEAST_FREE_GIB:
+            raise pytest.UsageError(
+                f"{tempfile.gettempdir()} has {free_gib:.1f} GiB free, and the tests need {LEAST_FREE_GIB}: on a full disk "
+                "their object stores refuse writes, and tests fail that have no fault. Make room, or set TMPDIR"
+            )
         config.pluginmanager.register(progress.Progress(config), "deltashard-progress")
 
 
