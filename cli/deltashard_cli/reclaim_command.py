@@ -104,8 +104,4 @@ def _why_not(log: RunLog, workload: str) -> str | None:
         return f"its log is damaged: {state.damage()}"
     if (why := not_left_by(log, state, workload)) is not None:
         return why
-    return (
-        f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it"
-        if state.pinned
-        else None
-    )
+    return f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it" if state.pinned else None

@@ -1,7 +1,8 @@
 """The Job that removes a finished run's bytes. Pure.
 
 It runs `deltashard reclaim` in the run's namespace, with the credentials of the run's policy. It is fit for PSA
-*restricted*, has no token of the API, and belongs to the CheckpointRun.
+*restricted* and has no token of the API. It belongs to nobody: a removal that is begun is to end, also when the
+CheckpointRun is deleted meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from deltashard_operator.kube.cluster_name import CACHE_PATH, CACHE_VOLUME, WORK
 from deltashard_operator.policy import store_access
 from deltashard_operator.policy.workload_policy import Policy
 from deltashard_operator.run.reclaim import ReclaimState
-from deltashard_operator.run.run_record import API_VERSION, KIND
 from deltashard_operator.run.watched_run import Run
 
 CONTAINER = "reclaim"
@@ -34,8 +34,8 @@ def job_name(run: Run) -> str:
     return f"deltashard-reclaim-{run.workload.uid.replace('-', '')[:12].lower()}"
 
 
-def manifest(run: Run, policy: Policy, *, owner_uid: str) -> Document:
-    """The Job; `owner_uid`: UID of the CheckpointRun."""
+def manifest(run: Run, policy: Policy) -> Document:
+    """The Job."""
     namespace, name = run.workload.namespace, job_name(run)
     files = store_access.files(policy)
     settings = {
@@ -89,11 +89,10 @@ def manifest(run: Run, policy: Policy, *, owner_uid: str) -> Document:
         "app.kubernetes.io/component": "reclaim",
         WORKLOAD_UID: run.workload.uid,
     }
-    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": run.name, "uid": owner_uid}
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "namespace": namespace, "labels": labels, "ownerReferences": [owner]},
+        "metadata": {"name": name, "namespace": namespace, "labels": labels},
         "spec": {
             "backoffLimit": TRIES,
             "activeDeadlineSeconds": DEADLINE_S,

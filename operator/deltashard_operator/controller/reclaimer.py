@@ -146,10 +146,10 @@ class Reclaimer:
 
     async def _make(self, entry: Entry, jobs: str) -> None:
         policy = self._policy_of(entry)
-        if policy is None or entry.served is None or not entry.run.finished:
+        if policy is None or not entry.run.finished:
             return
         name = reclaim_job.job_name(entry.run)
-        body = reclaim_job.manifest(entry.run, policy, owner_uid=entry.served.uid)
+        body = reclaim_job.manifest(entry.run, policy)
         made = await self._call("POST", jobs, body)
         self._books.set(entry, reclaim_judgement.begun(entry.run, name, self._wall()))
         if made.ok or made.status == 409:
