@@ -99,6 +99,7 @@ CONDITION = 'deltashard_run_condition{namespace="team-a",run="train",condition="
 REJECTED = 'apiserver_admission_webhook_rejection_count{name="jobs.deltashard.io",error_type="%s",operation="CREATE"}'
 ADMITTED = 'deltashard_webhook_admissions_total{kind="Job",outcome="%s"}'
 NOT_AFTER = 'deltashard_%s_certificate_not_after_timestamp_seconds{namespace="deltashard-system"}'
+RECLAIMS = 'deltashard_controller_reclaims_total{outcome="%s"}'
 HOUR = 3600
 DAY = 86400
 
@@ -169,6 +170,9 @@ CASES: list[tuple[str, str, Samples, bool]] = [
     ),
     ("CertificateNearExpiry", "long to go", {NOT_AFTER % "webhook": steady(HOUR + 15 * DAY)}, False),
     ("CertificateNearExpiry", "none loaded yet", {NOT_AFTER % "webhook": steady(0)}, False),
+    ("ReclaimFailing", "one failed", {RECLAIMS % "failed": rising(begins_s=3000, every_s=500)}, True),
+    ("ReclaimFailing", "they do it", {RECLAIMS % "removed": rising(begins_s=3000)}, False),
+    ("ReclaimFailing", "something speaks against it", {RECLAIMS % "kept": rising(begins_s=3000)}, False),
     ("ControllerDown", "gone", {}, True),
     ("ControllerDown", "its port is closed", {"deltashard_fleet_serving": steady(0)}, True),
     ("ControllerDown", "there", {"deltashard_fleet_serving": steady(1)}, False),
