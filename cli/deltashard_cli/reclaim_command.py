@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -26,6 +26,9 @@ from deltashard_cli.target import POLICY, open_root
 
 _NUMBER = re.compile(r"-[0-9]+(-[0-9]+)?", re.ASCII)
 MOST_WHY = 300
+"""Characters of a reason in the last word."""
+MOST_SAID_BYTES = 4000
+"""A kubelet keeps 4,096 of a container's last word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Kept:
     "--said",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write what came of it there, too, as JSON (a container's termination message).",
+    help="Write what came of it there, too, as JSON of at most 4,000 bytes (a container's termination message).",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, for programs.")
 def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bool) -> None:
@@ -54,6 +57,8 @@ def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bo
     another workload or a person opened since stays, as does one with a pin; a run that is not there is no error. Call
     it again after one that was cut short.
     """
+    if not workload:
+        raise click.UsageError("--workload is empty: whose run it is has to be said")
     store = open_root(url)
     removed: list[str] = []
     kept: list[Kept] = []
@@ -61,15 +66,16 @@ def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bo
     for name in _runs(store, validate_run(run)):
         log = RunLog(store, name)
         if (why := _why_not(log, workload)) is not None:
-            kept.append(Kept(run=name, why=why[:MOST_WHY]))
+            if name == run or _was_ever(log, workload):
+                kept.append(Kept(run=name, why=why))
             continue
         gone = removal.remove(log)
         removed.append(name)
         objects, size_bytes = objects + gone.objects, size_bytes + gone.bytes
     found = {"removed": removed, "kept": kept, "objects": objects, "bytes": size_bytes}
     if said is not None:
-        short = {**found, "removed": removed[:20], "kept": [asdict(each) for each in kept[:3]]}
-        said.write_text(json.dumps(short))
+        counts = {"runs": len(removed), "stay": len(kept), "objects": objects, "bytes": size_bytes}
+        said.write_text(_last_word(counts, kept), encoding="utf-8")
     if as_json:
         print_json(found)
         return
@@ -78,6 +84,20 @@ def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bo
         out.print(f"run {each.run} stays: {each.why}")
     text = f"{plural(objects, 'object')}, {size(size_bytes)}"
     out.print(f"removed: {', '.join(removed)} ({text})" if removed else "nothing is removed")
+
+
+def _last_word(counts: Mapping[str, int], kept: Sequence[Kept]) -> str:
+    """What came of it, as JSON that a kubelet takes whole: of the runs that stay, as many as fit."""
+    text = json.dumps({**counts, "kept": []})
+    for n in range(1, len(kept) + 1):
+        longer = json.dumps(
+            {**counts, "kept": [{"run": each.run, "why": each.why[:MOST_WHY]} for each in kept[:n]]},
+            ensure_ascii=False,
+        )
+        if len(longer.encode()) > MOST_SAID_BYTES:
+            break
+        text = longer
+    return text
 
 
 def _runs(store: Store, run: str) -> Iterator[str]:
@@ -105,3 +125,12 @@ def _why_not(log: RunLog, workload: str) -> str | None:
     if (why := not_left_by(log, state, workload)) is not None:
         return why
     return f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it" if state.pinned else None
+
+
+def _was_ever(log: RunLog, workload: str) -> bool:
+    """Whether the workload ever opened a run, as far as its log can be read: a name alone says nothing."""
+    try:
+        attempts = log.refresh(deadline_s=POLICY.deadline_s).attempts
+    except (LogGap, FormatError):
+        return True
+    return any(each.workload == workload for each in attempts.values())

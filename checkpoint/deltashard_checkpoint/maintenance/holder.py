@@ -96,7 +96,7 @@ def not_left_by(log: RunLog, state: RunState, workload: str) -> str | None:
     if state.attempt is None:
         return "nobody has trained it yet"
     opened = state.attempts[state.attempt]
-    if opened.workload != workload:
+    if not workload or opened.workload != workload:
         who = f"workload {opened.workload} opened it since" if opened.workload else "somebody opened it since"
         return f"{who}, as attempt {state.attempt}"
     return "a save of it is still uploading" if _closing(log, state.attempt) else None

@@ -31,6 +31,7 @@ from deltashard_operator.policy.admission_deadline import Deadline
 from deltashard_operator.policy.refusal import Refusal
 from deltashard_operator.run import observed_object
 from deltashard_operator.run.observed_object import Workload
+from deltashard_operator.run.reclaim import ReclaimState
 from deltashard_operator.run.run_record import API_VERSION, PLURAL, run_label
 
 Document = dict[str, Any]
@@ -68,7 +69,10 @@ class Holders:
     def _held_by_record(self, claim: RunClaim, record: Document, deadline: Deadline) -> Refusal | None:
         """The refusal for the sake of a CheckpointRun's workload."""
         workload, run_id = _workload_of(claim.namespace, record), record["spec"]["runId"]
-        finished = (record.get("status") or {}).get("phase") == "Finished"
+        status = record.get("status") or {}
+        finished = status.get("phase") == "Finished"
+        if run_id == claim.run_id and (status.get("reclaim") or {}).get("state") == ReclaimState.REMOVING:
+            return _going(run_id, workload.called)
         if finished or workload.uid == claim.workload_uid:
             return None
         same, is_job = run_id == claim.run_id, workload.native == "Job"
@@ -111,11 +115,8 @@ class Holders:
         if not answer.ok:
             raise _not_told(answer, path)
         document = answer.document
-        if workload.native == "Pod":
-            ended = (document.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
-        else:
-            ended = bool(observed_object.job_of(document).outcome)
-        return document if document["metadata"]["uid"] == workload.uid and not ended else None
+        here = document["metadata"]["uid"] == workload.uid and not observed_object.is_over(document)
+        return document if here else None
 
 
 def _not_told(answer: Answer, path: str) -> NotTold:
@@ -142,6 +143,15 @@ def _workload_of(namespace: str, record: Document) -> Workload:
         name=reference["name"],
         uid=reference["uid"],
         api_version=reference.get("apiVersion", ""),
+    )
+
+
+def _going(run_id: str, called: str) -> Refusal:
+    return Refusal(
+        "RunIdTaken",
+        f"the checkpoints of run {run_id!r} are being removed, since {called} is finished",
+        where=RUN_ID,
+        remedy="wait until its CheckpointRun says Removed, or choose another id",
     )
 
 

@@ -199,7 +199,10 @@ class Controller:
             self._books.marked.update(dict.fromkeys(self._books.by_key))
         until_s = time.perf_counter() + SLICE_S
         for key in list(self._books.marked):
-            entry = self._books.by_key[key]
+            entry = self._books.by_key.get(key)
+            if entry is None:
+                del self._books.marked[key]
+                continue
             if now_s < entry.again_s:
                 continue
             if time.perf_counter() > until_s:
@@ -225,9 +228,12 @@ class Controller:
 
     def _expired(self, entry: Entry, now_s: float) -> bool:
         run = entry.run
-        old = bool(run.finished) and now_s - run.finished_at_s > self._keep_finished_s
-        if run.reclaim is not None and run.reclaim.pending:
-            return False
+        ended_at_s = run.finished_at_s
+        if run.reclaim is not None:
+            if run.reclaim.pending:
+                return False
+            ended_at_s = max(ended_at_s, run.reclaim.since_s)  # what came of its bytes is to be read, too
+        old = bool(run.finished) and now_s - ended_at_s > self._keep_finished_s
         return old and not entry.busy and now_s >= entry.pace.not_before_s
 
     def _judge(self, entry: Entry, now_s: float) -> None:

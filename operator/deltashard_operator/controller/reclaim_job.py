@@ -11,9 +11,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from deltashard_operator.kube.cluster_name import CACHE_PATH, CACHE_VOLUME, WORKLOAD_UID
+from deltashard_operator.kube.cluster_name import CACHE_PATH, CACHE_VOLUME, FINISHED_AT, WORKLOAD_UID
 from deltashard_operator.policy import store_access
 from deltashard_operator.policy.workload_policy import Policy
+from deltashard_operator.run.observed_object import timestamp
 from deltashard_operator.run.reclaim import ReclaimState
 from deltashard_operator.run.watched_run import Run
 
@@ -59,7 +60,10 @@ def manifest(run: Run, policy: Policy) -> Document:
             "--json",
         ],
         "env": [{"name": key, "value": value} for key, value in environment],
-        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}},
+        "resources": {  # a quota of the namespace may want all four
+            "requests": {"cpu": "100m", "memory": "256Mi"},
+            "limits": {"cpu": f"{max(policy.cpu_limit_millis, 100)}m", "memory": "1Gi"},
+        },
         "securityContext": {
             **user,
             "runAsGroup": GROUP_ID,
@@ -92,7 +96,12 @@ def manifest(run: Run, policy: Policy) -> Document:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "namespace": namespace, "labels": labels},
+        "metadata": {
+            "name": name,
+            "namespace": namespace,
+            "labels": labels,
+            "annotations": {FINISHED_AT: timestamp(run.finished_at_s)},
+        },
         "spec": {
             "backoffLimit": TRIES,
             "activeDeadlineSeconds": DEADLINE_S,
@@ -103,9 +112,13 @@ def manifest(run: Run, policy: Policy) -> Document:
 
 
 def is_ours(job: Mapping[str, Any], run: Run) -> bool:
-    """Whether a Job of this name was made for this run."""
-    labels = job["metadata"].get("labels") or {}
-    return bool(labels.get(WORKLOAD_UID) == run.workload.uid)
+    """Whether a Job of this name was made for this run, and for this end of it: a JobSet may end more than once."""
+    metadata = job["metadata"]
+    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    return (labels.get(WORKLOAD_UID), notes.get(FINISHED_AT)) == (
+        run.workload.uid,
+        timestamp(run.finished_at_s),
+    )
 
 
 def outcome(job: Mapping[str, Any]) -> str | None:
@@ -130,14 +143,18 @@ def last_word(pods: list[Document]) -> str:
 
 
 def read(said: str) -> tuple[ReclaimState, str]:
-    """What came of a Job that succeeded, by its last word."""
+    """What came of a Job that succeeded, by its last word: see `deltashard reclaim --said`."""
     try:
         found = json.loads(said)
-        kept = [f"{each['run']}: {each['why']}" for each in found["kept"]]
-        gone = f"{len(found['removed'])} runs, {int(found['objects'])} objects, {int(found['bytes'])} bytes"
+        runs, objects, size = (int(found[key]) for key in ("runs", "objects", "bytes"))
+        stay = int(found["stay"])
+        why = "; ".join(f"{each['run']}: {each['why']}" for each in found["kept"])
     except (ValueError, TypeError, KeyError):
-        return ReclaimState.REMOVED, "the bytes are removed"
-    if kept:
-        more = f" ({gone} are removed)" if found["removed"] else ""
-        return ReclaimState.KEPT, f"the bytes stay: {'; '.join(kept)}{more}"
+        return ReclaimState.FAILED, "the Job ended well, and what it did could not be read"
+    gone = f"{runs} runs, {objects} objects, {size} bytes"
+    if stay:
+        more = f"; removed: {gone}" if runs else ""
+        return ReclaimState.KEPT, f"the bytes of {stay} runs stay: {why}{more}"
+    if not runs:
+        return ReclaimState.REMOVED, "there was nothing of it in the store"
     return ReclaimState.REMOVED, f"the bytes are removed: {gone}"

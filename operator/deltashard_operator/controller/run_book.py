@@ -8,6 +8,8 @@ A run id is held by the workload whose CheckpointRun was made first, as long as 
 
 from __future__ import annotations
 
+import math
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -146,7 +148,7 @@ class Entries:
 
     def set(self, entry: Entry, run: Run) -> None:
         """The run is this now; marked when that is a change."""
-        if run is entry.run:
+        if run is entry.run or self.by_key.get(run.key) is not entry:  # it was let go of meanwhile
             return
         if run.run_id != entry.run.run_id:  # pods were seen before their Job
             before = self._by_id.get((run.workload.namespace, entry.run.run_id), set())
@@ -168,13 +170,30 @@ class Entries:
         live = [self.by_key[key] for key in keys if not self.by_key[key].run.finished]
         return min(live, key=lambda each: (each.born, each.number), default=entry)
 
+    def newest_by_id(self) -> dict[tuple[str, str], Entry]:
+        """Of all runs of an id, by (namespace, id): one that is not finished, or the one that finished last."""
+        found: dict[tuple[str, str], Entry] = {}
+        for entry in self.by_key.values():
+            key = entry.run.workload.namespace, entry.run.run_id
+            if key not in found or _end_of(found[key]) < _end_of(entry):
+                found[key] = entry
+        return found
+
     def is_continued(self, entry: Entry) -> bool:
-        """Whether another workload has the run id, that is not finished or finished later."""
-        run = entry.run
-        keys = self._by_id.get((run.workload.namespace, run.run_id), ())
-        others = [self.by_key[key] for key in keys if key != run.key]
-        mine = run.finished_at_s, entry.number
-        return any(not each.run.finished or (each.run.finished_at_s, each.number) > mine for each in others)
+        """Whether another workload has the run, or that of one of its pods: it is not finished, or finished later.
+
+        Where each pod trains a run of its own its number stands at the end of the id. Looks at all ids.
+        """
+        namespace, run_id = entry.run.workload.namespace, entry.run.run_id
+        for (place, other), keys in self._by_id.items():
+            if place != namespace or not other.startswith(run_id):
+                continue
+            if other != run_id and _POD_NUMBER.fullmatch(other[len(run_id) :]) is None:
+                continue
+            for each in (self.by_key[key] for key in keys if key != entry.run.key):
+                if not each.run.finished or (other == run_id and _end_of(each) > _end_of(entry)):
+                    return True
+        return False
 
     def spec_of(self, run: Run, defaults: Defaults) -> Mapping[str, Any] | None:
         """Spec of the run's policy as it is now, to be laid over the chart's; None: there is no such policy."""
@@ -182,3 +201,11 @@ class Entries:
         if spec is None and run.wish.policy == workload_policy.DEFAULT and defaults.has_store():
             return {}
         return spec
+
+
+_POD_NUMBER = re.compile(r"-[0-9]+(-[0-9]+)?", re.ASCII)
+
+
+def _end_of(entry: Entry) -> tuple[float, int]:
+    """For the order of ends; what is not finished comes last."""
+    return (entry.run.finished_at_s if entry.run.finished else math.inf), entry.number

@@ -111,6 +111,7 @@ class Writes:
         self._tell(entry)
 
     async def _remove(self, entry: Entry) -> None:
+        self._tell(entry)
         if entry.served is not None:
             await self._statuses.remove(entry.run.workload.namespace, entry.run.name, entry.served.uid)
         self._metrics.removed.inc()

@@ -192,6 +192,13 @@ def wish_of(*maps: Mapping[str, str] | None) -> Wish:
     )
 
 
+def is_over(document: Document) -> bool:
+    """Whether a Job or a pod, as the API has it, has ended."""
+    if document.get("kind") == "Pod":
+        return (document.get("status") or {}).get("phase") in {"Succeeded", "Failed"}
+    return bool(job_of(document).outcome)
+
+
 def job_of(document: Document) -> JobView:
     """View of a Job; one that a JobSet made is of the JobSet's run."""
     metadata, spec = document["metadata"], document.get("spec") or {}

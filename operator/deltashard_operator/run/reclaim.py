@@ -7,6 +7,8 @@ from enum import StrEnum
 
 MAX_TRIES = 5
 """Jobs that may fail before it is left to a person."""
+MAX_MESSAGE = 1024
+"""Characters that a status takes."""
 
 
 class ReclaimState(StrEnum):
@@ -34,6 +36,13 @@ class Reclaim:
     """When the bytes are to be removed, or it is to be tried again."""
     tries: int = 0
     """Jobs that were made."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it is a Job's matter, or was: at work, done, or kept for what the Job found."""
+        if self.state is ReclaimState.KEPT:
+            return self.tries > 0
+        return self.state in {ReclaimState.REMOVING, ReclaimState.REMOVED}
 
     @property
     def pending(self) -> bool:

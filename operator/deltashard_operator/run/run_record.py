@@ -258,8 +258,10 @@ def _reclaim(reclaim: Reclaim) -> Document:
 
 
 def _reclaim_of(found: Mapping[str, Any]) -> Reclaim:
+    state = found["state"]
     return Reclaim(
-        state=ReclaimState(found["state"]),
+        # One of a newer controller's: nothing is removed for it.
+        state=ReclaimState(state) if state in set(ReclaimState) else ReclaimState.KEPT,
         since_s=seconds_of(found["since"]),
         message=found.get("message", ""),
         due_s=seconds_of(found.get("due")),

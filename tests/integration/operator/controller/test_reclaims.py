@@ -61,10 +61,15 @@ def policy(cluster: Cluster, spec: Document) -> None:
 
 
 def trained(
-    controller: ControllerProcess, cluster: Cluster, *, name: str = "train", url: str = URL
+    controller: ControllerProcess,
+    cluster: Cluster,
+    *,
+    name: str = "train",
+    url: str = URL,
+    notes: dict[str, str] | None = None,
 ) -> Document:
     """A Job that has trained; its pod has ended and the Job not."""
-    job = cluster.job(name)
+    job = cluster.job(name, notes)
     pod = cluster.running_pod(job)
     with Sidecar(controller, cluster, pod, job, url=url) as sidecar:
         sidecar.beat(step=9, seq=1, committed=8)
@@ -142,7 +147,7 @@ def test_a_finished_run_s_bytes_are_removed_by_a_job_of_its_namespace(
     (container,) = removal["spec"]["template"]["spec"]["containers"]
     assert container["command"] == ["deltashard", "reclaim", URL]
     assert job["metadata"]["uid"] in container["args"]
-    word = {"removed": [f"{cluster.namespace}/train"], "kept": [], "objects": 12, "bytes": 3400}
+    word = {"runs": 1, "stay": 0, "kept": [], "objects": 12, "bytes": 3400}
     run_to_its_end(cluster, removal, json.dumps(word))
     said = reclaim(cluster, job, "Removed")
     assert "12 objects, 3400 bytes" in said["message"]
@@ -171,7 +176,7 @@ def test_what_the_job_kept_is_said(controller: ControllerProcess, cluster: Clust
     removal = made(cluster)
     reclaim(cluster, job, "Removing")
     kept = {"run": "n/train", "why": "it has a pin, 'best'"}
-    word = {"removed": [], "kept": [kept], "objects": 0, "bytes": 0}
+    word = {"runs": 0, "stay": 1, "kept": [kept], "objects": 0, "bytes": 0}
     run_to_its_end(cluster, removal, json.dumps(word))
     assert "it has a pin, 'best'" in reclaim(cluster, job, "Kept")["message"]
     assert eventually(lambda: cluster.events("ReclaimKept"), "an Event")[0]["type"] == "Warning"
@@ -199,12 +204,13 @@ def test_bytes_of_which_it_is_not_sure_stay(controller: ControllerProcess, clust
     elsewhere = trained(controller, cluster, name="elsewhere", url="s3://bucket/before")
     cluster.end(elsewhere)
     assert "names another store" in reclaim(cluster, elsewhere, "Kept")["message"]
-    second = cluster.job("second", {"deltashard.io/run-id": "shared"})
-    third = cluster.job("third", {"deltashard.io/run-id": "shared"})
+    shared = {"deltashard.io/run-id": "shared"}
+    second = trained(controller, cluster, name="second", notes=shared)
+    third = cluster.job("third", shared)
     cluster.end(second)
     assert "another workload" in reclaim(cluster, second, "Kept")["message"]
     cluster.end(third)
-    reclaim(cluster, third, "Removing")
+    assert "no sidecar has said" in reclaim(cluster, third, "Kept")["message"]
 
 
 def test_a_controller_that_dies_makes_no_second_job(controller: ControllerProcess, cluster: Cluster) -> None:
@@ -215,7 +221,8 @@ def test_a_controller_that_dies_makes_no_second_job(controller: ControllerProces
     removal = made(cluster)
     reclaim(cluster, job, "Removing")
     controller.stop(signal.SIGKILL)
-    run_to_its_end(cluster, removal, "")
+    word = {"runs": 1, "stay": 0, "kept": [], "objects": 12, "bytes": 3400}
+    run_to_its_end(cluster, removal, json.dumps(word))
     controller.start()
     assert "are removed" in reclaim(cluster, job, "Removed")["message"]
     assert [each["metadata"]["uid"] for each in removals(cluster)] == [removal["metadata"]["uid"]]

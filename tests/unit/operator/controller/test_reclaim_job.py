@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,8 @@ def test_it_has_the_store_s_secret_and_nothing_of_the_api() -> None:
     assert pod["imagePullSecrets"] == [{"name": "pull"}]
     assert "ownerReferences" not in job["metadata"], "who deletes the CheckpointRun leaves no half of a run"
     assert reclaim_job.is_ours(job, RUN)
+    assert not reclaim_job.is_ours(job, replace(RUN, finished_at_s=5e8)), "of another end"
+    assert container["resources"]["limits"].keys() == {"cpu", "memory"}, "a quota may want both"
     assert len(job["metadata"]["name"]) <= 63
 
 
@@ -90,20 +93,21 @@ def test_the_newest_word_counts() -> None:
 @pytest.mark.parametrize(
     ("said", "state", "text"),
     [
-        ({"removed": ["t/a"], "kept": [], "objects": 7, "bytes": 900}, ReclaimState.REMOVED, "7 objects"),
-        ({"removed": [], "kept": [], "objects": 0, "bytes": 0}, ReclaimState.REMOVED, "0 runs"),
+        ({"runs": 1, "stay": 0, "kept": [], "objects": 7, "bytes": 900}, ReclaimState.REMOVED, "7 objects"),
+        ({"runs": 0, "stay": 0, "kept": [], "objects": 0, "bytes": 0}, ReclaimState.REMOVED, "nothing of it"),
         (
-            {"removed": [], "kept": [{"run": "t/a", "why": "it has a pin"}], "objects": 0, "bytes": 0},
+            {"runs": 0, "stay": 1, "kept": [{"run": "t/a", "why": "a pin"}], "objects": 0, "bytes": 0},
             ReclaimState.KEPT,
-            "t/a: it has a pin",
+            "t/a: a pin",
         ),
         (
-            {"removed": ["t/b"], "kept": [{"run": "t/a", "why": "w"}], "objects": 3, "bytes": 1},
+            {"runs": 1, "stay": 50, "kept": [{"run": "t/a", "why": "w"}], "objects": 3, "bytes": 1},
             ReclaimState.KEPT,
-            "(1 runs, 3 objects",
+            "50 runs stay: t/a: w; removed: 1 runs, 3 objects",
         ),
-        ("no JSON", ReclaimState.REMOVED, "are removed"),
-        ({"removed": 5}, ReclaimState.REMOVED, "are removed"),
+        ("", ReclaimState.FAILED, "could not be read"),
+        ("no JSON", ReclaimState.FAILED, "could not be read"),
+        ({"runs": 5}, ReclaimState.FAILED, "could not be read"),
     ],
 )
 def test_what_came_of_it(said: object, state: ReclaimState, text: str) -> None:
