@@ -339,6 +339,16 @@ def test_a_run_id_that_another_live_workload_holds_is_refused_with_the_remedies(
             merge = "application/merge-patch+json"
             assert rest("PATCH", f"{path}/status", status, content=merge).status == 200
             assert has_sidecar(rest.create(job("second", opted(run_id="held")), dry_run=True))
+            removing = {
+                "state": "Removing",
+                "since": "2026-01-01T00:00:00Z",
+                "message": "a Job removes the bytes",
+            }
+            status = {"status": {"phase": "Finished", "reclaim": removing}}
+            assert rest("PATCH", f"{path}/status", status, content=merge).status == 200
+            refused = rest.create(job("second", opted(run_id="held")), dry_run=True)
+            assert refused.document["reason"] == "RunIdTaken"
+            assert "are being removed" in refused.document["message"]
     finally:
         assert rest("DELETE", path).status == 200
 
