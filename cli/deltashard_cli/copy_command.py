@@ -122,9 +122,16 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
     with progress("removing", held.bytes) as advance:
         gone = removal.remove(log, advance=advance)
     if as_json:
-        print_json({"run": target.run, "objects": gone.objects, "bytes": gone.bytes})
-        return
-    console().print(f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}")
+        print_json({"run": target.run, "objects": gone.objects, "bytes": gone.bytes, "left": gone.left})
+    else:
+        console().print(f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}")
+    if gone.left:
+        click.echo(
+            f"{plural(gone.left, 'object')} came meanwhile, and {'is' if gone.left == 1 else 'are'} left: a trainer of "
+            "this run still wrote (end it, and call rm again), or somebody has begun a run of this name since",
+            err=True,
+        )
+        click.get_current_context().exit(1)
 
 
 def _removable(url: str, run: str | None) -> Target:

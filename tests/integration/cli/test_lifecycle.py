@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deltashard_checkpoint.log.commit_log import LogGap, LogWentBack, RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.whole_run import removal
 from deltashard_checkpoint.write.attempt import open_attempt
@@ -448,3 +450,22 @@ def test_rm_of_what_a_removal_or_a_copy_left(cli: Cli, file_url: str, tmp_path: 
     assert cli("rm", at(file_url), "--yes")[0] == 0
     assert keys(written.store) == {}
     assert "no" in refused(cli, "rm", at(file_url), "--yes")
+
+
+def test_rm_says_what_came_while_it_removed(
+    cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that goes on putting objects: what is left is said, the door stays shut, and rm goes on."""
+    chain(file_url, tmp_path).close()
+    delete, late = FileStore.delete, iter(range(10**6))
+
+    def beside(self: FileStore, keys: Iterable[str]) -> None:
+        delete(self, keys)
+        self.put(f"{RUN}/{cut_prefix(1, next(late))}00000-{'0' * 16}-00000.pack", b"late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "delete", beside)
+        text = refused(cli, "rm", at(file_url), "--yes", "--ended", code=1)
+    assert "came meanwhile, and are left: a trainer of this run still wrote" in text
+    assert answer(cli, "rm", at(file_url), "--yes")["left"] == 0
+    assert keys(open_store(file_url)) == {}
