@@ -66,6 +66,7 @@ _RAREST_FOLD = 128
 _LISTINGS = 5
 """A listing with a gap is asked for again so many times before the gap is believed."""
 _READS = 8
+_CUT_SHORT = "where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again"
 _HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
 _probed: weakref.WeakSet[Store] = weakref.WeakSet()
 
@@ -293,8 +294,8 @@ class RunLog:
                 f"the log ends at entry {seen.tip}, and {floor} was written ({self.key('log/HINT')} says so): the "
                 "newest entries are gone",
                 where=f"{self.store.url}/{self.key('log/')}",
-                remedy="where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again. Else "
-                "restore the objects from a copy or a version; `deltashard repair` goes on without them",
+                remedy=f"{_CUT_SHORT}. Else restore the objects from a copy or a version; `deltashard repair` goes on "
+                "without them",
             )
         return seen
 
@@ -308,8 +309,8 @@ class RunLog:
         return LogGap(
             f"log entry {missing} is missing, {tip} is there",
             where=f"{self.store.url}/{self.key('log/')}",
-            remedy="entries are never deleted by deltashard: restore the object from a copy or a version; "
-            "`deltashard repair` goes on without it",
+            remedy=f"{_CUT_SHORT}. Else entries are never deleted by deltashard: restore the object from a copy or a "
+            "version; `deltashard repair` goes on without it",
         )
 
     def _exists(self, seq: int) -> bool:
