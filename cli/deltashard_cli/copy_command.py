@@ -6,16 +6,17 @@ import sys
 
 import click
 from deltashard_checkpoint.errors import FormatError, UserError
-from deltashard_checkpoint.format.object_key import validate_new_run, validate_run
+from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
 from deltashard_checkpoint.maintenance.holder import RunHeld, check_ended
 from deltashard_checkpoint.whole_run import removal, run_copy
 from deltashard_checkpoint.whole_run.copy_draft import Draft
+from deltashard_checkpoint.whole_run.remains import Remains, remains
 
 from deltashard_cli import verification
 from deltashard_cli.option import ended_option, run_options
 from deltashard_cli.output import console, number, plural, print_json, progress, size
-from deltashard_cli.target import POLICY, NoSuchRun, Target, find_run, names, new_run, open_root, run_of_url
+from deltashard_cli.target import POLICY, Target, Unfinished, find_run, names, new_run, run_of_url
 
 
 @click.command()
@@ -105,11 +106,7 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
     target = _removable(url, run)
     log = RunLog(target.store, target.run)
     held = removal.content(log)
-    if held.objects == 0:
-        raise NoSuchRun(
-            f"no run {target.run!r}", where=target.store.url, remedy="`deltashard ls` lists the runs"
-        )
-    said = _look(log, ended=ended, begun=held.removing)
+    said = _look(log, ended=ended)
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here (--json, or no terminal): say --yes")
@@ -139,16 +136,11 @@ def _removable(url: str, run: str | None) -> Target:
 
     Raises `NoSuchRun`, and `UserError` for a store.
     """
-    if run is not None:
-        return Target(store=open_root(url), run=validate_run(run))
     try:
-        found = find_run(url, None)
-    except NoSuchRun:
-        named = run_of_url(url)
-        if not removal.removing(RunLog(named.store, named.run)):
-            raise
-        return named
-    if not names(url, found.run):
+        found = find_run(url, run)
+    except Unfinished:
+        return run_of_url(url, run)
+    if run is None and not names(url, found.run):
         raise UserError(
             "this is a store and not a run",
             where=found.store.url,
@@ -157,10 +149,13 @@ def _removable(url: str, run: str | None) -> Target:
     return found
 
 
-def _look(log: RunLog, *, ended: bool, begun: bool) -> str:
+def _look(log: RunLog, *, ended: bool) -> str:
     """What is about to be removed, for people. Raises `RunHeld`."""
-    if begun:
+    left = remains(log.store, log.key(""))
+    if left is Remains.REMOVING:
         return "its removal was begun"
+    if left is Remains.COPYING:
+        return "a copy that was cut short"
     try:
         state = log.refresh(deadline_s=POLICY.deadline_s)
     except LogGap as gap:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,7 +43,7 @@ from deltashard_checkpoint.log.entry import (
     named_fold,
 )
 from deltashard_checkpoint.log.entry_codec import parse, seal
-from deltashard_checkpoint.log.listing import Listing, listing
+from deltashard_checkpoint.log.listing import Listing, hinted, listing
 from deltashard_checkpoint.log.replay import EntryRefused, VoidedBehind, advance, fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import (
@@ -67,7 +66,6 @@ _LISTINGS = 5
 """A listing with a gap is asked for again so many times before the gap is believed."""
 _READS = 8
 _CUT_SHORT = "where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again"
-_HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
 _probed: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
@@ -262,11 +260,9 @@ class RunLog:
     def _hint(self) -> tuple[int, int]:
         """(slot of a fold, a slot that exists), as HINT has it; -1 for what it does not say."""
         try:
-            hint = self.store.get(self.key("log/HINT"))
+            return hinted(self.store.get(self.key("log/HINT")))
         except ObjectNotFound:
             return -1, -1
-        match = _HINT.fullmatch(hint[:100])
-        return (-1, -1) if match is None else (int(match[1]), int(match[2]))
 
     def _list(self, known: int, floor: int = -1, *, from_fold: bool = False) -> Listing:
         """The slots from `known` on (all from -1), none of which is missing; `from_fold`: unless behind a fold.

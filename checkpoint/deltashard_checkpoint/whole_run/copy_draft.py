@@ -6,7 +6,6 @@ promised, whatever the source did since.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.chain import closure, parts_of
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
 from deltashard_checkpoint.log.entry import Sealed
+from deltashard_checkpoint.log.listing import hinted
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState, Slot
@@ -153,7 +153,7 @@ def _promised(target: RunLog, there: Mapping[str, int]) -> int | None:
     if "log/HINT" not in there:
         return None
     try:
-        said = json.loads(target.store.get(target.key("log/HINT")))["seq"]
-    except (ObjectNotFound, ValueError, KeyError, TypeError):
+        _, said = hinted(target.store.get(target.key("log/HINT")))
+    except ObjectNotFound:
         return None
-    return said if isinstance(said, int) else None
+    return None if said < 0 else said

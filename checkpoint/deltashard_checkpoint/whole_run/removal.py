@@ -30,7 +30,8 @@ END = 10**14
 _BATCH = 1000
 _ROUNDS = 8
 """Of what others write meanwhile; who goes on longer is a trainer that should have been ended."""
-_BARRIER = b'{"fold":-1,"seq":%d}' % END
+BARRIER = b'{"fold":-1,"seq":%d}' % END
+"""HINT of a run under removal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +40,6 @@ class Content:
 
     objects: int
     bytes: int
-    removing: bool
-    """A removal of it was begun."""
     left: int = 0
     """Objects that a removal saw when it was done: somebody put them meanwhile."""
 
@@ -50,13 +49,13 @@ def content(log: RunLog) -> Content:
     objects = size = 0
     for info in _every(log):
         objects, size = objects + 1, size + info.size_bytes
-    return Content(objects=objects, bytes=size, removing=removing(log))
+    return Content(objects=objects, bytes=size)
 
 
 def removing(log: RunLog) -> bool:
     """Whether a removal of this run was begun."""
     try:
-        return log.store.get(log.key("log/HINT")) == _BARRIER
+        return log.store.get(log.key("log/HINT")) == BARRIER
     except ObjectNotFound:
         return False
 
@@ -66,7 +65,6 @@ def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None)
 
     The caller has asked whether anyone holds the run (`holder`). Raises store errors.
     """
-    was = removing(log)
     # IMPORTANT: before anything goes. From here on nobody takes what is left for a run.
     log.leave_hint(fold_seq=-1, seq=END)
     crash_point("rm.after_barrier")
@@ -96,9 +94,9 @@ def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None)
         crash_point("rm.before_hint")
         log.store.delete([log.key("log/HINT")])
         crash_point("rm.after_hint")
-        gone.append(len(_BARRIER))
+        gone.append(len(BARRIER))
         left = sum(1 for _ in _every(log))
-    return Content(objects=len(gone), bytes=sum(gone), removing=was, left=left)
+    return Content(objects=len(gone), bytes=sum(gone), left=left)
 
 
 def _delete(log: RunLog, batch: list[ObjectInfo], advance: Callable[[int], None]) -> None:

@@ -72,7 +72,7 @@ def test_who_never_ends_is_said_and_nothing_of_it_is_a_run(tmp_path: Path) -> No
     with pytest.raises(LogGap):
         RunLog(FileStore(tmp_path), "job").refresh(deadline_s=0.0)
     again = removal.remove(RunLog(FileStore(tmp_path), "job"))
-    assert (again.removing, again.left, left(tmp_path)) == (True, 0, [])
+    assert (again.left, left(tmp_path)) == (0, [])
 
 
 def test_what_comes_when_the_barrier_is_gone_is_said(tmp_path: Path) -> None:
