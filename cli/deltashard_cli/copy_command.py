@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import click
 from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.holder import RunHeld, check_ended
+from deltashard_checkpoint.maintenance.word import chosen
 from deltashard_checkpoint.whole_run import removal, run_copy
 from deltashard_checkpoint.whole_run.copy_draft import Draft
 from deltashard_checkpoint.whole_run.remains import Remains, remains
@@ -49,10 +53,8 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
 
     done = run_copy.copied(source, target, which, work, deadline_s=POLICY.deadline_s)
     checked = verification.verify(place)
-    # Of a whole run: what the source has committed since, also before this very call where the copy is an older one.
-    newer = (
-        [] if which is not None else [c for seq, c in source.state.checkpoints.items() if seq > done.through]
-    )
+    # What the source has committed since, also before this very call where the copy is an older one.
+    newer = _newer(source.state, which, done)
     if as_json:
         print_json(
             {
@@ -81,10 +83,7 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
             )
         if newer:
             click.echo(
-                f"the copy is of the source's log up to entry {done.through}: not in it are "
-                f"{plural(len(newer), 'newer checkpoint')}, up to step {number(max(each.step for each in newer))}. "
-                "A copy is not brought up to date: copy to another name, or remove this one first",
-                err=True,
+                f"{_said_newer(newer, which, done)}: copy to another name, or remove this one first", err=True
             )
         for problem in checked.problems:
             click.echo(f"problem: {problem.object}: {problem.what}", err=True)
@@ -92,6 +91,27 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
             click.echo("a finished copy is not mended: remove it (`deltashard rm`) and copy anew", err=True)
     if not checked.ok or (newer and not done.entries):
         click.get_current_context().exit(1)
+
+
+def _newer(state: RunState, which: str | None, done: run_copy.Copied) -> list[Checkpoint]:
+    """What is meant now and not in the copy: checkpoints behind its moment, or the one that `which` has become."""
+    if which is None:
+        return [entry for seq, entry in state.checkpoints.items() if seq > done.through]
+    meant = chosen(state, which)
+    return [] if meant.seq == done.source_seq else [meant]
+
+
+def _said_newer(newer: Sequence[Checkpoint], which: str | None, done: run_copy.Copied) -> str:
+    if which is not None:
+        return (
+            f"the copy that was begun there is of checkpoint {done.source_seq}, and {which} is {newer[0].seq} (step "
+            f"{number(newer[0].step)}) by now"
+        )
+    return (
+        f"the copy is of the source's log up to entry {done.through}: not in it are "
+        f"{plural(len(newer), 'newer checkpoint')}, up to step {number(max(each.step for each in newer))}. A copy is "
+        "not brought up to date"
+    )
 
 
 @click.command()

@@ -34,6 +34,7 @@ from deltashard_checkpoint.log.part_list import PartList
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
 from deltashard_checkpoint.whole_run import transcript
 from deltashard_checkpoint.whole_run.copy_draft import LOG_WORKERS, Draft, TargetTaken, draft
+from deltashard_checkpoint.whole_run.remains import Remains, remains
 from deltashard_checkpoint.whole_run.transcript import Moved
 
 WORKERS = 8
@@ -167,6 +168,13 @@ def _missing(made: Draft, log: Sequence[bytes]) -> list[int]:
 
 
 def _taken(target: RunLog, seq: int) -> TargetTaken:
+    if remains(target.store, target.key("")) is Remains.COPYING:
+        return TargetTaken(
+            f"run {target.run!r} is a copy that was cut short, of something else: its log entry {seq} says so",
+            where=target.store.url,
+            remedy="call `deltashard cp` as before; where the source has let go what was copied then, or changed it, "
+            "`deltashard rm` removes what is there",
+        )
     return TargetTaken(
         f"run {target.run!r} is there, and is no copy of this: its log entry {seq} says something else",
         where=target.store.url,
