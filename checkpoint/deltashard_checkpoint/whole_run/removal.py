@@ -89,6 +89,8 @@ def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None)
             log.leave_hint(fold_seq=-1, seq=END)
         if not drop(_but_hint(log)):
             break
+    for folder in RESERVED:
+        log.store.sweep(log.key(f"{folder}/"), quiet_s=0.0)
     left = sum(1 for _ in _but_hint(log))
     if not left:
         crash_point("rm.before_hint")
