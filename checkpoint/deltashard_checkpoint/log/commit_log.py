@@ -148,9 +148,11 @@ class RunLog:
 
     # Reading
 
-    def refresh(self, *, deadline_s: float = DEFAULT_DEADLINE_S) -> RunState:
+    def refresh(self, *, deadline_s: float = DEFAULT_DEADLINE_S, heed_hint: bool = False) -> RunState:
         """The state at the tip that a LIST shows now.
 
+        `heed_hint`: HINT is read by who knows the run already, too (who does not always reads it): one request more,
+        for whoever is about to build on what may lie far behind, or be the rest of a log that lost its newest entries.
         Raises `LogGap`, `StoreUnavailable` past the deadline, and whatever the store answers. Unreadable entries do
         not raise: they stop the fold (`RunState.stopped`).
         """
@@ -159,7 +161,7 @@ class RunLog:
             gaps = 0
             while True:
                 try:
-                    return self._refresh_once()
+                    return self._refresh_once(heed_hint=heed_hint)
                 except LogGap:
                     gaps += 1
                     if gaps >= _LISTINGS or not patience.pause():
@@ -168,12 +170,16 @@ class RunLog:
                     if not patience.pause():
                         raise
 
-    def _refresh_once(self) -> RunState:
+    def _refresh_once(self, *, heed_hint: bool) -> RunState:
         state = self._state
         if state.tip < 0 or state.stopped is not None:  # what stopped the fold may have been mended meanwhile
             self._state = self._begin(max(state.tip, -1))
             return self._state
-        slots = self._read(range(state.tip + 1, self._list(state.tip).tip + 1))
+        fold_seq, floor = self._hint() if heed_hint else (-1, -1)
+        if fold_seq > state.tip:  # what lies between need not be read
+            self._state = self._begin(state.tip)
+            return self._state
+        slots = self._read(range(state.tip + 1, self._list(state.tip, floor).tip + 1))
         try:
             state = fold(state, slots)
         except VoidedBehind:
