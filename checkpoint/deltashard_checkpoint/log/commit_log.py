@@ -43,7 +43,7 @@ from deltashard_checkpoint.log.entry import (
     named_fold,
 )
 from deltashard_checkpoint.log.entry_codec import parse, seal
-from deltashard_checkpoint.log.listing import Listing, hinted, listing
+from deltashard_checkpoint.log.listing import REMOVAL_SLOT, Listing, hinted, listing
 from deltashard_checkpoint.log.replay import EntryRefused, VoidedBehind, advance, fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import (
@@ -85,6 +85,12 @@ class LogWentBack(LogGap):
 
     An entry put on top of that would be durable, and no reader would ever come to it.
     """
+
+
+class LogRemoved(LogWentBack):
+    """The run was removed, or is being removed, while this writer lived: nothing it puts will ever count."""
+
+    cause = Cause.REMOVED
 
 
 class LogStopped(FormatError):
@@ -153,8 +159,8 @@ class RunLog:
 
         `heed_hint`: HINT is read by who knows the run already, too (who does not always reads it): one request more,
         for whoever is about to build on what may lie far behind, or be the rest of a log that lost its newest entries.
-        Raises `LogGap`, `StoreUnavailable` past the deadline, and whatever the store answers. Unreadable entries do
-        not raise: they stop the fold (`RunState.stopped`).
+        Raises `LogGap` (`LogRemoved` who knew the run), `StoreUnavailable` past the deadline, and whatever the store
+        answers. Unreadable entries do not raise: they stop the fold (`RunState.stopped`).
         """
         with self._lock:
             patience = self.patience(deadline_s)
@@ -162,9 +168,11 @@ class RunLog:
             while True:
                 try:
                     return self._refresh_once(heed_hint=heed_hint)
-                except LogGap:
+                except LogGap as gap:
                     gaps += 1
                     if gaps >= _LISTINGS or not patience.pause():
+                        if self._state.tip >= 0 and self._is_removed():
+                            raise self.removed() from gap
                         raise
                 except StoreUnavailable:
                     if not patience.pause():
@@ -414,6 +422,8 @@ class RunLog:
             except StoreUnavailable:
                 try:  # a 404 proves nothing, a listing does
                     self.refresh(deadline_s=patience.left_s)
+                except LogRemoved:
+                    raise
                 except LogGap as gap:
                     raise self._went_back(gap.what) from gap
                 if not patience.pause():
@@ -429,6 +439,21 @@ class RunLog:
             where=f"{self.store.url}/{self.key('log/')}",
             remedy="the store was emptied, restored from an older copy, or damaged: mend it, or end training and "
             "its sidecar (in a cluster: delete the pod): a new one goes on from what the store holds then",
+        )
+
+    def _is_removed(self) -> bool:
+        """Whether nothing is left of the log, or a removal says that it goes."""
+        _, hinted_seq = self._hint()
+        return hinted_seq == REMOVAL_SLOT or (hinted_seq < 0 and not self.listed().seqs)
+
+    def removed(self) -> LogRemoved:
+        """The error of a writer whose run is not there any more."""
+        place = f"{self.store.url}/{self.run}"
+        return LogRemoved(
+            f"run {self.run!r} was removed, or its store emptied, while this writer lived",
+            where=place,
+            remedy="nothing more of it is saved: restart its trainer to begin the run anew, or end it. What a save has "
+            f"put that was under way is left below data/: `deltashard rm {place}` removes it",
         )
 
     def _create(self, sealed: Sealed, patience: Patience) -> bool:

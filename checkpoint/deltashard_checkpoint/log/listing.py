@@ -14,6 +14,9 @@ from deltashard_checkpoint.log.folded_state import fold_of
 
 _HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
 
+REMOVAL_SLOT = 10**14
+"""The slot that HINT of a run under removal names: 15 digits, and beyond any log."""
+
 
 def hinted(data: bytes) -> tuple[int, int]:
     """(slot of a folded state, a slot that exists), as HINT's bytes have it; -1 for what they do not say."""

@@ -23,14 +23,13 @@ from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.format.object_key import RESERVED
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import seq_of
+from deltashard_checkpoint.log.listing import REMOVAL_SLOT
 from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
 
-END = 10**14
-"""The slot that HINT of a run under removal names: 15 digits, and beyond any log."""
 _BATCH = 1000
 _ROUNDS = 8
 """Of what others write meanwhile; who goes on longer is a trainer that should have been ended."""
-BARRIER = b'{"fold":-1,"seq":%d}' % END
+BARRIER = b'{"fold":-1,"seq":%d}' % REMOVAL_SLOT
 """HINT of a run under removal."""
 
 
@@ -66,7 +65,7 @@ def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None)
     The caller has asked whether anyone holds the run (`holder`). Raises store errors.
     """
     # IMPORTANT: before anything goes. From here on nobody takes what is left for a run.
-    log.leave_hint(fold_seq=-1, seq=END)
+    log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
     crash_point("rm.after_barrier")
     gone: list[int] = []
 
@@ -86,7 +85,7 @@ def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None)
     for _ in range(_ROUNDS):
         # IMPORTANT: the barrier stands while data goes. A writer that read the log before it may have put its own HINT.
         if not removing(log):
-            log.leave_hint(fold_seq=-1, seq=END)
+            log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
         if not drop(_but_hint(log)):
             break
     for folder in RESERVED:
