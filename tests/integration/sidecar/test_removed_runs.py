@@ -28,7 +28,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
-    with sidecar(tmp_path, url, encoding="fp32", housekeeping_s=0.05) as one:
+    with sidecar(tmp_path, url, encoding="fp32", housekeeping_s=0.05, metrics_port=0) as one:
         yield one
 
 
@@ -67,6 +67,9 @@ def test_a_run_that_was_removed_is_noticed_and_written_to_no_more(process: Sidec
             trainer.begin(urgent=urgent)
     assert trainer.stub.Notify(pb.NotifyRequest(reason="eviction", deadline_s=9)).trainers == 0
     assert trainer.fenced == []
+    assert 'deltashard_save_failures_total{cause="removed"} 3.0' in process.metrics_page(), (
+        "an alert counts these"
+    )
     assert keys(log) == left
     # A trainer that is started again begins the run anew; so does one after rm took what was left.
     removal.remove(log)
