@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import click
 from deltashard_checkpoint.errors import FormatError, UserError
-from deltashard_checkpoint.format.object_key import validate_new_run, validate_run
+from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.holder import RunHeld, check_ended
+from deltashard_checkpoint.maintenance.word import chosen
 from deltashard_checkpoint.whole_run import removal, run_copy
 from deltashard_checkpoint.whole_run.copy_draft import Draft
+from deltashard_checkpoint.whole_run.remains import Remains, remains
 
 from deltashard_cli import verification
 from deltashard_cli.option import ended_option, run_options
 from deltashard_cli.output import console, number, plural, print_json, progress, size
-from deltashard_cli.target import POLICY, NoSuchRun, Target, find_run, names, new_run, open_root, run_of_url
+from deltashard_cli.target import POLICY, Target, Unfinished, find_run, names, new_run, run_of_url
 
 
 @click.command()
@@ -48,10 +53,8 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
 
     done = run_copy.copied(source, target, which, work, deadline_s=POLICY.deadline_s)
     checked = verification.verify(place)
-    # Of a whole run: what the source has committed since, also before this very call where the copy is an older one.
-    newer = (
-        [] if which is not None else [c for seq, c in source.state.checkpoints.items() if seq > done.through]
-    )
+    # What the source has committed since, also before this very call where the copy is an older one.
+    newer = _newer(source.state, which, done)
     if as_json:
         print_json(
             {
@@ -80,10 +83,7 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
             )
         if newer:
             click.echo(
-                f"the copy is of the source's log up to entry {done.through}: not in it are "
-                f"{plural(len(newer), 'newer checkpoint')}, up to step {number(max(each.step for each in newer))}. "
-                "A copy is not brought up to date: copy to another name, or remove this one first",
-                err=True,
+                f"{_said_newer(newer, which, done)}: copy to another name, or remove this one first", err=True
             )
         for problem in checked.problems:
             click.echo(f"problem: {problem.object}: {problem.what}", err=True)
@@ -91,6 +91,27 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
             click.echo("a finished copy is not mended: remove it (`deltashard rm`) and copy anew", err=True)
     if not checked.ok or (newer and not done.entries):
         click.get_current_context().exit(1)
+
+
+def _newer(state: RunState, which: str | None, done: run_copy.Copied) -> list[Checkpoint]:
+    """What is meant now and not in the copy: checkpoints behind its moment, or the one that `which` has become."""
+    if which is None:
+        return [entry for seq, entry in state.checkpoints.items() if seq > done.through]
+    meant = chosen(state, which)
+    return [] if meant.seq == done.source_seq else [meant]
+
+
+def _said_newer(newer: Sequence[Checkpoint], which: str | None, done: run_copy.Copied) -> str:
+    if which is not None:
+        return (
+            f"the copy that was begun there is of checkpoint {done.source_seq}, and {which} is {newer[0].seq} (step "
+            f"{number(newer[0].step)}) by now"
+        )
+    return (
+        f"the copy is of the source's log up to entry {done.through}: not in it are "
+        f"{plural(len(newer), 'newer checkpoint')}, up to step {number(max(each.step for each in newer))}. A copy is "
+        "not brought up to date"
+    )
 
 
 @click.command()
@@ -105,11 +126,7 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
     target = _removable(url, run)
     log = RunLog(target.store, target.run)
     held = removal.content(log)
-    if held.objects == 0:
-        raise NoSuchRun(
-            f"no run {target.run!r}", where=target.store.url, remedy="`deltashard ls` lists the runs"
-        )
-    said = _look(log, ended=ended, begun=held.removing)
+    said = _look(log, ended=ended)
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here (--json, or no terminal): say --yes")
@@ -122,9 +139,16 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
     with progress("removing", held.bytes) as advance:
         gone = removal.remove(log, advance=advance)
     if as_json:
-        print_json({"run": target.run, "objects": gone.objects, "bytes": gone.bytes})
-        return
-    console().print(f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}")
+        print_json({"run": target.run, "objects": gone.objects, "bytes": gone.bytes, "left": gone.left})
+    else:
+        console().print(f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}")
+    if gone.left:
+        click.echo(
+            f"{plural(gone.left, 'object')} came meanwhile, and {'is' if gone.left == 1 else 'are'} left: a trainer of "
+            "this run still wrote (end it, and call rm again), or somebody has begun a run of this name since",
+            err=True,
+        )
+        click.get_current_context().exit(1)
 
 
 def _removable(url: str, run: str | None) -> Target:
@@ -132,16 +156,11 @@ def _removable(url: str, run: str | None) -> Target:
 
     Raises `NoSuchRun`, and `UserError` for a store.
     """
-    if run is not None:
-        return Target(store=open_root(url), run=validate_run(run))
     try:
-        found = find_run(url, None)
-    except NoSuchRun:
-        named = run_of_url(url)
-        if not removal.removing(RunLog(named.store, named.run)):
-            raise
-        return named
-    if not names(url, found.run):
+        found = find_run(url, run)
+    except Unfinished:
+        return run_of_url(url, run)
+    if run is None and not names(url, found.run):
         raise UserError(
             "this is a store and not a run",
             where=found.store.url,
@@ -150,10 +169,13 @@ def _removable(url: str, run: str | None) -> Target:
     return found
 
 
-def _look(log: RunLog, *, ended: bool, begun: bool) -> str:
+def _look(log: RunLog, *, ended: bool) -> str:
     """What is about to be removed, for people. Raises `RunHeld`."""
-    if begun:
+    left = remains(log.store, log.key(""))
+    if left is Remains.REMOVING:
         return "its removal was begun"
+    if left is Remains.COPYING:
+        return "a copy that was cut short"
     try:
         state = log.refresh(deadline_s=POLICY.deadline_s)
     except LogGap as gap:

@@ -147,6 +147,8 @@ def gc(
     if given_up:
         out.print(f"{plural(len(given_up), 'failed save')} {would}given up")
     out.print(f"{plural(found.objects, 'object')} ({size(found.bytes)}) {would}deleted")
+    if found.unfinished:
+        out.print(f"{plural(found.unfinished, 'file')} deleted that a writer left half written when it died")
     if found.waiting:
         out.print(
             f"{plural(len(found.waiting), 'prefix', 'prefixes')} wait for the grace of {grace_s:.0f} s to end",

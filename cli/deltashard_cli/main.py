@@ -122,8 +122,10 @@ def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> N
     try:
         code = group.main(given, prog_name=name, standalone_mode=False) or OK
     except click.ClickException as error:
-        error.show()
         code = exit_code(error)
+        if "--json" in given:
+            _print_usage(error, code, name=name)
+        error.show()
     except (KeyboardInterrupt, click.Abort):
         sys.stderr.write("interrupted\n")
         code = INTERRUPTED
@@ -152,23 +154,26 @@ def _show(error: Exception, code: int, *, as_json: bool) -> None:
         remedy = remedy or "this is a bug in deltashard: please report it with the trace above"
         traceback.print_exc()
     if as_json:
-        print_json(
-            {
-                "error": {
-                    "kind": type(error).__name__,
-                    "what": what,
-                    "where": where,
-                    "remedy": remedy,
-                    "exit": code,
-                }
-            }
-        )
+        _print_error(error, code, what=what, where=where, remedy=remedy)
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     err.print(Text.assemble(("error: ", "bold red"), what))
     if where:
         err.print(Text.assemble(("  where: ", "dim"), where))
     if remedy:
         err.print(Text.assemble(("  try:   ", "dim"), remedy))
+
+
+def _print_usage(error: click.ClickException, code: int, *, name: str) -> None:
+    """The document of a command that was called wrongly."""
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    command = name if context is None else context.command_path
+    _print_error(error, code, what=error.format_message(), where=command, remedy=f"see `{command} --help`")
+
+
+def _print_error(error: Exception, code: int, *, what: str, where: str, remedy: str) -> None:
+    """The one document that every error is under --json."""
+    kind = type(error).__name__
+    print_json({"error": {"kind": kind, "what": what, "where": where, "remedy": remedy, "exit": code}})
 
 
 if __name__ == "__main__":

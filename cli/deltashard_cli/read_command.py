@@ -11,6 +11,7 @@ from deltashard_checkpoint.format.blob_name import common_blobs, parse_blob_name
 from deltashard_checkpoint.log.commit_log import LogGap
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.open_checkpoint import OpenCheckpoint
+from deltashard_checkpoint.whole_run.remains import remains
 from rich.text import Text
 
 from deltashard_cli import verification
@@ -38,7 +39,16 @@ from deltashard_cli.summary import (
     summarize_plan,
     summarize_run,
 )
-from deltashard_cli.target import NoSuchRun, Target, find_run, must_exist, names, open_root, runs_of
+from deltashard_cli.target import (
+    NoSuchRun,
+    Target,
+    Unfinished,
+    find_run,
+    must_exist,
+    names,
+    open_root,
+    runs_of,
+)
 
 _SHOWN_BLOBS = 12
 _LS_COLUMNS = (
@@ -85,6 +95,8 @@ def _run_or_none(url: str, run: str | None) -> Target | None:
         return find_run(url, run)
     try:
         target = find_run(url, None)
+    except Unfinished:
+        raise
     except NoSuchRun:
         return None
     # A root with a single run also leads to a run; it is the run itself only when the URL says its name.
@@ -93,7 +105,7 @@ def _run_or_none(url: str, run: str | None) -> Target | None:
 
 def _list_runs(url: str, *, as_json: bool) -> None:
     store = open_root(url)
-    found = [_summarize(Target(store=store, run=run)) for run in runs_of(store)]
+    found = [_summarize(Target(store=store, run=run)) for run in runs_of(store, unfinished=True)]
     if not found:
         must_exist(store)
     if as_json:
@@ -112,7 +124,7 @@ def _list_runs(url: str, *, as_json: bool) -> None:
             one.committed,
             one.attempts,
             size(one.live_stored_bytes),
-            Text("damaged", style="red") if one.stopped else "ok",
+            one.state if one.state == "ok" else Text(one.state, style="red"),
         )
         for one in found
     ]
@@ -121,12 +133,23 @@ def _list_runs(url: str, *, as_json: bool) -> None:
 
 
 def _summarize(target: Target) -> RunSummary:
-    """A run of a root's list; one with a gap in its log is listed too, without what the log would say."""
+    """A run of a root's list; one with a gap in its log is listed too, without what the log would say.
+
+    So is what a copy or a removal that was cut short has left, with what to call.
+    """
+    empty = RunState(run=target.run)
+    what, state = "", empty
     try:
         state = read_state(target)
     except LogGap as gap:
-        warn(f"{target.run}: {gap.what}")
-        return replace(summarize_run(RunState(run=target.run)), stopped=gap.what)
+        what = gap.what
+    if state.tip < 0 and (left := remains(target.store, f"{target.run}/")) is not None:
+        what = what or "there is no log entry"
+        warn(f"{target.run}: {left}: {left.remedy}")
+        return replace(summarize_run(empty), stopped=what, state=left.value)
+    if what:
+        warn(f"{target.run}: {what}")
+        return replace(summarize_run(empty), stopped=what, state="damaged")
     if (damage := state.damage()) is not None:
         warn(f"{target.run}: {damage}")
     return summarize_run(state)

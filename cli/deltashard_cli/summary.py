@@ -32,6 +32,8 @@ class RunSummary:
     live_stored_bytes: int
     stopped: str | None
     """Why the log cannot be followed to its end; None in a healthy run."""
+    state: str
+    """ok, damaged, or what is left of a copy or a removal that was cut short (`Remains`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +83,7 @@ def summarize_run(state: RunState) -> RunSummary:
         newest_at_s=None if newest is None else newest.at_s,
         live_stored_bytes=sum(held_bytes(state, seq) for seq in state.checkpoints),
         stopped=None if state.stopped is None else f"entry {state.stopped.seq}: {state.stopped.error.what}",
+        state="ok" if state.stopped is None else "damaged",
     )
 
 

@@ -22,6 +22,7 @@ from deltashard_checkpoint.log.entry import entry_key, seq_of
 from deltashard_checkpoint.stores.abc import BucketMissing, ObjectNotFound, Store
 from deltashard_checkpoint.stores.retry import RetryPolicy
 from deltashard_checkpoint.stores.url import OPTIONS, BadStoreUrl, open_store
+from deltashard_checkpoint.whole_run.remains import belongs, remains
 
 _INSIDE_RUN = re.compile(r"/(?:cache|closing|data|log|probe)/")
 POLICY = RetryPolicy(deadline_s=15.0)
@@ -34,6 +35,10 @@ _NAMED = 20
 
 class NoSuchRun(UserError):
     """The store holds no run of that name."""
+
+
+class Unfinished(NoSuchRun):
+    """There is something of that name, and it is no run (any more, or yet)."""
 
 
 class TooMuchElse(NoSuchRun):
@@ -68,6 +73,7 @@ def find_run(url: str, run: str | None) -> Target:
 
     Raises:
         NoSuchRun: there is none, or the root has several and none was chosen; the message lists them.
+        Unfinished: what a copy or a removal that was cut short has left.
     """
     try:
         store = open_root(url)
@@ -76,9 +82,14 @@ def find_run(url: str, run: str | None) -> Target:
     if run is not None:
         if _is_run(store, validate_run(run)):
             return Target(store=store, run=run)
-        raise NoSuchRun(f"no run {run!r}", where=store.url, remedy=_known(store))
+        raise _unfinished(store, f"{run}/", run) or NoSuchRun(
+            f"no run {run!r}", where=store.url, remedy=_known(store)
+        )
     if not _has_log(store, ""):
-        return _only_run(store)
+        try:
+            return _only_run(store)
+        except NoSuchRun as error:
+            raise _unfinished(store, "", url) or error from None
     base, question, query = url.partition("?")
     base = base.rstrip("/")
     said = [name for name in _said_names(store) if f"{base}/".endswith(f"/{name}/")]
@@ -101,6 +112,13 @@ def _no_such_run(url: str) -> NoSuchRun | None:
             what = f"no such directory, and no run {name!r} in the one above it"
             return NoSuchRun(what, where=store.url, remedy=_named(found))
     return None
+
+
+def _unfinished(store: Store, root: str, name: str) -> Unfinished | None:
+    """The error of what is left under `root`; None: nothing is, or a whole run."""
+    if (found := remains(store, root)) is None:
+        return None
+    return Unfinished(f"{name} is no run: {found}", where=store.url, remedy=found.remedy)
 
 
 def _said_names(store: Store) -> Iterator[str]:
@@ -167,9 +185,10 @@ def run_of_url(url: str, run: str | None = None) -> Target:
     return Target(store=open_root(root + question + query), run=name)
 
 
-def runs_of(store: Store, *, patience: float = math.inf) -> Iterator[str]:
+def runs_of(store: Store, *, patience: float = math.inf, unfinished: bool = False) -> Iterator[str]:
     """Names of the runs on a store, in order; one listing request or two for each, and one for many other objects.
 
+    `unfinished`: also of what has no log (`Remains`), or not yet.
     Raises `TooMuchElse` after `patience` other objects.
     """
     after, others, more = "", 0, True
@@ -177,7 +196,7 @@ def runs_of(store: Store, *, patience: float = math.inf) -> Iterator[str]:
     while more:
         more = False
         for found in store.list("", start_after=after):
-            run = _run_of(store, found.key, none)
+            run = _run_of(store, found.key, none, unfinished=unfinished)
             if run is not None:
                 yield run
                 after, more = f"{run}/~", True  # sorts after every key of the run
@@ -191,7 +210,7 @@ def runs_of(store: Store, *, patience: float = math.inf) -> Iterator[str]:
                 )
 
 
-def _run_of(store: Store, key: str, none: set[str]) -> str | None:
+def _run_of(store: Store, key: str, none: set[str], *, unfinished: bool) -> str | None:
     """The run that an object belongs to; what turns out to be none is kept in `none`, and not asked for again."""
     for match in _INSIDE_RUN.finditer(key):
         run = key[: match.start()]
@@ -199,6 +218,8 @@ def _run_of(store: Store, key: str, none: set[str]) -> str | None:
             if _is_run(store, run):
                 return run
             none.add(run)
+        if unfinished and belongs(key[match.start() + 1 :]):
+            return run
     return None
 
 

@@ -33,6 +33,7 @@ class Cause(enum.StrEnum):
     ABANDONED = "abandoned"
     CORRUPT = "corrupt"
     LOG_LOST = "log_lost"
+    REMOVED = "removed"
     ERROR = "error"
     # Of a restore, besides invalid, unavailable and error.
     MOVED = "moved"

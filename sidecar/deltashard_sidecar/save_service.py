@@ -98,10 +98,15 @@ class SaveService:
 
     def begin(self, session: Session, begin: pb.SaveRequest.Begin) -> Save:
         """Begin a save; raises `Refused`, and then a peer need not wait for this rank's part of the cut."""
+        attempt = session.attempt.number
+        if attempt is not None:
+            why = self._run.removal.look(self._run.log_of(session.who), attempt)
+            if why is not None:
+                self._metrics.failed(Cause.REMOVED)
+                raise Refused(begin.cut, Cause.REMOVED, why)
         try:
             return self._begun(session, begin)
         except Refused:
-            attempt = session.attempt.number
             if attempt is not None and session.who.world_size > 1:
                 decline(self._run, session.who, attempt, begin.cut, joint=self._joint)
             raise
@@ -114,6 +119,9 @@ class SaveService:
             attempt = _attempt_of(session, begin)
         except Refused as refused:
             yield _not_prepared(str(refused))
+            return
+        if (why := self._run.removal.why) is not None:
+            yield _not_prepared(why)
             return
         running = self._flights.of_rank(session.who.local_rank)
         if running is not None and not running.life.ended:

@@ -157,7 +157,7 @@ class TrainerControl:
         """Have the trainers save at their next step; returns how many were told."""
         if urgent:
             return self.notify(reason, deadline_s)
-        told = [s for s in self._sessions.all() if s.who.rank == 0 and s.may_commit]
+        told = [s for s in self._sessions.all() if s.who.rank == 0 and self._may_save(s)]
         for session in told:
             session.notices.post(notices.save_now(reason, deadline_s=deadline_s, urgent=False))
         self._log.info("save.asked", reason=reason, trainers=len(told))
@@ -224,7 +224,7 @@ class TrainerControl:
         told = 0
         for session in self._sessions.all():
             attempt = session.attempt.number
-            if attempt is not None and session.may_commit:
+            if attempt is not None and self._may_save(session):
                 with self._lock:
                     session.timer.hurry(reason)
                 self._closings.begin((attempt,))
@@ -233,6 +233,10 @@ class TrainerControl:
                 told += 1
         self._log.info("notified", reason=reason, deadline_s=deadline_s, trainers=told)
         return told
+
+    def _may_save(self, session: Session) -> bool:
+        """Whether a save of it could count."""
+        return session.may_commit and self._run.removal.why is None
 
     def direct_all(self) -> None:
         """Write the control lines of all trainers."""

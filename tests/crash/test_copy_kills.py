@@ -22,6 +22,7 @@ COPY_POINTS = [
     "cp.after_data",
     "cp.after_hint",
     "cp.after_genesis",
+    "cp.after_newest_entry",
     "cp.before_last_entry",
     "cp.after_last_entry",
 ]
@@ -57,7 +58,10 @@ def files(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("action", "point"),
-    [*(("cp", point) for point in COPY_POINTS), *(("cp one", point) for point in COPY_POINTS[1::2])],
+    [
+        *(("cp", point) for point in COPY_POINTS),
+        *(("cp one", point) for point in [*COPY_POINTS[1::2], COPY_POINTS[-1]]),
+    ],
 )
 def test_a_copy_that_was_killed_is_no_run_and_goes_on(prepared, tmp_path, action, point):
     directory = tmp_path / "run"

@@ -7,15 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.format.layout import Layout
-from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.commit_log import LogGap, RunLog
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.maintenance import word
 from deltashard_checkpoint.maintenance.holder import RunHeld
 from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.whole_run import run_copy
 from deltashard_checkpoint.write.commit import commit_parts
 
 from tests.crash import log_versions
@@ -158,3 +160,43 @@ def test_beside_a_trainer_of_an_older_build_nothing_is_said_that_it_could_not_re
     assert older(tmp_path / "store", 200, 2).returncode == 0
     log_versions.write(tmp_path / "store", 300, 1)
     assert word.pin(log, "paper", f"seq:{newest.seq}") is not None
+
+
+class Dying(FileStore):
+    """Takes so many entries of a log, and nothing after that."""
+
+    def __init__(self, directory: Path, entries: int) -> None:
+        super().__init__(directory)
+        self.left = entries
+        self.lock = threading.Lock()
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        if "/log/" in key:
+            with self.lock:
+                if not self.left:
+                    raise ConnectionError(key)
+                self.left -= 1
+        super().put_if_absent(key, data)
+
+
+@pytest.mark.parametrize("commit", [BEFORE_WORDS, BEFORE_MANY_RANKS, BEFORE])
+def test_an_older_build_takes_no_half_made_copy_for_a_run(tmp_path, commit):
+    """The oldest believe a listing, whatever HINT says: from the second entry on a copy's log has a hole."""
+    source = RunLog(FileStore(ROOT / "tests/golden/v1"), "run")
+    entries = source.refresh().tip + 1
+    (tmp_path / "tree").mkdir()
+    older = build_of(commit, tmp_path / "tree")
+    for put in (2, 3, entries - 1):
+        there = tmp_path / f"{put}"
+        with pytest.raises(ConnectionError):
+            run_copy.copied(source, RunLog(Dying(there, put), "job"), None, run_copy.copy)
+        before = {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
+        done = older(there, 300, 1)
+        assert done.returncode != 0
+        assert "LogGap" in done.stderr
+        assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
+        with pytest.raises(LogGap, match="cp"):
+            RunLog(FileStore(there), "job").refresh(deadline_s=0.0)
+        copied = run_copy.copied(source, RunLog(FileStore(there), "job"), None, run_copy.copy)
+        assert copied.entries == entries - put
+        assert RunLog(FileStore(there), "job").refresh().checkpoints.keys() == source.state.checkpoints.keys()

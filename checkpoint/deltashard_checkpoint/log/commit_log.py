@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,7 +43,7 @@ from deltashard_checkpoint.log.entry import (
     named_fold,
 )
 from deltashard_checkpoint.log.entry_codec import parse, seal
-from deltashard_checkpoint.log.listing import Listing, listing
+from deltashard_checkpoint.log.listing import REMOVAL_SLOT, Listing, hinted, listing
 from deltashard_checkpoint.log.replay import EntryRefused, VoidedBehind, advance, fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import (
@@ -66,7 +65,7 @@ _RAREST_FOLD = 128
 _LISTINGS = 5
 """A listing with a gap is asked for again so many times before the gap is believed."""
 _READS = 8
-_HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
+_CUT_SHORT = "where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again"
 _probed: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
@@ -86,6 +85,12 @@ class LogWentBack(LogGap):
 
     An entry put on top of that would be durable, and no reader would ever come to it.
     """
+
+
+class LogRemoved(LogWentBack):
+    """The run was removed, or is being removed, while this writer lived: nothing it puts will ever count."""
+
+    cause = Cause.REMOVED
 
 
 class LogStopped(FormatError):
@@ -149,32 +154,40 @@ class RunLog:
 
     # Reading
 
-    def refresh(self, *, deadline_s: float = DEFAULT_DEADLINE_S) -> RunState:
+    def refresh(self, *, deadline_s: float = DEFAULT_DEADLINE_S, heed_hint: bool = False) -> RunState:
         """The state at the tip that a LIST shows now.
 
-        Raises `LogGap`, `StoreUnavailable` past the deadline, and whatever the store answers. Unreadable entries do
-        not raise: they stop the fold (`RunState.stopped`).
+        `heed_hint`: HINT is read by who knows the run already, too (who does not always reads it): one request more,
+        for whoever is about to build on what may lie far behind, or be the rest of a log that lost its newest entries.
+        Raises `LogGap` (`LogRemoved` who knew the run), `StoreUnavailable` past the deadline, and whatever the store
+        answers. Unreadable entries do not raise: they stop the fold (`RunState.stopped`).
         """
         with self._lock:
             patience = self.patience(deadline_s)
             gaps = 0
             while True:
                 try:
-                    return self._refresh_once()
-                except LogGap:
+                    return self._refresh_once(heed_hint=heed_hint)
+                except LogGap as gap:
                     gaps += 1
                     if gaps >= _LISTINGS or not patience.pause():
+                        if self._state.tip >= 0 and self._is_removed():
+                            raise self.removed() from gap
                         raise
                 except StoreUnavailable:
                     if not patience.pause():
                         raise
 
-    def _refresh_once(self) -> RunState:
+    def _refresh_once(self, *, heed_hint: bool) -> RunState:
         state = self._state
         if state.tip < 0 or state.stopped is not None:  # what stopped the fold may have been mended meanwhile
             self._state = self._begin(max(state.tip, -1))
             return self._state
-        slots = self._read(range(state.tip + 1, self._list(state.tip).tip + 1))
+        fold_seq, floor = self._hint() if heed_hint else (-1, -1)
+        if fold_seq > state.tip:  # what lies between need not be read
+            self._state = self._begin(state.tip)
+            return self._state
+        slots = self._read(range(state.tip + 1, self._list(state.tip, floor).tip + 1))
         try:
             state = fold(state, slots)
         except VoidedBehind:
@@ -261,11 +274,9 @@ class RunLog:
     def _hint(self) -> tuple[int, int]:
         """(slot of a fold, a slot that exists), as HINT has it; -1 for what it does not say."""
         try:
-            hint = self.store.get(self.key("log/HINT"))
+            return hinted(self.store.get(self.key("log/HINT")))
         except ObjectNotFound:
             return -1, -1
-        match = _HINT.fullmatch(hint[:100])
-        return (-1, -1) if match is None else (int(match[1]), int(match[2]))
 
     def _list(self, known: int, floor: int = -1, *, from_fold: bool = False) -> Listing:
         """The slots from `known` on (all from -1), none of which is missing; `from_fold`: unless behind a fold.
@@ -293,8 +304,8 @@ class RunLog:
                 f"the log ends at entry {seen.tip}, and {floor} was written ({self.key('log/HINT')} says so): the "
                 "newest entries are gone",
                 where=f"{self.store.url}/{self.key('log/')}",
-                remedy="where a `deltashard cp` to this name, or an `rm` of it, was cut short, call it again. Else "
-                "restore the objects from a copy or a version; `deltashard repair` goes on without them",
+                remedy=f"{_CUT_SHORT}. Else restore the objects from a copy or a version; `deltashard repair` goes on "
+                "without them",
             )
         return seen
 
@@ -308,8 +319,8 @@ class RunLog:
         return LogGap(
             f"log entry {missing} is missing, {tip} is there",
             where=f"{self.store.url}/{self.key('log/')}",
-            remedy="entries are never deleted by deltashard: restore the object from a copy or a version; "
-            "`deltashard repair` goes on without it",
+            remedy=f"{_CUT_SHORT}. Else entries are never deleted by deltashard: restore the object from a copy or a "
+            "version; `deltashard repair` goes on without it",
         )
 
     def _exists(self, seq: int) -> bool:
@@ -411,6 +422,8 @@ class RunLog:
             except StoreUnavailable:
                 try:  # a 404 proves nothing, a listing does
                     self.refresh(deadline_s=patience.left_s)
+                except LogRemoved:
+                    raise
                 except LogGap as gap:
                     raise self._went_back(gap.what) from gap
                 if not patience.pause():
@@ -426,6 +439,21 @@ class RunLog:
             where=f"{self.store.url}/{self.key('log/')}",
             remedy="the store was emptied, restored from an older copy, or damaged: mend it, or end training and "
             "its sidecar (in a cluster: delete the pod): a new one goes on from what the store holds then",
+        )
+
+    def _is_removed(self) -> bool:
+        """Whether nothing is left of the log, or a removal says that it goes."""
+        _, hinted_seq = self._hint()
+        return hinted_seq == REMOVAL_SLOT or (hinted_seq < 0 and not self.listed().seqs)
+
+    def removed(self) -> LogRemoved:
+        """The error of a writer whose run is not there any more."""
+        place = f"{self.store.url}/{self.run}"
+        return LogRemoved(
+            f"run {self.run!r} was removed, or its store emptied, while this writer lived",
+            where=place,
+            remedy="nothing more of it is saved: restart its trainer to begin the run anew, or end it. What a save has "
+            f"put that was under way is left below data/: `deltashard rm {place}` removes it",
         )
 
     def _create(self, sealed: Sealed, patience: Patience) -> bool:

@@ -1,15 +1,27 @@
-"""What a LIST of `log/` shows: slots and folded states. Pure.
+"""What a LIST of `log/` shows: slots and folded states; and what `log/HINT` says. Pure.
 
 A log is dense: a slot that is missing below one that is there is a gap, and never the end.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deltashard_checkpoint.log.entry import FoldName, seq_of
 from deltashard_checkpoint.log.folded_state import fold_of
+
+_HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
+
+REMOVAL_SLOT = 10**14
+"""The slot that HINT of a run under removal names: 15 digits, and beyond any log."""
+
+
+def hinted(data: bytes) -> tuple[int, int]:
+    """(slot of a folded state, a slot that exists), as HINT's bytes have it; -1 for what they do not say."""
+    match = _HINT.fullmatch(data[:100])
+    return (-1, -1) if match is None else (int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ checkpoint which was live when they began.
 When enough of what was named is gone, gc says so in the log (`reclaim`), and nobody remembers those prefixes any
 longer: what a run has retired in its life must not add up in every reader. That is one entry for `FORGET_AT` prefixes.
 
-Markers of saves that pods had on their way when they ended (`closing/`) go when they are old or their attempt is.
+Markers of saves that pods had on their way when they ended (`closing/`) go when they are old or their attempt is; and
+what writers that were killed left half written (a sidecar, a copy), where the store is a directory.
 
 A dry run writes nothing at all, not even what some stores need to be asked for their time: it goes by our clock.
 
@@ -51,6 +52,8 @@ class Collected:
     waiting: tuple[str, ...]
     """Prefixes with objects whose grace is not over yet."""
     dry_run: bool
+    unfinished: int = 0
+    """Files that writers which died left half written (of a directory; no other store has any)."""
 
 
 def collect(
@@ -91,8 +94,10 @@ def collect(
             _delete(log, doomed, dry_run=dry_run)
             doomed = []
     _delete(log, doomed, dry_run=dry_run)
+    unfinished = 0
     if not dry_run:
         log.store.delete(spent_markers(log, state, now_s=now_s))
+        unfinished = log.store.sweep(log.key(""))
         # What waits must be remembered, or it would be named anew, and its grace begin anew, again and again.
         still = min((state.retired[prefix] for prefix in waiting), default=state.tip + 1)
         _forget(log, still - 1, forget_at=forget_at, deadline_s=deadline_s)
@@ -102,6 +107,7 @@ def collect(
         prefixes=tuple(sorted(prefixes)),
         waiting=tuple(sorted(waiting)),
         dry_run=dry_run,
+        unfinished=unfinished,
     )
 
 

@@ -95,6 +95,10 @@ def check_size(size_bytes: int, *, where: str) -> None:
         )
 
 
+QUIET_S = 3600.0
+"""A writer that has written nothing for so long, and holds no lock, has died."""
+
+
 class Store(ABC):
     """Conformance is defined by `conformance.StoreTests`, which every back-end's test runs."""
 
@@ -133,6 +137,13 @@ class Store(ABC):
     @abstractmethod
     def delete(self, keys: Iterable[str]) -> None:
         """Delete; keys that do not exist are no error."""
+
+    def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:  # noqa: ARG002 - most stores have no such thing
+        """Remove what writers that died left under `prefix` and no listing shows; how many there were.
+
+        Never what a living writer is about to finish; `quiet_s`: nor what was written to within so long.
+        """
+        return 0
 
     @abstractmethod
     def now_s(self) -> float:

@@ -4,14 +4,17 @@ An object appears whole or not at all, and once it is acknowledged it survives a
 file beside it, are synced, and the name is made last, by `link` (create-only: fails if the name is taken, atomically,
 on NFS too) or `rename` (overwrite); then the directory is synced. Directories are synced when they are made.
 
-Listing walks one directory at a time in key order and enters only those that can hold answers. Temporary files
-that a crash left are invisible; they go when their directory is emptied. The clock is the file system's own: the mtime
-it gives a file made now. A key cannot be both an object and another key's "directory" here; no key of ours is.
+Listing walks one directory at a time in key order and enters only those that can hold answers. Temporary files that a
+crash left are invisible; they go with `sweep`, and when their directory is emptied. A writer holds a lock on its own
+until that has its name (`flock`; where the file system knows none, an hour without a write decides). The clock is the
+file system's own: the mtime it gives a file made now. A key cannot be both an object and another key's "directory"
+here; no key of ours is.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -20,6 +23,7 @@ from pathlib import Path
 
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError
 from deltashard_checkpoint.stores.abc import (
+    QUIET_S,
     AccessDenied,
     BucketMissing,
     Buffer,
@@ -37,7 +41,6 @@ from deltashard_checkpoint.stores.key_rule import TEMPORARY, BadKey, check_key, 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-_STALE_TEMPORARY_S = 3600.0
 _RACES = 16
 """How often a put makes its directory again because a deleter found it empty and removed it."""
 
@@ -83,15 +86,17 @@ class FileStore(Store):
             descriptor = self._open_new(temporary)
             try:
                 try:
+                    with suppress(OSError):
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     _write_all(descriptor, memoryview(data).cast("B"))
                     os.fsync(descriptor)
+                    if create_only:
+                        self._link(temporary, path, key)
+                    else:
+                        # IMPORTANT: the rename is the commit point of an overwrite; before it the old object is whole.
+                        temporary.rename(path)
                 finally:
                     os.close(descriptor)
-                if create_only:
-                    self._link(temporary, path, key)
-                else:
-                    # IMPORTANT: the rename is the commit point of an overwrite; before it the old object is whole.
-                    temporary.rename(path)
             finally:
                 with suppress(FileNotFoundError):
                     temporary.unlink()
@@ -226,19 +231,47 @@ class FileStore(Store):
                 self._prune(parent)
 
     def _prune(self, directory: Path) -> None:
-        """Remove `directory` and its parents up to the root as far as they are empty but for stale temporaries."""
+        """Remove `directory` and its parents up to the root as far as they are empty but for what dead writers left."""
         while directory != self.root:
             try:
                 for left in directory.iterdir():
-                    if not left.name.startswith(TEMPORARY):
-                        return
-                    if self.now_s() - left.stat().st_mtime < _STALE_TEMPORARY_S:
+                    if not left.name.startswith(TEMPORARY) or not self._abandoned(left, QUIET_S):
                         return
                     left.unlink()
                 directory.rmdir()
             except OSError:
                 return  # a writer came, or another deleter was faster
             directory = directory.parent
+
+    def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:
+        """See `Store.sweep`; directories left empty are removed."""
+        check_prefix(prefix)
+        swept = 0
+        for name, _, files in os.walk(self.root / prefix, topdown=False):
+            before = swept
+            for left in (Path(name, file) for file in files if file.startswith(TEMPORARY)):
+                with suppress(OSError):  # its writer finished it, or another sweep was faster
+                    if self._abandoned(left, quiet_s):
+                        left.unlink()
+                        swept += 1
+            if swept > before:
+                self._prune(Path(name))
+        return swept
+
+    def _abandoned(self, path: Path, quiet_s: float) -> bool:
+        """Whether the writer of a temporary file is dead; raises `OSError` when it has gone."""
+        if quiet_s and self.now_s() - path.stat().st_mtime < quiet_s:
+            return False
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # no locks here
+        finally:
+            os.close(descriptor)
+        return True
 
     def now_s(self) -> float:
         """See `Store.now_s`: the mtime the file system gives a file made now."""

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from deltashard_checkpoint.stores.abc import Buffer, ObjectInfo, Store, StoreUnavailable
+from deltashard_checkpoint.stores.abc import QUIET_S, Buffer, ObjectInfo, Store, StoreUnavailable
 from deltashard_checkpoint.stores.deadline import abandoned, deadline, remaining_s
 
 Result = TypeVar("Result")
@@ -136,6 +136,10 @@ class RetryingStore(Store):
         left = iter(keys)
         while some := tuple(islice(left, DELETE_BATCH)):
             self._call("delete", some[0], 0, partial(self.inner.delete, some))
+
+    def sweep(self, prefix: str, *, quiet_s: float = QUIET_S) -> int:
+        """See `Store.sweep`."""
+        return self._call("delete", prefix, 0, lambda: self.inner.sweep(prefix, quiet_s=quiet_s))
 
     def now_s(self) -> float:
         """See `Store.now_s`."""

@@ -6,7 +6,6 @@ promised, whatever the source did since.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +15,8 @@ from deltashard_checkpoint.format.index import Index
 from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.chain import closure, parts_of
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
-from deltashard_checkpoint.log.entry import Sealed
+from deltashard_checkpoint.log.entry import Sealed, seq_of
+from deltashard_checkpoint.log.listing import hinted
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState, Slot
@@ -71,6 +71,9 @@ def draft(
 ) -> Draft:
     """Look at both runs; `which`: only this checkpoint and what it builds on. Reads only.
 
+    Where a copy of one checkpoint was begun, and `which` means another one by now (the newest, the bearer of a pinned
+    name), it is the one that was begun.
+
     Raises `TargetTaken`, `NotCopyable` for a log that lacks entries, `InvalidCheckpoint`, what `chosen` raises, and
     store errors.
     """
@@ -87,9 +90,11 @@ def draft(
         for space in ("data/", "layout/", "log/")
         for info in target.store.list(target.key(space))
     }
+    genesis = _genesis(source, state)
     seq = chosen(state, "latest" if which is None else which).seq
     if which is not None:
-        slots: tuple[Slot, ...] = (_genesis(source, state),)
+        seq = _wanted(which, seq, target, _begun(state, seq, genesis, target, there))
+        slots: tuple[Slot, ...] = (genesis,)
         numbers = transcript.numbered(state, seq)
     else:
         numbers = Numbers()
@@ -120,6 +125,43 @@ def draft(
         indexes=indexes,
         there=there,
     )
+
+
+def _wanted(which: str, seq: int, target: RunLog, begun: int | None) -> int:
+    """The checkpoint to copy: `seq`, which `which` means now, unless a copy of `begun` is under way, or there.
+
+    Raises `TargetTaken` when that is another one than a number asks for.
+    """
+    if begun is None or begun == seq or not which.removeprefix("seq:").isdecimal():
+        return seq if begun is None else begun
+    raise TargetTaken(
+        f"a copy of checkpoint {begun} was begun there, or is there, and not of {seq}",
+        where=f"{target.store.url}/{target.run}",
+        remedy=f"-c {begun} goes on with it; `deltashard rm` removes it; or name another run",
+    )
+
+
+def _begun(
+    state: RunState, seq: int, genesis: Sealed, target: RunLog, there: Mapping[str, int]
+) -> int | None:
+    """The live checkpoint of the source of which the target has a copy, or a part of one; None: it has none.
+
+    `seq`, where its copy could be what is there; else the newest.
+    """
+    slots = [at for key in there if (at := seq_of(key)) is not None]
+    promised = _promised(target, there)
+    if not slots or promised is None:
+        return None
+    with ThreadPoolExecutor(LOG_WORKERS) as pool:
+        found = list(pool.map(target.read_slot, slots))
+    said = {slot.entry.seq: slot.entry.writer for slot in found if isinstance(slot, Sealed)}
+    if len(said) < len(slots):
+        return None
+    for each in (seq, *sorted(state.checkpoints, reverse=True)):
+        names = transcript.writers(state, each, genesis)
+        if len(names) == promised + 1 and said.items() <= dict(enumerate(names)).items():
+            return each
+    return None
 
 
 def _at(source: RunLog, state: RunState, promised: int | None) -> tuple[RunState, tuple[Slot, ...]]:
@@ -153,7 +195,7 @@ def _promised(target: RunLog, there: Mapping[str, int]) -> int | None:
     if "log/HINT" not in there:
         return None
     try:
-        said = json.loads(target.store.get(target.key("log/HINT")))["seq"]
-    except (ObjectNotFound, ValueError, KeyError, TypeError):
+        _, said = hinted(target.store.get(target.key("log/HINT")))
+    except ObjectNotFound:
         return None
-    return said if isinstance(said, int) else None
+    return None if said < 0 else said

@@ -4,8 +4,10 @@
    gone (`LogGap`) and restores, commits and deletes nothing. A living trainer finds the log changed under it.
 2. The folded states, then the entries, oldest first: should HINT be lost, a gap is left at the beginning, not a shorter
    log that looks whole.
-3. Data, layouts and all else that is a run's, then once more what somebody may have written into the log meanwhile, who
-   had read it before (and HINT again, which he wrote over); last of all HINT.
+3. Data, layouts and all else that is a run's, and once more what somebody may have written meanwhile, who had read the
+   log before (and HINT again, which he wrote over): listed again until a round finds nothing. Last of all HINT.
+4. A last look: what is there now came after the rounds, and is said (`Content.left`). Where the rounds did not come to
+   an end, HINT stays, and with it the door is shut.
 
 Begun again it goes on: HINT says what this is. Only folders that every run has are touched, so a run whose name begins
 with this one's (`a/b` beside `a`) keeps its own.
@@ -15,19 +17,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.format.object_key import RESERVED
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import seq_of
+from deltashard_checkpoint.log.listing import REMOVAL_SLOT
 from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
 
-END = 10**14
-"""The slot that HINT of a run under removal names: 15 digits, and beyond any log."""
 _BATCH = 1000
-_SWEEPS = 8
-"""Of what others write into the log meanwhile; who goes on longer is a trainer that should have been ended."""
-_BARRIER = b'{"fold":-1,"seq":%d}' % END
+_ROUNDS = 8
+"""Of what others write meanwhile; who goes on longer is a trainer that should have been ended."""
+BARRIER = b'{"fold":-1,"seq":%d}' % REMOVAL_SLOT
+"""HINT of a run under removal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +39,8 @@ class Content:
 
     objects: int
     bytes: int
-    removing: bool
-    """A removal of it was begun."""
+    left: int = 0
+    """Objects that a removal saw when it was done: somebody put them meanwhile."""
 
 
 def content(log: RunLog) -> Content:
@@ -45,59 +48,56 @@ def content(log: RunLog) -> Content:
     objects = size = 0
     for info in _every(log):
         objects, size = objects + 1, size + info.size_bytes
-    return Content(objects=objects, bytes=size, removing=removing(log))
+    return Content(objects=objects, bytes=size)
 
 
 def removing(log: RunLog) -> bool:
     """Whether a removal of this run was begun."""
     try:
-        return log.store.get(log.key("log/HINT")) == _BARRIER
+        return log.store.get(log.key("log/HINT")) == BARRIER
     except ObjectNotFound:
         return False
 
 
 def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None) -> Content:
-    """Remove the run; what was deleted. May be killed at any instant and run again. Raises store errors.
+    """Remove the run; what was deleted, and what is left. May be killed at any instant and run again.
 
-    The caller has asked whether anyone holds the run (`holder`).
+    The caller has asked whether anyone holds the run (`holder`). Raises store errors.
     """
-    was = removing(log)
     # IMPORTANT: before anything goes. From here on nobody takes what is left for a run.
-    log.leave_hint(fold_seq=-1, seq=END)
+    log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
     crash_point("rm.after_barrier")
-    objects = size = 0
+    gone: list[int] = []
 
-    def drop(found: Iterator[ObjectInfo]) -> None:
-        nonlocal objects, size
-        batch: list[ObjectInfo] = []
-        for info in found:
-            batch.append(info)
-            if len(batch) >= _BATCH:
-                _delete(log, batch, advance)
-                objects, size = objects + len(batch), size + sum(each.size_bytes for each in batch)
-                batch = []
-        _delete(log, batch, advance)
-        objects, size = objects + len(batch), size + sum(each.size_bytes for each in batch)
+    def drop(found: Iterator[ObjectInfo]) -> bool:
+        """Whether there was anything."""
+        before = len(gone)
+        while batch := list(islice(found, _BATCH)):
+            _delete(log, batch, advance)
+            gone.extend(info.size_bytes for info in batch)
+        return len(gone) > before
 
-    hint = log.key("log/HINT")
     drop(log.store.list(log.key("log/fold-")))
     crash_point("rm.after_folds")
     # A listing is in the order of keys: entries oldest first.
     drop(info for info in log.store.list(log.key("log/")) if seq_of(info.key[len(log.run) + 1 :]) is not None)
     crash_point("rm.after_log")
-    # IMPORTANT: the barrier stands while data goes. A writer that read the log before it may have put its own HINT.
-    for _ in range(_SWEEPS):
+    for _ in range(_ROUNDS):
+        # IMPORTANT: the barrier stands while data goes. A writer that read the log before it may have put its own HINT.
         if not removing(log):
-            log.leave_hint(fold_seq=-1, seq=END)
-        late = [info for info in log.store.list(log.key("log/")) if info.key != hint]
-        if not late:
+            log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
+        if not drop(_but_hint(log)):
             break
-        drop(iter(late))
-    drop(info for info in _every(log, last="log") if info.key != hint)
-    crash_point("rm.before_hint")
-    log.store.delete([hint])
-    crash_point("rm.after_hint")
-    return Content(objects=objects + 1, bytes=size, removing=was)
+    for folder in RESERVED:
+        log.store.sweep(log.key(f"{folder}/"), quiet_s=0.0)
+    left = sum(1 for _ in _but_hint(log))
+    if not left:
+        crash_point("rm.before_hint")
+        log.store.delete([log.key("log/HINT")])
+        crash_point("rm.after_hint")
+        gone.append(len(BARRIER))
+        left = sum(1 for _ in _every(log))
+    return Content(objects=len(gone), bytes=sum(gone), left=left)
 
 
 def _delete(log: RunLog, batch: list[ObjectInfo], advance: Callable[[int], None]) -> None:
@@ -111,6 +111,11 @@ def _delete(log: RunLog, batch: list[ObjectInfo], advance: Callable[[int], None]
     advance(sum(info.size_bytes for info in batch))
 
 
-def _every(log: RunLog, *, last: str = "") -> Iterator[ObjectInfo]:
-    for folder in sorted(RESERVED, key=lambda name: (name == last, name)):
+def _every(log: RunLog) -> Iterator[ObjectInfo]:
+    """Of the log first: should HINT be lost, entries without data are worse than data without entries."""
+    for folder in sorted(RESERVED, key=lambda name: (name != "log", name)):
         yield from log.store.list(log.key(f"{folder}/"))
+
+
+def _but_hint(log: RunLog) -> Iterator[ObjectInfo]:
+    return (info for info in _every(log) if info.key != log.key("log/HINT"))

@@ -1,9 +1,10 @@
 """A run, or one checkpoint with all it builds on, copied into a new run: of the same store or of another.
 
 Data first, each object checked on its way by the hash that names it or stands in its index; then `log/HINT`, which says
-where the log will end; then the log's entries, the last one at the very end. A log that ends before the slot of HINT
-has lost entries for every reader (`LogGap`), so a copy that was killed is never taken for a whole run, and no trainer
-can begin one of its own there. Genesis is created only if absent: whoever begins a run of that name first has it.
+where the log will end; then genesis, the newest entry, and those between. A log that ends before the slot of HINT, or
+has a hole, has lost entries for every reader (`LogGap`), so a copy that was killed is never taken for a whole run, and
+no trainer can begin one of its own there. (Builds from before HINT counted see the hole.) Genesis is created only if
+absent: whoever begins a run of that name first has it.
 
 Everything put is a function of the source and the name (`transcript`), so a copy goes on where it was: what is there
 and whole is passed over. Before HINT is there it goes on with the source's newest moment, afterwards with that one.
@@ -33,6 +34,7 @@ from deltashard_checkpoint.log.part_list import PartList
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
 from deltashard_checkpoint.whole_run import transcript
 from deltashard_checkpoint.whole_run.copy_draft import LOG_WORKERS, Draft, TargetTaken, draft
+from deltashard_checkpoint.whole_run.remains import Remains, remains
 from deltashard_checkpoint.whole_run.transcript import Moved
 
 WORKERS = 8
@@ -166,6 +168,13 @@ def _missing(made: Draft, log: Sequence[bytes]) -> list[int]:
 
 
 def _taken(target: RunLog, seq: int) -> TargetTaken:
+    if remains(target.store, target.key("")) is Remains.COPYING:
+        return TargetTaken(
+            f"run {target.run!r} is a copy that was cut short, of something else: its log entry {seq} says so",
+            where=target.store.url,
+            remedy="call `deltashard cp` as before; where the source has let go what was copied then, or changed it, "
+            "`deltashard rm` removes what is there",
+        )
     return TargetTaken(
         f"run {target.run!r} is there, and is no copy of this: its log entry {seq} says something else",
         where=target.store.url,
@@ -286,10 +295,10 @@ class _Put:
 
 
 def _put_log(made: Draft, log: Sequence[bytes], missing: Sequence[int]) -> None:
-    """Write the copy's log: HINT, genesis, what follows it, and at the very end the last entry."""
+    """Write the copy's log: HINT, genesis, the newest entry, and then those between, one of them at the very end."""
     target = made.target
     target.probe()
-    before, first, last = _hint(target), missing[0], missing[-1]
+    before, first = _hint(target), missing[0]
     if first == 0 and _genesis_of_others(target, log[0]):
         raise _taken(target, 0)  # data may have taken hours: somebody began a run of this name
     # IMPORTANT: HINT first. It is what keeps everyone away from a log that is not whole yet.
@@ -312,11 +321,18 @@ def _put_log(made: Draft, log: Sequence[bytes], missing: Sequence[int]) -> None:
             target.store.put(target.key("log/HINT"), before or b"")
         raise
     crash_point("cp.after_genesis")
+    # IMPORTANT: the newest comes next, and the entry that closes the hole at the very end. Builds that believe a
+    # listing, whatever HINT says, see the hole.
+    later = sorted(missing[1:], reverse=True)
+    for seq in later[:1]:
+        put(seq)
+    crash_point("cp.after_newest_entry")
     with ThreadPoolExecutor(LOG_WORKERS) as pool:
-        for _ in pool.map(put, [seq for seq in missing if seq not in {first, last}]):
+        for _ in pool.map(put, later[1:-1]):
             pass
     crash_point("cp.before_last_entry")
-    put(last)
+    for seq in later[1:][-1:]:
+        put(seq)
     crash_point("cp.after_last_entry")
 
 

@@ -184,21 +184,42 @@ def whole(slots: Sequence[Slot], moved: Moved, *, run: str) -> list[bytes]:
     return out
 
 
+def writers(state: RunState, seq: int, genesis: Sealed) -> list[str]:
+    """The writers of all entries of the log that begins with checkpoint `seq`: they tell which copy an entry is of."""
+    found = [copied_writer(genesis.hash)]
+    attempts: set[int] = set()
+
+    def made_of(what: str) -> None:
+        found.append(copied_writer(_sha256(f"{genesis.hash} {what}".encode())))
+
+    for each in sorted(closure(state, (seq,))):
+        attempt = state.checkpoints[each].attempt
+        if attempt not in attempts:
+            attempts.add(attempt)
+            made_of(f"attempt {attempt}")
+        made_of(f"checkpoint {each} of {seq}")
+        if (compaction := state.compactions.get(each)) is not None:
+            made_of(f"compaction {compaction.seq}")
+    return found
+
+
 def excerpt(
     state: RunState, seq: int, moved: Moved, genesis: Sealed, *, run: str, numbers: Numbers
 ) -> list[bytes]:
     """The bytes of every slot of a log that begins with checkpoint `seq` of `state` and ends with it."""
     made: list[Sealed] = []
+    names = writers(state, seq, genesis)
     copied = RunState(run=run)
 
-    def put(entry: Entry, source: str) -> None:
+    def put(entry: Entry) -> None:
         nonlocal copied
-        sealed = seal(replace(entry, seq=len(made), previous=copied.tip_hash, writer=copied_writer(source)))
+        at = len(made)
+        sealed = seal(replace(entry, seq=at, previous=copied.tip_hash, writer=names[at]))
         copied = advance(copied, sealed)
         made.append(sealed)
 
     assert isinstance(genesis.entry, Genesis)
-    put(replace(genesis.entry, run=run, owner=state.owner), genesis.hash)
+    put(replace(genesis.entry, run=run, owner=state.owner))
     before: int | None = None
     for each in sorted(closure(state, (seq,))):
         entry = state.checkpoints[each]
@@ -207,21 +228,14 @@ def excerpt(
                 AttemptOpened(
                     seq=0, previous="", writer="", at_s=entry.at_s, world_size=entry.world_size,
                     resumes_from=before, owner=state.owner, layout=entry.layout,
-                ),
-                _sha256(f"{genesis.hash} attempt {entry.attempt}".encode()),
+                )
             )  # fmt: skip
         pins = state.pins_of(each) if each == seq else ()
         compaction = state.compactions.get(each)
-        put(
-            replace(_checkpoint(entry, moved, numbers, compacted=compaction is not None), pins=pins),
-            _sha256(f"{genesis.hash} checkpoint {each} of {seq}".encode()),
-        )
+        put(replace(_checkpoint(entry, moved, numbers, compacted=compaction is not None), pins=pins))
         before = len(made) - 1
         if compaction is not None:
-            put(
-                replace(_compacted(compaction, moved), replaces=before),
-                _sha256(f"{genesis.hash} compaction {compaction.seq}".encode()),
-            )
+            put(replace(_compacted(compaction, moved), replaces=before))
     return [sealed.data for sealed in made]
 
 

@@ -357,11 +357,11 @@ def _look(log: RunLog, closing_wait_s: float, deadline_s: float) -> tuple[RunSta
     It does not matter which answer is older: a save that ends in between has the slot that the opener tries for.
     """
     if not log.concurrent:
-        state = log.refresh(deadline_s=deadline_s)
+        state = log.refresh(deadline_s=deadline_s, heed_hint=True)
         return state, _closing(log, closing_wait_s)
     with ThreadPoolExecutor(1, thread_name_prefix="closing") as pool:
         marked = pool.submit(copy_context().run, _closing, log, closing_wait_s)
-        return log.refresh(deadline_s=deadline_s), marked.result()
+        return log.refresh(deadline_s=deadline_s, heed_hint=True), marked.result()
 
 
 def wait_for_closing(log: RunLog, *, bound_s: float) -> float:

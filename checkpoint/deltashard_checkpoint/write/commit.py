@@ -299,7 +299,7 @@ def commit_parts(
     one is looked for often, because somebody waits for it.
 
     Raises `FencedError`, `Abandoned` (`GivenUp`), `PartsMissing` past the deadline, `AppendUnknown` or
-    `StoreUnavailable` when the store does not answer until then, `LogStopped`, `LogGap`.
+    `StoreUnavailable` when the store does not answer until then, `LogStopped`, `LogGap` (`LogRemoved`).
     """
     patience = log.patience(deadline_s)
     commit = _Commit(log, attempt, cut, step, world_size, layout, sayings or Sayings())
@@ -443,7 +443,9 @@ class _Commit:
         self.where = f"run {log.run}, attempt {attempt}, cut {cut}"
 
     def settled(self, state: RunState) -> Committed | None:
-        """What the log says of this cut already; raises `FencedError` or `Abandoned`."""
+        """What the log says of this cut already; raises `FencedError`, `Abandoned`, or, of no log, `LogRemoved`."""
+        if state.tip < 0:  # this attempt was opened in it
+            raise self.log.removed()
         if entry := state.commit_of(self.attempt, self.cut):
             return Committed(seq=entry.seq, entry=entry, by_us=False)
         # IMPORTANT: fencing is this comparison, made against the very state whose next slot is being won.

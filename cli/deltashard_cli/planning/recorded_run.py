@@ -18,7 +18,7 @@ from deltashard_checkpoint.deciding.ending import ends
 from deltashard_checkpoint.deciding.evidence import NONE, Evidence
 from deltashard_checkpoint.deciding.record import Record
 from deltashard_checkpoint.format.row_block import raw_row_bytes, weight_row_bytes
-from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry
+from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Entry, Rewound
 from deltashard_checkpoint.vocabulary import ENCODINGS
 
 LAST = 8
@@ -144,8 +144,8 @@ def _failures(entries: Sequence[Entry], interval_s: float) -> tuple[Evidence, tu
     """What was seen of failures, faded as a run fades it, and what was trained between those that lost steps.
 
     An attempt that resumes is an incident if something was committed since the last one: a crash loop is one. Steps
-    were lost with it unless the newest checkpoint was asked for by its trainer's end. A decider's own count stands over
-    what was counted up to its commit.
+    were lost with it unless the newest checkpoint was asked for by its trainer's end, or a person rewound the run. A
+    decider's own count stands over what was counted up to its commit.
 
     Exposure is what was committed. A gap ends half an interval later, where a failure lies on average: at the
     checkpoint itself nothing would be lost.
@@ -170,6 +170,8 @@ def _failures(entries: Sequence[Entry], interval_s: float) -> tuple[Evidence, tu
                 found = _record(each)
                 evidence = evidence.trained(passed_s) if found is None else found.evidence
                 lossy = not (ends(each) if found is None else found.closing)
+            case Rewound():
+                lossy = None if lossy is None else False
             case _:
                 pass
     return evidence, tuple(gap for gap in gaps if gap > 0)

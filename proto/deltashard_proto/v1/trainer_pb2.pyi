@@ -38,6 +38,7 @@ class Cause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CAUSE_LOST: _ClassVar[Cause]
     CAUSE_AUDIT: _ClassVar[Cause]
     CAUSE_DAMAGED_LOG: _ClassVar[Cause]
+    CAUSE_REMOVED: _ClassVar[Cause]
 CAUSE_UNSPECIFIED: Cause
 CAUSE_ABORTED: Cause
 CAUSE_STALL_BUDGET: Cause
@@ -66,6 +67,7 @@ CAUSE_REFUSED: Cause
 CAUSE_LOST: Cause
 CAUSE_AUDIT: Cause
 CAUSE_DAMAGED_LOG: Cause
+CAUSE_REMOVED: Cause
 
 class Refusal(_message.Message):
     __slots__ = ("cause", "code")

@@ -35,7 +35,7 @@ from deltashard_checkpoint.vocabulary import LINEAGE_KEY
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
 from deltashard_sidecar.deciding.choice import CAUSES, Choice, choose, hastened, terms_of
-from deltashard_sidecar.deciding.history import Past, fruitless, past
+from deltashard_sidecar.deciding.history import Past, follows_rewind, fruitless, past
 from deltashard_sidecar.deciding.place import key_of, place
 from deltashard_sidecar.deciding.step_meter import Reading, StepMeter, lost_s
 from deltashard_sidecar.policy import Policy
@@ -242,6 +242,7 @@ class Decider:
                 lossy = not _closing(newest.metadata.get(KEY), ends(newest))
                 if opening.step_seen:
                     lossy = opening.step_seen > newest.step
+                lossy &= not follows_rewind(state, opening.attempt)
                 self._evidence = self._evidence.incident(lossy=lossy)
             self._decide()
 

@@ -24,7 +24,7 @@ from deltashard_checkpoint.format.blob_name import read_by
 from deltashard_checkpoint.format.index import Index, table_message
 from deltashard_checkpoint.format.object_key import new_token
 from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
-from deltashard_checkpoint.log.commit_log import RunLog, stopped
+from deltashard_checkpoint.log.commit_log import LogRemoved, RunLog, stopped
 from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
 from deltashard_checkpoint.log.manifest import Manifests
@@ -55,6 +55,7 @@ from deltashard_sidecar.run.identity import identity, numbered
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.participation import Participation
 from deltashard_sidecar.run.range_search import Searches
+from deltashard_sidecar.run.removed_run import RemovedRun
 from deltashard_sidecar.run.store_health import StoreHealth
 from deltashard_sidecar.run.synthetic_baseline import SyntheticBaselines
 from deltashard_sidecar.session.attachment import Attachment
@@ -171,6 +172,7 @@ class Run:
         self.identity = identity(settings)
         self.participation = Participation(settings.cache_dir.parent if settings.pod_uid else None, log)
         self.log = RunLog(self.store, self.identity.run)
+        self.removal = RemovedRun()
         self.token = new_token()
         self.sayings = Sayings()
         self.pace = Pace()
@@ -283,6 +285,10 @@ class Run:
             try:
                 left_s = max(0.0, until_s - time.monotonic())
                 return self._open(request, who, step_seen=step_seen, deadline_s=left_s)
+            except LogRemoved as error:
+                if self.removal.why is not None:
+                    raise
+                self.removal.noticed(str(error))
             except (AccessDenied, BucketMissing, StoreFull) as error:
                 if not self.settings.workload_uid or gone() or time.monotonic() >= until_s:
                     raise
@@ -298,7 +304,8 @@ class Run:
         source: Checkpoint | None = None
         read: RunState | None = None
         damage, lost = "", False
-        log = self.log.fork()
+        known = self.state().tip
+        log = self.log.fork() if self.removal.why is None else RunLog(self.store, self.name)
         if request.from_run:
             other = RunLog(self.store, request.from_run)
             read = other.refresh(deadline_s=deadline_s)
@@ -326,8 +333,11 @@ class Run:
             deadline_s=deadline_s,
             choosing=lambda state, checkpoint: self._read_ahead(who, state, checkpoint.seq),
         )
+        if opened.attempt <= known:
+            self._forget()
         with self._lock:
             self._logs[who.id] = log
+        self.removal.forget()
         self.participation.took_part(self.name, opened.attempt)
         damage = "; ".join(filter(None, (damage, opened.damage)))
         if damage:
@@ -360,6 +370,14 @@ class Run:
             if step_seen > 0:
                 reply.last_step_seen = step_seen
         return reply
+
+    def _forget(self) -> None:
+        """The run was removed, and begun anew: what is known is of another log, and names must not be used again."""
+        with self._lock:
+            self.log = RunLog(self.store, self.name)
+            self.token = new_token()
+            self._logs.clear()
+            self._seen = None
 
     def _refuse_older_name(self, log: RunLog, deadline_s: float) -> None:
         """Raise `OlderName` for a new run of a numbered pod where an earlier version began one with its number.
@@ -414,6 +432,8 @@ class Run:
 
     def closing(self, attempt: int, *, begun: bool) -> None:
         """Best effort: tell openers elsewhere that a save of this attempt still uploads, or that it ended."""
+        if begun and self.removal.why is not None:
+            return
         try:
             with deadline(CLOSING_DEADLINE_S):
                 (mark_closing if begun else unmark_closing)(self.log, attempt, self.token)

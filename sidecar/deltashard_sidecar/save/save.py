@@ -118,6 +118,7 @@ CAUSES = frozenset(
         Cause.FENCED,
         Cause.ABANDONED,
         Cause.LOG_LOST,
+        Cause.REMOVED,
         Cause.UNAVAILABLE,
         Cause.DEADLINE,
         Cause.INVALID,

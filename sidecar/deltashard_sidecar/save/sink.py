@@ -17,6 +17,7 @@ from deltashard_checkpoint.deciding import cost, harm
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
+from deltashard_checkpoint.log.commit_log import LogRemoved
 from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, PLS_KEY, PRECISION_KEY, encoding_named
 from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
@@ -153,20 +154,27 @@ class PartSink:
             pins=sealed.pins,
             common_blobs=stats.common_blobs,
         )
-        if self._alone:
-            committed = self._commit((report,), deadline_s)
-        else:
-            committed = self._joint.commit(
-                self._cut.attempt,
-                self._cut.cut,
-                report,
-                expected=self._expected,
-                commit=lambda reports: self._commit(reports, deadline_s),
-                deadline_s=deadline_s,
-            )
+        try:
+            committed = self._committed(report, deadline_s)
+        except LogRemoved as error:
+            self._run.removal.noticed(str(error))
+            raise
         self._run.metrics.lost(committed.entry.metadata.get(PLS_KEY, "0"))
         # Ranks may have covered different checkpoints: a trainer hears what its own part is.
         return commit_message(committed.entry, baseline=part.covers is None)
+
+    def _committed(self, report: PartReport, deadline_s: float) -> Committed:
+        """The cut in the log, with the parts of this pod's other ranks."""
+        if self._alone:
+            return self._commit((report,), deadline_s)
+        return self._joint.commit(
+            self._cut.attempt,
+            self._cut.cut,
+            report,
+            expected=self._expected,
+            commit=lambda reports: self._commit(reports, deadline_s),
+            deadline_s=deadline_s,
+        )
 
     @property
     def _alone(self) -> bool:
@@ -219,6 +227,8 @@ def decline(
     """
     if not joint.withdraw(attempt, cut, who.rank) and not gone:
         return
+    if run.removal.why is not None:
+        return  # nobody waits where there is no run
     log = run.log_of(who)
 
     def tell() -> None:

@@ -33,6 +33,7 @@ CAUSES = frozenset(
         Cause.ABANDONED,
         Cause.CORRUPT,
         Cause.LOG_LOST,
+        Cause.REMOVED,
         Cause.ERROR,
     ]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import LogGap, LogWentBack, RunLog
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.listing import REMOVAL_SLOT
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.file import FileStore
 from deltashard_checkpoint.stores.url import open_store
-from deltashard_checkpoint.whole_run import removal
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import FencedError
 
@@ -441,10 +443,29 @@ def test_rm_of_what_a_removal_or_a_copy_left(cli: Cli, file_url: str, tmp_path: 
     """Cut short anywhere; what is left is no run for anybody, and goes when rm is called again."""
     written = chain(file_url, tmp_path)
     log = RunLog(written.store, RUN)
-    log.leave_hint(fold_seq=-1, seq=removal.END)
+    log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
     with pytest.raises(LogGap):
         RunLog(written.store, RUN).refresh(deadline_s=0.1)
     written.store.delete([info.key for info in written.store.list(f"{RUN}/log/0")])
     assert cli("rm", at(file_url), "--yes")[0] == 0
     assert keys(written.store) == {}
     assert "no" in refused(cli, "rm", at(file_url), "--yes")
+
+
+def test_rm_says_what_came_while_it_removed(
+    cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A writer that goes on putting objects: what is left is said, the door stays shut, and rm goes on."""
+    chain(file_url, tmp_path).close()
+    delete, late = FileStore.delete, iter(range(10**6))
+
+    def beside(self: FileStore, keys: Iterable[str]) -> None:
+        delete(self, keys)
+        self.put(f"{RUN}/{cut_prefix(1, next(late))}00000-{'0' * 16}-00000.pack", b"late")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "delete", beside)
+        text = refused(cli, "rm", at(file_url), "--yes", "--ended", code=1)
+    assert "came meanwhile, and are left: a trainer of this run still wrote" in text
+    assert answer(cli, "rm", at(file_url), "--yes")["left"] == 0
+    assert keys(open_store(file_url)) == {}

@@ -9,7 +9,7 @@ from deltashard.errors import FencedError, SidecarUnavailable, TakenOver, UserEr
 from deltashard_checkpoint.cache.pack_spool import CacheFull
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError, EnvironmentFault, UnsupportedVersion
 from deltashard_checkpoint.log.chain import ChainIncomplete, CheckpointNotFound
-from deltashard_checkpoint.log.commit_log import AppendUnknown, LogStopped, LogWentBack
+from deltashard_checkpoint.log.commit_log import AppendUnknown, LogRemoved, LogStopped, LogWentBack
 from deltashard_checkpoint.restore.plan import SchemaMismatch
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
@@ -140,6 +140,7 @@ def test_a_call_that_nobody_answered_has_no_cause() -> None:
         (UploadFailed("x"), "unavailable", "unavailable", None),
         (Abandoned("x"), "abandoned", "unavailable", None),
         (LogWentBack("x"), "log_lost", "unavailable", None),
+        (LogRemoved("x"), "removed", "unavailable", None),
         (LogStopped("x"), "error", "invalid", None),
         (CorruptObject("x"), "error", "invalid", None),
         (ChainIncomplete("x"), "error", "invalid", None),

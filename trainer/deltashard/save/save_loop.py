@@ -405,6 +405,7 @@ class SaveLoop:
 
     def _finish_here(self, until_s: float) -> None:
         last: Exception | None = None
+        tried = False
         while self._needs_cut():
             standing = self.standing()
             wait = standing.why(Asker.CLOSE)
@@ -426,7 +427,14 @@ class SaveLoop:
                     ),
                 )
             link = self._attachment.link
+            if self._setbacks.removed is not None and (tried or link is None):
+                raise SaveFailed(
+                    f"step {self._clock.step} is not durable: {self._setbacks.removed}",
+                    where=self._attachment.url,
+                    remedy="there is no run to wait for; another process begins it anew",
+                )
             if wait is None and link is not None:
+                tried = True
                 self._say_inexact(standing)
                 last = self._last_cut(link, until_s) or last
             if not self._saver.in_flight:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 
+from deltashard_proto.cause import Cause
+
 from deltashard.attach.listener import Listener
 from deltashard.save.handle import Stats
 from deltashard.tracking.step_clock import StepClock
@@ -25,6 +27,8 @@ class Setbacks:
         self._not_before_s = 0.0
         self._back_off_s = 0.0
         self._said: set[str] = set()
+        self.removed: BaseException | None = None
+        """The run was removed under this trainer: nothing of it is saved; None: it was not."""
 
     @property
     def backing_off(self) -> bool:
@@ -45,7 +49,11 @@ class Setbacks:
             self._back_off_s = min(max(FIRST_BACK_OFF_S, 2 * self._back_off_s), LONGEST_BACK_OFF_S)
             self._not_before_s = time.monotonic() + self._back_off_s
         step = self._clock.step
-        if self.first(cause):
+        if cause == Cause.REMOVED:
+            self.removed = error
+            if self.first(cause):
+                log.error("nothing is saved any more, from step %d on, and training goes on: %s", step, error)
+        elif self.first(cause):
             log.warning("a save failed at step %d, the next one covers its rows: %s", step, error)
         self._listener.emit("save_failed", cause=cause, error=str(error), step=step)
 
@@ -57,6 +65,7 @@ class Setbacks:
     def committed(self) -> None:
         """A save succeeded: everything may be said, and tried, anew."""
         self._said.clear()
+        self.removed = None
         self.hurry()
 
     def hurry(self) -> None:

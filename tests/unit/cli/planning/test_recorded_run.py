@@ -11,7 +11,7 @@ from deltashard_checkpoint.deciding.evidence import Evidence, rates
 from deltashard_checkpoint.deciding.interval import ENOUGH, Basis
 from deltashard_checkpoint.deciding.record import Held, Record
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
-from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed
+from deltashard_checkpoint.log.entry import AttemptOpened, Checkpoint, Listed, Rewound
 from deltashard_cli.planning.assumption import Said, settled
 from deltashard_cli.planning.recorded_run import recorded_run
 
@@ -98,6 +98,14 @@ def test_a_crash_loop_is_one_failure():
     source = {each.name: each.source for each in settled(Said(), found)[1]}
     assert "0.906 in 43.5 h of training" in source["lossy failures"]
     assert "0.906" in source["restores"]
+
+
+def test_a_rewind_is_a_restore_and_no_failure():
+    rewound = [*LOG[:4], Rewound(seq=5, at_s=900.0, to=2, **BASE), opened(6, 1000.0, resumes_from=2)]
+    found = recorded_run([*rewound, saved(7, 1100.0, attempt=6, covers=2, rows=220)])
+    assert found is not None
+    assert (found.evidence.lossy, found.gaps) == (0, ())
+    assert found.evidence.restores == pytest.approx(1, rel=0.01)
 
 
 def test_a_trainer_that_closed_lost_nothing():

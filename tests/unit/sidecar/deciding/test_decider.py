@@ -300,6 +300,18 @@ def test_a_crash_loop_is_one_failure_and_what_the_arena_saw_decides() -> None:
     assert "1 lossy failures and 2 restores" in decision.evidence
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_who_comes_after_a_rewind_failed_in_nothing(*, restarted: bool) -> None:
+    """Its restore counts, for bits; the steps beyond the checkpoint were left by a person."""
+    life, text = chosen(Life())
+    rewind = Attempt(world_size=0, resumes_from=2, resumes_attempt=1, last_step=100)
+    after = Attempt(world_size=1, resumes_from=2, resumes_attempt=1, last_step=100)
+    state = replace(log_of({KEY: text}), attempts={1: replace(after, last_seq=9), 10: rewind, 11: after})
+    life = Life() if restarted else life
+    life.open(state, attempt=11, resumed=True, seen=life.step)
+    assert "0 lossy failures and 1 restores" in life.decider.decisions()[0].evidence
+
+
 def test_who_starts_next_goes_on_from_the_commit() -> None:
     """Its profile, its choice and its evidence; of another world size only the evidence."""
     first = Life()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from deltashard_checkpoint.log.entry import Checkpoint
 from deltashard_checkpoint.log.run_state import Attempt, RunState
-from deltashard_sidecar.deciding.history import fruitless, past
+from deltashard_sidecar.deciding.history import follows_rewind, fruitless, past
 
 
 def attempt(last_seq: int | None, last_step: int | None, resumes: int | None = None) -> Attempt:
@@ -52,3 +53,24 @@ def test_a_rewind_is_no_attempt_that_came_to_nothing() -> None:
     state = RunState(run="r", attempt=9, attempts={**attempts, 9: attempt(None, 100, 1)})
     assert fruitless(state, before=9) == 1
     assert fruitless(RunState(run="r", attempts={**attempts, 6: attempt(7, 100, 1)}), before=9) == 0
+
+
+def test_a_rewind_is_a_restore_and_no_failure() -> None:
+    """Nothing broke; and who goes on from there has trained what it trained, though its step is a lower one."""
+    rewind = Attempt(world_size=0, resumes_from=5, resumes_attempt=1, last_step=100)
+    attempts = {
+        1: attempt(12, 400),
+        13: rewind,
+        14: Attempt(world_size=1, resumes_from=5, resumes_attempt=1, last_seq=20, last_step=600),
+        21: attempt(None, 600, 14),
+    }
+    timer = {12: checkpoint(12, "timer; x"), 20: checkpoint(20, "timer; x")}
+    seen = past(RunState(run="r", attempt=21, attempts=attempts, checkpoints=timer), open_attempt=None)
+    assert (seen.steps, seen.lossy, seen.restores) == (400 + 500, 1, 2)
+    assert follows_rewind(RunState(run="r", attempts=attempts), 14)
+    assert not follows_rewind(RunState(run="r", attempts=attempts), 21)
+    assert not follows_rewind(RunState(run="r", attempts=attempts), 1)
+    # Where the checkpoint is live it says itself where the attempt began: of a line that fell back, too.
+    fell_back = {1: attempt(12, 400), 13: replace(attempts[14], last_step=450)}
+    live = {5: replace(checkpoint(5, "timer; x"), step=300)}
+    assert past(RunState(run="r", attempts=fell_back, checkpoints=live), open_attempt=13).steps == 400 + 150

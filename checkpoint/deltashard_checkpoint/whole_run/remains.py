@@ -1,0 +1,85 @@
+"""What lies where a run should be, and is none: a removal or a copy that was cut short, data without a log. Reads only.
+
+A log that is merely damaged is none of these: its reader says what is wrong with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from deltashard_checkpoint.errors import CorruptObject, FormatError
+from deltashard_checkpoint.log.entry import entry_key, is_copied, prefix_of, seq_of
+from deltashard_checkpoint.log.entry_codec import parse
+from deltashard_checkpoint.log.folded_state import fold_of
+from deltashard_checkpoint.log.listing import hinted, listing
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
+from deltashard_checkpoint.whole_run.removal import BARRIER
+from deltashard_checkpoint.write.attempt import marked_attempt
+
+
+class Remains(StrEnum):
+    """What it is, in a word or two."""
+
+    REMOVING = "being removed"
+    COPYING = "half copied"
+    LOGLESS = "no log"
+
+    @property
+    def remedy(self) -> str:
+        """What to call."""
+        return _REMEDY[self]
+
+
+_REMEDY = {
+    Remains.REMOVING: "call `deltashard rm` again",
+    Remains.COPYING: "call `deltashard cp` again, it goes on; `deltashard rm` removes it",
+    Remains.LOGLESS: "call `deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the "
+    "saves that are there, `deltashard rm` removes them",
+}
+
+
+def remains(store: Store, root: str) -> Remains | None:
+    """What is left under `root` (of a run: its name and "/"; empty: the store is the run's); None: nothing, or a log.
+
+    Raises store errors.
+    """
+    try:
+        hint: bytes | None = store.get(f"{root}log/HINT")
+    except ObjectNotFound:
+        hint = None
+    if hint == BARRIER:
+        return Remains.REMOVING
+    seen = listing((info.key[len(root) :] for info in store.list(f"{root}log/")), 0)
+    if seen.seqs:
+        whole = hint is None or (seen.hole(-1) is None and seen.tip >= hinted(hint)[1])
+        return None if whole or not _of_a_copy(store, root, (seen.seqs[0], seen.tip)) else Remains.COPYING
+    if hint is not None or seen.folds:
+        return Remains.LOGLESS
+    # Its names sort before those of anybody else's objects there, or close to them.
+    for begin in ("data/0", "data/compact-", "closing/0"):
+        first = next(store.list(root + begin), None)
+        if first is not None and belongs(first.key[len(root) :]):
+            return Remains.LOGLESS
+    return None
+
+
+def belongs(key: str) -> bool:
+    """Whether a key, relative to a run's root, is one that only a run has. Pure."""
+    if key == "log/HINT" or seq_of(key) is not None or fold_of(key) is not None:
+        return True
+    if marked_attempt(key) is not None:
+        return True
+    try:
+        prefix_of(key)
+    except CorruptObject:
+        return False
+    return True
+
+
+def _of_a_copy(store: Store, root: str, seqs: Sequence[int]) -> bool:
+    """Whether a copy has written these entries."""
+    try:
+        return all(is_copied(parse(store.get(root + entry_key(seq)), seq).entry) for seq in seqs)
+    except (ObjectNotFound, FormatError):
+        return False

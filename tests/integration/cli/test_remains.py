@@ -1,0 +1,133 @@
+"""What a copy or a removal that was cut short has left: listed with its state, named by every command, and removed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltashard_checkpoint.log.entry import seq_of
+from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.checkpoint.written_run import WrittenRun
+from tests.support.command_line import Cli
+
+RUN, COPY = "team/run-1", "team/copy"
+
+
+class Cut(Exception):
+    """The process ended here."""
+
+
+@pytest.fixture
+def store(url: str, tmp_path: Path) -> Store:
+    """A store with one whole run."""
+    store = open_store(url)
+    written = WrittenRun(store, RUN, tmp_path)
+    first = written.save(step=100, directive="steps")
+    written.save(written.train(), step=200, covers=first, directive="close")
+    written.close()
+    # What looks a little like a run's, and is none.
+    for key in ("other/data/x.csv", "other/data/0/y", "other/log/app.log", "more/log/HINTS"):
+        store.put(key, b"1")
+    return store
+
+
+def at(url: str, run: str) -> str:
+    base, question, query = url.partition("?")
+    return f"{base.rstrip('/')}/{run}{question}{query}"
+
+
+def copied_up_to(store: Store, what: str) -> None:
+    """The copy without what comes after `what`: its data, its HINT, or some of its log."""
+    for info in list(store.list(f"{COPY}/log/")):
+        key = info.key[len(COPY) + 1 :]
+        if what == "data" or (seq_of(key) is not None and (what == "HINT" or seq_of(key) == 1)):
+            store.delete([info.key])
+
+
+def listed(cli: Cli, url: str, *, code: int = 1) -> dict[str, Any]:
+    found, text = cli("ls", url, "--json")
+    assert found == code, text
+    document = json.JSONDecoder().raw_decode(text)[0]
+    return {"warning": document.get("warning")} | {one["run"]: one["state"] for one in document["runs"]}
+
+
+LOGLESS = "`deltashard cp` again, if a copy to this name was cut short; `deltashard scan` shows the saves that are there"
+
+
+@pytest.mark.parametrize(
+    ("what", "state", "remedy"),
+    [
+        ("data", "no log", LOGLESS),
+        ("HINT", "no log", LOGLESS),
+        ("log", "half copied", "call `deltashard cp` again"),
+    ],
+)
+def test_a_half_made_copy_is_listed_and_goes_on_or_goes(
+    cli: Cli, url: str, store: Store, what: str, state: str, remedy: str
+) -> None:
+    assert listed(cli, url, code=0) == {"warning": None, RUN: "ok"}
+    assert cli("cp", at(url, RUN), url, "--to-run", COPY)[0] == 0
+    copied_up_to(store, what)
+    found = listed(cli, url)
+    assert (found[RUN], found[COPY]) == ("ok", state)
+    assert set(found) == {"warning", RUN, COPY}
+    assert f"{COPY}: {state}" in found["warning"]
+    assert remedy in found["warning"]
+    assert state in cli("ls", url)[1]
+    if state == "no log":
+        for command in (("ls", at(url, COPY)), ("inspect", url, "--run", COPY), ("verify", at(url, COPY))):
+            code, text = cli(*command)
+            assert code == 2, text
+            assert remedy in " ".join(text.split())
+    assert cli("cp", at(url, RUN), url, "--to-run", COPY)[0] == 0
+    assert listed(cli, url, code=0) == {"warning": None, RUN: "ok", COPY: "ok"}
+    copied_up_to(store, what)
+    code, text = cli("rm", at(url, COPY), "--yes", *(["--ended"] if what == "HINT" else []))
+    assert code == 0, text
+    assert listed(cli, url, code=0) == {"warning": None, RUN: "ok"}
+    assert list(store.list(f"{COPY}/")) == []
+
+
+@pytest.mark.parametrize("folder", ["/log/", "/data/"])
+def test_a_half_removed_run_is_listed_and_goes(
+    cli: Cli, file_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    for run in (RUN, "team/run-2"):
+        written = WrittenRun(open_store(file_url), run, tmp_path)
+        written.save(step=100, directive="close")
+        written.close()
+    delete = FileStore.delete
+
+    def cut(self: FileStore, keys: Iterable[str]) -> None:
+        keys = list(keys)
+        if any(folder in key for key in keys[1:]):
+            delete(self, keys[:1])
+            raise Cut
+        delete(self, keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "delete", cut)
+        assert cli("rm", at(file_url, RUN), "--yes")[0] == 4
+    found = listed(cli, file_url)
+    assert (found[RUN], found["team/run-2"]) == ("being removed", "ok")
+    assert f"{RUN}: being removed: call `deltashard rm` again" in found["warning"]
+    code, text = cli("inspect", at(file_url, RUN))
+    assert code in {2, 3}
+    assert "again" in text
+    assert cli("rm", file_url, "--run", RUN, "--yes")[0] == 0
+    assert listed(cli, file_url, code=0) == {"warning": None, "team/run-2": "ok"}
+
+
+def test_rm_leaves_what_is_nobodys_run(cli: Cli, url: str, store: Store) -> None:
+    """A folder called data makes no run."""
+    for arguments in ((url, "--run", "other"), (at(url, "other"),), (url, "--run", "more")):
+        code, text = cli("rm", *arguments, "--yes", "--ended")
+        assert code == 2, text
+        assert "no run" in text
+    assert len(list(store.list("other/"))) + len(list(store.list("more/"))) == 4

@@ -1,0 +1,122 @@
+"""A person removes the run that a trainer is writing: its sidecar notices at the next save, says so, and writes no more."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal
+from deltashard_checkpoint.whole_run.remains import Remains, remains
+from deltashard_proto.v1 import trainer_pb2 as pb
+
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
+
+
+@pytest.fixture(params=["file", "minio"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"file://{tmp_path}/store"
+    found = request.getfixturevalue("minio_url")
+    assert isinstance(found, str)
+    return found
+
+
+@pytest.fixture
+def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
+    with sidecar(tmp_path, url, encoding="fp32", housekeeping_s=0.05, metrics_port=0) as one:
+        yield one
+
+
+def removed(url: str) -> RunLog:
+    """The run, removed by a person."""
+    log = RunLog(open_store(url), "run")
+    removal.remove(log)
+    assert keys(log) == []
+    return log
+
+
+def keys(log: RunLog) -> list[str]:
+    return [info.key for info in log.store.list("run/")]
+
+
+def test_a_run_that_was_removed_is_noticed_and_written_to_no_more(process: SidecarProcess, url: str) -> None:
+    trainer = Trainer(process.socket, Model())
+    trainer.open()
+    for _ in range(3):
+        trainer.model.train()
+        trainer.save_and_commit()
+    log = removed(url)
+    trainer.model.train()
+    number = trainer.save()
+    failure = eventually(lambda: trainer.failures.get(number))
+    assert failure.cause == "removed"
+    for said in ("run 'run' was removed", url.partition("?")[0], "`deltashard rm ", "restart"):
+        assert said in failure.message
+    left = keys(log)
+    assert left
+    assert all(key.startswith("run/data/") for key in left), "what was under way when it was noticed"
+    assert remains(log.store, "run/") is Remains.LOGLESS
+    # Nothing more is written: no save, no marker of a pod that ends, no housekeeping; and the trainer is not fenced.
+    for urgent in (False, True):
+        with pytest.raises(SaveRefused, match="was removed"):
+            trainer.begin(urgent=urgent)
+    assert trainer.stub.Notify(pb.NotifyRequest(reason="eviction", deadline_s=9)).trainers == 0
+    assert trainer.fenced == []
+    assert 'deltashard_save_failures_total{cause="removed"} 3.0' in process.metrics_page(), (
+        "an alert counts these"
+    )
+    assert keys(log) == left
+    # A trainer that is started again begins the run anew; so does one after rm took what was left.
+    removal.remove(log)
+    assert keys(log) == []
+    trainer.close()
+    again = Trainer(process.socket, Model())
+    assert not again.open().HasField("resume_seq")
+    again.save_and_commit()
+    restored = Model()
+    restored.wipe()
+    other = Trainer(process.socket, restored)
+    other.restore(other.open().resume_seq)
+    assert same(restored.state(), again.model.state())
+    other.close()
+
+
+def test_a_sidecar_that_was_restarted_since_notices_it_too(tmp_path: Path, url: str) -> None:
+    """Its log handle never saw the run: the trainer's attempt is of a log that is not there."""
+    with sidecar(tmp_path, url, encoding="fp32") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        trainer.save_and_commit()
+        process.kill()
+    log = removed(url)
+    with sidecar(tmp_path, url, encoding="fp32") as process:
+        eventually(lambda: trainer.gone)
+        trainer.attach()
+        number = trainer.save()
+        assert eventually(lambda: trainer.failures.get(number)).cause == "removed"
+        left = keys(log)
+        with pytest.raises(SaveRefused, match="was removed"):
+            trainer.begin()
+        assert keys(log) == left
+        trainer.close()
+
+
+def test_a_store_that_looked_empty_for_a_while_is_saved_to_again(tmp_path: Path) -> None:
+    """A directory that was mounted elsewhere, say: the log is back, and nothing was removed."""
+    url = f"file://{tmp_path}/store"
+    with sidecar(tmp_path, url, encoding="fp32") as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        trainer.save_and_commit()
+        shutil.move(tmp_path / "store/run", tmp_path / "elsewhere")
+        number = trainer.save()
+        assert eventually(lambda: trainer.failures.get(number)).cause == "removed"
+        shutil.rmtree(tmp_path / "store/run")
+        shutil.move(tmp_path / "elsewhere", tmp_path / "store/run")
+        assert trainer.save_and_commit().seq == 3
+        trainer.close()

@@ -1,0 +1,75 @@
+"""The run is removed under a real trainer: it is told once and clearly, trains on, and its close() ends."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import deltashard
+import pytest
+import torch
+from deltashard.errors import SaveFailed
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal
+from torch import nn
+
+from tests.support.checkpointers import Make, checkpointers
+
+FOREVER_S = 1e6
+"""A close() that waited for its deadline would never end within a test."""
+
+
+class Loop:
+    """A table, and steps on random ids."""
+
+    def __init__(self) -> None:
+        self.net = nn.Embedding(200, 8)
+        self.optimizer = torch.optim.Adagrad(self.net.parameters(), lr=0.1)
+
+    def train(self, ckpt: deltashard.Checkpointer, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.net(torch.randint(50, (8,))).square().mean().backward()
+            self.optimizer.step()
+            ckpt.step()
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    with checkpointers(tmp_path, monkeypatch, encoding="fp32") as build:
+        yield build
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_training_goes_on_and_close_ends(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, told: bool
+) -> None:
+    loop = Loop()
+    ckpt = make(loop, every_s=0)
+    ckpt.restore()
+    loop.train(ckpt, 2)
+    ckpt.save().wait(120)
+    log = RunLog(open_store(f"file://{tmp_path}/store"), "r")
+    removal.remove(log)
+    loop.train(ckpt, 1)
+    if told:
+        with pytest.raises(SaveFailed, match="run 'r' was removed"):
+            ckpt.save().wait(120)
+        left = [info.key for info in log.store.list("")]
+        loop.train(ckpt, 5)
+        with pytest.raises(SaveFailed, match="run 'r' was removed"):
+            ckpt.save().wait(120)
+    with caplog.at_level(logging.WARNING, "deltashard"), pytest.raises(SaveFailed) as raised:
+        ckpt.close(deadline_s=FOREVER_S)
+    assert f"step {8 if told else 3} is not durable" in str(raised.value)
+    assert "run 'r' was removed" in str(raised.value)
+    assert "`deltashard rm " in str(raised.value)
+    said = [record.getMessage() for record in caplog.records if "was removed" in record.getMessage()]
+    assert len(said) == 1
+    assert "nothing is saved any more" in said[0]
+    if told:
+        assert [info.key for info in log.store.list("")] == left
+    removal.remove(log)
+    assert list(log.store.list("")) == []

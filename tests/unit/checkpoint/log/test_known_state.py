@@ -1,0 +1,124 @@
+"""An attempt that is opened by who knows the run already, as every sidecar does: it reads HINT, and never believes it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from deltashard_checkpoint.log.commit_log import LogGap, RunLog
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.stores.abc import ObjectInfo
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.whole_run.removal import BARRIER
+from deltashard_checkpoint.write.attempt import open_attempt
+
+from tests.support.checkpoint.run_builder import Run
+
+
+class Counting(MemoryStore):
+    """Counts requests, and the names that listings give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+
+    def get(self, key: str) -> bytes:
+        self.asked["get"] += 1
+        return super().get(key)
+
+    def list(self, prefix: str, *, start_after: str = "") -> Iterator[ObjectInfo]:
+        self.asked["list"] += 1
+        for info in super().list(prefix, start_after=start_after):
+            self.asked["names"] += 1
+            yield info
+
+
+def known_and_further(commits: int) -> tuple[Run, RunLog, list[int]]:
+    """A run; who knew it when it had two checkpoints; the seqs of those that came since."""
+    run = Run(Counting())
+    run.memory = run.store
+    attempt = run.open().attempt
+    for cut in (1, 2):
+        run.commit(attempt, cut)
+    known = run.reader(readers=1)
+    known.refresh()
+    return run, known, [run.commit(attempt, cut) for cut in range(3, 3 + commits)]
+
+
+def opened(log: RunLog) -> int | None:
+    found = open_attempt(log, owner="me", closing_wait_s=0.0, deadline_s=30.0)
+    return None if found.resume is None else found.resume.seq
+
+
+def asked(run: Run, log: RunLog) -> Counter[str]:
+    run.store.asked.clear()
+    opened(log)
+    return run.store.asked
+
+
+@pytest.mark.parametrize("commits", [100, 1000])
+def test_a_long_log_costs_as_many_requests_as_a_short_one(commits: int) -> None:
+    """Whoever opens reads the newest folded state and what came after it, however far behind it was."""
+    run, known, seqs = known_and_further(commits)
+    found = asked(run, known)
+    assert found["get"] < 2 * 128 + 10, "the rarest fold, and a few"
+    assert found["names"] < 2 * 128 + 10
+    assert known.state.newest().seq == seqs[-1]
+    assert known.state == run.reader().refresh()
+
+
+def test_who_is_not_behind_asks_for_hint_and_no_more() -> None:
+    run, known, _ = known_and_further(0)
+    known.refresh()
+    run.store.asked.clear()
+    known.refresh()
+    before = run.store.asked.copy()
+    run.store.asked.clear()
+    known.refresh(heed_hint=True)
+    assert run.store.asked - before == Counter(get=1)
+
+
+def test_newest_entries_that_are_gone_are_a_gap_for_who_knew_less() -> None:
+    """It went on from what it knew, and called that the newest."""
+    run, known, seqs = known_and_further(3)
+    run.memory.delete(["job/" + entry_key(seq) for seq in seqs])
+    with pytest.raises(LogGap, match="newest entries are gone"):
+        opened(known)
+    assert [info.key for info in run.memory.list(f"job/{entry_key(seqs[0])[:-5]}")] == []
+
+
+def test_nobody_opens_a_run_that_is_being_removed() -> None:
+    run, known, _ = known_and_further(3)
+    before = {info.key for info in run.memory.list("")}
+    run.memory.put("job/log/HINT", BARRIER)
+    with pytest.raises(LogGap):
+        opened(known)
+    assert {info.key for info in run.memory.list("")} == before
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        b"",
+        b"nonsense",
+        b'{"fold":-1,"seq":1}',
+        b'{"fold":3,"seq":3}',
+        b'{"fold":9,"seq":4}',
+        b'{"fold":900,"seq":4}',
+    ],
+)
+@pytest.mark.parametrize("commits", [1, 30])
+def test_hint_is_not_believed(hint: bytes, commits: int) -> None:
+    """It may be old, and name folds that there are not: the tip is what a LIST shows."""
+    run, known, seqs = known_and_further(commits)
+    run.memory.put("job/log/HINT", hint)
+    assert opened(known) == seqs[-1]
+    assert known.state == run.reader().refresh()
+    assert known.state.tip == seqs[-1] + 1
+
+
+def test_hint_that_is_not_there() -> None:
+    run, known, seqs = known_and_further(5)
+    run.memory.delete(["job/log/HINT"])
+    assert opened(known) == seqs[-1]

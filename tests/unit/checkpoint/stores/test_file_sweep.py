@@ -1,0 +1,92 @@
+"""Files that writers left unfinished: who died leaves them to gc and rm, who lives keeps his own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.maintenance import garbage_collection
+from deltashard_checkpoint.stores.file import FileStore
+from deltashard_checkpoint.stores.key_rule import TEMPORARY
+from deltashard_checkpoint.stores.url import open_store
+from deltashard_checkpoint.whole_run import removal
+
+from tests.support.checkpoint.run_builder import Run
+
+
+def unfinished(directory: Path, *, old: bool = True, name: str = "dead") -> Path:
+    """What a writer that was killed has left in a directory."""
+    path = directory / f"{TEMPORARY}{name}"
+    path.write_bytes(b"half")
+    if old:
+        os.utime(path, (1, 1))
+    return path
+
+
+def run_in(directory: Path) -> RunLog:
+    run = Run(FileStore(directory))
+    run.memory = run.store
+    run.commit(run.open().attempt, 1)
+    return RunLog(open_store(f"file://{directory}"), "job")
+
+
+def test_gc_takes_what_dead_writers_left_and_nothing_young(tmp_path: Path) -> None:
+    log = run_in(tmp_path)
+    (data,) = (tmp_path / "job/data/00000000000000000001").iterdir()
+    dead, young = unfinished(data), unfinished(data, old=False, name="young")
+    others = unfinished(data.parent), unfinished(tmp_path / "job/log")
+    kept = {info.key for info in log.store.list("")}
+    assert garbage_collection.collect(log, dry_run=True).unfinished == 0
+    assert dead.exists()
+    assert garbage_collection.collect(log).unfinished == 3
+    assert not dead.exists()
+    assert not any(path.exists() for path in others)
+    assert young.exists()
+    assert {info.key for info in log.store.list("")} == kept
+
+
+def test_a_living_writers_file_stays_however_old_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was stopped, say, for an hour in the middle of a put: it goes on."""
+    log = run_in(tmp_path)
+    stands, goes_on = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def wait(descriptor: int) -> None:
+        fsync(descriptor)
+        if threading.current_thread() is writer:
+            stands.set()
+            assert goes_on.wait(60)
+
+    monkeypatch.setattr(os, "fsync", wait)
+    for put in ("put", "put_if_absent"):
+        stands.clear()
+        goes_on.clear()
+        key = f"job/data/{put}"
+        writer = threading.Thread(target=getattr(FileStore(tmp_path), put), args=(key, b"whole"))
+        writer.start()
+        assert stands.wait(60)
+        (mine,) = (tmp_path / "job/data").glob(f"{TEMPORARY}*")
+        os.utime(mine, (1, 1))
+        assert garbage_collection.collect(log).unfinished == 0
+        assert mine.exists()
+        goes_on.set()
+        writer.join()
+        assert log.store.get(key) == b"whole"
+
+
+def test_a_removal_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    """Nobody keeps house where there is no run any more: young ones go, too."""
+    log = run_in(tmp_path)
+    (data,) = (tmp_path / "job/data/00000000000000000001").iterdir()
+    unfinished(data, old=False)
+    unfinished(tmp_path / "job/log")
+    (tmp_path / "job/inner").mkdir()
+    inner = unfinished(tmp_path / "job/inner", old=False)
+    removal.remove(log)
+    assert [path for path in (tmp_path / "job").rglob("*") if path.is_file()] == [inner]
+    assert not (tmp_path / "job/data").exists()
