@@ -10,7 +10,7 @@ CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --
 # Whatever the machine says: without compiled files each process that tests start compiles torch again, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-fleet bench-group bench-ranks papers clean
+.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-cuda bench-fleet bench-group bench-ranks papers clean
 venv: .venv/.synced
 
 $(UV):
@@ -87,6 +87,10 @@ bench: venv
 # Four ranks, 2 GiB, against torch.distributed.checkpoint on MinIO: out/group.json.
 bench-group: venv
 	$(RUN) bench/run.py group --out out/group.json
+
+# 8 GiB of tables on a GPU, against torch.save and torch.distributed.checkpoint: out/cuda.json.
+bench-cuda: venv
+	$(RUN) bench/run.py gpu --out out/cuda.json
 
 # 4,096 ranks with metadata only: some minutes, 8 GB of memory; out/ranks.json, docs/scale-ranks.md.
 bench-ranks: venv

@@ -10,6 +10,7 @@ Torch computes on one thread, for everybody: a second core is the sidecar's or t
     bench/run.py --quick                a smoke test, for CI
     bench/run.py checkpointing tracking  only these
     bench/run.py group                  four ranks against torch.distributed.checkpoint, 2 GiB
+    bench/run.py gpu                    tables on a GPU, 8 GiB
     bench/run.py ranks                  4,096 ranks, simulated: docs/scale-ranks.md
 """
 
@@ -30,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
-MODULES = ("codec_speeds", "tracking", "checkpointing", "slowdown", "group", "ranks")
-ONLY_IF_NAMED = ("group", "ranks")
-"""In full: gigabytes and minutes each; `make bench-group`, `make bench-ranks`."""
+MODULES = ("codec_speeds", "tracking", "checkpointing", "slowdown", "group", "ranks", "gpu")
+ONLY_IF_NAMED = ("group", "ranks", "gpu")
+"""In full: gigabytes and minutes each; `make bench-group`, `make bench-ranks`, `make bench-cuda`."""
 COLUMNS = (
     ("what", "left"),
     ("ours", "right"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import progress
+from tests.support import gpu, progress
 from tests.support.machine import patience
 from tests.support.server.cloud_server import Azurite, CloudServer, FakeGcs
 from tests.support.server.minio_server import MinioServer
@@ -60,6 +60,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"*** {count} tests on the real {tool} did NOT run: `make servers` builds it ***",
             red=True,
             bold=True,
+        )
+    if count := sum(bool(gpu.MISSING.search(each)) for each in skipped):
+        terminalreporter.write_line(
+            f"*** {count} tests on a GPU did NOT run: torch finds no CUDA device ***", red=True, bold=True
         )
 
 

@@ -448,8 +448,14 @@ class Checkpointer:
         Raises:
             FencedError: a newer attempt has taken this run over; end this process. `TakenOver`: another workload's.
             NotRestored: the run has checkpoints, and neither `restore()` nor `fresh=True` was said.
-            UserError: this Checkpointer is closed.
+            UserError: this Checkpointer is closed, or a CUDA graph is being captured.
         """
+        if self._program.tracking.on_cuda and torch.cuda.is_current_stream_capturing():
+            raise UserError(
+                "step() was called while a CUDA graph is captured: no replay would call it again",
+                where="step()",
+                remedy="capture the computation alone, and call step() after each replay",
+            )
         if self._clock.tick():
             self._loop.boundary(at_step=True)
         self._clock.tock()

@@ -126,17 +126,18 @@ def make_table(kind: str, sparse: bool) -> nn.Module:
 
 
 class Training:
-    """One table under one optimizer, and the things that may happen to it."""
+    """One table under one optimizer, and the things that may happen to it; on torch's default device."""
 
     def __init__(self, optimizer: str, kind: str, sparse: bool, seed: int) -> None:
-        self.rng = torch.Generator().manual_seed(seed)
+        device = torch.get_default_device()
+        self.rng = torch.Generator(device).manual_seed(seed)
         torch.manual_seed(seed)
         self.kind = kind
         self.model = nn.ModuleDict({"table": make_table(kind, sparse), "dense": nn.Linear(COLUMNS, 1)})
         factory = OPTIMIZERS[optimizer][0]
         self.optimizer = factory([self.model["table"].weight])
         self.dense = torch.optim.SGD(self.model["dense"].parameters(), lr=LR)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
         self.cleared = True
 
     @property

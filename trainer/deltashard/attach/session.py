@@ -39,6 +39,7 @@ from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 
 from deltashard.attach.launcher import Launcher
 from deltashard.attach.lock import lock_line, open_arena, release_arena
+from deltashard.attach.pinned import unpin
 from deltashard.errors import FencedError, RestoreFailed, SidecarUnavailable, TakenOver, UserError
 
 log = logging.getLogger("deltashard")
@@ -412,6 +413,7 @@ class Session:
 
     def _drop(self, link: Link) -> None:
         link.channel.close()
+        unpin(link.arena)
         release_arena(link.arena)
 
     def _run(self) -> None:

@@ -7,8 +7,9 @@ is copied. One block is open at a time: small tables share it.
 
 All rows of a table are plain copies. Chosen rows are gathered by the checkpoint package's kernel straight into the
 arena, on as many threads as torch uses: it asks for rows ahead and writes around the caches. On an accelerator the
-gather runs on the device, two pinned buffers take turns to receive batches, and only the arena copy
-runs on the host while the next batch is on its way.
+gather runs on the device, which then writes into the arena by itself. Where it cannot, two pinned buffers take turns to
+receive batches, and the host copies one into the arena while the next is on its way. Copies and events are of the
+stream that is current where the writer is called: what other streams wrote must be over by then (`tracking.settle`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from deltashard.tracking.marks import RowSelection
 
 SMALLEST_BATCH_ROWS = 512
 """With less room than for so many rows left in the open block, the next one is taken."""
+
+IN_FLIGHT = 4
+"""So many batches at most are on their way from a device that writes into the arena: it holds their rows twice."""
 
 _SPLIT_BYTES = 1 << 20
 """So much of a gather is worth another thread."""
@@ -84,8 +88,17 @@ class _Pending:
 
     message: pb.SaveRequest
     target: memoryview
-    staging: Tensor
-    event: torch.cuda.Event
+    staging: Tensor | None
+    """None: it goes straight into the target."""
+    events: list[torch.cuda.Event]
+    """One of each device that a part of it lies on."""
+
+    def arrive(self) -> None:
+        """Wait until it is in the arena."""
+        for event in self.events:
+            event.synchronize()
+        if self.staging is not None:
+            torch.frombuffer(self.target, dtype=torch.uint8).copy_(self.staging)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -158,15 +171,17 @@ class BlockWriter:
         send: Callable[[pb.SaveRequest, int], None],
         observe: Observer | None = None,
         threads: int = 0,
+        pin: Callable[[], bool] = lambda: False,
     ) -> None:
         """`block` gives a block that may be written, `send` hands over a batch, or a piece of a blob, of so many bytes.
 
         `observe` sees every row batch, as it lies in the arena, before it is handed over. So many `threads` gather at
-        most; 0: as many as torch has.
+        most; 0: as many as torch has. `pin`: whether a device can write into the arena, asked when one would.
         """
         self._take_block, self._hand_over = block, send
         self._observe = observe
         self._threads = threads
+        self._pin = pin
         self._arena = arena
         self._block_bytes = arena.shape.block_bytes
         self._block = -1
@@ -283,7 +298,8 @@ class BlockWriter:
     def stop(self) -> None:
         """Before an abort: no copy into the arena may be running any more."""
         for pending in self._pending:
-            pending.event.synchronize()
+            for event in pending.events:
+                event.synchronize()
         self._pending.clear()
 
     def _count(self) -> None:
@@ -334,25 +350,40 @@ class BlockWriter:
         offsets: Sequence[int],
         length: int,
     ) -> None:
-        if len(self._pending) == 2:
+        direct = self._pin()
+        if len(self._pending) == (IN_FLIGHT if direct else 2):
             self._land()
-        staging = self._staging.next()
-        stream = torch.cuda.current_stream(parts[0].device)
+        staging = None if direct else self._staging.next()
+
+        def room(offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+            if staging is None:
+                return _over(target, offset, dtype, shape)
+            return _within(staging, offset, dtype, shape)
+
         if chosen is not None:
-            _within(staging, offsets[0], torch.int64, (rows,)).copy_(chosen + first, non_blocking=True)
+            room(offsets[0], torch.int64, (rows,)).copy_(chosen + first, non_blocking=True)
+        there: dict[torch.device, Tensor] = {}
         for part, offset in zip(parts, offsets[1:], strict=True):
-            on_device = (
-                part[start : start + rows] if chosen is None else part.index_select(0, chosen.to(part.device))
-            )
-            _within(staging, offset, part.dtype, tuple(on_device.shape)).copy_(on_device, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
-        event.record(stream)
-        self._pending.append(_Pending(message=message, target=target, staging=staging[:length], event=event))
+            if chosen is None:
+                piece = part[start : start + rows]
+            else:
+                ids = there.setdefault(part.device, chosen.to(part.device))
+                piece = part.index_select(0, ids)
+            # The allocator gives memory of a gather that is freed here to nobody before this copy is over: it goes
+            # by streams, and both are on the current one.
+            room(offset, part.dtype, tuple(piece.shape)).copy_(piece, non_blocking=True)
+        events = []
+        for device in {part.device for part in parts} | ({chosen.device} if chosen is not None else set()):
+            if device.type == "cuda":
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+                event.record(torch.cuda.current_stream(device))
+                events.append(event)
+        staged = None if staging is None else staging[:length]
+        self._pending.append(_Pending(message=message, target=target, staging=staged, events=events))
 
     def _land(self) -> None:
         pending = self._pending.popleft()
-        pending.event.synchronize()
-        torch.frombuffer(pending.target, dtype=torch.uint8).copy_(pending.staging)
+        pending.arrive()
         self._send(pending.message, pending.target)
 
     def _send(self, message: pb.SaveRequest, target: memoryview) -> None:

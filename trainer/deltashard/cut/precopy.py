@@ -21,13 +21,15 @@ and beside training (`compare`): one that differs, and was not marked since, is 
 `close` (`save.comparison`).
 Other memory under a table for a while (`.data = `) is not read at all.
 
-Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an
-accelerator, strided, or small; and all of a Checkpointer that records content hashes, which look at every batch.
+Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an accelerator (its bus is
+faster than copying again what was touched: docs/design/042), strided, or small; and all of a Checkpointer that records
+content hashes, which look at every batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -43,6 +45,7 @@ from deltashard_checkpoint.codecs import row_kernel
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_proto.v1 import trainer_pb2 as pb
 
+from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link, Session
 from deltashard.cut import memory
 from deltashard.cut.block_writer import Batch, BlockWriter, TableCut, parts_of
@@ -307,7 +310,13 @@ class Precopy:
         self._mode_of = mode
         self._written: list[tuple[TableAhead, Batch]] = []
         self._stop = False
-        self.writer = BlockWriter(link.arena, block=self._block, send=_hands_nothing_over, threads=1)
+        self.writer = BlockWriter(
+            link.arena,
+            block=self._block,
+            send=_hands_nothing_over,
+            threads=1,
+            pin=functools.partial(pin, link.arena),  # at the cut it writes the tables on a GPU, too
+        )
         self.tables = [TableAhead(table, cut) for table, cut in tables]
         for table in self.tables:
             table.table.watch()

@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from deltashard.attach.attachment import Attachment
 from deltashard.attach.interruption import leaves
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
+from deltashard.attach.pinned import pin
 from deltashard.attach.session import Link
 from deltashard.cut import save_stream
 from deltashard.cut.block_writer import BlockWriter, TableCut
@@ -156,12 +158,14 @@ class Saver:
     def ready(self) -> None:
         """An attempt is open: have the call of its first cut open before it is due."""
         self._ahead.open()
+        self._pin(self._attachment.link)
 
     def adopt(self, link: Link) -> None:
         """A new attachment, and what it knows of the save in flight."""
         self.head_start.drop("sidecar away")
         restarted = self._attachment.adopt(link)
         self._ahead.open()
+        self._pin(link)
         if link.reply.HasField("last_commit"):
             self.committed(Commit.of(link.reply.last_commit))
         flight = self._flight
@@ -170,6 +174,11 @@ class Saver:
         lost, self._lost = self._lost, None
         if restarted and lost is not None and lost != link.reply.last_commit.cut:
             self.owe(lost)
+
+    def _pin(self, link: Link | None) -> None:
+        """So that the first cut need not wait for it."""
+        if link is not None and self._tracking.on_cuda:
+            pin(link.arena)
 
     def committed(self, commit: Commit) -> None:
         """A checkpoint is durable; repeated and late news is harmless."""
@@ -332,6 +341,7 @@ class Saver:
 
     def _look(self) -> DirtyCounts:
         """Bring marks up to date, and find out whether rows may have been missed."""
+        self._tracking.settle()
         doubt = self._comparison.ask()
         if doubt is not None:
             self._comparison.say(doubt, "The save now has them")
@@ -533,7 +543,9 @@ class Saver:
             ahead.writer.goes_on(block=block, send=stream.send)
             return ahead.writer
         observe = None if self._contents is None else self._observe(self._contents, link, begun)
-        return BlockWriter(link.arena, block=block, send=stream.send, observe=observe)
+        return BlockWriter(
+            link.arena, block=block, send=stream.send, observe=observe, pin=partial(pin, link.arena)
+        )
 
     def _table_cuts(self) -> list[tuple[TrackedTable, TableCut]]:
         """Where the rows of every table lie; which of them a cut takes is found out later."""

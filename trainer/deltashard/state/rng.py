@@ -125,9 +125,17 @@ def apply_own(generator: Generator, captured: Mapping[str, Any]) -> None:
     """Put a captured state back into a generator of the same kind.
 
     Raises:
-        CheckpointMismatch: the generator is of another kind than the captured one.
+        CheckpointMismatch: the generator is of another kind than the captured one, or of another device.
     """
     kind = captured.get("kind")
+    if kind == "torch" and isinstance(generator, torch.Generator):
+        there, here = captured.get("device", "cpu"), generator.device.type
+        if there != here:
+            raise CheckpointMismatch(
+                f"the checkpoint holds a torch generator of {there}, the program's is of {here}",
+                where="state=",
+                remedy="give a generator of the same device under the same name",
+            )
     if kind == "torch" and isinstance(generator, torch.Generator):
         generator.set_state(_tensor_of(captured["state"]))
     elif kind == "numpy" and isinstance(generator, np.random.Generator):

@@ -89,8 +89,8 @@ def _sum(parts: Sequence[Tensor], home: torch.device) -> Tensor:
 
 
 def layout(sections: Sequence[Tensor]) -> tuple[object, ...]:
-    """What must be equal for two sets of hashes to compare: types and widths of the sections ([R] is [R, 1])."""
-    return tuple((s.dtype, s.shape[0], s.numel()) for s in sections)
+    """What must be equal for two sets of hashes to compare: types, widths and devices ([R] is [R, 1])."""
+    return tuple((s.dtype, s.shape[0], s.numel(), s.device) for s in sections)
 
 
 def _some_on_cpu(sections: list[Tensor], seed: int, rows: Tensor) -> Tensor:

@@ -15,9 +15,10 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+from deltashard.tracking.marks import in_graph
 
 _log = logging.getLogger("deltashard.tracking")
 
@@ -58,7 +59,7 @@ class _Probe:
         grad = self.param.grad
         if grad is None or grad.__dict__.get(_MARK) is not self.token:
             return False
-        if grad.is_cuda and torch.cuda.is_current_stream_capturing():
+        if in_graph(grad):
             return False
         return bool((grad._values() if grad.is_sparse else grad).count_nonzero())  # noqa: SLF001 - values() refuses uncoalesced gradients
 

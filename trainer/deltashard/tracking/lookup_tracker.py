@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from deltashard.state.discovery import Kernel
-from deltashard.tracking.marks import Marks
+from deltashard.tracking.marks import Marks, in_graph
 
 
 class LookupTracker:
@@ -32,6 +32,9 @@ class LookupTracker:
 
     def _updated(self, ids: Tensor) -> None:
         try:
+            if in_graph(ids):
+                self._lost(RuntimeError("a CUDA graph updates it, and at a replay nobody is told"))
+                return
             self._marks.mark(ids)
         except Exception as error:  # noqa: BLE001 - a moved weight may break anything here, never the backward pass
             self._lost(error)

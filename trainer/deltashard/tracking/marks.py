@@ -22,12 +22,18 @@ Marking writes the constant `FRESH | BASE | TOUCHED` over the byte and so forget
 lost by that, since a raised flag selects the row wherever its twin would and outlives it; and it makes marking one
 blind store per row, without a read. No uniqueness is needed either.
 
+On an accelerator the flags lie beside the table and marking is one kernel more of the step's own stream, for which
+nothing waits. What reads flags and writes them back must not run beside it: on whatever streams a program marks, such
+an operation begins when all of them are done, and is over when it returns (`_alone`). There is none within a step.
+
 Rows may be copied ahead of a cut, while training goes on (docs/design/030). A third flag tells which changed since that
 began: `watch` lowers `TOUCHED` of all, and every mark raises it. No selection knows of it.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,6 +70,17 @@ class DirtyCounts:
     commit: int
     baseline: int
     total: int
+
+
+def in_graph(tensor: Tensor) -> bool:
+    """Whether what is done with it now becomes part of a CUDA graph, to be done at each replay instead of now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def settle(device: torch.device) -> None:
+    """Wait until all streams of an accelerator are done with what they were given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Marks:
@@ -105,10 +122,7 @@ class Marks:
 
     def watch(self) -> None:
         """From now on `touched` tells what changes."""
-        if self._array is not None:
-            np.bitwise_and(self._array, 0xFF ^ TOUCHED, out=self._array)
-        else:
-            self.flags.bitwise_and_(0xFF ^ TOUCHED)
+        self._keep(0xFF ^ TOUCHED)
 
     def touched(self) -> npt.NDArray[np.int64]:
         """Rows of a table on the CPU that changed since `watch`: int64 [n], ascending."""
@@ -126,6 +140,13 @@ class Marks:
             return np.arange(start, min(stop, self.rows))
         # IMPORTANT: found in a copy. Another thread may mark rows between the two passes that count and list them.
         return row_kernel.find_rows(self._array[start:stop].copy(), _SELECTS[mode]) + start
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within, no stream of an accelerator marks rows."""
+        settle(self.flags.device)
+        yield
+        settle(self.flags.device)
 
     def counts(self) -> DirtyCounts:
         """Sizes of the three selections."""
@@ -156,10 +177,7 @@ class Marks:
         # Older cuts can no longer commit (cuts commit in increasing order) and this one holds what they held.
         for other in [o for o in self._in_flight if o < cut]:
             del self._in_flight[other]
-        if self._array is not None:
-            np.bitwise_and(self._array, keep, out=self._array)
-        else:
-            self.flags.bitwise_and_(keep)
+        self._keep(keep)
 
     def failed(self, cut: int) -> None:
         """`cut` will not commit as far as this trainer can tell: the next one takes its rows again."""
@@ -176,28 +194,37 @@ class Marks:
 
         Rows of a cut in flight are among them, and their flags stand whatever becomes of it.
         """
-        ids = self.select("since_commit")
-        self.flags.bitwise_and_(0xFF ^ (BASE | BASE_PENDING))
-        if ids.ids is None:
-            self.flags.bitwise_or_(BASE)
-        else:
-            self.flags[ids.ids] |= BASE
+        with self._alone():
+            ids = self.select("since_commit")
+            self.flags.bitwise_and_(0xFF ^ (BASE | BASE_PENDING))
+            if ids.ids is None:
+                self.flags.bitwise_or_(BASE)
+            else:
+                self.flags[ids.ids] |= BASE
 
     def reseed(self, ids: Tensor | None) -> None:
         """After a restore: nothing is fresh, and `ids` (int64 [n]; None: every row) differ from the baseline."""
         self._in_flight.clear()
-        self.flags.fill_(TOUCHED | (BASE if ids is None else 0))
-        if ids is not None and ids.numel():
-            self.flags.index_fill_(0, ids.to(self.flags.device, torch.int64), TOUCHED | BASE)
+        with self._alone():
+            self.flags.fill_(TOUCHED | (BASE if ids is None else 0))
+            if ids is not None and ids.numel():
+                self.flags.index_fill_(0, ids.to(self.flags.device, torch.int64), TOUCHED | BASE)
 
     def clean(self, ids: Tensor) -> Tensor:
-        """Which of `ids` did not change since the last cut was taken: bool [n]."""
-        return (self.flags[ids] & FRESH) == 0
+        """Which of `ids` did not change since the last cut was taken: bool [n], where `ids` are."""
+        return ((self.flags[ids] & FRESH) == 0).to(ids.device)
 
     def _count(self, mode: Mode) -> int:
         if self._array is not None:
             return row_kernel.count_rows(self._array, _SELECTS[mode])
         return int(torch.count_nonzero(self.flags & _SELECTS[mode]))
+
+    def _keep(self, bits: int) -> None:
+        if self._array is not None:
+            np.bitwise_and(self._array, bits, out=self._array)
+            return
+        with self._alone():
+            self.flags.bitwise_and_(bits)
 
     def _merge(self, pending: int) -> None:
         self._shift(pending, left=-1)
@@ -206,7 +233,8 @@ class Marks:
         """Move `bits` of every row one place up (1) or down (-1); what is at the target stays set."""
         if self._array is not None:
             row_kernel.move_flags(self._array, bits, left=left > 0)
-        else:
+            return
+        with self._alone():
             moved_on = self.flags & bits
             moved_on = moved_on << 1 if left > 0 else moved_on >> 1
             self.flags.bitwise_and_(0xFF ^ bits).bitwise_or_(moved_on)

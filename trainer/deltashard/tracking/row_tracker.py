@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from deltashard.state import row_hash
 from deltashard.state.discovery import FoundTable
 from deltashard.state.forgetful_hook import ForgetfulHook
-from deltashard.tracking.marks import Marks
+from deltashard.tracking.marks import Marks, in_graph
 
 
 class Untracked(Exception):
@@ -147,6 +147,10 @@ class RowTracker:
     def gradient_flows(self, ids: Tensor, seen: int, grad: Tensor | None) -> None:
         """The autograd node of a lookup of `ids`, which were of version `seen`, made the gradient `grad`."""
         try:
+            if in_graph(ids):
+                # At a replay no hook runs, and the gradient has the version it had: this would pass for proven.
+                self._broken = "its gradient is made inside a CUDA graph, where no hook runs"
+                return
             if version(ids) != seen:
                 self._broken = "the ids of a lookup were written before its backward pass"
             # Marked now: before the step the caller may refill its batch in place.

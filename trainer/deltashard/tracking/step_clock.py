@@ -57,7 +57,7 @@ class StepClock:
         line = self._line
         line[0] = step
         line[1] = _time_ns()
-        self.whole = self._steps.stepped or self._blind
+        self.whole = self._steps.stepped or self._blind or self._steps.captured
         return step + self._ahead >= line[3] or self._attention
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.optim import optimizer as torch_optimizer
 
 from deltashard.optimizer.whitelist import why_inexact
@@ -28,9 +29,11 @@ _GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as
 class Steps:
     """What all optimizers of one `Tracking` share."""
 
-    __slots__ = ("before_next", "first", "gradients", "inside", "stepped", "updated", "updating")
+    __slots__ = ("before_next", "captured", "first", "gradients", "inside", "stepped", "updated", "updating")
 
     def __init__(self) -> None:
+        self.captured = False
+        """Whether a step of one of them was captured into a CUDA graph: replays are steps that no hook tells of."""
         self.stepped = False
         """Whether one of them stepped since the last step boundary."""
         self.updated = False
@@ -62,7 +65,7 @@ class Steps:
 class StepHooks:
     """Those of one optimizer."""
 
-    __slots__ = ("_glance", "_handles", "_regrouped", "_sizes", "_steps", "optimizer", "tables")
+    __slots__ = ("_glance", "_handles", "_on_cuda", "_regrouped", "_sizes", "_steps", "optimizer", "tables")
 
     def __init__(
         self,
@@ -80,6 +83,7 @@ class StepHooks:
         self._regrouped = regrouped
         self._sizes = _sizes(optimizer)
         """How many parameters each of its groups had at the last look."""
+        self._on_cuda = _on_cuda(optimizer)
         self._glance: Glance | None = None
         """Of `tables` after the last step; None during a step that did not find them so."""
         self._handles = [
@@ -91,6 +95,7 @@ class StepHooks:
     def watch(self, tables: list[TrackedTable]) -> None:
         """Set `tables`, which other modules may look up now."""
         self.tables, self._glance, self._sizes = tables, None, _sizes(self.optimizer)
+        self._on_cuda = _on_cuda(self.optimizer)
 
     def close(self) -> None:
         """Remove them."""
@@ -136,6 +141,8 @@ class StepHooks:
         """The post-hook."""
         steps = self._steps
         steps.stepped = True
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            steps.captured = True
         if optimizer not in steps.inside:
             self._rewritten()  # nobody looked before this step
         if self.tables:
@@ -187,6 +194,10 @@ class StepHooks:
 
 def _sizes(optimizer: Any) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def _on_cuda(optimizer: Any) -> bool:
+    return any(param.is_cuda for group in optimizer.param_groups for param in group["params"])
 
 
 def why_not_alone(

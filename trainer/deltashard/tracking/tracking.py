@@ -61,7 +61,7 @@ from deltashard.tracking.first_step import FirstStep, Report
 from deltashard.tracking.glance import Signature, Signed
 from deltashard.tracking.gradient import GradientWatch
 from deltashard.tracking.lookup_tracker import LookupTracker
-from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection
+from deltashard.tracking.marks import DirtyCounts, Marks, Mode, RowSelection, in_graph, settle
 from deltashard.tracking.row_tracker import HashTracker, RowTracker, Untracked
 from deltashard.tracking.step_hook import StepHooks, Steps, why_not_alone
 
@@ -252,7 +252,8 @@ class TrackedTable:
             self._rows = None
         self.signed, self._pinned = _UNSIGNED, []
         self._hashes = HashTracker(self._seed)
-        self.marks.mark_all()
+        if not in_graph(self.param):  # the first look marks all of it anyway
+            self.marks.mark_all()
         self.reason = reason
         level = logging.DEBUG if quiet else logging.INFO
         _log.log(level, "table %s is tracked by row hashes at each cut: %s", self.key, reason)
@@ -262,7 +263,7 @@ class TrackedTable:
 
         `inexact` is what `why_inexact` and `why_not_alone` say of the owner now.
         """
-        if self._rows is None:
+        if self._rows is None or self._left_to_graph():
             return
         reason = inexact or self._why_not_lookups()
         if reason is not None:
@@ -288,15 +289,22 @@ class TrackedTable:
 
     def mark_held(self) -> None:
         """The step applied the gradient that was held: mark its rows."""
-        if not isinstance(self._rows, RowTracker):
-            return
-        if self.param.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.go_over("its optimizer runs inside a CUDA graph, where no hook does")
+        if not isinstance(self._rows, RowTracker) or self._left_to_graph():
             return
         try:
             self._rows.stepped()
         except Untracked as untracked:
             self.go_over(str(untracked))
+
+    def _left_to_graph(self) -> bool:
+        """Whether its optimizer's step is being captured: then it is tracked by hashes, and nothing is marked.
+
+        A mark would become part of the graph, which would write flags at each replay, even after they were freed.
+        """
+        if not in_graph(self.param):
+            return False
+        self.go_over("its optimizer runs inside a CUDA graph, where no hook does")
+        return True
 
     def lost(self, error: Exception) -> None:
         """Telling this table's rows raised `error` (its weight was resized in place, say): hashes from now on."""
@@ -467,6 +475,8 @@ class TrackedTable:
 
     def rewritten(self) -> None:
         """We wrote its state ourselves: every row counts as changed."""
+        if self._rows is not None and self._left_to_graph():
+            return
         self.marks.mark_all()
         self.sign()
 
@@ -605,6 +615,8 @@ class Tracking:
         self._named = self._inventory
         self._install()
         self._attach()
+        self.on_cuda = any(device.type == "cuda" for device in self._devices())
+        """Whether something of the program lies on a GPU, as of the last cut."""
         _live.add(self)
 
     @property
@@ -685,6 +697,17 @@ class Tracking:
     def step_done(self) -> None:
         """The loop body's last statement ran; costs nanoseconds."""
         self.steps.done()
+
+    def settle(self) -> None:
+        """Wait for the accelerators that a cut reads: their copies run on one stream, training may use several."""
+        devices = self._devices()
+        self.on_cuda = any(device.type == "cuda" for device in devices)
+        for device in devices:
+            settle(device)
+
+    def _devices(self) -> set[torch.device]:
+        tensors = [*(table.param for table in self.tables), *self._inventory.dense.values()]
+        return {tensor.device for tensor in tensors}
 
     def refresh(self) -> DirtyCounts:
         """Bring marks and schemas up to date for a cut and count the rows it would take.
@@ -979,6 +1002,7 @@ _live: weakref.WeakSet[Tracking] = weakref.WeakSet()
 def _in_child() -> None:
     # A forked worker trains nothing of ours: what it runs of the model must not be watched.
     for tracking in list(_live):
+        tracking.on_cuda = False  # nor may CUDA be asked anything there
         tracking.close()
 
 

@@ -22,6 +22,7 @@ from deltashard_proto.arena_layout import sections
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.gpu import DEVICES
 from tests.support.trainer.tracking_case import EVENTS, EXACT, OPTIMIZERS, PLAIN, ROWS, TABLES, begin, quiet
 
 ALL_SEEN = TrackingSettings(hash_below_bytes=0, audit_rows=ROWS)
@@ -103,6 +104,7 @@ class Program:
             self.writer.table(renewed.rest, start=renewed.start)
         else:
             self.writer.table(self.cut(self.table.prepare_cut("since_commit")))
+        self.writer.flush()
         self.ahead = None
         self.apply()
         self.tracking.cut_taken(cutter.cut, "since_commit")
@@ -119,7 +121,7 @@ class Program:
             offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=widths)
             block = self.arena.blocks[batch.block]
             rows = (
-                torch.arange(batch.row_start, batch.row_start + batch.rows)
+                torch.arange(batch.row_start, batch.row_start + batch.rows, device="cpu")
                 if batch.contiguous
                 else torch.from_numpy(np.frombuffer(block, np.int64, batch.rows, batch.offset).copy())
             )
@@ -127,7 +129,7 @@ class Program:
                 values = torch.frombuffer(
                     block, dtype=part.dtype, count=batch.rows * part[0].numel(), offset=batch.offset + at
                 )
-                stored[rows] = values.view(batch.rows, *part.shape[1:])
+                stored[rows] = values.view(batch.rows, *part.shape[1:]).to(part.device)
         for part, stored in zip(parts, self.store, strict=True):
             same = (part == stored) | (part.isnan() & stored.isnan())
             wrong = (~same.view(ROWS, -1).all(1)).nonzero().view(-1).tolist()
@@ -168,13 +170,14 @@ def _small(monkeypatch):
     seed=st.integers(0, 1000),
 )
 @pytest.mark.slow
-def test_what_is_stored_is_what_is_there(case, events, seed):
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_stored_is_what_is_there(device, case, events, seed):
     """Any optimizer x any table x any sequence of events: after every cut no row is of another step."""
     if (
         "replace_module" in events
     ):  # torch itself cannot give the state of a parameter that is in no group any more
         events = [event for event in events if event != "reload_optimizer"]
-    with quiet():
+    with quiet(), torch.device(device):
         program = Program(case, seed, ALL_SEEN if TRACELESS & set(events) else PLAIN)
         for event in [*events, "cut"]:
             if event in ("watch", "copy"):

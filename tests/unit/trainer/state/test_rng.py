@@ -13,6 +13,8 @@ from deltashard.errors import CheckpointMismatch, StateError
 from deltashard.state.rng import apply_globals, apply_own, capture_globals, capture_own
 from deltashard.state.value import decode_value, encode_value
 
+from tests.support.gpu import needs_gpu
+
 
 def draws() -> tuple[Any, ...]:
     return (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), float(torch.rand(())))
@@ -76,3 +78,23 @@ def test_cuda_generators_are_not_dropped_silently() -> None:
     """A checkpoint of a CUDA run on a machine without CUDA: refused, unless asked otherwise."""
     with pytest.raises(CheckpointMismatch, match="CUDA"):
         apply_globals({**capture_globals(), "cuda": [b"x"]})
+
+
+@needs_gpu
+def test_cuda_generators_come_back() -> None:
+    """The default one of each device, and one of the program's own."""
+    own = torch.Generator("cuda").manual_seed(3)
+    torch.rand(5, device="cuda")
+    held = decode_value(encode_value({"all": capture_globals(), "own": capture_own(own)}).to_bytes())
+    drawn = [torch.rand(7, device="cuda"), torch.rand(7, device="cuda", generator=own)]
+    apply_globals(held["all"])
+    apply_own(own, held["own"])
+    again = [torch.rand(7, device="cuda"), torch.rand(7, device="cuda", generator=own)]
+    assert all(map(torch.equal, drawn, again))
+
+
+def test_a_generator_of_another_device_is_refused() -> None:
+    """The states of both are bytes, and mean other things."""
+    held = {**capture_own(torch.Generator()), "device": "cuda"}
+    with pytest.raises(CheckpointMismatch, match="cuda"):
+        apply_own(torch.Generator(), held)

@@ -6,11 +6,9 @@ import pytest
 import torch
 from deltashard.state import row_hash
 
+from tests.support.gpu import DEVICES
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8]
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
-]
 
 
 def sections(dtype: torch.dtype, columns: int, rows: int = 257) -> list[torch.Tensor]:

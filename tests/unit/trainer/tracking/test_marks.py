@@ -10,6 +10,8 @@ from deltashard.tracking.marks import BASE, FRESH, Marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.gpu import needs_gpu
+
 ROWS = 10
 rows_of = st.lists(st.integers(0, ROWS - 1), max_size=4)
 moves = st.one_of(
@@ -44,11 +46,11 @@ def selected(marks: Marks, mode: str) -> set[int]:
     return set(range(ROWS)) if selection.all else set(selection.ids.tolist())
 
 
-def play(script: list[tuple[str, object]]) -> tuple[Marks, Model]:
-    marks, model = Marks(ROWS), Model()
+def play(script: list[tuple[str, object]], device: str = "cpu") -> tuple[Marks, Model]:
+    marks, model = Marks(ROWS, device), Model()
     for kind, what in script:
         if kind == "change":
-            marks.mark(torch.tensor(what, dtype=torch.int64))
+            marks.mark(torch.tensor(what, dtype=torch.int64, device=device))
             model.changed[-1].update(what)
         elif kind == "cut":
             cut = len(model.changed)
@@ -77,6 +79,14 @@ def play(script: list[tuple[str, object]]) -> tuple[Marks, Model]:
 def test_a_selection_never_misses_a_changed_row_whatever_news_arrives(script):
     """Overlapping cuts, lost, late, repeated and contradictory news: always a superset."""
     play(script)
+
+
+@needs_gpu
+@settings(max_examples=100, deadline=None)
+@given(st.lists(moves, max_size=30))
+def test_marks_on_a_gpu_miss_no_row_either(script):
+    """The same with flags on a device."""
+    play(script, "cuda")
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,346 @@
+"""On a GPU: what tracking adds to a step, and what a save holds training for, beside torch.save and DCP.
+
+Tables, their state and the dense parameters lie on the device; stores and caches in memory (/dev/shm), so that no disk
+is measured. The same live state for everybody, in one run and in turns. A stall is what the training thread waits with
+nothing of its own on the device's queue before it: for a save that comes due by time the queue is drained, and what
+that takes is part of the stall.
+
+    by hand      `save()` right after a step, when the device is done with it
+    by time      a save comes due while training goes on: what is on the device's queue is waited for, too
+    lost         its stall, and by how much the steps until it was durable took longer than steps without us
+
+Without a GPU only `--quick` runs, on the CPU, as a smoke test.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from checkpointing import Row, _row
+from ours import Deltashard, Sidecar
+from peers import DcpAsyncSave, Peer, Place, TorchSave
+from states import _tensors
+from torch import nn
+
+COLUMNS = 128
+TABLES = 4
+BATCH, POOLING = 4096, 8
+BATCHES = 32
+SHARE = 0.26
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class GpuState:
+    """Four bags with row-wise Adagrad and an MLP with Adam on the device, and steps of skewed lookups."""
+
+    def __init__(self, gigabytes: float) -> None:
+        """Tables and their state take so many GiB; every row's state is non-zero."""
+        from deltashard.optim import RowWiseAdagrad
+
+        torch.manual_seed(0)
+        self.rows_each = int(gigabytes * 2**30 / TABLES / (COLUMNS * 4 + 4))
+        with torch.device(DEVICE):
+            tables = nn.ModuleList(
+                nn.EmbeddingBag(self.rows_each, COLUMNS, mode="sum", sparse=True) for _ in range(TABLES)
+            )
+            mlp = nn.Sequential(
+                nn.Linear(TABLES * COLUMNS, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 1)
+            )
+        self.model = nn.ModuleDict({"tables": tables, "mlp": mlp})
+        self.optimizers: list[torch.optim.Optimizer] = [
+            RowWiseAdagrad([table.weight for table in tables], lr=0.05),
+            torch.optim.Adam(mlp.parameters(), lr=1e-3),
+        ]
+        for table in tables:
+            self.optimizers[0].state[table.weight]["sum"].uniform_()
+        # Log-uniform: Zipf's law with exponent 1, the hot rows spread over the table.
+        self.batches = [
+            [
+                (self.rows_each ** torch.rand((BATCH, POOLING), device=DEVICE)).long() * 7919 % self.rows_each
+                for _ in range(TABLES)
+            ]
+            for _ in range(BATCHES)
+        ]
+        self.at = 0
+
+    def step(self) -> None:
+        """One training step."""
+        self.at += 1
+        self._train(self.batches[self.at % BATCHES])
+
+    def touch(self, share: float, seed: int) -> None:
+        """Change `share` of every table's rows by one training step each, and all dense parameters."""
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        rows = torch.randperm(self.rows_each, generator=generator, device=DEVICE)
+        rows = rows[: int(self.rows_each * share)]
+        for piece in torch.split(rows, 1 << 20):
+            self._train([piece[:, None]] * TABLES)
+
+    def _train(self, ids: list[torch.Tensor]) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        found = [table(each) for table, each in zip(self.model["tables"], ids, strict=True)]
+        self.model["mlp"](torch.cat(found, 1)).square().mean().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def as_dict(self) -> dict[str, object]:
+        """What a script would hand to torch.save: state_dicts, by reference."""
+        return {
+            "model": dict(self.model.state_dict()),  # a stager of torch 2.11 knows no other mapping
+            "optimizers": {str(i): optimizer.state_dict() for i, optimizer in enumerate(self.optimizers)},
+        }
+
+    @property
+    def bytes(self) -> int:
+        """All tensors together."""
+        return sum(tensor.nbytes for tensor in _tensors(self.as_dict()))
+
+
+class DcpPinned(DcpAsyncSave):
+    """The asynchronous save with a stager that keeps pinned memory for the whole state."""
+
+    name = "dcp.async_save (cached, pinned)"
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        pinned = DEVICE == "cuda"
+        # The fourth has the copies not wait for one another; the stager waits for all of them before it returns.
+        self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+
+    def close(self) -> None:
+        self._stager.close()
+
+    def stager(self) -> Any:
+        return self._stager
+
+
+def run(*, quick: bool) -> dict[str, object]:
+    """All of it; `quick` is a smoke test on a small state."""
+    if DEVICE == "cpu" and not quick:
+        raise RuntimeError("torch finds no CUDA device")
+    gigabytes, rounds, steps = (0.03, 1, 5) if quick else (8.0, 3, 100)
+    out: dict[str, Any] = {"errors": {}, "device": _device(), "gigabytes": gigabytes}
+    state = GpuState(gigabytes)
+    out["state_bytes"], out["rows_of_tables"] = state.bytes, TABLES * state.rows_each
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="deltashard-bench-", dir=base) as name:
+        folder = Path(name)
+        place = Place(name="file", root=str(folder / "store"))
+        Path(place.root).mkdir()
+        _note("steps")
+        out["steps"] = _steps(place, state, folder, steps, rounds)
+        for what, kind, times in (
+            ("torch", TorchSave, 1),
+            ("dcp", DcpAsyncSave, rounds),
+            ("dcp pinned", DcpPinned, rounds),
+        ):
+            _note(what)
+            with _noting(out["errors"], kind.name):
+                out[kind.name] = _peer(kind, place, state, times)
+        for share in (SHARE, 1.0):
+            _note(f"by hand, {share:.0%}")
+            with _noting(out["errors"], f"by hand, {share:.0%}"):
+                out[f"by hand {share}"] = _by_hand(place, state, folder, share, rounds if share < 1 else 1)
+        for share in (SHARE, 0.0):
+            _note(f"by time, {share:.0%}")
+            with _noting(out["errors"], f"by time, {share:.0%}"):
+                out[f"by time {share}"] = _by_time(
+                    place, state, folder, share, rounds, step_s=out["steps"]["without"], quick=quick
+                )
+    out["rows"] = _rows(out)
+    return out
+
+
+def _note(what: str) -> None:
+    print(f"  {what} ...", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _noting(errors: dict[str, str], what: str) -> Any:
+    try:
+        yield
+    except Exception as error:
+        errors[what] = f"{type(error).__name__}: {error}"[:500]
+        traceback.print_exc(limit=4)
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+
+
+def _sync() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def _flags(state: GpuState, **flags: object) -> dict[str, object]:
+    # As much shared memory as the asynchronous peers take for their copy.
+    room = max(64 << 20, int(state.bytes * 1.1))
+    return {"encoding": "q8", "differential": "consecutive", "compact_after": 0, "arena_bytes": room} | flags
+
+
+def _timed(state: GpuState, steps: int, end: Callable[[], object]) -> float:
+    """Seconds a step, the device's work included."""
+    _sync()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        state.step()
+        end()
+    _sync()
+    return (time.perf_counter() - begun) / steps
+
+
+def _steps(place: Place, state: GpuState, folder: Path, steps: int, rounds: int) -> dict[str, object]:
+    """Steps without and with tracking and `step()`, in turns; no save is due."""
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    _timed(state, steps, lambda: None)
+    with Sidecar(place, "steps", folder / "steps", **_flags(state)) as sidecar:
+        for turn in range(rounds + 1):
+            without = _timed(state, steps, lambda: None)
+            ours = Deltashard(sidecar, state)  # type: ignore[arg-type]
+            ours.restore()
+            _timed(state, 3, ours.ckpt.step)
+            tracked = _timed(state, steps, ours.ckpt.step)
+            if turn or rounds == 1:
+                found["without"].append(without)
+                found["with"].append(tracked)
+            with ours.ckpt as ckpt:  # leaves without a last save
+                ckpt.__exit__(KeyboardInterrupt, None, None)
+    return {name: median(each) for name, each in found.items()} | {"all": found}
+
+
+def _peer(kind: type[Peer], place: Place, state: GpuState, rounds: int) -> dict[str, object]:
+    peer = kind(place)
+    saves = []
+    try:
+        for turn in range(rounds + (rounds > 1)):
+            state.step()
+            _sync()
+            saves.append(peer.save(state, f"{kind.__name__}-{turn}"))  # type: ignore[arg-type]
+            place.remove(f"{kind.__name__}-{turn}")
+    finally:
+        peer.close()
+    saves = saves[-rounds:]
+    return {
+        "stall_s": median(saved.stall_s for saved in saves),
+        "durable_s": median(saved.durable_s for saved in saves),
+        "stored_bytes": saves[-1].stored_bytes,
+        "stalls_s": [saved.stall_s for saved in saves],
+    }
+
+
+def _by_hand(place: Place, state: GpuState, folder: Path, share: float, rounds: int) -> dict[str, object]:
+    name = f"hand-{share:.2f}"
+    with Sidecar(place, name, folder / name, **_flags(state)) as sidecar:
+        ours = Deltashard(sidecar, state)  # type: ignore[arg-type]
+        ours.restore()
+        saves = []
+        for turn in range(rounds + 1):  # the first is the baseline
+            if share < 1 or turn == 0:
+                state.touch(share if turn else 0.01, seed=turn)
+            else:
+                state.touch(1.0, seed=turn)
+            ours.ckpt.step()
+            _sync()
+            saves.append(ours.save())
+        ours.ckpt.close()
+    saves = saves[-rounds:]
+    return {
+        "stall_s": median(each.saved.stall_s for each in saves),
+        "durable_s": median(each.saved.durable_s for each in saves),
+        "stored_bytes": saves[-1].saved.stored_bytes,
+        "rows": saves[-1].rows,
+        "raw_bytes": saves[-1].raw_bytes,
+        "stalls_s": [each.saved.stall_s for each in saves],
+    }
+
+
+def _by_time(
+    place: Place,
+    state: GpuState,
+    folder: Path,
+    share: float,
+    rounds: int,
+    *,
+    step_s: float,
+    quick: bool,
+) -> dict[str, object]:
+    """Saves by the timer; `share` of the rows is touched in each interval, besides what its steps touch."""
+    name = f"time-{share:.2f}"
+    found = []
+    with Sidecar(place, name, folder / name, **_flags(state, every_s=1 if quick else 4)) as sidecar:
+        ours = Deltashard(sidecar, state)  # type: ignore[arg-type]
+        ours.restore()
+        ckpt = ours.ckpt
+        for turn in range(rounds + 1):  # the first is the baseline
+            if share:
+                state.touch(share, seed=turn)
+                ckpt.step()
+            cuts, began = ckpt.stats.cuts, time.perf_counter()
+            while ckpt.stats.cuts == cuts:
+                state.step()
+                ckpt.step()
+                if time.perf_counter() - began > 60:
+                    raise TimeoutError(f"no cut within 60 s: {ckpt.stats}")
+            stall_s, steps, began = ckpt.stats.stalls_s[-1], 0, time.perf_counter()
+            while ckpt.stats.commits < ckpt.stats.cuts:
+                state.step()
+                ckpt.step()
+                steps += 1
+            _sync()
+            slower_s = time.perf_counter() - began - steps * step_s
+            commit = ckpt.stats.last_commit
+            assert commit is not None
+            found.append(
+                {
+                    "stall_s": stall_s,
+                    "lost_s": stall_s + slower_s,
+                    "durable_s": commit.durable_s,
+                    "rows": commit.rows,
+                    "raw_bytes": commit.raw_bytes,
+                }
+            )
+        with ckpt:
+            ckpt.__exit__(KeyboardInterrupt, None, None)
+    last = found[-rounds:]
+    whats = ("stall_s", "lost_s", "durable_s")
+    return {what: median(each[what] for each in last) for what in whats} | {"rounds": found}
+
+
+def _rows(out: dict[str, Any]) -> list[Row]:
+    rows: list[Row] = []
+    steps = out["steps"]
+    rows.append(
+        _row("a step, tracked and with step()", steps["with"], "without us", steps["without"], None, "s")
+    )
+    peers = [kind.name for kind in (TorchSave, DcpAsyncSave, DcpPinned) if kind.name in out]
+    for mine, what in (
+        (f"by time {SHARE}", f"by time, {SHARE:.0%} of the rows dirty"),
+        ("by time 0.0", "by time, the rows of 4 s of steps"),
+        (f"by hand {SHARE}", f"by hand, {SHARE:.0%}"),
+        ("by hand 1.0", "by hand, all rows"),
+    ):
+        if mine in out:
+            rows += [
+                _row(f"stall, {what}", out[mine]["stall_s"], who, out[who]["stall_s"], None, "s")
+                for who in peers
+            ]
+            if "lost_s" in out[mine]:
+                rows.append({"what": f"training lost, {what}", "ours": out[mine]["lost_s"], "unit": "s"})
+            rows += [
+                _row(f"durable, {what}", out[mine]["durable_s"], who, out[who]["durable_s"], None, "s")
+                for who in peers
+            ]
+    return rows

@@ -1,0 +1,155 @@
+"""One life of a training on a device: `gpu_life.py WHAT...` as JSON; it trains, and dies where it is told.
+
+Prints a line of JSON for the restore, for every cut and for the end: the step, and a digest of all that a resumed run
+needs (every parameter and optimizer state, the generators, and what is drawn next).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import warnings
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for, to be deterministic
+
+import deltashard
+import torch
+from deltashard.optim import RowWiseAdagrad
+from torch import nn
+
+ROWS, COLUMNS, BATCH = 20_000, 32, 64
+
+
+class Net(nn.Module):
+    """Every way of a gradient: sparse and dense, of an embedding and of bags; and a dropout, which draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(
+            [
+                nn.Embedding(ROWS, COLUMNS, sparse=True),
+                nn.EmbeddingBag(ROWS, COLUMNS, mode="sum", sparse=True),
+                nn.EmbeddingBag(ROWS // 2, COLUMNS, mode="mean", sparse=True),
+                nn.Embedding(ROWS, COLUMNS),
+                nn.EmbeddingBag(ROWS // 4, COLUMNS, mode="sum"),
+                nn.Embedding(500, COLUMNS, sparse=True),
+            ]
+        )
+        self.top = nn.Sequential(nn.Linear(COLUMNS, 64), nn.Dropout(0.2), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = [table(ids % table.num_embeddings) for table in self.tables]
+        pooled = [each.sum(1) if each.dim() == 3 else each for each in found]
+        device = next(self.top.parameters()).device
+        return self.top(sum(each.to(device) for each in pooled))
+
+
+def optimizers_of(net: Net) -> list[torch.optim.Optimizer]:
+    tables = [table.weight for table in net.tables]
+    return [
+        RowWiseAdagrad([tables[0]], lr=0.05),
+        torch.optim.Adagrad([tables[1], tables[5]], lr=0.05),
+        torch.optim.SparseAdam([tables[2]], lr=0.01),
+        torch.optim.SGD([tables[3]], lr=0.05),
+        torch.optim.Adagrad([tables[4]], lr=0.05),
+        torch.optim.Adam(net.top.parameters(), lr=1e-3),
+    ]
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for key in sorted(value, key=str) for tensor in _tensors(value[key])]
+    if isinstance(value, list | tuple):
+        return [tensor for each in value for tensor in _tensors(each)]
+    return []
+
+
+def digest(net: Net, optimizers: list[torch.optim.Optimizer], generator: torch.Generator) -> str:
+    """Of all of it; draws nothing."""
+    found = hashlib.sha256()
+    states = [net.state_dict(), [optimizer.state_dict()["state"] for optimizer in optimizers]]
+    for tensor in _tensors(states):
+        found.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    found.update(generator.get_state().numpy().tobytes())
+    found.update(torch.get_rng_state().numpy().tobytes())
+    if generator.device.type == "cuda":
+        found.update(torch.cuda.get_rng_state().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main(
+    url: str,
+    *,
+    device: str,
+    steps: int,
+    dies_at: int | None = None,
+    every_steps: int = 8,
+    strict: bool = True,
+    encoding: str = "fp32",
+) -> None:
+    """Train from the newest checkpoint to `steps`, or until the process ends itself at the end of step `dies_at`."""
+    warnings.simplefilter("ignore", UserWarning)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(0)
+    net = Net().to(device)
+    optimizers = optimizers_of(net)
+    generator = torch.Generator(device).manual_seed(7)
+
+    def said(what: str, **facts: Any) -> None:
+        print(json.dumps({"what": what, **facts}), flush=True)
+
+    def heard(name: str, facts: Any) -> None:
+        if name == "cut":
+            said("cut", step=facts["step"], digest=digest(net, optimizers, generator))
+
+    ckpt = deltashard.Checkpointer(
+        net,
+        optimizers,
+        state={"generator": generator} if strict else {},
+        url=url,
+        run="r",
+        encoding=encoding,
+        every_steps=every_steps,
+        arena_bytes=128 << 20,
+        on_event=heard,
+    )
+    resumed = ckpt.restore(strict=strict)
+    said(
+        "restored",
+        step=resumed.step if resumed else 0,
+        notes=list(resumed.notes) if resumed else [],
+        digest=digest(net, optimizers, generator),
+    )
+    while ckpt.steps < steps:
+        # Skewed, as lookups are.
+        ids = (torch.rand((BATCH, 4), device=device, generator=generator) ** 3 * ROWS).long()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        net(ids).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        ckpt.step()
+        if ckpt.steps == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    tables = ckpt._program.tracking.tables
+    said(
+        "end",
+        step=ckpt.steps,
+        digest=digest(net, optimizers, generator),
+        trackers={table.fqn: (table.tracker, table.reason) for table in tables},
+        ahead=ckpt.stats.head_starts.ahead_rows,
+        again=ckpt.stats.head_starts.again_rows,
+        failures=dict(ckpt.stats.failures),
+        faults=ckpt._program.tracking.faults,
+    )
+    ckpt.close()
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

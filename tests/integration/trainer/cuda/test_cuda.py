@@ -1,0 +1,485 @@
+"""A training on a GPU with a real sidecar: what is stored is what was there at the cut, whatever streams, graphs or memory do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import deltashard
+import pytest
+import torch
+from deltashard.attach import pinned
+from deltashard.cut import precopy
+from deltashard.cut.block_writer import BlockWriter, TableCut, parts_of
+from deltashard.errors import SaveFailed, UserError
+from deltashard.save import head_start
+from deltashard.tracking.marks import RowSelection
+from deltashard_checkpoint.format.schema import Box
+from torch import nn
+
+from tests.support.eventually import eventually
+from tests.support.gpu import DEVICES, needs_gpu
+from tests.support.trainer.tracking_case import EXACT, OPTIMIZERS, begin, quiet
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+COLUMNS = 16
+OPTIMIZER_OF = {
+    "rowwise": lambda params: deltashard.optim.RowWiseAdagrad(params, lr=0.1),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "sparse_adam": lambda params: torch.optim.SparseAdam(params, lr=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1),
+}
+TABLES = {
+    "a": (nn.Embedding, True, "rowwise"),
+    "b": (nn.EmbeddingBag, True, "adagrad"),
+    "c": (nn.EmbeddingBag, True, "sparse_adam"),
+    "d": (nn.Embedding, False, "sgd"),
+    "e": (nn.EmbeddingBag, False, "adagrad"),
+    "f": (nn.EmbeddingBag, False, "adam"),
+}
+"""Name -> (module, sparse gradients, optimizer)."""
+
+
+class Program:
+    """Six tables, a dense layer, and what every cut was; tables on `device`, the dense layer on `dense`."""
+
+    def __init__(self, folder: Path, *, device: str, dense: str, rows: int = 8_000, **options: Any) -> None:
+        torch.manual_seed(2)
+        self.folder, self.rows, self.device, self.dense = folder, rows, device, dense
+        self.stream: torch.cuda.Stream | None = None
+        """What training runs on; None: the stream on which everything is called."""
+        self.tables = nn.ModuleDict(
+            {name: kind(rows, COLUMNS, sparse=sparse) for name, (kind, sparse, _) in TABLES.items()}
+        ).to(device)
+        self.top = nn.Linear(COLUMNS, 1).to(dense)
+        self.model = nn.ModuleDict({"tables": self.tables, "top": self.top})
+        self.optimizers = [
+            OPTIMIZER_OF[optimizer]([self.tables[name].weight]) for name, (_, _, optimizer) in TABLES.items()
+        ]
+        self.optimizers.append(torch.optim.Adam(self.top.parameters(), lr=0.01))
+        self.now: dict[str, torch.Tensor] = {}
+        """What was there at the end of the last step."""
+        self.cuts: dict[int, dict[str, torch.Tensor]] = {}
+        self.ckpt = deltashard.Checkpointer(
+            self.model, self.optimizers, url=folder / "store", run="r", encoding="fp32", grace_s=None,
+            on_event=self._tell, **{"arena_bytes": 128 << 20, "keep_last": 100} | options,
+        )  # fmt: skip
+        self.ckpt.restore()
+
+    def _tell(self, name: str, facts: Any) -> None:
+        if name == "cut":
+            self.cuts[facts["step"]] = self.now
+
+    def state(self) -> dict[str, torch.Tensor]:
+        found = {f"tables.{name}.weight": table.weight for name, table in self.tables.items()}
+        for (name, table), optimizer in zip(self.tables.items(), self.optimizers, strict=False):
+            for key, value in optimizer.state.get(table.weight, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and len(value) == self.rows:
+                    found[f"tables.{name}.weight {key}"] = value
+        found["top.weight"] = self.top.weight
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    def step(self) -> None:
+        ids = (torch.rand((64, 4), device=self.device) ** 2 * self.rows).long()
+        found = [table(ids) for table in self.tables.values()]
+        pooled = sum(each.sum(1) if each.dim() == 3 else each for each in found)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self.top(pooled.to(self.dense)).square().mean().backward()
+        if self.stream is not None:
+            torch.cuda._sleep(2_000_000)  # what is cut is far from computed when it is asked for
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.now = self.state()
+
+    def train(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+                self.step()
+            self.ckpt.step()
+            now = self.copying
+            if now is not None:  # steps are shorter than a copy is begun
+                eventually(lambda now=now: now.done, what="the copy")
+
+    @property
+    def copying(self) -> precopy.Precopy | None:
+        return self.ckpt._saver.head_start._now
+
+    def settle(self) -> None:
+        """No save in flight, and nothing that the copying thread has still to look at."""
+        self.ckpt._loop.drain(float("inf"))
+        job = self.ckpt._saver._comparison.job
+        if job is not None:
+            job.exception(60)
+
+    def check(self) -> None:
+        """Every checkpoint that is there holds what was cut for its step, bit for bit."""
+        from deltashard_checkpoint.log.commit_log import RunLog
+        from deltashard_checkpoint.stores.url import open_store
+
+        if self.device == "cuda" or self.dense == "cuda":
+            torch.cuda.synchronize()
+        entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
+        assert entries
+        for seq, entry in entries.items():
+            with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
+                cut = {name: tensor.cpu() for name, tensor in self.cuts[entry.step].items()}
+                for name in self.tables:
+                    fqn = f"tables.{name}.weight"
+                    rows = stored.rows(fqn, torch.arange(self.rows))
+                    assert torch.equal(rows.weights, cut[fqn]), (entry.step, name)
+                    fields = [key for key in cut if key.startswith(f"{fqn} ")]
+                    assert len(rows.state) == len(fields)
+                    for key in fields:
+                        held = rows.state[key.partition(" ")[2]]
+                        assert torch.equal(held.view(-1), cut[key].view(-1)), (entry.step, key)
+                assert torch.equal(stored.dense["top.weight"], cut["top.weight"]), entry.step
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Programs whose cuts are all copied ahead; whatever is still open is let go of at the end."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
+    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    made: list[Program] = []
+
+    def build(**options: Any) -> Program:
+        made.append(Program(tmp_path, **options))
+        return made[-1]
+
+    yield build
+    for program in made:
+        with program.ckpt as ckpt:
+            ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
+PLACES = [
+    ("cpu", "cpu"),
+    *(pytest.param(*each, marks=needs_gpu) for each in (("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda"))),
+]
+
+
+@pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "at the cut"])
+@pytest.mark.parametrize(("device", "dense"), PLACES)
+def test_every_checkpoint_holds_its_step(make: Any, device: str, dense: str, ahead: bool) -> None:
+    """Every kind of gradient and state, wherever tables and dense parameters lie; with rows copied while training goes on."""
+    program = make(device=device, dense=dense, every_steps=7, precopy=ahead)
+    for _ in range(6):
+        program.train(7)
+        program.settle()
+    program.check()
+    assert [*program.cuts] == [7, 14, 21, 28, 35, 42]
+    counts = program.ckpt.stats.head_starts
+    ahead = ahead and device == "cpu"  # from a GPU all are copied at the cut
+    assert (counts.cuts >= 3) == ahead, counts
+    if ahead:
+        assert counts.ahead_rows > counts.again_rows > 0
+    trackers = [table.tracker for table in program.ckpt._program.tracking.tables]
+    assert trackers == ["gradients"] * 5 + ["hashes"]
+    assert not program.ckpt._program.tracking.faults
+    assert not program.ckpt.stats.failures
+
+
+@needs_gpu
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged"])
+def test_training_on_a_stream_of_its_own(make: Any, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """`step()` is called where another stream is current, right after work that is not done, and training goes on at once."""
+    if not direct:
+        monkeypatch.setattr(pinned, "_registered", lambda _arena: 0)
+    program = make(device="cuda", dense="cuda", every_steps=5)
+    program.stream = torch.cuda.Stream()
+    program.stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(6):
+        program.train(5)
+        program.train(1)  # while nothing was waited for since the cut
+        program.settle()
+    program.check()
+    assert not program.ckpt._program.tracking.faults
+    assert [address != 0 for _, address in pinned._pinned.values()] == [direct]
+
+
+@needs_gpu
+def test_an_arena_that_cuda_does_not_take(make: Any) -> None:
+    """Registered by somebody else, say: rows go through pinned buffers, and nobody finds CUDA's error later."""
+    program = make(device="cuda", dense="cuda", every_steps=5)
+    (arena,) = [arena for arena, address in pinned._pinned.values() if address]
+    held = pinned._pinned.pop(id(arena))
+    assert not pinned.pin(arena), "registered twice"
+    torch.ones(3, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    program.train(6)
+    program.settle()
+    program.check()
+    assert not program.ckpt.stats.failures
+    pinned._pinned[id(arena)] = held
+
+
+@needs_gpu
+@pytest.mark.parametrize("chosen", [False, True])
+def test_what_is_on_its_way_does_not_change(chosen: bool) -> None:
+    """Writes of the same stream that come after a copy was asked for come after it, whatever else the device is busy with."""
+    rows = 300_000
+    weights = torch.randn(rows, COLUMNS, device="cuda")
+    state = torch.randn(rows, device="cuda")
+    ids = torch.arange(0, rows, 3, device="cuda") if chosen else None
+    kept = [each.cpu() if ids is None else each[ids].cpu() for each in (weights, state)]
+
+    blocks: list[bytearray] = []
+    arena: Any = SimpleNamespace(
+        shape=SimpleNamespace(block_bytes=16 << 20), block=lambda at: memoryview(blocks[at])
+    )
+    sent: list[Any] = []
+
+    def take() -> int:
+        blocks.append(bytearray(16 << 20))
+        return len(blocks) - 1
+
+    writer = BlockWriter(arena, block=take, send=lambda message, _: sent.append(message.rows))
+    box = Box(table="t", row_start=0, row_stop=rows, col_start=0, col_stop=COLUMNS)
+    cut = TableCut(
+        position=0, fqn="t", key="t", box=box, weights=weights, fields=(state,),
+        selection=RowSelection(all=ids is None, ids=ids),
+    )  # fmt: skip
+    torch.cuda._sleep(20_000_000)
+    writer.table(cut)
+    weights.fill_(7.0)
+    state.fill_(7.0)
+    writer.flush()
+    got = []
+    for batch in sent:
+        from deltashard_proto.arena_layout import sections
+
+        offsets, _ = sections(batch.rows, contiguous=batch.contiguous, row_bytes=[4 * COLUMNS, 4])
+        block = blocks[batch.block]
+        got.append(
+            [
+                torch.frombuffer(block, dtype=torch.float32, count=batch.rows * width, offset=batch.offset + at).view(-1)
+                for at, width in zip(offsets[1:], (COLUMNS, 1), strict=True)
+            ]
+        )  # fmt: skip
+    for mine, before in zip(zip(*got, strict=True), kept, strict=True):
+        assert torch.equal(torch.cat(mine), before.view(-1))
+    assert [part.device.type for part in parts_of(cut)] == ["cuda", "cuda"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("optimizer", sorted(EXACT))
+def test_rows_that_are_tracked_are_rows_that_changed(optimizer: str, sparse: bool, device: str) -> None:
+    """No row less, and none that was not looked up."""
+    _, takes_sparse, takes_dense = OPTIMIZERS[optimizer]
+    if not (takes_sparse if sparse else takes_dense):
+        pytest.skip("it takes no such gradients")
+    with quiet(), torch.device(device):
+        for kind in ("embedding", "bag_sum", "bag_mean"):
+            training, cutter = begin(optimizer, kind, sparse, seed=3)
+            training.train()  # state appears: the whole table counts as changed
+            cutter.take()
+            looked_up: set[int] = set()
+            ids = training.ids
+            training.ids = lambda n=6, ids=ids, seen=looked_up: _noted(ids(n), seen)
+            for _ in range(3):
+                looked_up.clear()
+                training.train()
+                training.train()
+                assert cutter.take() == looked_up
+            assert cutter.table.tracker == "gradients", cutter.table.reason
+
+
+def _noted(ids: torch.Tensor, seen: set[int]) -> torch.Tensor:
+    seen.update(ids.tolist())
+    return ids
+
+
+@needs_gpu
+def test_a_model_that_moves_to_a_device(make: Any) -> None:
+    """Built and saved on the CPU, then moved: tables that were found by hashes, and by gradients, are saved as they are."""
+    program = make(device="cpu", dense="cpu", every_steps=5)
+    program.train(10)
+    program.settle()
+    program.model.to("cuda")
+    program.device = program.dense = "cuda"
+    for optimizer in program.optimizers:
+        optimizer.load_state_dict(optimizer.state_dict())  # moves its state to its parameters
+    program.train(10)
+    program.settle()
+    program.check()
+    assert not program.ckpt.stats.failures
+
+
+class Captured:
+    """A table and a layer whose whole step, or its gradients alone, are a CUDA graph."""
+
+    def __init__(self, folder: Path, *, whole: bool) -> None:
+        self.folder, self.whole = folder, whole
+        torch.manual_seed(1)
+        self.table = nn.Embedding(20_000, COLUMNS, device="cuda")
+        self.top = nn.Linear(COLUMNS, 1, device="cuda")
+        self.model = nn.ModuleDict({"table": self.table, "top": self.top})
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.ids = torch.zeros((32, 4), dtype=torch.int64, device="cuda")
+        self.graph = torch.cuda.CUDAGraph()
+        self.cuts: dict[int, torch.Tensor] = {}
+        self.ckpt = deltashard.Checkpointer(
+            self.model, self.optimizer, url=folder / "store", run="r", encoding="fp32", grace_s=None,
+            every_steps=5, arena_bytes=64 << 20, keep_last=100, on_event=self._tell,
+        )  # fmt: skip
+        self.ckpt.restore()
+
+    def _tell(self, name: str, facts: Any) -> None:
+        if name == "cut":
+            self.cuts[facts["step"]] = self.table.weight.detach().cpu()
+
+    def gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        self.top(self.table(self.ids).sum(1)).square().mean().backward()
+
+    def draw(self) -> None:
+        self.ids.copy_(torch.randint(20_000, self.ids.shape, device="cuda"))
+
+    def warm_up(self) -> None:
+        for _ in range(3):
+            self.draw()
+            self.top(self.table(self.ids).sum(1)).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.ckpt.step()
+
+    def capture(self) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.gradients_from_none()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(self.graph):
+            self.top(self.table(self.ids).sum(1)).square().mean().backward()
+            if self.whole:
+                self.optimizer.step()
+
+    def gradients_from_none(self) -> None:
+        self.top(self.table(self.ids).sum(1)).square().mean().backward()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.draw()
+            if not self.whole:
+                for param in self.model.parameters():
+                    param.grad.zero_()
+            self.graph.replay()
+            if not self.whole:
+                self.optimizer.step()
+            self.ckpt.step()
+
+    def check(self) -> None:
+        from deltashard_checkpoint.log.commit_log import RunLog
+        from deltashard_checkpoint.stores.url import open_store
+
+        entries = RunLog(open_store(f"file://{self.folder / 'store'}"), "r").refresh().checkpoints
+        assert max(entry.step for entry in entries.values()) > 10
+        for seq, entry in entries.items():
+            with deltashard.open_checkpoint(self.folder / "store", "r", which=f"seq:{seq}") as stored:
+                weights = stored.rows("table.weight", torch.arange(20_000)).weights
+                assert torch.equal(weights, self.cuts[entry.step]), entry.step
+
+
+@needs_gpu
+@pytest.mark.parametrize("whole", [True, False], ids=["whole step", "gradients"])
+def test_replayed_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, whole: bool
+) -> None:
+    """No hook tells what a replay changes: the table goes over to hashes, which the log says; saves go on, and are right."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO, logger="deltashard.tracking")
+    program = Captured(tmp_path, whole=whole)
+    with program.ckpt as ckpt:
+        program.warm_up()
+        program.capture()
+        for _ in range(4):
+            program.train(5)
+            ckpt._loop.drain(float("inf"))
+        program.check()
+        table = ckpt._program.tracking.by_key["table.weight"]
+        assert table.tracker == "hashes"
+        assert "CUDA graph" in table.reason or "dense gradient" in table.reason
+        assert any("is tracked by row hashes" in each.message for each in caplog.records)
+        flags = table.marks.flags
+        flags.zero_()
+        program.draw()
+        program.graph.replay()
+        torch.cuda.synchronize()
+        assert not flags.any(), "a replay writes marks, which may be freed by then"
+        ckpt.__exit__(KeyboardInterrupt, None, None)
+
+
+@needs_gpu
+def test_a_step_inside_a_graph_is_refused(make: Any) -> None:
+    """No replay would call it: said at the capture, and the program goes on without."""
+    program = make(device="cuda", dense="cuda", every_steps=5)
+    program.train(5)
+    program.settle()
+    steps, graph = program.ckpt.steps, torch.cuda.CUDAGraph()
+    room = torch.zeros(4, device="cuda")
+    with torch.cuda.graph(graph):
+        room += 1
+        with pytest.raises(UserError, match="CUDA graph"):
+            program.ckpt.step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert room.tolist() == [1.0] * 4
+    assert program.ckpt.steps == steps
+    program.train(5)
+    program.settle()
+    program.check()
+
+
+def _use_up() -> list[torch.Tensor]:
+    """All memory of the device that this process may still get."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
+    held = []
+    for size in (64 << 20, 1 << 20, 1 << 16, 512):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return held
+
+
+@needs_gpu
+def test_no_memory_for_a_cut(make: Any) -> None:
+    """The save fails, and says by what; training goes on, and the next save has the rows."""
+    program = make(device="cuda", dense="cuda")
+    program.train(3)
+    program.ckpt.save().wait()
+    program.train(2)
+    held = _use_up()
+    try:
+        handle = program.ckpt.save()
+        with pytest.raises(Exception, match="out of memory"):
+            handle.wait()
+    finally:
+        held.clear()
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert program.ckpt.stats.failures == {"error": 1}
+    program.train(3)
+
+    def saved() -> bool:
+        handle = program.ckpt.save()
+        try:
+            handle.wait()
+        except SaveFailed:  # it backs off for a while
+            return False
+        return True
+
+    eventually(saved, what="a save")
+    program.check()
+    assert not program.ckpt._program.tracking.faults

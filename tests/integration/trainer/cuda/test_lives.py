@@ -1,0 +1,99 @@
+"""A training on a GPU dies and goes on in another process: the state is that of the step, and the run the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.gpu import DEVICES, needs_gpu
+from tests.support.machine import limit_s
+
+STEPS = 60
+
+
+def live(
+    store: Path, *, code: int = 0, environment: dict[str, str] | None = None, **how: Any
+) -> list[dict[str, Any]]:
+    """One process; what it said."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("gpu_life.py")), json.dumps({"url": f"file://{store}", **how})],
+        env={
+            **{name: value for name, value in os.environ.items() if name != "DELTASHARD_SOCKET"},
+            "XDG_CACHE_HOME": str(store.parent / "cache"),
+            "DELTASHARD_PRECOPY_BYTES": "1",
+            **(environment or {}),
+        },
+        capture_output=True,
+        text=True,
+        timeout=limit_s(120),
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr[-4000:] + done.stdout[-1000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def end_of(life: list[dict[str, Any]]) -> dict[str, Any]:
+    """What it said when it had trained to its end."""
+    return next(said for said in life if said["what"] == "end")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path, device: str) -> None:
+    """SIGKILL between two cuts; the restored state is that of the cut, bit for bit, and the end that of a run that lived."""
+    first = live(tmp_path / "store", device=device, steps=STEPS, dies_at=37, code=-signal.SIGKILL)
+    cuts = {said["step"]: said["digest"] for said in first if said["what"] == "cut"}
+    second = live(tmp_path / "store", device=device, steps=STEPS)
+    restored, end = second[0], end_of(second)
+    assert restored["step"] in cuts
+    assert restored["digest"] == cuts[restored["step"]], "not the state of the step that was cut"
+    whole, again = (end_of(live(tmp_path / name, device=device, steps=STEPS)) for name in ("whole", "again"))
+    print(json.dumps({"deterministic": whole["digest"] == again["digest"], **whole}))
+    if whole["digest"] == again["digest"]:  # atomics may make two runs differ, without anybody's fault
+        assert end["digest"] == whole["digest"], "the resumed run is another one"
+    assert not whole["failures"]
+    assert not whole["faults"]
+    assert (whole["ahead"] > 0) == (device == "cpu")  # from a GPU all rows are copied at the cut
+    trackers = {name: how for name, (how, _) in whole["trackers"].items()}
+    assert [*trackers.values()] == ["gradients"] * 5 + ["hashes"], whole["trackers"]
+
+
+@needs_gpu
+@pytest.mark.parametrize("way", [("cuda", "cpu"), ("cpu", "cuda")], ids=" to ".join)
+def test_a_checkpoint_of_another_device(tmp_path: Path, way: tuple[str, str]) -> None:
+    """Tables, state and dense parameters are of no device; only generators are, which strict=False leaves alone."""
+    there, here = way
+    live(tmp_path / "store", device=there, steps=17, strict=False)
+    second = live(tmp_path / "store", device=here, steps=24, strict=False)
+    assert (second[0]["step"], end_of(second)["step"]) == (17, 24)
+    import deltashard
+
+    with deltashard.open_checkpoint(tmp_path / "store", "r") as checkpoint:
+        assert checkpoint.step == 24
+
+
+@needs_gpu
+def test_a_checkpoint_of_a_gpu_where_there_is_none(tmp_path: Path) -> None:
+    """Without a device its generators cannot come back: refused with a remedy, which works."""
+    live(tmp_path / "store", device="cuda", steps=17, strict=False)
+    blind = {"CUDA_VISIBLE_DEVICES": ""}
+    restored = live(tmp_path / "store", device="cpu", steps=20, strict=False, environment=blind)[0]
+    assert restored["step"] == 17
+    refused = subprocess.run(
+        [
+            sys.executable, "-c",
+            "import sys; sys.path.insert(0, sys.argv[1]); import gpu_life; gpu_life.main(sys.argv[2], device='cpu', steps=30)",
+            str(Path(__file__).parent), f"file://{tmp_path / 'gpu'}",
+        ],
+        env={**os.environ, **blind, "XDG_CACHE_HOME": str(tmp_path / "none")},
+        capture_output=True, text=True, timeout=limit_s(120), check=False,
+    ) if live(tmp_path / "gpu", device="cuda", steps=9) else None  # fmt: skip
+    assert refused is not None
+    assert refused.returncode == 1
+    assert "cuda" in refused.stderr.lower()
