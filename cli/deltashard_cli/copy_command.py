@@ -126,7 +126,7 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
     target = _removable(url, run)
     log = RunLog(target.store, target.run)
     held = removal.content(log)
-    said = _look(log, ended=ended)
+    said, through = _look(log, ended=ended)
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise click.UsageError("nobody can be asked here (--json, or no terminal): say --yes")
@@ -137,7 +137,7 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
             err=True,
         )
     with progress("removing", held.bytes) as advance:
-        gone = removal.remove(log, advance=advance)
+        gone = removal.remove(log, through=through, advance=advance)
     if as_json:
         print_json({"run": target.run, "objects": gone.objects, "bytes": gone.bytes, "left": gone.left})
     else:
@@ -169,25 +169,28 @@ def _removable(url: str, run: str | None) -> Target:
     return found
 
 
-def _look(log: RunLog, *, ended: bool) -> str:
-    """What is about to be removed, for people. Raises `RunHeld`."""
+def _look(log: RunLog, *, ended: bool) -> tuple[str, int | None]:
+    """What is about to be removed, for people, and up to which slot it was seen that nobody holds it.
+
+    None: it was not looked at for that. Raises `RunHeld`.
+    """
     left = remains(log.store, log.key(""))
     if left is Remains.REMOVING:
-        return "its removal was begun"
+        return "its removal was begun", None
     if left is Remains.COPYING:
-        return "a copy that was cut short"
+        return "a copy that was cut short", None
     try:
         state = log.refresh(deadline_s=POLICY.deadline_s)
     except LogGap as gap:
-        return _damaged(gap.what, ended=ended)
+        return _damaged(gap.what, ended=ended), None
     except FormatError as error:
-        return _damaged(error.what, ended=ended)
+        return _damaged(error.what, ended=ended), None
     if state.stopped is not None:
-        return _damaged(state.damage() or "", ended=ended)
+        return _damaged(state.damage() or "", ended=ended), None
     check_ended(log, state, ended=ended, what="a removal")
     newest = state.newest()
     step = "" if newest is None else f", the newest of step {number(newest.step)}"
-    return f"{plural(len(state.checkpoints), 'checkpoint')}{step}"
+    return f"{plural(len(state.checkpoints), 'checkpoint')}{step}", None if ended else state.tip
 
 
 def _damaged(what: str, *, ended: bool) -> str:

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from deltashard_checkpoint.errors import FormatError
+from deltashard_checkpoint.errors import FormatError, UserError
 from deltashard_checkpoint.format.object_key import validate_run
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
 from deltashard_checkpoint.maintenance.holder import not_left_by
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.whole_run import removal
+from deltashard_checkpoint.whole_run.remains import Remains, remains
 
 from deltashard_cli.output import console, plural, print_json, size
 from deltashard_cli.target import POLICY, open_root
@@ -65,13 +66,16 @@ def reclaim(url: str, run: str, workload: str, *, said: Path | None, as_json: bo
     objects = size_bytes = 0
     for name in _runs(store, validate_run(run)):
         log = RunLog(store, name)
-        if (why := _why_not(log, workload)) is not None:
+        try:
+            gone = removal.remove(log, through=_through(log, workload))
+        except (Stays, removal.WentOn) as why:
             if name == run or _was_ever(log, workload):
-                kept.append(Kept(run=name, why=why))
+                kept.append(Kept(run=name, why=why.what))
             continue
-        gone = removal.remove(log)
         removed.append(name)
         objects, size_bytes = objects + gone.objects, size_bytes + gone.bytes
+        if gone.left:
+            kept.append(Kept(run=name, why=f"{plural(gone.left, 'object')} came while it was removed"))
     found = {"removed": removed, "kept": kept, "objects": objects, "bytes": size_bytes}
     if said is not None:
         counts = {"runs": len(removed), "stay": len(kept), "objects": objects, "bytes": size_bytes}
@@ -112,19 +116,28 @@ def _runs(store: Store, run: str) -> Iterator[str]:
         after = f"{name}/~"  # sorts after every key of it
 
 
-def _why_not(log: RunLog, workload: str) -> str | None:
-    """Why a run stays; None: it is the workload's, and goes."""
-    if removal.removing(log):
+class Stays(UserError):
+    """The run is not the workload's to remove."""
+
+
+def _through(log: RunLog, workload: str) -> int | None:
+    """The slot up to which a run was seen to be the workload's; None: its removal was begun. Raises `Stays`."""
+    left = remains(log.store, log.key(""))
+    if left is Remains.REMOVING:
         return None  # it was ours when that was begun
+    if left is not None:
+        raise Stays(f"{left}: `deltashard ls` says more")
     try:
         state = log.refresh(deadline_s=POLICY.deadline_s)
     except (LogGap, FormatError) as error:
-        return f"its log is damaged: {error.what}"
+        raise Stays(f"its log is damaged: {error.what}") from None
     if state.stopped is not None:
-        return f"its log is damaged: {state.damage()}"
+        raise Stays(f"its log is damaged: {state.damage()}")
     if (why := not_left_by(log, state, workload)) is not None:
-        return why
-    return f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it" if state.pinned else None
+        raise Stays(why)
+    if state.pinned:
+        raise Stays(f"it has a pin, {next(iter(state.pinned))!r}: `deltashard rm` removes it")
+    return state.tip
 
 
 def _was_ever(log: RunLog, workload: str) -> bool:

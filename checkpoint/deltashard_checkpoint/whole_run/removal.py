@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from deltashard_checkpoint.crash_point import crash_point
+from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.object_key import RESERVED
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import seq_of
+from deltashard_checkpoint.log.entry import entry_key, seq_of
 from deltashard_checkpoint.log.listing import REMOVAL_SLOT
 from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
 
@@ -53,20 +54,37 @@ def content(log: RunLog) -> Content:
 
 def removing(log: RunLog) -> bool:
     """Whether a removal of this run was begun."""
-    try:
-        return log.store.get(log.key("log/HINT")) == BARRIER
-    except ObjectNotFound:
-        return False
+    return _hint(log) == BARRIER
 
 
-def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None) -> Content:
+class WentOn(UserError):
+    """The log went on while it was being looked at: the run is somebody's."""
+
+
+def remove(
+    log: RunLog, *, through: int | None = None, advance: Callable[[int], None] = lambda _bytes: None
+) -> Content:
     """Remove the run; what was deleted, and what is left. May be killed at any instant and run again.
 
-    The caller has asked whether anyone holds the run (`holder`). Raises store errors.
+    The caller has asked whether anyone holds the run (`holder`), by the log up to slot `through`: whoever wrote behind
+    it meanwhile keeps the run. None: whoever writes is not to be minded.
+
+    Raises `WentOn`, with nothing removed, and store errors.
     """
+    hint = None if through is None else _hint(log)
     # IMPORTANT: before anything goes. From here on nobody takes what is left for a run.
     log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
     crash_point("rm.after_barrier")
+    if through is not None and (newer := _behind(log, through)) is not None:
+        if hint is not None:
+            log.store.put(log.key("log/HINT"), hint)
+        else:
+            log.store.delete([log.key("log/HINT")])
+        raise WentOn(
+            f"entry {newer} was written while it was looked at: it goes on",
+            where=f"run {log.run}",
+            remedy="end its trainers, and call again",
+        )
     gone: list[int] = []
 
     def drop(found: Iterator[ObjectInfo]) -> bool:
@@ -98,6 +116,22 @@ def remove(log: RunLog, *, advance: Callable[[int], None] = lambda _bytes: None)
         gone.append(len(BARRIER))
         left = sum(1 for _ in _every(log))
     return Content(objects=len(gone), bytes=sum(gone), left=left)
+
+
+def _hint(log: RunLog) -> bytes | None:
+    try:
+        return bytes(log.store.get(log.key("log/HINT")))
+    except ObjectNotFound:
+        return None
+
+
+def _behind(log: RunLog, through: int) -> int | None:
+    """The first entry of the log behind a slot; None: there is none."""
+    after = log.key(entry_key(through)) if through >= 0 else ""
+    found = (
+        seq_of(info.key[len(log.run) + 1 :]) for info in log.store.list(log.key("log/"), start_after=after)
+    )
+    return next((seq for seq in found if seq is not None and seq > through), None)
 
 
 def _delete(log: RunLog, batch: list[ObjectInfo], advance: Callable[[int], None]) -> None:
