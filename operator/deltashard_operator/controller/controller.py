@@ -46,6 +46,8 @@ JUDGE_S = 5.0
 """Time alone changes a run (stale, stuck, settled): every run is judged so often."""
 SLICE_S = 0.05
 """Judging keeps the loop from others no longer than this at once."""
+YIELD_S = 0.01
+"""What the others get before it goes on."""
 _log = structlog.get_logger("deltashard.controller")
 
 
@@ -183,13 +185,16 @@ class Controller:
     async def pump(self) -> None:
         """Judge and write for ever."""
         while True:
-            self.tick()
-            await asyncio.sleep(TICK_S)
+            done = self.tick()
+            await asyncio.sleep(TICK_S if done else YIELD_S)
 
-    def tick(self) -> None:
-        """Judge what is marked (and everything now and then), and begin the writes that are due."""
+    def tick(self) -> bool:
+        """Judge what is marked (and everything now and then), and begin the writes that are due.
+
+        Returns whether it got through: a slice is of time as it passes, and on a busy machine little is done in one.
+        """
         if not self._leads():
-            return
+            return True
         now_s = self._wall()
         if self.synced:
             self._policies.tick()
@@ -206,7 +211,7 @@ class Controller:
             if now_s < entry.again_s:
                 continue
             if time.perf_counter() > until_s:
-                break
+                return False
             del self._books.marked[key]
             if entry.busy or (entry.reloaded_s and not self.synced):
                 continue  # it is marked again when its write ends, and all are every few seconds
@@ -225,6 +230,7 @@ class Controller:
             elif wait_s <= JUDGE_S:
                 entry.again_s = now_s + wait_s
                 self._books.mark(key)
+        return True
 
     def _expired(self, entry: Entry, now_s: float) -> bool:
         run = entry.run

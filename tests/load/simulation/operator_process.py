@@ -39,7 +39,7 @@ class Service:
             name,
             [sys.executable, *program, *(f"--{key}={value}" for key, value in words.items())],
             folder=plane.folder,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=os.environ | {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"},  # as the chart has it
         )
         self._http = urllib3.PoolManager(retries=False, timeout=20.0)
 
