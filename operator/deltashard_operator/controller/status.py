@@ -2,8 +2,9 @@
 
 `Statuses` writes what it is given and says what came of it; when to write is `Pace`'s: a change of phase, condition or
 count soon (`SOON_S` apart), a new commit at most every 30 s, and that steps rise at most every two minutes. So what a
-run costs the API is bounded, whatever its trainers do. A merge patch carries the object's UID, so a
-CheckpointRun that was deleted and made again is never taken for the old one (409).
+run costs the API is bounded, whatever its trainers do. While the API is behind, what went wrong goes first, and what
+else changed of a run is put together. A merge patch carries the object's UID, so a CheckpointRun that was deleted and
+made again is never taken for the old one (409).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import structlog
 from deltashard_checkpoint.errors import EnvironmentFault
 
 from deltashard_operator.kube.call import MERGE, Caller, Forbidden
-from deltashard_operator.run.run_record import COMMIT, GROUP, MATERIAL, PLURAL, VERSION
+from deltashard_operator.run.run_record import COMMIT, GROUP, MATERIAL, PLURAL, URGENT, VERSION
 
 _log = structlog.get_logger("deltashard.controller")
 SOON_S = 1.0
+CROWDED_S = 5.0
+"""While more is to be written than the API takes at once: between writes that tell of no trouble."""
 COMMIT_S = 30.0
 QUIET_S = 120.0
 MAX_BACKOFF_S = 60.0
@@ -41,9 +44,11 @@ class Pace:
     not_before_s: float = float("-inf")
     failures: int = 0
 
-    def wait_s(self, changed: Mapping[str, Any], now_s: float) -> float:
-        """How long a write of these changed fields has to wait; 0: now."""
+    def wait_s(self, changed: Mapping[str, Any], now_s: float, *, crowded: bool = False) -> float:
+        """How long a write of these changed fields has to wait; 0: now. `crowded`: others wait, too."""
         fields = set(changed)
+        if crowded and not fields & URGENT:
+            return max(SOON_S, self.written_s + CROWDED_S - now_s, self.not_before_s - now_s)
         if fields & MATERIAL:
             apart_s = SOON_S
         elif fields & COMMIT:

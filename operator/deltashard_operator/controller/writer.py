@@ -18,11 +18,13 @@ from deltashard_operator.controller.metric import ControllerMetrics
 from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.controller.status import Statuses, StatusRefused
 from deltashard_operator.kube import owner_reference
-from deltashard_operator.kube.call import ApiUnavailable
+from deltashard_operator.kube.call import THREADS, ApiUnavailable
 from deltashard_operator.kube.cluster_name import RUN_ID
 from deltashard_operator.run import run_record
 from deltashard_operator.run.watched_run import Notice
 
+CROWD = 2 * THREADS
+"""Writes under way: more wait for one another."""
 _log = structlog.get_logger("deltashard.controller")
 
 
@@ -52,7 +54,8 @@ class Writes:
             return max(0.0, entry.pace.not_before_s - now_s)
         self._tell(entry)
         changed = run_record.patch(entry.written, run_record.status(entry.run, now_s))
-        return entry.pace.wait_s(changed, now_s) if changed else math.inf
+        crowded = len(self.tasks) >= CROWD
+        return entry.pace.wait_s(changed, now_s, crowded=crowded) if changed else math.inf
 
     def write(self, entry: Entry) -> None:
         """Begin to write what there is."""

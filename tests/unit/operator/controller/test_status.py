@@ -27,6 +27,16 @@ def test_what_changed_says_how_long_its_write_may_wait(changed: dict[str, Any], 
     assert pace.wait_s(changed, 100.0 + wait_s) == 0
 
 
+def test_while_others_wait_trouble_goes_first_and_the_rest_is_put_together() -> None:
+    pace = Pace()
+    pace.written(100.0)
+    for trouble in ("losses", "failures", "conditions"):
+        assert pace.wait_s({trouble: [], "phase": "Recovering"}, 101.0, crowded=True) == 0
+    assert pace.wait_s({"phase": "Training"}, 101.0, crowded=True) == status.CROWDED_S - 1
+    assert pace.wait_s({"phase": "Training"}, 200.0, crowded=True) == status.SOON_S, "looked at again"
+    assert pace.wait_s({"phase": "Training"}, 200.0) == 0
+
+
 def test_a_write_that_fails_waits_longer_each_time_but_never_over_a_minute() -> None:
     pace, waits = Pace(), []
     for _ in range(10):
