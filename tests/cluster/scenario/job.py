@@ -299,6 +299,7 @@ class TrainingJob:
         }
         self.api.create(f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", body)
 
-    def delete_pod(self, pod: str) -> None:
-        """What `kubectl delete pod` does."""
-        self.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}")
+    def delete_pod(self, pod: str, *, hard: bool = False) -> None:
+        """What `kubectl delete pod` does; `hard`: with `--grace-period=0 --force`."""
+        query = {"gracePeriodSeconds": 0} if hard else {}
+        self.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}", **query)
