@@ -119,12 +119,14 @@ class Kind(NamedTuple):
 
 
 JOB = Kind("/apis/batch/v1", "jobs", "batch.kubernetes.io/job-name")
+PYTORCH_JOB = Kind("/apis/kubeflow.org/v1", "pytorchjobs", "training.kubeflow.org/job-name")
+TRAIN_JOB = Kind("/apis/trainer.kubeflow.org/v1alpha1", "trainjobs", "jobset.sigs.k8s.io/jobset-name")
 JOBSET = Kind("/apis/jobset.x-k8s.io/v1alpha2", "jobsets", "jobset.sigs.k8s.io/jobset-name")
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingJob:
-    """One Job (or JobSet), in its namespace, and its life there."""
+    """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace, and its life there."""
 
     api: Api
     namespace: str
