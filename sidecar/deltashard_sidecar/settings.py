@@ -195,7 +195,7 @@ class Settings:
     node_name: str = ""
     """The node it runs on."""
     workload_kind: str = ""
-    """Kind of the workload the pod belongs to: Job, JobSet, StatefulSet, ..."""
+    """Kind of the workload the pod belongs to: Job, JobSet, StatefulSet, PyTorchJob, ..."""
     workload_name: str = ""
     """Its name."""
     workload_uid: str = ""
@@ -203,7 +203,7 @@ class Settings:
     index: str = ""
     """The pod's completion index or ordinal."""
     replica: str = ""
-    """Which Job of a JobSet; goes before the index."""
+    """Which Job of a JobSet, which part of a PyTorchJob (master, worker); goes before the index."""
     pods: int = 0
     """Numbered pods that the workload was made with; 0: not known, or without numbers."""
     runs: str = ""

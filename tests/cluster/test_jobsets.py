@@ -1,4 +1,4 @@
-"""A group as a JobSet, whose own controller runs in the cluster: when it begins all of its Jobs anew, they go on with its run."""
+"""A group as a JobSet, whose own controller runs in the cluster, and as a TrainJob, of which Kubeflow's makes a JobSet."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.scenario import jobset
+from tests.cluster.scenario import jobset, kubeflow
 from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.group import TrainingGroup
 from tests.cluster.scenario.group import jobset as group_of_jobset
+from tests.cluster.scenario.kubeflow_group import train_job
 
 pytestmark = pytest.mark.timeout(900, func_only=True)
 
@@ -18,15 +20,33 @@ def test_a_jobset_that_restarts_keeps_its_run(bench: Bench, tmp_path: Path) -> N
     jobset.install(bench.cluster, tmp_path)
     bench.note("the JobSet controller answers")
     group = group_of_jobset(bench, "pair", pods=2, notes=NO_TIMER)
+    before, after, pods = loses_a_pod(group, f"{group.name}-workers-0")
+    assert before != after, "the JobSet restarted"
+    assert pods == 0, "none stayed"
+
+
+def test_a_train_job_loses_a_pod(bench: Bench, tmp_path: Path) -> None:
+    """The line stands on its runtime; the run is that of the JobSet that its controller makes, whose Job stays."""
+    jobset.install(bench.cluster, tmp_path)
+    kubeflow.trainer(bench.cluster, tmp_path)
+    bench.note("the Trainer's controller answers")
+    group = train_job(bench, "night", nodes=2, notes=NO_TIMER)
+    before, after, pods = loses_a_pod(group, f"{group.name}-node-0")
+    assert before == after
+    assert pods == 1, "the other one"
+
+
+def loses_a_pod(group: TrainingGroup, job: str) -> tuple[str, str, int]:
+    """The second of two is evicted, and all goes on: UIDs of the Job before and after, and how many pods are the same."""
+    bench = group.bench
+    path = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs/{job}"
     first = group.wait_round(world_size=2)
     group.wait_status("both are there", lambda status: status.get("ranks") == "2/2")
-    job = f"/apis/batch/v1/namespaces/{bench.namespace}/jobs/pair-workers-0"
-    before = bench.cluster.api.get(job)["metadata"]["uid"]
+    before = bench.cluster.api.get(path)["metadata"]["uid"]
     group.wait_step(first.step + 40, attempt=first.attempt)
     group.job.evict(first.pods[1])
     second = group.wait_round(after=first.attempt, world_size=2)
-    assert bench.cluster.api.get(job)["metadata"]["uid"] != before, "the JobSet restarted"
-    assert not set(second.pods) & set(first.pods)
+    after = bench.cluster.api.get(path)["metadata"]["uid"]
     group.assert_restored(second, at_least=group.last_step(first.attempt) - 1)
     group.wait_step(second.step + 30, attempt=second.attempt)
     group.assert_every_sample_once()
@@ -38,4 +58,7 @@ def test_a_jobset_that_restarts_keeps_its_run(bench: Bench, tmp_path: Path) -> N
     runs = bench.cluster.api.items(
         f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointruns"
     )
-    assert [each["spec"]["workload"]["kind"] for each in runs] == ["JobSet"]
+    assert [(each["spec"]["workload"]["kind"], each["spec"]["runId"]) for each in runs] == [
+        ("JobSet", group.job.run_id)
+    ]
+    return before, after, len(set(second.pods) & set(first.pods))

@@ -30,7 +30,14 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard import arguments
 from deltashard.attach import exit_code
 from deltashard.attach.attachment import Attachment
-from deltashard.attach.launcher import ChildLauncher, Launcher, PodLauncher, SidecarOptions, normal_url
+from deltashard.attach.launcher import (
+    ChildLauncher,
+    Launcher,
+    PodLauncher,
+    SidecarOptions,
+    normal_url,
+    staged_in_pod,
+)
 from deltashard.attach.lifecycle import Attempt, Event
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank, rank_of_this_process
@@ -226,10 +233,11 @@ class Checkpointer:
         self.run = self._attachment.run
         """The run's name."""
         child = self._launcher if isinstance(self._launcher, ChildLauncher) else None
-        self._ground = Ground(
-            terms, self._rank, run=f"{self.url} {self.run}", home=None if child is None else child.staged
-        )
-        self._peers = None if child is None or self._rank.alone else Peers(child.runtime, self._rank.local)
+        home = staged_in_pod(self.url, self.run) if child is None else child.staged
+        self._ground = Ground(terms, self._rank, run=f"{self.url} {self.run}", home=home)
+        # In a pod there is nobody else to ask, and what a rank would stage for partial recovery alone.
+        heard = not self._rank.alone and (child is not None or self._ground.pls_target > 0)
+        self._peers = Peers(None if child is None else child.runtime, self._rank.local) if heard else None
         self._assemble(
             fresh=fresh, validate=validate, content_hash=content_hash, precopy=precopy, grace_s=grace_s
         )
@@ -399,6 +407,8 @@ class Checkpointer:
         recovery.begun(reply, meeting)
         if self._peers is not None:
             self._peers.meet()
+            if self._ground.pls_target:
+                self._peers.hear(f"deltashard/{meeting}/", self._rank.number, self._rank.world_size)
 
     def _why_no_cut(self, setbacks: Setbacks) -> Callable[[bool], str]:
         """For the other ranks, and asked on another thread: why this one cannot cut now."""
@@ -617,9 +627,8 @@ class Checkpointer:
         elif not self._attempt.closed and not self._forked:
             # A step torn by an exception must not become the newest checkpoint: only let what is in flight end. What
             # waits for a dead rank's part will not, and what does not the sidecar ends alone.
-            if error is not None and self._stager is not None:
-                self._stager.raised(error)
-            dead = self._peers is not None and self._peers.dead
+            dead = error is not None and self._stager is not None and self._stager.raised(error)
+            dead = dead or (self._peers is not None and self._peers.dead)
             try:
                 self._loop.drain(time.monotonic() + (0.0 if dead else DRAIN_DEADLINE_S))
             finally:
@@ -641,6 +650,8 @@ class Checkpointer:
         self._clock.detach()
         if self._sentinel is not None:
             self._sentinel.close()
+        if self._peers is not None:
+            self._peers.close()
         self._loop.close()
         if self._conductor is not None:
             self._conductor.close()

@@ -1,8 +1,8 @@
 """The runs that a workload claims: its run id, or, where each of its pods is to train a run of its own, these. Pure.
 
-Such a pod's run is `{run}-{index}`, in a JobSet `{run}-{replica}-{index}`. These names are where checkpoints lie,
-so they are what they are; but they are also names that another workload may ask for by `run-id`. Pod 1 of `exp` and a
-workload with the run id `exp-1` are one run in the store.
+Such a pod's run is `{run}-{index}`, in a JobSet or a PyTorchJob `{run}-{replica}-{index}`. These names are where
+checkpoints lie, so they are what they are; but they are also names that another workload may ask for by `run-id`.
+Pod 1 of `exp` and a workload with the run id `exp-1` are one run in the store.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from deltashard_operator.kube import owner_reference, run_identity
 from deltashard_operator.kube.cluster_name import RUNS
 
 _SUFFIX = re.compile(r"-(0|[1-9][0-9]*)\Z", re.ASCII)
+_PART = re.compile(r"-(?:master|worker)(-(?:0|[1-9][0-9]*))\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,7 @@ class Numbering:
     count: int | None = None
     """How many numbers there are, from 0 on; None: any number may come."""
     replica: str | None = None
-    """Which Job of a JobSet; empty: any."""
+    """Which Job of a JobSet, which part of a PyTorchJob; empty: any."""
 
     def holds(self, base: str, run: str) -> bool:
         """Whether one of the pods of a workload with the run id `base` trains `run`."""
@@ -77,22 +78,30 @@ def _has_run_per_pod(*objects: Mapping[str, Any]) -> bool:
 
 def numbering_of_kind(kind: owner_reference.GroupKind) -> Numbering | None:
     """Numbering of the pods of a workload that is known by its kind alone, where each trains a run of its own."""
-    return {owner_reference.STATEFUL_SET: Numbering(), owner_reference.JOBSET: Numbering(replica="")}.get(
-        kind
-    )
+    replicated = Numbering(replica="")
+    return {
+        owner_reference.STATEFUL_SET: Numbering(),
+        owner_reference.JOBSET: replicated,
+        owner_reference.PYTORCH_JOB: replicated,
+    }.get(kind)
 
 
 def numbering_of_object(kind: str, document: Mapping[str, Any]) -> Numbering | None:
     """Numbering that a Job or a pod at its CREATE belongs to."""
     if kind == "Job":
         return numbering_of_job(document)
-    of_stateful_set = owner_reference.is_controlled_by(document, owner_reference.STATEFUL_SET) is not None
-    return Numbering() if of_stateful_set and _has_run_per_pod(document) else None
+    owner = owner_reference.controller_of(document)
+    if owner is None or owner.group_kind == owner_reference.JOB or not _has_run_per_pod(document):
+        return None
+    return numbering_of_kind(owner.group_kind)
 
 
 def bases(run: str) -> tuple[str, ...]:
-    """Run ids of which this run may be a pod's: without one number, and without two."""
+    """Run ids of which this run may be a pod's: without one number, without two, without a PyTorchJob's part."""
     shorter: list[str] = []
+    part = _PART.search(run)
+    if part is not None:
+        return run[: part.start(1)], run[: part.start()]
     while len(shorter) < 2 and (match := _SUFFIX.search(run)):
         run = run[: match.start()]
         shorter.append(run)

@@ -2,7 +2,8 @@
 
 Injection happens at **Job CREATE** (so a pod that is re-created later has its sidecar although the webhook is down,
 and queueing systems count it) and at **pod CREATE** for the pods of everything else. What other controllers own
-(JobSets, CronJobs, StatefulSets, TrainJobs) is never touched: it is reached through the Jobs and pods they create.
+(JobSets, CronJobs, StatefulSets, PyTorchJobs, TrainJobs) is never touched: it is reached through the Jobs and pods
+they create.
 """
 
 from __future__ import annotations
@@ -55,6 +56,11 @@ KINDS = (
         kind="TrainingRuntime",  # a TrainJob's pods come from its runtime's JobSet template
         annotate_at=("spec.template.spec.replicatedJobs[].template.metadata",),
         injected_as="Job",
+    ),
+    Kind(
+        kind="PyTorchJob",  # of Kubeflow's training operator v1
+        annotate_at=("spec.pytorchReplicaSpecs.*.template.metadata",),
+        injected_as="Pod",
     ),
     Kind(kind="StatefulSet", annotate_at=("spec.template.metadata",), injected_as="Pod"),
     Kind(kind="Pod", annotate_at=("metadata",), injected_as="Pod"),
@@ -130,7 +136,7 @@ def check(target: Target) -> None:
 def unknown_owner(target: Target) -> str:
     """Kind and group of a pod's controller where that is none we know; empty elsewhere."""
     owner = owner_reference.controller_of(target.document) if target.kind == "Pod" else None
-    if owner is None or owner.group_kind in {owner_reference.JOB, owner_reference.STATEFUL_SET}:
+    if owner is None or owner.group_kind in owner_reference.KNOWN:
         return ""
     return f"{owner.kind} of {owner.api_version}"
 

@@ -160,7 +160,7 @@ class Writes:
 def _tell_unknown_kind(entry: Entry) -> None:
     """A warning at admission reaches only who made the pod, and that was a controller."""
     mine = entry.run.workload
-    if mine.native or mine.group_kind in {owner_reference.JOBSET, owner_reference.STATEFUL_SET}:
+    if mine.native or mine.group_kind in owner_reference.KNOWN:
         return
     text = (
         f"{mine.called}: this kind is not supported. If it makes its pods anew they may not go on with their run, and "

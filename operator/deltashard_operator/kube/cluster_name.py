@@ -60,6 +60,8 @@ JOBSET_UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 JOBSET_REPLICA_LABEL = "jobset.sigs.k8s.io/job-global-index"
 JOBSET_REPLICAS_LABEL = "jobset.sigs.k8s.io/replicatedjob-replicas"
 POD_INDEX_LABEL = "apps.kubernetes.io/pod-index"
+KUBEFLOW_REPLICA_LABEL = "training.kubeflow.org/replica-type"
+KUBEFLOW_INDEX_LABEL = "training.kubeflow.org/replica-index"
 NODE_POOL_LABELS = (
     "cloud.google.com/gke-nodepool",
     "eks.amazonaws.com/nodegroup",

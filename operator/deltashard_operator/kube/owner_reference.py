@@ -15,8 +15,11 @@ JOB = ("batch", "Job")
 POD = ("", "Pod")
 JOBSET = ("jobset.x-k8s.io", "JobSet")
 STATEFUL_SET = ("apps", "StatefulSet")
+PYTORCH_JOB = ("kubeflow.org", "PyTorchJob")
 GroupKind = tuple[str, str]
 """(API group, kind)."""
+KNOWN: frozenset[GroupKind] = frozenset({JOB, JOBSET, STATEFUL_SET, PYTORCH_JOB})
+"""Controllers whose pods, made anew, are known to go on with their run."""
 UNFIT: frozenset[GroupKind] = frozenset(
     {("apps", "ReplicaSet"), ("apps", "DaemonSet"), ("", "ReplicationController")}
 )

@@ -6,8 +6,10 @@ labels the Job and JobSet controllers put on their pods, or literally from the c
 that tells. The kubelet also puts them together, by `$(NAME)`: no code reads a label at run time.
 
     DELTASHARD_WORKLOAD_KIND / _NAME / _UID   the workload, one for all pods and restarts of it
-    DELTASHARD_INDEX                          completion index or StatefulSet ordinal; empty where there is none
-    DELTASHARD_REPLICA                        which Job of a JobSet (its global index); empty elsewhere
+    DELTASHARD_INDEX                          completion index, StatefulSet ordinal, index among a PyTorchJob's
+                                              masters or workers; empty where there is none
+    DELTASHARD_REPLICA                        which Job of a JobSet (its global index), which part of a PyTorchJob
+                                              (master, worker); empty elsewhere
     DELTASHARD_RUN_ID                         `{name}-{uid}`, or the user's `run-id`
     DELTASHARD_RUN                            `{namespace}/{run id}`: where in the store; namespaces never meet
     DELTASHARD_OWNER                          who owns that run in its log: the same for every restart
@@ -32,6 +34,8 @@ from deltashard_operator.kube.cluster_name import (
     JOBSET_REPLICA_LABEL,
     JOBSET_REPLICAS_LABEL,
     JOBSET_UID_LABEL,
+    KUBEFLOW_INDEX_LABEL,
+    KUBEFLOW_REPLICA_LABEL,
     POD_INDEX_LABEL,
 )
 
@@ -62,7 +66,7 @@ class IdentityRecipe:
     uid: Source
     index: Source
     replica: Source = Source()
-    """Which Job of a JobSet."""
+    """Which Job of a JobSet, which part of a PyTorchJob."""
     pods: int = 0
     """Numbered pods that the workload wants when it is made; 0: not known, or without numbers."""
 
@@ -80,6 +84,11 @@ JOBSET = IdentityRecipe(
     replica=_label(JOBSET_REPLICA_LABEL),
 )
 JOB = IdentityRecipe(kind="Job", name=_label(JOB_NAME_LABEL), uid=_label(JOB_UID_LABEL), index=_JOB_INDEX)
+_INDEXES: Mapping[owner_reference.GroupKind, Source] = {
+    owner_reference.STATEFUL_SET: _label(POD_INDEX_LABEL),
+    owner_reference.PYTORCH_JOB: _label(KUBEFLOW_INDEX_LABEL),
+}
+"""Where pods have their number that a controller makes without a Job."""
 POD = IdentityRecipe(
     kind="Pod",
     name=Source(field_path="metadata.name"),
@@ -140,8 +149,20 @@ def of_pod(pod: Mapping[str, Any]) -> IdentityRecipe:
         kind=owner.kind,
         name=Source(text=owner.name),
         uid=Source(text=owner.uid),
-        index=_label(POD_INDEX_LABEL) if owner.group_kind == owner_reference.STATEFUL_SET else Source(),
+        index=_INDEXES.get(owner.group_kind, Source()),
+        replica=_label(KUBEFLOW_REPLICA_LABEL)
+        if owner.group_kind == owner_reference.PYTORCH_JOB
+        else Source(),
     )
+
+
+def index_of_pod(pod: Mapping[str, Any]) -> str:
+    """The number of a pod that is there, as its controller wrote it, in a PyTorchJob after its part; empty: none."""
+    metadata = pod["metadata"]
+    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    if owner_reference.is_controlled_by(pod, owner_reference.PYTORCH_JOB) is not None:
+        return "-".join(filter(None, (labels.get(KUBEFLOW_REPLICA_LABEL), labels.get(KUBEFLOW_INDEX_LABEL))))
+    return str(notes.get(JOB_INDEX_ANNOTATION) or labels.get(POD_INDEX_LABEL) or "")
 
 
 def workload_uid(kind: str, document: Mapping[str, Any]) -> str:

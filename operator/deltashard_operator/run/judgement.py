@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from deltashard_operator.fleet import sidecar_report
 from deltashard_operator.fleet.sidecar_report import Heartbeat
+from deltashard_operator.kube import owner_reference
 from deltashard_operator.run import condition, failure, incident, roll_call
 from deltashard_operator.run import phase as phases
 from deltashard_operator.run.condition import Condition, fact
@@ -120,6 +121,10 @@ def _ended(run: Run, now_s: float) -> Run:
         if run.workload.native == "Job" or now_s - ended_at_s >= SETTLED_S:
             return finished(run, "Failed", ended_at_s)
         return run
+    if run.workload.group_kind == owner_reference.PYTORCH_JOB and run.pods:
+        # Whether a pod that failed is made anew, its controller alone knows.
+        done = all(each.phase == "Succeeded" for each in run.pods.values())
+        return finished(run, "Completed", now_s) if done else run
     if not run.workload.native and not run.jobs and not run.pods:
         return finished(run, "Deleted", now_s) if now_s - run.seen_s >= ABSENT_S else run
     return run

@@ -21,9 +21,7 @@ from deltashard_operator.kube.cluster_name import (
     BITS,
     GOAL,
     INTERVAL,
-    JOB_INDEX_ANNOTATION,
     NODE_POOL_LABELS,
-    POD_INDEX_LABEL,
     POLICY,
     PRECISION,
     PREFIX,
@@ -256,7 +254,7 @@ def pod_of(document: Document) -> PodView:
     """View of a pod."""
     metadata, spec = document["metadata"], document.get("spec") or {}
     status = document.get("status") or {}
-    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    notes = metadata.get("annotations") or {}
     disruption: Document = next(
         (
             each
@@ -270,7 +268,6 @@ def pod_of(document: Document) -> PodView:
         for each in status.get("containerStatuses") or ()
         if each.get("name") != SIDECAR and not is_mesh_proxy(each.get("name"))
     ]
-    index = notes.get(JOB_INDEX_ANNOTATION) or labels.get(POD_INDEX_LABEL) or ""
     workload = workload_of(document)
     return PodView(
         uid=metadata["uid"],
@@ -279,7 +276,7 @@ def pod_of(document: Document) -> PodView:
         wish=wish_of(notes),
         job_uid=workload.uid if workload.native == "Job" else "",
         node=spec.get("nodeName") or "",
-        index=index,
+        index=run_identity.index_of_pod(document),
         phase=status.get("phase") or "Pending",
         reason=status.get("reason") or "",
         disruption=disruption.get("reason") or "",

@@ -2,9 +2,9 @@
 
 The pod's environment names the workload's run, and all pods of the workload are ranks of that one, however many there
 are: a changed world size never names another run. Only where the workload says so (`deltashard.io/runs: per-pod`) each
-numbered pod (of an Indexed Job, a JobSet, a StatefulSet) trains a run of its own:
+numbered pod (of an Indexed Job, a JobSet, a StatefulSet, a PyTorchJob) trains a run of its own:
 
-    per-pod, numbered pod     `{run}-{index}`, in a JobSet `{run}-{replica}-{index}`: no two pods share a key
+    per-pod, numbered pod     `{run}-{index}`, in a JobSet or PyTorchJob `{run}-{replica}-{index}`: no two share a key
     anything else             `{run}`
 
 The owner that is written to the run's log takes the same suffix.
@@ -49,7 +49,7 @@ def numbered(settings: Settings) -> str:
 
 
 def number(settings: Settings) -> str:
-    """The pod's number in its workload: its index, in a JobSet after its Job's."""
+    """The pod's number in its workload: its index, in a JobSet after its Job's, in a PyTorchJob after its part."""
     return "-".join(filter(None, (settings.replica, settings.index)))
 
 

@@ -36,7 +36,17 @@ NODES = ("n1", "n2", "m1", "m2")
 """Nodes whose names begin with m are for scenarios that harm nodes: only pods that ask for them get there."""
 HARMED = "harmed"
 """Pool of those nodes."""
-TOOLS = ("minio", "etcd", "kubernetes", "kubectl", "coredns", "helm", "jobset")
+TOOLS = (
+    "minio",
+    "etcd",
+    "kubernetes",
+    "kubectl",
+    "coredns",
+    "helm",
+    "jobset",
+    "training-operator",
+    "kubeflow-trainer",
+)
 
 
 def missing() -> list[str]:

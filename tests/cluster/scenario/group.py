@@ -6,6 +6,8 @@ A *round* is one coming together of the ranks: one attempt in the log. It began 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +22,9 @@ from tests.cluster.scenario.witness import Event
 
 PORT = 29400
 SAMPLES, BATCH = 6000, 8
+TABLE_ROWS = {"user": 3000, "item": 1700}
 """As in trainers/group.py."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
 RUN = (
     "[ $JOB_COMPLETION_INDEX = 0 ] && first=localhost || first={first}; "
     "exec {python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node=1 --max-restarts=1000 "
@@ -31,10 +35,10 @@ RUN = (
 GRACE_S = 60
 
 
-def ranked(template: Object, *, first: str, nodes: str) -> Object:
+def ranked(template: Object, *, first: str, nodes: str, env: Mapping[str, str] | None = None) -> Object:
     """A training pod's spec, made one of a group that meets at the host `first`; `nodes`: how many, such as 2:4."""
     container = template["containers"][0]
-    more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **ENVIRONMENT, **(env or {})}
     container |= {
         "command": ["/bin/sh", "-c", RUN.format(python=PYTHON, nodes=nodes, first=first, port=PORT)],
         "args": [],
@@ -127,9 +131,33 @@ class TrainingGroup:
             what=f"step {step} of {self.name} under attempt {attempt}",
         )
 
+    def wait_rank_step(self, rank: int, step: int, *, attempt: int) -> None:
+        """Until one rank has done a step under an attempt."""
+        self.bench.witness.wait(
+            self.job.key,
+            lambda e: e["kind"] == "step" and (e["rank"], e["step"], e["attempt"]) == (rank, step, attempt),
+            timeout_s=180,
+            what=f"step {step} of rank {rank} of {self.name} under attempt {attempt}",
+        )
+
     def last_step(self, attempt: int) -> int:
         """The newest step that any rank did under an attempt."""
         return max((e["step"] for e in self.events("step") if e["attempt"] == attempt), default=0)
+
+    # What becomes of them.
+
+    def lose_pod(self, begun: Round, rank: int) -> None:
+        """The pod of a rank is gone without a word: each of its containers killed, and no grace for the pod."""
+        pod = begun.pods[rank]
+        found = self.job.pod(pod)
+        assert found is not None
+        node, status = self.bench.cluster.nodes[begun.nodes[rank]], found["status"]
+        containers = [*status.get("initContainerStatuses", ()), *status["containerStatuses"]]
+        running = [each["containerID"] for each in containers if "running" in each["state"]]
+        for pid in [node.container_pid(each) for each in running]:
+            os.kill(pid, signal.SIGKILL)
+        self.job.delete_pod(pod, hard=True)
+        self.bench.note(f"{pod} is lost")
 
     # What is asked of them.
 
@@ -145,6 +173,26 @@ class TrainingGroup:
         assert total(back.ranks) == total(before), f"rows of step {back.step}"
         dense = {each["dense"] for ranks in (back.ranks, before) for each in ranks.values()}
         assert len(dense) == 1, f"dense parameters of step {back.step}"
+
+    def assert_kept(self, back: Round, before: Round, *, lost: int, at: int, saved: int) -> None:
+        """Every rank took one road: survivors have their rows of step `at`, the lost rank those that were saved.
+
+        To the bit, and the dense part is that of step `at` on all.
+        """
+        told = {
+            (each["rank"], each["step"]): each
+            for each in self.events("step")
+            if each["attempt"] == before.attempt
+        }
+        steps = [saved if rank == lost else at for rank in range(back.world_size)]
+        for rank, each in back.ranks.items():
+            assert (each["mode"], each["exact"], each["step"]) == ("partial", False, at), each
+            assert each["rank_steps"] == steps, each
+            assert each["sums"] == told[rank, steps[rank]]["sums"], (
+                f"rows of rank {rank} at step {steps[rank]}"
+            )
+            assert each["dense"] == told[0 if lost else 1, at]["dense"], f"dense parameters of rank {rank}"
+        assert len({each["pls"] for each in back.ranks.values()}) == 1, back
 
     def assert_every_sample_once(self) -> None:
         """Of the first epoch, in what the run is made of: no sample twice, and none left out once it is over."""
@@ -189,16 +237,32 @@ def total(ranks: Mapping[int, Event]) -> dict[str, int]:
     return {key: value % (1 << 64) for key, value in found.items()}
 
 
-def indexed_job(bench: Bench, name: str, *, pods: int, nodes: str = "", **more: Any) -> TrainingGroup:
-    """An Indexed Job, and the headless Service by which its pods find the one with number 0."""
+def indexed_job(
+    bench: Bench,
+    name: str,
+    *,
+    pods: int,
+    nodes: str = "",
+    env: Mapping[str, str] | None = None,
+    volume: str = "",
+    **more: Any,
+) -> TrainingGroup:
+    """An Indexed Job, and the headless Service by which its pods find the one with number 0.
+
+    `env` is added to what its ranks have; `volume`: where each pod has one of its own, which its containers' ends outlive.
+    """
     selector = {"batch.kubernetes.io/job-name": name}
     spec = {"clusterIP": "None", "selector": selector}
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
     bench.cluster.api.create(f"/api/v1/namespaces/{bench.namespace}/services", service)
     manifest = bench.manifest(name, **more)
     template = manifest["spec"]["template"]
-    template["spec"] = ranked(template["spec"], first=f"{name}-0.{name}", nodes=nodes or str(pods))
+    template["spec"] = ranked(template["spec"], first=f"{name}-0.{name}", nodes=nodes or str(pods), env=env)
     template["spec"]["subdomain"] = name
+    if volume:
+        template["spec"]["volumes"] = [*template["spec"]["volumes"], {"name": "own", "emptyDir": {}}]
+        trainer = template["spec"]["containers"][0]
+        trainer["volumeMounts"] = [*trainer["volumeMounts"], {"name": "own", "mountPath": volume}]
     manifest["spec"] |= {
         "completionMode": "Indexed", "completions": pods, "parallelism": pods, "backoffLimit": 1000,
     }  # fmt: skip

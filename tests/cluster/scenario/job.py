@@ -119,12 +119,14 @@ class Kind(NamedTuple):
 
 
 JOB = Kind("/apis/batch/v1", "jobs", "batch.kubernetes.io/job-name")
+PYTORCH_JOB = Kind("/apis/kubeflow.org/v1", "pytorchjobs", "training.kubeflow.org/job-name")
+TRAIN_JOB = Kind("/apis/trainer.kubeflow.org/v1alpha1", "trainjobs", "jobset.sigs.k8s.io/jobset-name")
 JOBSET = Kind("/apis/jobset.x-k8s.io/v1alpha2", "jobsets", "jobset.sigs.k8s.io/jobset-name")
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainingJob:
-    """One Job (or JobSet), in its namespace, and its life there."""
+    """One Job (or JobSet, PyTorchJob, TrainJob), in its namespace, and its life there."""
 
     api: Api
     namespace: str
@@ -299,6 +301,7 @@ class TrainingJob:
         }
         self.api.create(f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction", body)
 
-    def delete_pod(self, pod: str) -> None:
-        """What `kubectl delete pod` does."""
-        self.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}")
+    def delete_pod(self, pod: str, *, hard: bool = False) -> None:
+        """What `kubectl delete pod` does; `hard`: with `--grace-period=0 --force`."""
+        query = {"gracePeriodSeconds": 0} if hard else {}
+        self.api.delete(f"/api/v1/namespaces/{self.namespace}/pods/{pod}", **query)

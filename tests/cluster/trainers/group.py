@@ -3,6 +3,9 @@
 Tables of TorchRec, sharded by rows over the ranks; a loader whose epochs every sample is in once, whatever the number
 of ranks. Every rank says after each step, past deltashard, what its rows add up to: sums over rows, so that those of
 all ranks together mean the same tables in any sharding.
+
+Under partial recovery it saves at named steps, ranks stand still before named ones (until somebody kills them), and
+one is slower than the others.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 import warnings
 from functools import partial
@@ -35,6 +39,16 @@ from torch.utils.data import DataLoader
 STEPS = int(os.environ["STEPS"])
 PACE_S = float(os.environ.get("PACE_S", "0"))
 """Stands for the accelerators' work of one step."""
+PLANNED_STEPS = int(os.environ.get("PLANNED_STEPS", "0"))
+"""Of a training that recovers partially; 0: all go back."""
+SAVE_AT = [int(step) for step in os.environ.get("SAVE_AT", "").split()]
+STANDS = {
+    int(step): int(rank)
+    for step, _, rank in (each.partition(":") for each in os.environ.get("STANDS", "").split())
+}
+"""Step that ended -> the rank that does not begin another one; unless it resumed there."""
+SLOW_RANK, SLOW_S = int(os.environ.get("SLOW_RANK", "-1")), 0.2
+"""The rank that is so late at the end of each step."""
 TABLES = {"user": 3000, "item": 1700}
 """Feature and table -> rows."""
 COLUMNS, SAMPLES, BATCH = 16, 6000, 8
@@ -130,10 +144,23 @@ def dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return hashed.hexdigest()
 
 
+def join() -> None:
+    """Make the process group."""
+    if not PLANNED_STEPS:
+        dist.init_process_group("gloo")
+        return
+    # torchrun deals ranks out by address, and a pod that comes back has another one. Who keeps rows keeps its rank.
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=os.environ["RANK"] == "0"
+    )
+    rank, world_size = int(os.environ["JOB_COMPLETION_INDEX"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
 def main() -> None:
     """Train for STEPS steps, from wherever the last checkpoint left off."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     witness = Witness(rank, world_size)
     torch.manual_seed(20261126)
@@ -155,9 +182,19 @@ def main() -> None:
     sampler = deltashard.ResumableSampler(range(SAMPLES), seed=7, drop_last=True)
     loader: Any = DataLoader(range(SAMPLES), batch_size=BATCH, sampler=sampler, collate_fn=list)
 
-    ckpt = deltashard.Checkpointer(model, optimizer)
+    terms: dict[str, Any] = {}
+    if PLANNED_STEPS:
+        terms = {"recovery": "partial", "pls_target": 0.1, "planned_steps": PLANNED_STEPS}
+    ckpt = deltashard.Checkpointer(
+        model,
+        optimizer,
+        on_event=lambda name, facts: (
+            witness.say("cut", step=facts["step"], stall_s=facts["stall_s"]) if name == "cut" else None
+        ),
+        **terms,
+    )
     resumed = ckpt.restore()
-    step = resumed.step if resumed else 0
+    begun = step = resumed.step if resumed else 0
     loader = ckpt.wrap(loader)
     witness.say(
         "began",
@@ -165,6 +202,9 @@ def main() -> None:
         seq=resumed.seq if resumed else None,
         source=resumed.source if resumed else None,
         exact=resumed.exact if resumed else None,
+        mode=resumed.mode if resumed else None,
+        pls=resumed.pls if resumed else 0.0,
+        rank_steps=resumed.rank_steps if resumed else [],
         notes=list(resumed.notes) if resumed else [],
         attempt=ckpt.attempt,
         sums=sums(ckpt),
@@ -173,6 +213,9 @@ def main() -> None:
     with ckpt:
         while step < STEPS:
             for samples in loader:
+                if step > begun and STANDS.get(step) == rank:
+                    witness.say("stands", step=step)
+                    threading.Event().wait()
                 optimizer.zero_grad()
                 wanted = torch.tensor([float(sample % 3 == 0) for sample in samples])
                 logits = model(features_of(samples))
@@ -183,11 +226,15 @@ def main() -> None:
                     "step", step=step, attempt=ckpt.attempt, samples=samples, epoch=loader.epoch, sums=sums(ckpt),
                     dense=dense(model, top),
                 )  # fmt: skip
+                if rank == SLOW_RANK:
+                    time.sleep(SLOW_S)
                 try:
                     ckpt.step()
                 except deltashard.FencedError as error:
                     witness.say("fenced", step=step, why=str(error))
                     raise
+                if step in SAVE_AT:
+                    ckpt.save().wait(60)
                 if step == STEPS:
                     break
                 time.sleep(PACE_S)

@@ -65,6 +65,24 @@ def _of_jobset(name: str, replicated: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job["spec"]}
 
 
+def _of_pytorch_job(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The first worker that the training operator makes of it."""
+    name, template = (
+        manifest["metadata"]["name"],
+        manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"],
+    )
+    metadata = template["metadata"]
+    metadata["name"] = f"{name}-worker-0"
+    metadata["labels"] = {
+        **(metadata.get("labels") or {}),
+        "training.kubeflow.org/job-name": name,
+        "training.kubeflow.org/replica-type": "worker",
+        "training.kubeflow.org/replica-index": "0",
+    }
+    metadata["ownerReferences"] = _owned("PyTorchJob", manifest)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
 def admitted(path: Path) -> dict[str, Any]:
     """What reaches the webhook: the manifest, or what its controller makes of it."""
     manifest = copy.deepcopy(documents(path)[0])
@@ -84,6 +102,8 @@ def admitted(path: Path) -> dict[str, Any]:
         return _of_jobset(
             documents(path)[1]["metadata"]["name"], spec["template"]["spec"]["replicatedJobs"][0]
         )
+    if kind == "PyTorchJob":
+        return _of_pytorch_job(manifest)
     if kind == "StatefulSet":
         metadata = spec["template"]["metadata"]
         metadata["name"] = f"{name}-0"

@@ -27,6 +27,8 @@ def policy(case: str) -> dict[str, Any]:
 def annotated(document: Any, path: list[str]) -> bool:
     if not path:
         return cluster_name.POLICY in (document.get("annotations") or {})
+    if path[0] == "*":
+        return all(annotated(each, path[1:]) for each in document.values())
     key, inner = path[0].removesuffix("[]"), (document or {}).get(path[0].removesuffix("[]"))
     if path[0] != key:
         return all(annotated(each, path[1:]) for each in inner)

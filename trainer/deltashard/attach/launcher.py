@@ -49,6 +49,8 @@ EXIT_USAGE = 2
 """Exit code of a sidecar that refused its settings; its last line in the log says what, where and the remedy."""
 EXIT_OWNED = 3
 """Exit code of a sidecar that found its runtime directory owned by another one."""
+STAGED_DIR = "DELTASHARD_STAGED_DIR"
+"""Names, in a pod, the folder of a volume in which survivors of a lost rank stage what they held."""
 _READ_PREFIXES = ("AWS_", "MINIO_", "GOOGLE_", "AZURE_", "DELTASHARD_")
 _PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
 _READ_NAMES = ("SSL_CERT_FILE", "HOME", *_PROXIES, *(name.lower() for name in _PROXIES))
@@ -166,6 +168,12 @@ def cache_dir(url: str, run: str, node: int = 0) -> Path:
 def staged_dir(url: str, run: str, node: int = 0) -> Path:
     """The directory of what survivors of a lost rank stage on this machine, beside the pack cache of the run."""
     return cache_dir(url, run, node).parent.parent / "staged" / _home(url, run, node)
+
+
+def staged_in_pod(url: str, run: str) -> Path | None:
+    """The same in a pod, in the volume that its manifest names (`STAGED_DIR`); None: it names none."""
+    named = os.environ.get(STAGED_DIR)
+    return Path(named) / _home(url, run, 0) if named else None
 
 
 def environment_hash(environment: Mapping[str, str], salt: str) -> str:

@@ -31,6 +31,8 @@ MEET_S = 600.0
 """All ranks come to `restore()` within so long: one may be reading its data still."""
 FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.2
 _COMMON = "deltashard/"
+_SENT_AT_ONCE = 4 << 20
+"""Bytes of one value: torch's store takes eight million at most."""
 
 _numbers = itertools.count(1)
 """Ranks make their Checkpointers in one order, so that the n-th meeting of each is the same."""
@@ -104,6 +106,34 @@ class Meeting:
                 [rank for rank, key in enumerate(keys) if self._store.get(key) is None], within_s
             )
         return found
+
+    def send(self, what: str, data: bytes | None) -> None:
+        """This rank gives the others so many bytes, for whoever wants them; None: it cannot, after all."""
+        parts = [] if data is None else range(0, len(data), _SENT_AT_ONCE)
+        for at in parts:
+            assert data is not None
+            self._store.put(f"{self.name}/sent/{what}/{at}", data[at : at + _SENT_AT_ONCE])
+        self._store.put(f"{self.name}/sent/{what}", json.dumps(None if data is None else len(data)).encode())
+
+    def receive(self, what: str, within_s: float) -> bytes | None:
+        """What another rank sends; None: it cannot. Raises `RanksDiffer` when it says nothing."""
+        said = _wait(lambda: self._store.get(f"{self.name}/sent/{what}"), time.monotonic() + within_s)
+        if said is None:
+            raise RanksDiffer(
+                f"a rank was to give of what it has ({what}), and said nothing for {within_s:.0f} s",
+                where="restore()",
+                remedy="look at the ranks' logs, then start all of them again",
+            )
+        size = json.loads(said)
+        if size is None:
+            return None
+        parts = range(0, size, _SENT_AT_ONCE)
+        return b"".join(self._store.get(f"{self.name}/sent/{what}/{at}") or b"" for at in parts)
+
+    def unsend(self, what: str, size: int) -> None:
+        """All have it: the store need not keep what was sent."""
+        for at in range(0, size, _SENT_AT_ONCE):
+            self._store.forget(f"{self.name}/sent/{what}/{at}")
 
     def _lead(self) -> None:
         hellos = [f"hello/{self._number}/{rank}" for rank in range(self.world_size)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +16,7 @@ class Ground:
     """Of one Checkpointer; the training thread writes, the sentinel's reads."""
 
     def __init__(self, terms: Terms | None, rank: Rank, *, run: str, home: Path | None) -> None:
-        """`terms` None: recovery is full. `home`: where this machine's staged parts lie; None: nowhere."""
+        """`terms` None: recovery is full. `home`: where parts of this machine, or pod, are staged; None: nowhere."""
         self.terms = terms
         self.run = run
         self.rank = rank.number
@@ -34,6 +33,8 @@ class Ground:
         """How many were partial."""
         self.off = "" if terms is None else _why_off(rank, home)
         """Why recovery is full all the same."""
+        self.place = "" if terms is None or self.off else _place(self.home)
+        """Tells where parts are staged from every other such place: ranks of one place can read each other's."""
 
     @property
     def pls_target(self) -> float:
@@ -81,9 +82,22 @@ def _why_off(rank: Rank, home: Path | None) -> str:
         return "there is one process only: nobody survives it"
     if torch.cuda.is_available():
         return "there are CUDA devices: waiting behind a dead collective of theirs is not proven safe"
-    local = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if local.isdecimal() and int(local) != rank.world_size:
-        return "the ranks run on several machines"
     if home is None:
-        return "the sidecar is a pod's: survivors' rows would not outlive its containers"
+        return (
+            "this pod names no place where survivors' rows would outlive its containers: mount a volume of the pod, "
+            "and name it in DELTASHARD_STAGED_DIR"
+        )
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"nothing can be staged in {home}: {error.strerror}"
     return ""
+
+
+def _place(home: Path) -> str:
+    # Pods of one machine have volumes of their own at one path: the folder's inode tells them apart.
+    try:
+        machine, folder = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), home.stat()
+    except OSError:
+        return f"{home}"
+    return f"{machine} {folder.st_dev}:{folder.st_ino} {home}"

@@ -1,49 +1,134 @@
-"""Which ranks of this machine died. Each holds a lock that goes with its process, and who leaves in order says so."""
+"""Which ranks died. On this machine each holds a lock that goes with its process, and who leaves in order says so.
+
+Of a rank elsewhere (another machine, another pod) no kernel tells. It *beats* in the store of the process group, from
+a thread of its own, so also while its training thread stands in a collective; and a collective that it leaves by dying
+says so itself. A store that does not answer went with the rank that had it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from pathlib import Path
 
+from torch.distributed import DistError
+
 from deltashard.attach.lock import is_free, trainer_lock, trainer_locks
+from deltashard.errors import GroupLost
+from deltashard.group.group_store import GroupStore
+
+BEAT_S, BEAT_A_RANK_S = 1.0, 0.005
+"""How often a rank beats: the longer of these, the second by world size."""
+SILENT_S = 5.0
+"""Without a beat for so long, a rank elsewhere is dead."""
+_LEFT = b"left"
 
 
 class Peers:
-    """The other ranks of one machine, by the files in the run's runtime directory."""
+    """The other ranks: of this machine by the files in a directory of theirs, of others by their beats."""
 
-    def __init__(self, runtime: Path, local: int) -> None:
+    def __init__(self, runtime: Path | None, local: int) -> None:
+        """`runtime` has the locks of this machine's ranks; None: no rank is seen there, as in a pod."""
         self._runtime = runtime
         self._local = local
         self._seen: set[Path] = set()
-        self._left.unlink(missing_ok=True)
+        self._beats: _Beats | None = None
+        if runtime is not None:
+            _left_of(trainer_lock(runtime, local)).unlink(missing_ok=True)
 
     def meet(self) -> None:
         """All ranks are here: who holds a lock now is one of them."""
-        mine = trainer_lock(self._runtime, self._local)
-        self._seen = {path for path in trainer_locks(self._runtime) if path != mine and not _free(path)}
+        if self._runtime is not None:
+            mine = trainer_lock(self._runtime, self._local)
+            self._seen = {path for path in trainer_locks(self._runtime) if path != mine and not _free(path)}
+
+    def hear(self, prefix: str, rank: int, world_size: int) -> None:
+        """Beat, and hear of the ranks that are elsewhere, if there are any, by keys under `prefix`."""
+        if self._beats is not None:
+            self._beats.close()
+        elsewhere = len(self._seen) + 1 < world_size
+        self._beats = _Beats(prefix, rank, world_size) if elsewhere else None
 
     @property
-    def met(self) -> bool:
-        """Whether there is any other rank on this machine."""
-        return bool(self._seen)
+    def elsewhere(self) -> bool:
+        """Whether there are ranks on other machines, or in other pods, that are heard of."""
+        return self._beats is not None
 
     @property
     def dead(self) -> bool:
         """Whether one of them is gone that did not leave in order."""
-        return any(not self._left_of(path).exists() and _free(path) for path in self._seen)
+        here = any(not _left_of(path).exists() and _free(path) for path in self._seen)
+        return here or (self._beats is not None and self._beats.dead)
+
+    def broke(self, error: BaseException) -> bool:
+        """Whether `error` is a collective's that says by itself that it lost a rank elsewhere."""
+        # gloo raises plain RuntimeErrors, which begin with the file of its own that met the end of a connection.
+        return self.elsewhere and (isinstance(error, DistError) or "gloo/transport/" in str(error))
 
     def leave(self) -> None:
         """This rank leaves in order."""
-        with contextlib.suppress(OSError):  # the runtime directory was wiped
-            self._left.touch()
+        if self._runtime is not None:
+            with contextlib.suppress(OSError):  # the runtime directory was wiped
+                _left_of(trainer_lock(self._runtime, self._local)).touch()
+        self.close(leaving=True)
+
+    def close(self, *, leaving: bool = False) -> None:
+        """Beat no more; `leaving`: in order."""
+        if self._beats is not None:
+            self._beats.close(leaving=leaving)
+
+
+class _Beats:
+    """One rank's thread; it looks at the others only once somebody asks."""
+
+    def __init__(self, prefix: str, rank: int, world_size: int) -> None:
+        self._prefix, self._rank, self._world_size = prefix, rank, world_size
+        self._every_s = max(BEAT_S, BEAT_A_RANK_S * world_size)
+        self._stop, self._asked = threading.Event(), threading.Event()
+        self._leaving = False
+        self._heard: dict[int, tuple[bytes, float]] = {}
+        self._dead = False
+        self._thread = threading.Thread(target=self._run, name="deltashard-beats", daemon=True)
+        self._thread.start()
 
     @property
-    def _left(self) -> Path:
-        return self._left_of(trainer_lock(self._runtime, self._local))
+    def dead(self) -> bool:
+        """Whether a rank was silent for long enough; the first time that this is asked begins to count."""
+        self._asked.set()
+        return self._dead
 
-    @staticmethod
-    def _left_of(lock: Path) -> Path:
-        return lock.with_suffix(".left")
+    def close(self, *, leaving: bool = False) -> None:
+        """Beat no more."""
+        self._leaving |= leaving
+        self._stop.set()
+        self._thread.join(timeout=BEAT_S)
+
+    def _run(self) -> None:
+        try:
+            store, number = GroupStore(self._prefix), 0
+            while not self._stop.wait(self._every_s if number else 0.0):
+                number += 1
+                store.put(f"beat/{self._rank}", str(number).encode())
+                if self._asked.is_set():
+                    self._look(store)
+            if self._leaving:
+                store.put(f"beat/{self._rank}", _LEFT)
+        except GroupLost:
+            self._dead = True  # it went with the rank, or the agent, that had it
+
+    def _look(self, store: GroupStore) -> None:
+        said = store.get_all([f"beat/{rank}" for rank in range(self._world_size)])
+        now_s = time.monotonic()
+        for rank, word in enumerate(said or ()):
+            if self._heard.get(rank, (b"", 0.0))[0] != word:
+                self._heard[rank] = word, now_s
+        silent_s = max(SILENT_S, 3 * self._every_s)
+        self._dead = any(word != _LEFT and now_s - at_s > silent_s for word, at_s in self._heard.values())
+
+
+def _left_of(lock: Path) -> Path:
+    return lock.with_suffix(".left")
 
 
 def _free(path: Path) -> bool:

@@ -4,6 +4,7 @@
     overlay   blobs: dense part and optimizers of the donor, each rank's own state where it was at the donor's step
     frames    rows: the rank's own part, and the donor's of tables that every rank has, newer than all of the checkpoint
 
+Ranks that cannot read the donor's part where it lies (another pod's, another machine's) are sent what they take of it.
 A part that was agreed upon and cannot be read after all makes all ranks ask anew: in the next attempt it is stale.
 """
 
@@ -13,8 +14,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.blob_name import (
@@ -29,6 +29,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard.errors import RunWentOn
 from deltashard.partial import staged_part
 from deltashard.partial.ground import Ground
+from deltashard.partial.parcel import Donor, Parcel, packed
 from deltashard.partial.position import moved_on
 from deltashard.partial.rule import Situation, Staged, Verdict, Word, judge
 from deltashard.partial.staged_part import StagedPart
@@ -36,10 +37,21 @@ from deltashard.program import Program
 from deltashard.state.value import decode_value, encode_value
 
 log = logging.getLogger("deltashard")
+_DONOR = "donor"
+"""What the donor sends."""
 
 
-Settle = Callable[[str, str, Callable[[list[str]], str]], str]
-"""(what, this rank's word, what rank 0 makes of all words) -> that, on every rank."""
+class Gathering(Protocol):
+    """All ranks in one `restore()`, as an `Assembly` has them."""
+
+    def settle(self, what: str, word: str, judge: Callable[[list[str]], str]) -> str:
+        """What rank 0 makes of all ranks' words, on every rank."""
+
+    def send(self, what: str, data: bytes | None) -> None:
+        """Give the others bytes of this rank's; None: it cannot."""
+
+    def receive(self, what: str) -> bytes | None:
+        """What another rank sends; None: it cannot."""
 
 
 class Recovery:
@@ -48,8 +60,10 @@ class Recovery:
     def __init__(self, ground: Ground, program: Program) -> None:
         self._ground = ground
         self._program = program
+        self._strays: tuple[int, ...] = ()
+        """Ranks that are elsewhere now, and have staged here."""
 
-    def agree(self, settle: Settle, reply: pb.OpenReply, *, unusual: str) -> Road | None:
+    def agree(self, ranks: Gathering, reply: pb.OpenReply, *, unusual: str) -> Road | None:
         """The road of all ranks from the checkpoint of `reply`; None: full.
 
         `unusual`: what makes it no plain restart; empty: nothing.
@@ -64,20 +78,32 @@ class Recovery:
             staged=None if mine is None else mine.staged,
             unusable=why,
             off=ground.off,
-            place=f"{_machine()} {ground.home}",
+            place=ground.place,
+            carried_bytes=0 if mine is None else mine.carried_bytes(self._replicated),
+            strays=() if ground.off or mine is not None else staged_part.others(ground.home, ground.rank),
             rows=self._rows(),
         )
         terms = ground.terms
-        verdict = settle(
+        told = ranks.settle(
             "recovery",
             _text(word),
             lambda words: _verdict_text(
                 judge([_word(w) for w in words], self._situation(reply, unusual), terms)
             ),
         )
-        return self._taken(_verdict(verdict), mine)
+        said = _verdict(told)
+        if not ground.off:
+            self._strays = tuple(
+                set(staged_part.others(ground.home, ground.rank)) & set(said.elsewhere(ground.rank))
+            )
+        return self._taken(said, mine, ranks)
 
-    def _taken(self, verdict: Verdict, mine: StagedPart | None) -> Road | None:
+    @property
+    def _replicated(self) -> frozenset[str]:
+        """Tables that every rank has."""
+        return frozenset(t.fqn for t in self._program.tracking.tables if t.found.replicated)
+
+    def _taken(self, verdict: Verdict, mine: StagedPart | None, ranks: Gathering) -> Road | None:
         ground = self._ground
         if not verdict.partial:
             if ground.rank == 0:
@@ -93,13 +119,24 @@ class Recovery:
                 verdict.added,
                 verdict.pls,
             )
+        donor: Donor | None = None
         try:
-            donor = mine if verdict.donor == ground.rank else None
-            donor = donor or StagedPart(staged_part.path_of(ground.home, verdict.donor))
-            return Road(verdict, self._program, ground.rank, mine=mine, donor=donor)
+            donor = self._donor(verdict, mine, ranks)
         except (DeltashardError, OSError, ValueError) as error:
             log.warning("rank %d's staged part cannot be read any more: %s", verdict.donor, error)
-            return Road(verdict, self._program, ground.rank, mine=mine, donor=None)
+        return Road(verdict, self._program, ground.rank, mine=mine, donor=donor)
+
+    def _donor(self, verdict: Verdict, mine: StagedPart | None, ranks: Gathering) -> Donor | None:
+        """The donor's part, or what this rank is sent of it; None: the donor cannot send it."""
+        rank = self._ground.rank
+        if verdict.donor == rank:
+            if verdict.elsewhere(rank):
+                ranks.send(_DONOR, None if mine is None else packed(mine, self._replicated))
+            return mine
+        if rank in verdict.elsewhere(verdict.donor):
+            data = ranks.receive(_DONOR)
+            return None if data is None else Parcel(data)
+        return StagedPart(staged_part.path_of(self._ground.home, verdict.donor))
 
     def _rows(self) -> float:
         found = 0.0
@@ -139,6 +176,8 @@ class Recovery:
         ground = self._ground
         if ground.terms is not None and not ground.off:
             staged_part.discard(ground.home, ground.rank)
+            for rank in self._strays:
+                staged_part.discard(ground.home, rank)
         ground.begin(reply.attempt, reply.layout, meeting)
 
 
@@ -152,7 +191,7 @@ class Road:
         rank: int,
         *,
         mine: StagedPart | None,
-        donor: StagedPart | None,
+        donor: Donor | None,
     ) -> None:
         """`donor` None: it cannot be read after all, which `overlay` says to all."""
         self.verdict = verdict
@@ -231,21 +270,14 @@ class Road:
             )
 
 
-def _machine() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _text(word: Word) -> str:
     return json.dumps(dataclasses.asdict(word))
 
 
 def _word(text: str) -> Word:
     said = json.loads(text)
-    staged = said.pop("staged")
-    return Word(staged=None if staged is None else Staged(**staged), **said)
+    staged, strays = said.pop("staged"), tuple(said.pop("strays"))
+    return Word(staged=None if staged is None else Staged(**staged), strays=strays, **said)
 
 
 def _verdict_text(verdict: Verdict) -> str:
@@ -254,6 +286,6 @@ def _verdict_text(verdict: Verdict) -> str:
 
 def _verdict(text: str) -> Verdict:
     said: dict[str, Any] = json.loads(text)
-    for key in ("steps", "own", "lost"):
+    for key in ("steps", "own", "lost", "places"):
         said[key] = tuple(said[key])
     return Verdict(**said)

@@ -10,7 +10,7 @@ PLS, the portion of lost samples (CPR, MLSys 2021): sum over ranks of (steps los
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,11 @@ class Word:
     off: str = ""
     """Why this rank takes no part in partial recovery at all."""
     place: str = ""
-    """Names the machine, and where its staged parts lie."""
+    """Tells where its staged parts lie from other such places: another pod, another machine."""
+    carried_bytes: int = 0
+    """Of its part, what others take where it is the donor's: all but rows of sharded tables."""
+    strays: tuple[int, ...] = ()
+    """Ranks whose parts are at its place, while its own is not."""
     rows: float = 0.0
     """Rows of sharded tables that this rank holds; of a column shard its share of the columns."""
 
@@ -107,6 +111,8 @@ class Verdict:
     """By rank: whether it goes on with its own state, generators and loaders."""
     lost: tuple[int, ...] = ()
     """Ranks whose rows come from the checkpoint."""
+    places: tuple[int, ...] = ()
+    """By rank: a number of the place where it stages, the same for ranks of one place; partial or not."""
     added: float = 0.0
     """PLS of this recovery."""
     pls: float = 0.0
@@ -118,6 +124,10 @@ class Verdict:
     def partial(self) -> bool:
         """Whether survivors keep their rows."""
         return not self.why_full
+
+    def elsewhere(self, rank: int) -> tuple[int, ...]:
+        """Ranks that stage at another place than `rank` does, and cannot read there."""
+        return tuple(other for other, place in enumerate(self.places) if place != self.places[rank])
 
 
 def pls_of(steps_lost: Sequence[int], rows: Sequence[float], *, all_rows: float, planned_steps: int) -> float:
@@ -152,11 +162,28 @@ def why_unusable(staged: Staged, now: Situation, rank: int) -> str:
     return ""
 
 
+CARRIED_BYTES = 1 << 30
+"""It goes over the store of the process group, which one process serves, once for each rank that cannot read it."""
+
+
+def _why_nobody(words: Sequence[Word]) -> str:
+    for rank, word in enumerate(words):
+        if word.strays:
+            return (
+                f"no rank has staged anything; rank {rank} finds what rank {word.strays[0]} staged: a pod or machine "
+                "must have the same ranks when it comes back"
+            )
+    return "no rank has staged anything"
+
+
 def judge(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
     """The one road of all ranks."""
+    places = [word.place for word in words]
+    return replace(_judged(words, now, terms), places=tuple(map(places.index, places)))
+
+
+def _judged(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
     why = now.unusual or next((f"rank {r}: {w.off}" for r, w in enumerate(words) if w.off), "")
-    if not why and len({word.place for word in words}) > 1:
-        why = "the ranks run on several machines"
     if why:
         return Verdict(why_full=why)
     for rank, word in enumerate(words):
@@ -166,7 +193,7 @@ def judge(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
             return Verdict(why_full=f"rank {rank}'s staged part: {unusable}")
     survivors = {rank: word.staged for rank, word in enumerate(words) if word.staged is not None}
     if not survivors:
-        return Verdict(why_full="no rank has staged anything")
+        return Verdict(why_full=_why_nobody(words))
     able = {rank: staged.step for rank, staged in survivors.items() if staged.clean}
     if not able:
         return Verdict(why_full="the optimizers of every survivor had stepped since its last step()")
@@ -174,6 +201,13 @@ def judge(words: Sequence[Word], now: Situation, terms: Terms) -> Verdict:
     step = able[donor]
     if any(staged.step > step for staged in survivors.values()):
         return Verdict(why_full="the survivor that was ahead had begun its next optimizer step")
+    apart = any(word.place != words[donor].place for word in words)
+    if apart and words[donor].carried_bytes > CARRIED_BYTES:
+        return Verdict(
+            why_full=f"what all would take of rank {donor} (dense part, optimizers, tables on every rank) is "
+            f"{words[donor].carried_bytes >> 20} MiB, more than the {CARRIED_BYTES >> 20} that ranks of several "
+            "machines or pods give one another"
+        )
     lost = tuple(rank for rank in range(len(words)) if rank not in survivors)
     steps = tuple(survivors[rank].step if rank in survivors else now.step for rank in range(len(words)))
     behind = [  # who was within a step has part of it, whether the others train it again or not

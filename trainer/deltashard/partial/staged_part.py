@@ -49,6 +49,12 @@ def discard(home: Path, rank: int) -> None:
         path.unlink(missing_ok=True)
 
 
+def others(home: Path, rank: int) -> tuple[int, ...]:
+    """Ranks other than `rank` whose parts lie there."""
+    found = (path.stem.removeprefix("rank-") for path in home.glob("rank-*.part"))
+    return tuple(sorted({int(each) for each in found if each.isdecimal()} - {rank}))
+
+
 def write(
     home: Path,
     staged: Staged,
@@ -159,14 +165,31 @@ class StagedPart:
             if place.info.kind is not FrameKind.BLOB and place.info.table in tables:
                 yield self._at(place)
 
+    def carried(self, tables: frozenset[str]) -> list[memoryview]:
+        """Frames that are of use to other ranks: all blobs, and rows of `tables`, which every rank has."""
+        return [
+            self._at(place)
+            for place in self.index.places
+            if place.info.kind is FrameKind.BLOB or place.info.table in tables
+        ]
+
+    def carried_bytes(self, tables: frozenset[str]) -> int:
+        """Size of `carried`."""
+        return sum(len(frame) for frame in self.carried(tables))
+
     def blobs(self) -> dict[str, memoryview]:
         """All of them, by name."""
-        applier = FrameApplier([])
-        for place in self.index.places:
-            if place.info.kind is FrameKind.BLOB:
-                applier.apply(self._at(place))
-        applier.finish()
-        return applier.blobs
+        places = (place for place in self.index.places if place.info.kind is FrameKind.BLOB)
+        return blobs_of(map(self._at, places))
+
+
+def blobs_of(frames: Iterable[memoryview]) -> dict[str, memoryview]:
+    """The blobs that these frames are of, by name."""
+    applier = FrameApplier([])
+    for frame in frames:
+        applier.apply(frame)
+    applier.finish()
+    return applier.blobs
 
 
 def look(home: Path, rank: int) -> tuple[StagedPart | None, str]:

@@ -66,24 +66,25 @@ class Stager:
             if isinstance(table.found.kernel, KernelShard):
                 table.found.kernel.batch.watch(lambda begins: self._tracking.steps.update(begins=begins))
 
-    def raised(self, error: BaseException) -> None:
-        """`error` came out of the training loop: stage, if it says that a rank died. Raises nothing."""
+    def raised(self, error: BaseException) -> bool:
+        """`error` came out of the training loop: stage, if it says that a rank died; returns whether it does."""
         # torch raises what a collective met as RuntimeError, of which its own errors are a kind. Any other error is
         # this rank's own: whatever led to it is better not kept.
         if not self._ground.ready or not isinstance(error, RuntimeError):
-            return
+            return False
         until_s = time.monotonic() + DEATH_S
         idle = threading.Event()
-        while not self._peers.dead:
+        while not self._peers.broke(error) and not self._peers.dead:
             if time.monotonic() >= until_s:
-                return
+                return False
             idle.wait(LOOK_S)
         if self._tracking.steps.updating:
             log.warning(
                 "a rank died, and a fused update of this one was left halfway: nothing of it is staged"
             )
-            return
-        self.stage(lambda: True)
+        else:
+            self.stage(lambda: True)
+        return True
 
     def stage(self, still: Callable[[], bool]) -> bool:
         """Stage what this rank holds, while `still()`; returns whether there is nothing more to be done."""

@@ -76,6 +76,8 @@ class Assembly:
         )
         self._meeting = Meeting(rank.number, rank.world_size, word.text())
         self._turn = 0
+        self._sent: list[tuple[str, int]] = []
+        """(what, bytes) that lies in the store for others."""
 
     @property
     def name(self) -> str:
@@ -170,6 +172,22 @@ class Assembly:
         if told[0] == "-":
             raise _error_of(json.loads(told[1:]), "rank 0: ")
         return told[1:]
+
+    def send(self, what: str, data: bytes | None) -> None:
+        """Give the others bytes of this rank's, until `begun`; None: it cannot, after all."""
+        what = f"{what}/{self._turn}"
+        self._meeting.send(what, data)
+        self._sent.append((what, 0 if data is None else len(data)))
+
+    def receive(self, what: str) -> bytes | None:
+        """What another rank sends; None: it cannot. Raises `RanksDiffer` when it says nothing."""
+        return self._meeting.receive(f"{what}/{self._turn}", RESTORE_DEADLINE_S)
+
+    def begun(self) -> None:
+        """All have what they were sent."""
+        for what, size in self._sent:
+            self._meeting.unsend(what, size)
+        self._sent.clear()
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -210,6 +210,8 @@ class AttemptOpener:
         self._attempt.begin(reply.attempt, resumed_step=step if resumed else None)
         self._clock.set(step)
         self._stance.settle()
+        if assembly is not None:
+            assembly.begun()
         self._begun(reply, "" if assembly is None else assembly.name)
         if self._conductor is not None and assembly is not None:
             self._conductor.begin(assembly.prefix)

@@ -196,7 +196,7 @@ class Restorer:
             road = (
                 None
                 if assembly is None
-                else self._recovery.agree(assembly.settle, reply, unusual=_unusual(wish, tries))
+                else self._recovery.agree(assembly, reply, unusual=_unusual(wish, tries))
             )
             try:
                 restored = self._read(link, reply, wish, tries, road)

@@ -38,6 +38,13 @@ def checkpointer(workdir: Path, training: Training, **options: Any) -> Checkpoin
     )
 
 
+def in_pod(pod: Path) -> None:
+    """This process is the only rank in a pod with this folder, which a sidecar has, too."""
+    os.environ["DELTASHARD_SOCKET"] = str(pod / "run" / "sidecar.sock")
+    os.environ["DELTASHARD_STAGED_DIR"] = str(pod / "volume")
+    os.environ["LOCAL_RANK"] = "0"
+
+
 def held(ckpt: Checkpointer, training: Training) -> dict[str, np.ndarray]:
     """All that this rank has: shards, their state, the dense part."""
     found = {
@@ -62,14 +69,18 @@ def train(
     which: str = "'latest'",
     weights_only: str = "False",
     leave: str = "",
+    pods: str = "",
     **options: str,
 ) -> Any:
     """Train from what there is to the end; perhaps save once, and perhaps ranks `kill` die at a step.
 
+    `pods`: which one each rank is in, with a sidecar and a volume of its own; nothing: all are on one machine.
     What each rank had after restore() is written to `begun-{rank}.npz`, after its last step to `held-{rank}.npz`.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with devices recovery is full
     print("begins anew", flush=True)
+    if pods:
+        in_pod(workdir / f"pod-{pods.split(',')[rank]}")
     logging.basicConfig(force=True)
     logging.getLogger("deltashard").setLevel(logging.INFO)
     training = Training(sharding, "rowwise")

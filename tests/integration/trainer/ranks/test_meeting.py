@@ -68,6 +68,21 @@ def test_a_hello_of_an_older_life_does_not_make_a_meeting() -> None:
         assert zero.result().name == one.name
 
 
+def test_any_rank_gives_the_others_of_what_it_has_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever wants it takes it; it goes when all have it. A rank that cannot give it says so, or is missed."""
+    monkeypatch.setattr(meeting, "_SENT_AT_ONCE", 1000)
+    ranks = meet(3)
+    data = bytes(range(256)) * 10
+    ranks[1].send("part", data)
+    assert [each.receive("part", 5) for each in (ranks[0], ranks[2])] == [data] * 2
+    ranks[1].unsend("part", len(data))
+    ranks[1].send("nothing", b"")
+    ranks[1].send("gone", None)
+    assert [ranks[0].receive(what, 5) for what in ("nothing", "gone")] == [b"", None]
+    with pytest.raises(RanksDiffer, match="said nothing for"):
+        ranks[0].receive("never", 0.1)
+
+
 def test_who_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "MEET_S", 0.2)
     with pytest.raises(RanksDiffer, match="no word of ranks 1, 2 for"):

@@ -15,20 +15,21 @@ import numpy as np
 import pytest
 
 from tests.integration.trainer.ranks.torchrun_partial import KILL_AT, LOST, SAVE_AT, WORLD
+from tests.support.fake_trainer import SidecarProcess
 from tests.support.machine import limit_s
 from tests.support.tool import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def _torchrun(workdir: Path, recovery: str) -> tuple[int, str]:
+def _torchrun(workdir: Path, recovery: str, where: str) -> tuple[int, str]:
     """Run to the end; the exit code, and what all printed.
 
     Without torchrun's own restarts, in which gloo was seen not to connect, before a line of ours ran: as a Job would.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(WORLD)]
     command += ["--max-restarts", "0", "--monitor-interval", "0.2"]
-    command += ["-m", "tests.integration.trainer.ranks.torchrun_partial", str(workdir), recovery]
+    command += ["-m", "tests.integration.trainer.ranks.torchrun_partial", str(workdir), recovery, where]
     ended = subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -42,17 +43,36 @@ def _torchrun(workdir: Path, recovery: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-@pytest.mark.parametrize("recovery", ["partial", "full"])
-def test_a_dead_collective_ends(tmp_path: Path, recovery: str) -> None:
-    """At once, by the signal's own action; what the survivors held is there, or all go back to the checkpoint."""
-    code, said = _torchrun(tmp_path, recovery)
+@pytest.mark.parametrize(
+    ("recovery", "where"), [("partial", "machine"), ("full", "machine"), ("partial", "pods")]
+)
+def test_a_dead_collective_ends(tmp_path: Path, recovery: str, where: str) -> None:
+    """At once, by the signal's own action; what the survivors held is there, or all go back to the checkpoint.
+
+    In pods no rank sees another's process: that one of them is dead, its beats say.
+    """
+    sidecars: list[SidecarProcess] = []
+    (tmp_path / "store").mkdir()
+    try:
+        for rank in range(WORLD) if where == "pods" else ():
+            (tmp_path / f"pod-{rank}").mkdir()
+            url = (tmp_path / "store").as_uri()
+            sidecars.append(SidecarProcess(tmp_path / f"pod-{rank}", url, run="partial", encoding="fp32"))
+        _check_a_dead_collective_ends(tmp_path, recovery, where)
+    finally:
+        for sidecar in sidecars:
+            sidecar.kill()
+
+
+def _check_a_dead_collective_ends(tmp_path: Path, recovery: str, where: str) -> None:
+    code, said = _torchrun(tmp_path, recovery, where)
     assert code != 0
     assert said.count("(SIGTERM)") >= WORLD - 1, said
     assert "forcefully exiting" not in said  # nobody had to be killed
     assert said.count("rows of step 6 are staged on top of checkpoint 2") == (
         WORLD - 1 if recovery == "partial" else 0
     )
-    code, said = _torchrun(tmp_path, recovery)
+    code, said = _torchrun(tmp_path, recovery, where)
     assert code == 0, said
     at = KILL_AT if recovery == "partial" else SAVE_AT
     begun = set(re.findall(r"rank (\d) life 1 begins at step (\d+): (\w+)", said))

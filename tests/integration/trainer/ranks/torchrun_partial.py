@@ -12,16 +12,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.integration.trainer.ranks.partial_group import checkpointer, held
+from tests.integration.trainer.ranks.partial_group import checkpointer, held, in_pod
 from tests.support.trainer.sharded_case import Training, batch
 
 WORLD, SAVE_AT, KILL_AT, UNTIL, LOST = 3, 3, 6, 9, 1
 
 
 def main() -> None:
-    """Train to the end; the first life is cut short."""
-    workdir, recovery = Path(sys.argv[1]), sys.argv[2]
+    """Train to the end; the first life is cut short. In `pods` each rank has a sidecar and a volume of its own."""
+    workdir, recovery, pods = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "pods"
     rank = int(os.environ["RANK"])
+    if pods:
+        in_pod(workdir / f"pod-{rank}")
     life = 1 if (workdir / f"held-{rank}.npz").exists() else 0
     logging.basicConfig(format=f"rank {rank} %(message)s", force=True)
     torch.set_num_threads(1)

@@ -9,6 +9,7 @@ from deltashard_operator.admission import run_claim
 from deltashard_operator.admission.run_claim import Numbering, RunClaim
 from deltashard_operator.admission.run_holder import Holders
 from deltashard_operator.kube import owner_reference
+from deltashard_operator.kube.cluster_name import RUNS
 from deltashard_operator.policy.admission_deadline import Deadline
 
 JOBSET = {
@@ -69,6 +70,7 @@ def test_which_run_ids_a_name_may_be_a_pods_of() -> None:
     assert run_claim.bases("exp-1-2-3") == ("exp-1-2", "exp-1")
     assert run_claim.bases("exp-01") == ()
     assert run_claim.bases("exp") == ()
+    assert run_claim.bases("exp-worker-1") == ("exp-worker", "exp")
 
 
 def test_what_is_numbered() -> None:
@@ -81,6 +83,21 @@ def test_what_is_numbered() -> None:
     )
     assert run_claim.numbering_of_kind(owner_reference.STATEFUL_SET) == Numbering()
     assert run_claim.numbering_of_kind(("batch.volcano.sh", "Job")) is None
+    part = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "name": "exp",
+        "uid": "u",
+        "controller": True,
+    }
+    pod = {"metadata": {"annotations": {RUNS: "per-pod"}, "ownerReferences": [part]}}
+    numbering = run_claim.numbering_of_object("Pod", pod)
+    assert numbering is not None
+    assert numbering.holds("exp", "exp-worker-1")
+    assert numbering.holds("exp", "exp-master-0")
+    assert not numbering.holds("exp", "exp-worker")
+    pod["metadata"]["annotations"] = {}
+    assert run_claim.numbering_of_object("Pod", pod) is None, "its pods are ranks of one run"
 
 
 class Objects(Holders):

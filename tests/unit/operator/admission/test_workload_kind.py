@@ -94,14 +94,16 @@ def test_pods_that_replace_one_another_as_equals_are_refused(owner: tuple[str, s
     assert "use Job, " in response["status"]["message"]
 
 
-@pytest.mark.parametrize("owner", [("batch.volcano.sh/v1alpha1", "Job"), ("kubeflow.org/v1", "PyTorchJob")])
+@pytest.mark.parametrize("owner", [("batch.volcano.sh/v1alpha1", "Job"), ("kubeflow.org/v1", "MPIJob")])
 def test_a_kind_that_nobody_knows_is_warned_of(owner: tuple[str, str]) -> None:
     (warning,) = samples.answer(pod(owner))["warnings"]
     assert f"{owner[1]} of {owner[0]} is not supported" in warning
     assert len(warning) <= 200
 
 
-@pytest.mark.parametrize("owner", [("batch/v1", "Job"), ("apps/v1", "StatefulSet"), None])
+@pytest.mark.parametrize(
+    "owner", [("batch/v1", "Job"), ("apps/v1", "StatefulSet"), ("kubeflow.org/v1", "PyTorchJob"), None]
+)
 def test_kinds_that_are_known_are_not(owner: tuple[str, str] | None) -> None:
     assert "warnings" not in samples.answer(pod(owner))
 

@@ -124,6 +124,20 @@ def test_other_pods_belong_to_their_controller() -> None:
     assert (values["DELTASHARD_WORKLOAD_KIND"], values["DELTASHARD_INDEX"]) == ("StatefulSet", "2")
 
 
+def test_a_pytorch_jobs_pods_are_numbered_within_their_part() -> None:
+    """Made anew under its old name a pod is of the same run: the PyTorchJob's, whose UID its ownerReference has."""
+    labels = {"training.kubeflow.org/replica-type": "worker", "training.kubeflow.org/replica-index": "1"}
+    document = pod(labels, owner("PyTorchJob", api="kubeflow.org/v1"))
+    recipe = run_identity.of_pod(document)
+    said = {each["name"]: each for each in run_identity.environment(recipe, None)}
+    for name, label in (("DELTASHARD_INDEX", "index"), ("DELTASHARD_REPLICA", "type")):
+        path = said[name]["valueFrom"]["fieldRef"]["fieldPath"]
+        assert path == f"metadata.labels['training.kubeflow.org/replica-{label}']"
+    assert (recipe.kind, recipe.name.text, recipe.uid.text) == ("PyTorchJob", "online", OWNER_UID)
+    assert run_identity.index_of_pod(document) == "worker-1"
+    assert run_identity.index_of_pod(pod(labels)) == "", "labels make no pod another's"
+
+
 def test_a_pod_of_nobody_is_its_own_workload() -> None:
     """A bare pod's name (perhaps generated) and UID are read from itself."""
     document = pod({})

@@ -534,6 +534,28 @@ def test_a_statefulset_is_over_long_after_its_last_pod_and_begins_anew_with_the_
     assert not judged(run, NOW_S + 5000).finished
 
 
+def test_a_pytorch_job_is_finished_once_all_its_pods_that_are_there_succeeded() -> None:
+    """A pod that failed may be made anew, which its operator knows; its workers may be cleaned away before the master."""
+    workload = Workload(
+        namespace="team", kind="PyTorchJob", name="ranks", uid="s-1", api_version="kubeflow.org/v1"
+    )
+
+    def with_pods(**phases: str) -> Run:
+        run = Run(workload=workload)
+        for name, phase in phases.items():
+            made = pod(uid=name, name=name, workload=workload, job_uid="", phase=phase)
+            run = watched_run.with_pod(run, made, node_ready=True, now_s=NOW_S)
+        return run
+
+    assert not judged(with_pods(master="Succeeded", worker="Running")).finished
+    assert not judged(with_pods(master="Failed")).finished
+    done = judged(with_pods(master="Succeeded", worker="Succeeded"))
+    assert done.finished == "Completed"
+    assert judged(with_pods(master="Succeeded")).finished == "Completed"
+    again = pod(uid="p-9", workload=workload, job_uid="", phase="Running")
+    assert not judged(watched_run.with_pod(done, again, node_ready=True, now_s=NOW_S)).finished
+
+
 def test_a_jobs_own_annotations_count_over_its_pods() -> None:
     run = watched_run.with_pod(
         Run(workload=TRAIN), pod(wish=Wish(policy="fast")), node_ready=True, now_s=NOW_S

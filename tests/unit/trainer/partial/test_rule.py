@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 from deltashard.partial.position import moved_on
-from deltashard.partial.rule import Situation, Staged, Terms, Verdict, Word, judge, pls_of, why_unusable
+from deltashard.partial.rule import (
+    CARRIED_BYTES,
+    Situation,
+    Staged,
+    Terms,
+    Verdict,
+    Word,
+    judge,
+    pls_of,
+    why_unusable,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,7 +46,7 @@ def test_a_lost_rank_costs_its_share_of_the_steps_since_the_checkpoint() -> None
     verdict = judge([word(0), word(1), word(2, lost=True), word(3)], NOW, TERMS)
     assert verdict == Verdict(
         step=40, donor=0, steps=(40, 40, 30, 40), own=(True, True, False, True), lost=(2,),
-        added=10 / 1000 * 100 / 400, pls=10 / 1000 * 100 / 400, recoveries=1,
+        added=10 / 1000 * 100 / 400, pls=10 / 1000 * 100 / 400, recoveries=1, places=(0, 0, 0, 0),
     )  # fmt: skip
 
 
@@ -46,6 +56,19 @@ def test_a_lagging_and_a_torn_survivor_cost_a_step_each() -> None:
     assert (verdict.step, verdict.donor, verdict.steps) == (40, 1, (39, 40, 40, 40))
     assert verdict.own == (False, True, False, True)
     assert verdict.added == pytest.approx(2 / 1000 * 100 / 400)
+
+
+def test_ranks_of_other_places_are_sent_what_they_take_unless_it_is_too_much() -> None:
+    """Which ranks read the donor's part where it lies, and which cannot, all know; where somebody cannot, size counts."""
+    words = [dataclasses.replace(word(r), place="here" if r in (1, 3) else f"there {r}") for r in range(4)]
+    verdict = judge(words, NOW, TERMS)
+    assert verdict.partial
+    assert (verdict.donor, verdict.places) == (0, (0, 1, 2, 1))
+    assert (verdict.elsewhere(0), verdict.elsewhere(1)) == ((1, 2, 3), (0, 2))
+    large = [dataclasses.replace(each, carried_bytes=CARRIED_BYTES + 1) for each in words]
+    assert "rank 0" in judge(large, NOW, TERMS).why_full
+    together = [dataclasses.replace(each, place="here") for each in large]
+    assert judge(together, NOW, TERMS).partial
 
 
 def test_what_was_lost_before_counts_though_no_commit_says_it() -> None:
@@ -112,8 +135,8 @@ def test_nobody_and_nobody_clean_and_nobody_ahead() -> None:
     assert "every survivor" in judge([word(r, clean=False) for r in range(4)], NOW, TERMS).why_full
     ahead = [word(0, step=41, clean=False), word(1), word(2), word(3)]
     assert "was ahead" in judge(ahead, NOW, TERMS).why_full
-    elsewhere = [word(0), dataclasses.replace(word(1), place="there")]
-    assert "several machines" in judge(elsewhere, NOW, TERMS).why_full
+    strange = [dataclasses.replace(word(r, lost=True), strays=(3,) if r == 1 else ()) for r in range(4)]
+    assert "rank 1 finds what rank 3 staged" in judge(strange, NOW, TERMS).why_full
     off = [word(0), dataclasses.replace(word(1), off="there are CUDA devices")]
     assert "rank 1: there are CUDA devices" in judge(off, NOW, TERMS).why_full
 

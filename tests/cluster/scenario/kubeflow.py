@@ -1,0 +1,159 @@
+"""Kubeflow's two controllers in the cluster, by their own manifests: built from Go modules, webhooks and certificates and all.
+
+The training operator v1 is there for PyTorchJobs alone, whose definition is large enough. What its workers wait in until
+there is a master is an image of ours: the operator takes another template for it, and its own would not be let into a
+namespace under PodSecurity restricted. The Trainer v2 makes JobSets of TrainJobs, so their controller must be there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.cluster.kubernetes.api import ApiError, Object
+from tests.cluster.kubernetes.cluster import Cluster
+from tests.cluster.kubernetes.image import PAUSE, PYTHON, TAG, TRAINER, Image, Layer, archive
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario.job import PYTORCH_JOB, RESTRICTED, TRAIN_JOB, Kind
+from tests.support.machine import limit_s
+from tests.support.tool import built
+
+WAIT_FOR_MASTER = (
+    "import socket, sys, threading\n"
+    "for _ in range(600):\n"
+    "    try:\n"
+    "        socket.getaddrinfo('{{.MasterAddr}}', 0)\n"
+    "    except OSError:\n"
+    "        threading.Event().wait(0.5)\n"
+    "    else:\n"
+    "        sys.exit()\n"
+    "sys.exit(1)\n"
+)
+
+
+def training_operator(cluster: Cluster, scratch: Path) -> None:
+    """Have version 1 answer; returns when a PyTorchJob would be taken."""
+    waits = {
+        "name": "init-pytorch",
+        "image": f"{TRAINER}:{TAG}",
+        "imagePullPolicy": "Never",
+        "command": [PYTHON, "-c", WAIT_FOR_MASTER],
+        "securityContext": {**RESTRICTED, "runAsUser": 1001},
+    }
+    _install(
+        cluster,
+        scratch,
+        tool="training-operator",
+        image="ghcr.io/kubeflow/training-v1/training-operator",
+        resources=[
+            "crds/kubeflow.org_pytorchjobs.yaml", "rbac/cluster-role-binding.yaml", "rbac/role.yaml",
+            "rbac/service-account.yaml", "webhook", "service.yaml", "deployment.yaml",
+        ],
+        certificate="training-operator-webhook-cert",
+        arguments=["--enable-scheme=pytorchjob"],
+        files={"etc/config/initContainer.yaml": json.dumps([waits]).encode()},
+    )  # fmt: skip
+    template = {"spec": {"containers": [{"name": "pytorch", "image": PAUSE}]}}
+    _wait_taken(
+        cluster,
+        PYTORCH_JOB,
+        "PyTorchJob",
+        {"pytorchReplicaSpecs": {"Master": {"replicas": 1, "template": template}}},
+    )
+
+
+def trainer(cluster: Cluster, scratch: Path) -> None:
+    """Have version 2 answer; returns when a TrainingRuntime would be taken. JobSets' controller is there."""
+    _install(
+        cluster,
+        scratch,
+        tool="kubeflow-trainer",
+        image="ghcr.io/kubeflow/trainer/trainer-controller-manager",
+        resources=["crds", "manager", "rbac", "webhook"],
+        certificate="kubeflow-trainer-webhook-cert",
+    )
+    runtime = Kind(TRAIN_JOB.api, "trainingruntimes", "")
+    template = {"spec": {"template": {"spec": {"containers": [{"name": "node", "image": PAUSE}]}}}}
+    job = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            **template,
+        },
+    }
+    spec = {"template": {"spec": {"replicatedJobs": [job]}}}
+    _wait_taken(cluster, runtime, "TrainingRuntime", spec)
+
+
+def _install(
+    cluster: Cluster,
+    scratch: Path,
+    *,
+    tool: str,
+    image: str,
+    resources: list[str],
+    certificate: str,
+    arguments: list[str] | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Apply a controller's manifests as its own overlay does, with an image of its program and `files`."""
+    program = built(tool)
+    layer = Layer()
+    layer.folder("tmp", 0o1777)
+    layer.folder("etc")
+    layer.folder("etc/config")
+    for name, data in (files or {}).items():
+        layer.file(name, data, 0o644)
+    layer.file("manager", program.read_bytes(), 0o755)
+    name = f"localhost/{tool}"
+    made = Image(name=f"{name}:{TAG}", layers=(layer.bytes(),), entrypoint=("/manager",), env={})
+    file = archive(scratch / f"{tool}.tar", [made])
+    for node in cluster.nodes.values():
+        if not node.pool:
+            node.ctr("images", "import", file)
+    folder, namespace = scratch / tool, f"{tool}-system"
+    shutil.copytree(program.parent / "manifests", folder)
+    container = "/spec/template/spec/containers/0"
+    changes = {
+        "imagePullPolicy": "Never",
+        "command": ["/manager", *(arguments or [])],
+        "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": 8081}, "periodSeconds": 1},
+    }
+    patch = [{"op": "add", "path": f"{container}/{key}", "value": value} for key, value in changes.items()]
+    overlay = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": namespace,
+        "resources": resources,
+        "images": [{"name": image, "newName": name, "newTag": TAG}],
+        "secretGenerator": [{"name": certificate, "options": {"disableNameSuffixHash": True}}],
+        "patches": [{"target": {"kind": "Deployment"}, "patch": json.dumps(patch)}],
+    }
+    (folder / "kustomization.yaml").write_text(json.dumps(overlay))
+    if cluster.api.find(f"/api/v1/namespaces/{namespace}") is None:
+        cluster.kubectl("create", "namespace", namespace)
+    cluster.kubectl("apply", "--server-side", "-k", folder)
+    cluster.kubectl(
+        "wait", "deployment", "--all", "--for=condition=Available", f"--namespace={namespace}",
+        f"--timeout={limit_s(200):.0f}s", timeout_s=240,
+    )  # fmt: skip
+
+
+def _wait_taken(cluster: Cluster, kind: Kind, called: str, spec: Object) -> None:
+    """Until the API server would take an object: its certificate is made after the webhook began, and told later."""
+    group = kind.api.removeprefix("/apis/")
+    probe = {"apiVersion": group, "kind": called, "metadata": {"name": "probe"}, "spec": spec}
+
+    def taken() -> bool:
+        try:
+            cluster.api.create(f"{kind.api}/namespaces/default/{kind.plural}?dryRun=All", probe)
+        except ApiError as error:
+            if "failed calling webhook" not in str(error) and error.code != 404:
+                raise
+            return False
+        return True
+
+    wait_until(taken, timeout_s=120, every_s=0.5, what=f"a {called} is taken")

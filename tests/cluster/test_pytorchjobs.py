@@ -1,0 +1,73 @@
+"""A PyTorchJob, whose operator runs in the cluster: it makes pods anew under their old names, and they go on with its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.kubernetes.process import wait_until
+from tests.cluster.scenario import kubeflow
+from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.group import TrainingGroup
+from tests.cluster.scenario.kubeflow_group import pytorch_job
+
+pytestmark = pytest.mark.timeout(900, func_only=True)
+
+STEPS, PACE_S = 330, 0.2
+"""Beyond the end of the first epoch of three ranks; slow, since what ended training is told apart half a minute later."""
+
+
+def test_a_pytorch_job_loses_a_worker_and_its_master(bench: Bench, tmp_path: Path) -> None:
+    """The worker is evicted, after a save of all; the master is gone without a word, and all go back to that save.
+
+    In the end the PyTorchJob has succeeded, the run is finished, and every sample of the epoch was trained once.
+    """
+    kubeflow.training_operator(bench.cluster, tmp_path)
+    bench.note("the training operator answers")
+    group = pytorch_job(bench, "ranks", workers=2, notes=NO_TIMER, steps=STEPS, pace_s=PACE_S)
+    first = group.wait_round(world_size=3)
+    assert first.pods == ["ranks-master-0", "ranks-worker-0", "ranks-worker-1"]
+    group.wait_status("all are there", lambda status: status.get("ranks") == "3/3")
+    uids = uids_of(group)
+
+    group.wait_step(first.step + 20, attempt=first.attempt)
+    group.job.evict(first.pods[2])
+    second = group.wait_round(after=first.attempt, world_size=3)
+    group.assert_restored(second, at_least=group.last_step(first.attempt) - 1)
+
+    status = group.wait_status("the eviction is counted", lambda status: status.get("settledOpenings") == 2)
+    assert status["failures"] == 1
+    group.lose_pod(second, 0)
+    third = group.wait_round(after=second.attempt, world_size=3)
+    group.assert_restored(third, at_least=second.step)
+    assert first.pods == second.pods == third.pods, "names stay"
+    now = uids_of(group)
+    assert {name for name in now if now[name] != uids[name]} == {"ranks-master-0", "ranks-worker-1"}
+    status = group.wait_status(
+        "all are there again, and every end is counted",
+        lambda status: status.get("ranks") == "3/3" and status.get("settledOpenings") == 3,
+    )
+    assert status["failures"] == 1, "the deletion was somebody's wish"
+    assert {each["cause"]: each["lossy"] for each in status["interruptions"]} == {"Evicted": 0, "Deleted": 0}
+
+    wait_until(
+        lambda: group.job.conditions().get("Succeeded") == "True",
+        timeout_s=180,
+        what="the PyTorchJob succeeded",
+    )
+    group.job.wait_phase("Finished")
+    assert group.last_step(third.attempt) == STEPS == bench.newest(group.job)
+    group.assert_every_sample_once()
+    runs = bench.cluster.api.items(
+        f"/apis/deltashard.io/v1alpha1/namespaces/{bench.namespace}/checkpointruns"
+    )
+    spoken = [(each["spec"]["workload"]["kind"], each["spec"]["workload"]["apiVersion"]) for each in runs]
+    assert spoken == [("PyTorchJob", "kubeflow.org/v1")]
+    assert runs[0]["spec"]["runId"] == group.job.run_id
+    assert not [each for each in group.job.events() if each["reason"] == "UnsupportedKind"]
+
+
+def uids_of(group: TrainingGroup) -> dict[str, str]:
+    """Name -> UID of its pods."""
+    return {each["metadata"]["name"]: each["metadata"]["uid"] for each in group.job.pods()}

@@ -1,0 +1,96 @@
+"""Partial recovery over pods: one of a group is lost without a word, the others keep their rows, and nobody helps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.scenario.bench import NO_TIMER, Bench
+from tests.cluster.scenario.group import TABLE_ROWS, Round, TrainingGroup, indexed_job
+
+pytestmark = pytest.mark.timeout(900, func_only=True)
+
+WORLD, PLANNED = 3, 2000
+FIRST, SECOND = (20, 40, 2), (65, 130, 0)
+"""(step of the checkpoint, last step of all, rank that is lost then)."""
+LAST_SAVE, SLOW = 150, 1
+VOLUME = "/kept"
+
+
+def test_survivors_of_a_lost_pod_keep_their_rows(bench: Bench) -> None:
+    """First pod 2, whose ranks' launchers stay; then pod 0, where they meet: the others' containers end, and start anew.
+
+    What a survivor held lies in a volume of its pod. The lost ranks' rows are those of the newest checkpoint. What that
+    cost stands in the CheckpointRun: as many samples as the steps that the trainers said.
+    """
+    group = indexed_job(
+        bench,
+        "keep",
+        pods=WORLD,
+        notes=NO_TIMER,
+        volume=VOLUME,
+        env={
+            "DELTASHARD_STAGED_DIR": VOLUME,
+            "PLANNED_STEPS": f"{PLANNED}",
+            "SAVE_AT": f"{FIRST[0]} {SECOND[0]} {LAST_SAVE}",
+            "STANDS": f"{FIRST[1]}:{FIRST[2]} {SECOND[1]}:{SECOND[2]}",
+            "SLOW_RANK": f"{SLOW}",
+        },
+    )
+    begun = group.wait_round(world_size=WORLD)
+    second = loses(group, begun, *FIRST)
+    lost = portion(*FIRST)
+    assert second.ranks[0]["pls"] == pytest.approx(lost)
+    assert [group.job.container(pod, "trainer")["restartCount"] for pod in second.pods] == [0] * WORLD
+
+    status = group.wait_status(
+        "the checkpoint after it says what was lost", lambda each: each.get("partialRecoveries") == 1
+    )
+    assert float(status["lostSamplesShare"]) == pytest.approx(lost, rel=1e-5)
+    cuts = [each["stall_s"] for each in group.events("cut") if each["step"] == SECOND[0]]
+    assert len(cuts) == WORLD
+    assert 0 < float(status["stallSeconds"]) <= max(cuts) * 1.01
+    status = group.wait_status("the slow rank is behind", lambda each: each.get("stepSkew") == 1)
+    assert (status["slowestRank"], status["slowestPod"]) == (SLOW, second.pods[SLOW])
+
+    third = loses(group, second, *SECOND)
+    assert [group.job.container(pod, "trainer")["restartCount"] > 0 for pod in third.pods] == [
+        False,
+        True,
+        True,
+    ]
+    lost += portion(*SECOND)
+    assert third.ranks[0]["pls"] == pytest.approx(lost)
+    status = group.wait_status("both are counted", lambda each: each.get("partialRecoveries") == 2)
+    assert float(status["lostSamplesShare"]) == pytest.approx(lost, rel=1e-5)
+    group.wait_step(LAST_SAVE + 20, attempt=third.attempt)
+    group.assert_every_sample_once()
+
+
+def loses(group: TrainingGroup, before: Round, saved: int, at: int, rank: int) -> Round:
+    """A pod is lost after step `at`, where all stand still; the next round, in which all others kept their rows."""
+    job, pod = group.job, before.pods[rank]
+    group.bench.wait_commits(job, beyond=saved - 1)
+    group.bench.witness.wait(
+        job.key,
+        lambda each: each["kind"] == "stands" and each["pod"] == pod and each["step"] == at,
+        timeout_s=180,
+        what=f"{pod} stands at step {at}",
+    )
+    for other in range(WORLD):  # whose next collective waits for it
+        group.wait_rank_step(other, at, attempt=before.attempt)
+    group.lose_pod(before, rank)
+    back = group.wait_round(after=before.attempt, world_size=WORLD)
+    assert [there != then for there, then in zip(back.pods, before.pods, strict=True)] == [
+        each == rank for each in range(WORLD)
+    ]
+    group.assert_kept(back, before, lost=rank, at=at, saved=saved)
+    return back
+
+
+def portion(saved: int, at: int, rank: int) -> float:
+    """PLS of one recovery: what the rank lost of the planned steps, by its share of rows, dealt out in equal blocks."""
+    held = 0
+    for rows in TABLE_ROWS.values():
+        block = -(-rows // WORLD)
+        held += min(block, rows - rank * block)
+    return (at - saved) / PLANNED * held / sum(TABLE_ROWS.values())
