@@ -25,7 +25,8 @@ from deltashard_checkpoint.whole_run.remains import Remains, remains
 from deltashard_cli.output import console, plural, print_json, size
 from deltashard_cli.target import POLICY, open_root
 
-_NUMBER = re.compile(r"-[0-9]+(-[0-9]+)?", re.ASCII)
+_NUMBER = re.compile(r"-([a-z0-9.-]+-)?[0-9]+", re.ASCII)
+"""How the name of a numbered pod's run goes on: with its number, after its part's or its Job's."""
 MOST_WHY = 300
 """Characters of a reason in the last word."""
 MOST_SAID_BYTES = 4000

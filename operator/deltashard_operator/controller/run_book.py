@@ -203,7 +203,7 @@ class Entries:
         return spec
 
 
-_POD_NUMBER = re.compile(r"-[0-9]+(-[0-9]+)?", re.ASCII)
+_POD_NUMBER = re.compile(r"-(?:(?:master|worker|[0-9]+)-)?[0-9]+", re.ASCII)
 
 
 def _end_of(entry: Entry) -> tuple[float, int]:

@@ -42,18 +42,18 @@ def left(url: str, run: str) -> int:
 
 def test_what_the_workload_left_goes(cli: Cli, url: str, tmp_path: Path) -> None:
     """With the runs of its numbered pods; those beside it whose names begin alike are others'."""
-    for n, run in enumerate((RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2")):
+    for n, run in enumerate((RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2", f"{RUN}-worker-0")):
         trained(url, tmp_path / str(n), run)
     for n, run in enumerate((f"{RUN}-b", f"{RUN}2", "team/a"), start=10):
         trained(url, tmp_path / str(n), run)
     trained(url, tmp_path / "x", f"{RUN}-3", workload="uid-of-another")
     said = tmp_path / "said"
     found = reclaim(cli, url, "--said", said)
-    assert sorted(found["removed"]) == sorted([RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2"])
+    assert sorted(found["removed"]) == sorted([RUN, f"{RUN}-0", f"{RUN}-11", f"{RUN}-1-2", f"{RUN}-worker-0"])
     assert found["kept"] == [], (
         "a name that only looks like a pod's is another's, and no matter of this workload's"
     )
-    word = {"runs": 4, "stay": 0, "objects": found["objects"], "bytes": found["bytes"], "kept": []}
+    word = {"runs": 5, "stay": 0, "objects": found["objects"], "bytes": found["bytes"], "kept": []}
     assert json.loads(said.read_text()) == word
     for run in found["removed"]:
         assert left(url, run) == 0

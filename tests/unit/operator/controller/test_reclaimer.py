@@ -193,7 +193,7 @@ async def test_retain_that_is_said_while_it_looks_counts(bench: Bench) -> None:
     assert bench.api.made() == 0
 
 
-@pytest.mark.parametrize("other", ["shared", "shared-0", "shared-1-2"])
+@pytest.mark.parametrize("other", ["shared", "shared-0", "shared-1-2", "shared-worker-0"])
 @in_a_loop
 async def test_a_workload_that_goes_on_with_the_run_while_it_looks_counts(bench: Bench, other: str) -> None:
     """With the whole run, or with that of one of its pods."""
