@@ -88,7 +88,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("again", range(ROUNDS))
 
 
-_FIRST = ("test_nodes", "test_stores")
+_FIRST = ("test_nodes", "test_stores", "test_jobsets", "test_pytorchjobs", "test_groups", "test_survivors")
 """Files that take longest: a file is one process' work, one scenario after the other."""
 
 
