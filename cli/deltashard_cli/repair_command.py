@@ -16,11 +16,12 @@ from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance.repair import repair as repair_log
 from deltashard_checkpoint.maintenance.repair import salvage
 from deltashard_checkpoint.stores.abc import Store, StoreUnavailable
+from deltashard_checkpoint.whole_run.remains import Remains, remains
 from rich.text import Text
 
 from deltashard_cli.option import run_options
 from deltashard_cli.output import console, number, plural, print_json, show, size
-from deltashard_cli.target import POLICY, Target, named_run, scanned_run
+from deltashard_cli.target import POLICY, Target, Unfinished, named_run, scanned_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +165,9 @@ def repair(url: str, run: str | None, *, dry_run: bool, even_newer: bool, as_jso
     """
     target = named_run(url, run)
     log = RunLog(target.store, target.run)
+    # What is left of it would be a run, and a wrong one: older, and without what people said of it.
+    if (left := remains(target.store, log.key(""))) in {Remains.REMOVING, Remains.COPYING}:
+        raise Unfinished(f"{target.run} is no run: {left}", where=target.store.url, remedy=left.remedy)
     found = salvage(log, even_newer=even_newer, deadline_s=POLICY.deadline_s)
     seq = None if dry_run else repair_log(log, found)
     kept = sorted(found.state.checkpoints)

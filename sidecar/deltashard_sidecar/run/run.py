@@ -22,7 +22,7 @@ from deltashard_checkpoint.deciding.evidence import Expected
 from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.format.blob_name import read_by
 from deltashard_checkpoint.format.index import Index, table_message
-from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.format.object_key import new_token, run_key
 from deltashard_checkpoint.log.chain import blob_parts_of, chain, closure, may_cover
 from deltashard_checkpoint.log.commit_log import LogRemoved, RunLog, stopped
 from deltashard_checkpoint.log.entry import Checkpoint, Part
@@ -339,7 +339,7 @@ class Run:
             self._logs[who.id] = log
         self.removal.forget()
         self.participation.took_part(self.name, opened.attempt)
-        damage = "; ".join(filter(None, (damage, opened.damage)))
+        damage = "; ".join(filter(None, (damage, opened.damage, self._debris(opened.state))))
         if damage:
             self.metrics.log_damaged.inc()
             self._logger.error("log.damaged", what=damage, voided=opened.voided)
@@ -378,6 +378,15 @@ class Run:
             self.token = new_token()
             self._logs.clear()
             self._seen = None
+
+    def _debris(self, state: RunState) -> str:
+        """What to say of a run that begins where data lies already; empty: it does not, or none does."""
+        if state.tip > 1 or next(iter(self.store.list(run_key(self.name, "data/"))), None) is None:
+            return ""
+        return (
+            "this run begins anew, at a name under which data without a log lies: of a copy that was cut short (copy "
+            "to another name), of a removal (`deltashard rm` first), or saves whose log is lost (`deltashard scan`)"
+        )
 
     def _refuse_older_name(self, log: RunLog, deadline_s: float) -> None:
         """Raise `OlderName` for a new run of a numbered pod where an earlier version began one with its number.

@@ -80,6 +80,10 @@ def test_a_half_made_copy_is_listed_and_goes_on_or_goes(
     assert f"{COPY}: {state}" in found["warning"]
     assert remedy in found["warning"]
     assert state in cli("ls", url)[1]
+    if state == "half copied":
+        code, text = cli("repair", at(url, COPY))
+        assert code == 2, text
+        assert remedy in " ".join(text.split()), "what repair would make of it is another run"
     if state == "no log":
         for command in (("ls", at(url, COPY)), ("inspect", url, "--run", COPY), ("verify", at(url, COPY))):
             code, text = cli(*command)
@@ -120,6 +124,9 @@ def test_a_half_removed_run_is_listed_and_goes(
     code, text = cli("inspect", at(file_url, RUN))
     assert code in {2, 3}
     assert "again" in text
+    code, text = cli("repair", at(file_url, RUN))
+    assert code == 2, text
+    assert "call `deltashard rm` again" in " ".join(text.split())
     assert cli("rm", file_url, "--run", RUN, "--yes")[0] == 0
     assert listed(cli, file_url, code=0) == {"warning": None, "team/run-2": "ok"}
 

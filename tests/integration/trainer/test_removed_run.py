@@ -42,6 +42,26 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         yield build
 
 
+def test_a_run_that_begins_where_data_lies_is_told_so(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A copy that was cut short before its log was begun, say: training would begin at step 0 without a word."""
+    open_store(f"file://{tmp_path}/store", create=True).put(
+        f"r/data/{1:020d}/{1:08d}/00000-{'a' * 16}-00000.pack", b"x"
+    )
+    ckpt = make(Loop(), every_s=0)
+    with caplog.at_level(logging.WARNING, "deltashard"):
+        ckpt.restore()
+    assert "begins anew, at a name under which data without a log lies" in caplog.text
+    ckpt.close()
+    caplog.clear()
+    again = make(Loop(), every_s=0)
+    with caplog.at_level(logging.WARNING, "deltashard"):
+        again.restore()
+    assert "begins anew" not in caplog.text
+    again.close()
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_training_goes_on_and_close_ends(
     make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, told: bool
