@@ -10,7 +10,7 @@ import pytest
 from tests.cluster.kubernetes.cluster import HARMED
 from tests.cluster.kubernetes.process import wait_until
 from tests.cluster.scenario.bench import NO_TIMER, Bench
-from tests.cluster.scenario.group import indexed_job
+from tests.cluster.scenario.group import PROBE, indexed_job
 from tests.cluster.scenario.job import TrainingJob
 from tests.cluster.scenario.reference import checkpoints
 from tests.cluster.scenario.witness import Event
@@ -36,6 +36,7 @@ def test_lost_node_of_a_group(bench: Bench) -> None:
         pods=2,
         pool=HARMED,
         pod={"topologySpreadConstraints": [{**SPREAD, "labelSelector": selector}]},
+        container=PROBE,
     )
     halves = half.wait_round(world_size=2)
     assert len(set(halves.nodes)) == 2, "one each"

@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 with warnings.catch_warnings():
@@ -47,6 +48,8 @@ STANDS = {
     for step, _, rank in (each.partition(":") for each in os.environ.get("STANDS", "").split())
 }
 """Step that ended -> the rank that does not begin another one; unless it resumed there."""
+WORKER = Path("/tmp/worker")  # noqa: S108 - a volume of the pod
+"""Has this process' number, and the time of its last step."""
 SLOW_RANK, SLOW_S = int(os.environ.get("SLOW_RANK", "-1")), 0.2
 """The rank that is so late at the end of each step."""
 TABLES = {"user": 3000, "item": 1700}
@@ -160,6 +163,7 @@ def join() -> None:
 def main() -> None:
     """Train for STEPS steps, from wherever the last checkpoint left off."""
     torch.set_num_threads(1)
+    WORKER.write_text(f"{os.getpid()}")
     join()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     witness = Witness(rank, world_size)
@@ -226,6 +230,7 @@ def main() -> None:
                     "step", step=step, attempt=ckpt.attempt, samples=samples, epoch=loader.epoch, sums=sums(ckpt),
                     dense=dense(model, top),
                 )  # fmt: skip
+                os.utime(WORKER)
                 if rank == SLOW_RANK:
                     time.sleep(SLOW_S)
                 try:
