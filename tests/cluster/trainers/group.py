@@ -48,7 +48,7 @@ STANDS = {
     for step, _, rank in (each.partition(":") for each in os.environ.get("STANDS", "").split())
 }
 """Step that ended -> the rank that does not begin another one; unless it resumed there."""
-WORKER = Path("/tmp/worker")  # noqa: S108 - a volume of the pod
+WORKER = Path("/tmp/worker")
 """Has this process' number, and the time of its last step."""
 SLOW_RANK, SLOW_S = int(os.environ.get("SLOW_RANK", "-1")), 0.2
 """The rank that is so late at the end of each step."""
