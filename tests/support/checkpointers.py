@@ -9,6 +9,8 @@ from typing import Any
 
 import deltashard
 import pytest
+from deltashard.cut import precopy
+from deltashard.save import head_start
 
 Make = Callable[..., deltashard.Checkpointer]
 """Of something with a `net` and an `optimizer`, and of options."""
@@ -34,3 +36,27 @@ def checkpointers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **defaults: A
     yield build
     for ckpt in made:
         leave(ckpt)
+
+
+@contextmanager
+def programs_copied_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[..., Any]
+) -> Iterator[Callable[..., Any]]:
+    """Builds a test's programs, each with a `ckpt`, whose cuts are all copied ahead, however small they are.
+
+    Whatever is still open is let go of at the end.
+    """
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
+    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
+    made: list[Any] = []
+
+    def build(**options: Any) -> Any:
+        made.append(program(tmp_path, **options))
+        return made[-1]
+
+    yield build
+    for each in made:
+        with each.ckpt as ckpt:
+            leave(ckpt)

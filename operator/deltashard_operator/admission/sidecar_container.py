@@ -14,7 +14,7 @@ from typing import Any
 
 from deltashard_operator.admission.sidecar_resource import Resources
 from deltashard_operator.admission.sidecar_volume import Volumes
-from deltashard_operator.kube import run_identity
+from deltashard_operator.kube import restricted, run_identity
 from deltashard_operator.kube.cluster_name import (
     CACHE_PATH,
     METRICS_PORT_NAME,
@@ -72,7 +72,7 @@ def sidecar(policy: Policy, place: Place) -> dict[str, Any]:
         "args": ["serve"],
         "env": environment(policy, place),
         "resources": place.resources.document(),
-        "securityContext": _security(policy.run_as_user, place.group),
+        "securityContext": restricted.security_context(policy.run_as_user, place.group),
         "startupProbe": {
             "exec": {"command": [COMMAND, "health"]},
             "periodSeconds": PROBE_PERIOD_S,
@@ -99,18 +99,6 @@ def saving_s(grace_s: int) -> int:
 
 def _hook(grace_s: int) -> list[str]:
     return [COMMAND, "notify", "--reason", "stopping", "--deadline-s", str(saving_s(grace_s))]
-
-
-def _security(run_as_user: int | None, group: int) -> dict[str, Any]:
-    context: dict[str, Any] = {} if run_as_user is None else {"runAsUser": run_as_user}
-    return context | {
-        "runAsGroup": group,
-        "runAsNonRoot": True,
-        "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
-        "readOnlyRootFilesystem": True,
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
 
 
 def profile_key(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> str:
@@ -163,10 +151,7 @@ def environment(policy: Policy, place: Place) -> list[dict[str, Any]]:
         "DELTASHARD_POLICY": policy.name,
         "DELTASHARD_RUNS": policy.runs,
         "DELTASHARD_PODS": str(place.recipe.pods or ""),
-        # The root file system is read-only.
-        "HOME": CACHE_PATH,
-        "TMPDIR": CACHE_PATH,
-        "NUMBA_CACHE_DIR": CACHE_PATH + "/numba",
+        **restricted.HOME,
     }
     settings |= store_access.settings(policy)
     if policy.fleet:

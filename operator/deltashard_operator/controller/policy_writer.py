@@ -6,7 +6,6 @@ write at a time, so that what policies cost the API is bounded whatever happens 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import structlog
 from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.controller.round import Rounds
 from deltashard_operator.controller.run_book import Entries
 from deltashard_operator.kube.call import MERGE, ApiUnavailable, Caller
 from deltashard_operator.policy import workload_policy
@@ -67,24 +67,17 @@ class PolicyWriter:
         self._counts_s = counts_s
         self._wall = wall
         self._known: dict[Key, _Known] = {}
-        self._looked_s = 0.0
+        self._rounds = Rounds(LOOK_S, wall)
         self._gathered_s = wall() + GATHER_S
-        self.task: asyncio.Task[None] | None = None
-        """The round that is under way."""
 
     def tick(self) -> None:
         """Begin a round, when it is time and none is under way."""
-        now_s = self._wall()
-        if abs(now_s - self._looked_s) < LOOK_S or (self.task is not None and not self.task.done()):
-            return
-        self._looked_s = now_s
-        due = self._due(now_s)
-        self.task = asyncio.create_task(self._write(due)) if due else None
+        if self._rounds.is_due() and (due := self._due(self._wall())):
+            self._rounds.begin(self._write(due))
 
     async def settle(self) -> None:
         """Wait for the round that is under way."""
-        if self.task is not None:
-            await self.task
+        await self._rounds.settle()
 
     def _due(self, now_s: float) -> dict[Key, Mapping[str, Any]]:
         """The statuses to write now, whole, by policy."""

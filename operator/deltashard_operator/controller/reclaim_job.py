@@ -11,7 +11,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from deltashard_operator.kube.cluster_name import CACHE_PATH, CACHE_VOLUME, FINISHED_AT, WORKLOAD_UID
+from deltashard_operator.kube import restricted
+from deltashard_operator.kube.cluster_name import (
+    CACHE_PATH,
+    CACHE_VOLUME,
+    FINISHED_AT,
+    USER_ID,
+    WORKLOAD_UID,
+)
 from deltashard_operator.policy import store_access
 from deltashard_operator.policy.workload_policy import Policy
 from deltashard_operator.run.observed_object import timestamp
@@ -19,7 +26,6 @@ from deltashard_operator.run.reclaim import ReclaimState
 from deltashard_operator.run.watched_run import Run
 
 CONTAINER = "reclaim"
-GROUP_ID = 65532
 SAID = "/dev/termination-log"
 """Where the kubelet finds the container's last word, and the pod's status has it."""
 SCRATCH = "256Mi"
@@ -41,13 +47,9 @@ def manifest(run: Run, policy: Policy) -> Document:
     files = store_access.files(policy)
     settings = {
         **store_access.settings(policy),
-        # The root file system is read-only.
-        "HOME": CACHE_PATH,
-        "TMPDIR": CACHE_PATH,
-        "NUMBA_CACHE_DIR": CACHE_PATH + "/numba",
+        **restricted.HOME,
     }
     environment = [(key, value) for key, value in settings.items() if value] + list(policy.extension.env)
-    user = {} if policy.run_as_user is None else {"runAsUser": policy.run_as_user}
     container: Document = {
         "name": CONTAINER,
         "image": policy.image,
@@ -64,15 +66,7 @@ def manifest(run: Run, policy: Policy) -> Document:
             "requests": {"cpu": "100m", "memory": "256Mi"},
             "limits": {"cpu": f"{max(policy.cpu_limit_millis, 100)}m", "memory": "1Gi"},
         },
-        "securityContext": {
-            **user,
-            "runAsGroup": GROUP_ID,
-            "runAsNonRoot": True,
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": restricted.security_context(policy.run_as_user, USER_ID),
         "terminationMessagePath": SAID,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [{"name": CACHE_VOLUME, "mountPath": CACHE_PATH}, *files.mounts],

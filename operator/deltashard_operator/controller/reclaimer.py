@@ -10,7 +10,6 @@ the workload itself asked for, since a Job that merely is not watched is not gon
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,6 +20,7 @@ from deltashard_checkpoint.errors import DeltashardError
 
 from deltashard_operator.controller import reclaim_job
 from deltashard_operator.controller.metric import ControllerMetrics
+from deltashard_operator.controller.round import Rounds
 from deltashard_operator.controller.run_book import Entries, Entry
 from deltashard_operator.fleet.sidecar_report import RunKey
 from deltashard_operator.kube.call import ApiUnavailable, Caller
@@ -58,8 +58,7 @@ class Reclaimer:
         self._defaults = defaults
         self._metrics = metrics
         self._wall = wall
-        self._looked_s = float("-inf")
-        self._task: asyncio.Task[None] | None = None
+        self._rounds = Rounds(LOOK_S, wall)
         self._policies: dict[tuple[str, str], Policy | Refusal | None] = {}
         self._serial = -1
         self._again_s: dict[RunKey, float] = {}
@@ -69,17 +68,12 @@ class Reclaimer:
 
     def tick(self) -> None:
         """Begin a round, when it is time and none is under way."""
-        now_s = self._wall()
-        if abs(now_s - self._looked_s) < LOOK_S or (self._task is not None and not self._task.done()):
-            return
-        self._looked_s = now_s
-        due = self._due(now_s)
-        self._task = asyncio.create_task(self._round(due)) if due else None
+        if self._rounds.is_due() and (due := self._due(self._wall())):
+            self._rounds.begin(self._round(due))
 
     async def settle(self) -> None:
         """Wait for the round that is under way."""
-        if self._task is not None:
-            await self._task
+        await self._rounds.settle()
 
     def _due(self, now_s: float) -> list[Entry]:
         """Runs whose Job is to be made, or looked at."""

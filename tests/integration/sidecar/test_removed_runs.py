@@ -17,15 +17,6 @@ from tests.support.eventually import eventually
 from tests.support.fake_trainer import Model, SaveRefused, SidecarProcess, Trainer, same, sidecar
 
 
-@pytest.fixture(params=["file", "minio"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "file":
-        return f"file://{tmp_path}/store"
-    found = request.getfixturevalue("minio_url")
-    assert isinstance(found, str)
-    return found
-
-
 @pytest.fixture
 def process(tmp_path: Path, url: str) -> Iterator[SidecarProcess]:
     with sidecar(tmp_path, url, encoding="fp32", housekeeping_s=0.05, metrics_port=0) as one:

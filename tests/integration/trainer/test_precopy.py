@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from deltashard.cut import memory, precopy
-from deltashard.save import head_start
 from torch import nn
 
+from tests.support.checkpointers import programs_copied_ahead
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -123,21 +123,9 @@ class Program:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Programs whose cuts are all copied ahead; whatever is still open is let go of at the end."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    monkeypatch.setattr(precopy, "SMALLEST_TABLE_BYTES", 0)
-    monkeypatch.setattr(head_start, "SMALLEST_BYTES", 0)
-    made: list[Program] = []
-
-    def build(**options: Any) -> Program:
-        made.append(Program(tmp_path, **options))
-        return made[-1]
-
-    yield build
-    for program in made:
-        with program.ckpt as ckpt:
-            ckpt.__exit__(KeyboardInterrupt, None, None)
+    """Programs whose cuts are all copied ahead."""
+    with programs_copied_ahead(tmp_path, monkeypatch, Program) as build:
+        yield build
 
 
 @pytest.mark.parametrize("differential", ["full", "one-shot", "consecutive", "intermittent"])
