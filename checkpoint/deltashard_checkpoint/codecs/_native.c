@@ -429,7 +429,8 @@ INLINE vf half_round(vf x, uint16_t bits[LANES]) {
 }
 
 /* Scales, biases and inverses of 16 rows from their ranges; how many of the first `live` are special. */
-INLINE int row_pairs(vf a, vf b, int bits, float unit, int live, vf *bias, vf *inverse, void *scales, void *biases) {
+INLINE int row_pairs(vf a, vf b, int bits, float unit, int live, vf *bias, vf *inverse, float *units, void *scales,
+                     void *biases) {
     const vf zero = splat(0.0f), one = splat(1.0f), largest = splat(3.4028234663852886e38f);
     const vi positive = {0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff,
                          0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff, 0x7fffffff};
@@ -442,8 +443,21 @@ INLINE int row_pairs(vf a, vf b, int bits, float unit, int live, vf *bias, vf *i
         *bias = pick(sane, a, zero);
         vf inv = splat(255.0f) / pick(span >= splat(0x1p-14f), span + splat(1e-8f), span);
         *inverse = pick(inv <= largest, inv, zero);
-        memcpy(scales, &scale, (size_t)live * 4);
         memcpy(biases, bias, (size_t)live * 4);
+        const vi tiny = (inv > largest) & (span > zero);
+        int64_t w[8], seen = 0;
+        memcpy(w, &tiny, sizeof w);
+        memcpy(units, &one, sizeof one);
+        for (int l = 0; l < 8; l++) seen |= w[l];
+        if (__builtin_expect(seen != 0, 0)) /* subnormal scales, without a finite inverse */
+            for (int l = 0; l < LANES; l++)
+                if (tiny[l]) {
+                    if (scale[l] * 255.0f < span[l]) scale[l] = float_of(bits_of(scale[l]) + 1);
+                    units[l] = 0x1p126f;
+                    (*bias)[l] *= units[l];
+                    (*inverse)[l] = 1.0f / (scale[l] * units[l]);
+                }
+        memcpy(scales, &scale, (size_t)live * 4);
         special = ~sane;
     } else {
         const vf u = splat(unit);
@@ -485,13 +499,14 @@ INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, f
         const float *block = x + i * d;
         if (!given) row_block_ranges(block, d, live, lo + i, hi + i);
         vf bias, inverse;
+        float bias_of[LANES], inverse_of[LANES], unit_of[LANES]; /* the last of 8 bits only */
         special += row_pairs(load_some(lo + i, live, 0.0f), load_some(hi + i, live, 0.0f), bits, unit, live, &bias, &inverse,
-                             (char *)scales + i * word, (char *)biases + i * word);
-        float bias_of[LANES], inverse_of[LANES];
+                             unit_of, (char *)scales + i * word, (char *)biases + i * word);
         memcpy(bias_of, &bias, sizeof bias);
         memcpy(inverse_of, &inverse, sizeof inverse);
         for (int r = 0; r < live; r++) {
             const vf bb = splat(bias_of[r]), inv = splat(inverse_of[r]);
+            const int tiny = bits == 8 && unit_of[r] != 1.0f;
             const float *p = block + r * d;
             uint8_t *out = codes + (i + r) * width;
             for (int64_t j = 0; j < d; j += 64) {
@@ -500,10 +515,11 @@ INLINE int64_t encode_as(const float *x, int64_t n, int64_t d, const int bits, f
                 int some = d - j < 64 ? (int)(d - j) : 64;
                 /* Ranges are found faster than memory brings rows, codes are made slower: meanwhile ask for later rows. */
                 const char *ahead = (const char *)((uintptr_t)q + 2 * sizeof(vf) * (size_t)d);
-                if (some < 64) {
+                if (some < 64 || __builtin_expect(tiny, 0)) {
                     ask_for(ahead, 4 * some);
                     memcpy(tail, q, (size_t)some * 4);
                     for (int k = some; k < 64; k++) tail[k] = 0.0f;
+                    for (int k = 0; tiny && k < some; k++) tail[k] *= unit_of[r];
                     q = tail;
                 } else {
                     ask_for(ahead, 256);

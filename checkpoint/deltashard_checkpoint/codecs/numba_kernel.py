@@ -98,16 +98,24 @@ def row_ranges(x, lo, hi):  # type: ignore[no-untyped-def]
 
 @njit(**_FAST)
 def byte_pair(a, b):  # type: ignore[no-untyped-def]
-    """(scale, bias, 1 / scale, is it exceptional) of a q8 row with range [a, b], as torch has them.
+    """(scale, bias, 1 / scale in units, units in 1, is it exceptional) of a q8 row of range [a, b], as torch has them.
 
     torch divides by span + 1e-8; below a span of 2**-14 (where it moves a code by 4 % of a step) that would ruin rows,
-    so it is left out. Rows that span less than 255 / the largest float (8e-37) keep their bias only.
+    so it is left out. Rows that span less than 255 / the largest float (8e-37) have a subnormal scale and no finite
+    inverse: the scale is rounded up, so that 255 steps reach the top, and codes are found in units of 2**-126.
     """
     if not abs(b - a) <= _LARGEST:
-        return _F32(0.0), _F32(0.0), _F32(0.0), True
+        return _F32(0.0), _F32(0.0), _F32(0.0), _F32(1.0), True
     span = b - a
+    scale = _F32(span / _F32(255.0))
     inverse = _F32(255.0) / (span + _F32(1e-8) if span >= _F32(2.0**-14) else span)
-    return span / _F32(255.0), a, inverse if inverse <= _LARGEST else _F32(0.0), False
+    if inverse <= _LARGEST:
+        return scale, a, inverse, _F32(1.0), False
+    if span == _F32(0.0):
+        return scale, a, _F32(0.0), _F32(1.0), False
+    if scale * _F32(255.0) < span:
+        scale = np.uint32(_F32(scale).view(np.uint32) + np.uint32(1)).view(_F32)
+    return scale, a, _F32(1.0) / (scale * _F32(2.0**126)), _F32(2.0**126), False
 
 
 @njit(**_FAST)
@@ -142,8 +150,7 @@ def pack_row(row, unit, bias, inverse, bits, codes):  # type: ignore[no-untyped-
     held = 0
     at = 0
     for j in range(row.shape[0]):
-        v = row[j] if bits == 8 else row[j] * unit
-        q = (v - bias) * inverse
+        q = (row[j] * unit - bias) * inverse
         q = q if q > _F32(0.0) else _F32(0.0)
         q = q if q < top else top
         word |= np.uint32(np.uint32(np.rint(q)) << np.uint32(held))
@@ -164,11 +171,11 @@ def encode_bytes(x, given, lo, hi, scales, biases, codes):  # type: ignore[no-un
     for i in range(x.shape[0]):
         if not given:
             lo[i], hi[i] = row_range(x[i])
-        scale, bias, inverse, wild = byte_pair(lo[i], hi[i])
+        scale, bias, inverse, unit, wild = byte_pair(lo[i], hi[i])
         scales[i] = scale
         biases[i] = bias
         special += wild
-        pack_row(x[i], _F32(1.0), bias, inverse, 8, codes[i])
+        pack_row(x[i], unit, bias * unit, inverse, 8, codes[i])
     return special
 
 

@@ -74,10 +74,11 @@ def test_a_refit_helps_bytes_too(reference):
     )
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3, 5, 16, 65])
+@pytest.mark.parametrize("columns", [1, 2, 3, 5, 16, 65, 8192])
 @pytest.mark.parametrize("encoding", ["q2", "q3", "q4", "q8"])
 def test_searches_never_lose_to_plain(reference, encoding, columns):
-    x = reference.rows_like("student", 500, columns, seed=columns)
+    """In the error of a row as a whole; one value that a search leaves outside the range may be off by more than a step."""
+    x = reference.rows_like("student", 500 if columns < 100 else 20, columns, seed=columns)
     plain = mean_error(ENCODINGS[encoding], x, PLAIN)
     for search in (GREEDY_25, DEFAULT_SEARCH[encoding], Search(kind="refit", starts=12, passes=4)):
         assert mean_error(ENCODINGS[encoding], x, search) <= plain * 1.01 + 1e-9
