@@ -19,7 +19,7 @@ from deltashard_checkpoint.whole_run.remains import Remains, remains
 
 from deltashard_cli import verification
 from deltashard_cli.option import ended_option, run_options
-from deltashard_cli.output import console, number, plural, print_json, progress, size
+from deltashard_cli.output import console, note, number, plural, print_json, progress, size
 from deltashard_cli.target import POLICY, Target, Unfinished, find_run, names, new_run, run_of_url
 
 
@@ -82,13 +82,11 @@ def cp(url: str, to: str, run: str | None, to_run: str | None, which: str | None
                 style="dim",
             )
         if newer:
-            click.echo(
-                f"{_said_newer(newer, which, done)}: copy to another name, or remove this one first", err=True
-            )
+            note(f"{_said_newer(newer, which, done)}: copy to another name, or remove this one first")
         for problem in checked.problems:
-            click.echo(f"problem: {problem.object}: {problem.what}", err=True)
+            note(f"problem: {problem.object}: {problem.what}")
         if not checked.ok and not done.entries:
-            click.echo("a finished copy is not mended: remove it (`deltashard rm`) and copy anew", err=True)
+            note("a finished copy is not mended: remove it (`deltashard rm`) and copy anew")
     if not checked.ok or (newer and not done.entries):
         click.get_current_context().exit(1)
 
@@ -143,10 +141,9 @@ def rm(url: str, run: str | None, *, yes: bool, ended: bool, as_json: bool) -> N
     else:
         console().print(f"run {target.run} is removed: {plural(gone.objects, 'object')}, {size(gone.bytes)}")
     if gone.left:
-        click.echo(
+        note(
             f"{plural(gone.left, 'object')} came meanwhile, and {'is' if gone.left == 1 else 'are'} left: a trainer of "
-            "this run still wrote (end it, and call rm again), or somebody has begun a run of this name since",
-            err=True,
+            "this run still wrote (end it, and call rm again), or somebody has begun a run of this name since"
         )
         click.get_current_context().exit(1)
 

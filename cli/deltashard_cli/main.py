@@ -8,13 +8,12 @@ an error is a JSON document on stdout too.
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 
 import click
 from deltashard_checkpoint.errors import DeltashardError, EnvironmentFault, FormatError, UserError
-from rich.console import Console
-from rich.text import Text
 
 from deltashard_cli import (
     copy_command,
@@ -26,7 +25,7 @@ from deltashard_cli import (
     word_command,
     write_command,
 )
-from deltashard_cli.output import nobody_reads, print_json, warnings
+from deltashard_cli.output import escaped, nobody_reads, note, print_json, warnings
 from deltashard_cli.planning import plan_command
 
 OK = 0
@@ -125,7 +124,9 @@ def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> N
         code = exit_code(error)
         if "--json" in given:
             _print_usage(error, code, name=name)
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        sys.stderr.write(escaped(shown.getvalue(), lines=True))
     except (KeyboardInterrupt, click.Abort):
         sys.stderr.write("interrupted\n")
         code = INTERRUPTED
@@ -152,15 +153,14 @@ def _show(error: Exception, code: int, *, as_json: bool) -> None:
     remedy = error.remedy if isinstance(error, DeltashardError) else ""
     if code == INTERNAL:
         remedy = remedy or "this is a bug in deltashard: please report it with the trace above"
-        traceback.print_exc()
+        sys.stderr.write(escaped(traceback.format_exc(), lines=True))
     if as_json:
         _print_error(error, code, what=what, where=where, remedy=remedy)
-    err = Console(stderr=True, highlight=False, soft_wrap=True)
-    err.print(Text.assemble(("error: ", "bold red"), what))
+    note(what, label="error", style="bold red")
     if where:
-        err.print(Text.assemble(("  where: ", "dim"), where))
+        note(where, label="  where", style="dim")
     if remedy:
-        err.print(Text.assemble(("  try:   ", "dim"), remedy))
+        note(remedy, label="  try", style="dim")
 
 
 def _print_usage(error: click.ClickException, code: int, *, name: str) -> None:

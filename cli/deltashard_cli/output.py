@@ -1,4 +1,8 @@
-"""How results look: tables for people on stdout, one JSON document for programs, progress on a terminal's stderr."""
+"""How results look: tables for people on stdout, one JSON document for programs, progress on a terminal's stderr.
+
+Everything for people passes through a console of `console`, and all text in it through `escaped`: names and messages
+come from a store that anybody may have written, and a terminal obeys what it reads. Markup of rich ("[red]") is text.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook, RenderResult
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -22,6 +26,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -44,11 +49,28 @@ def plain(value: Any) -> Any:
     return value
 
 
+def escaped(text: str, *, lines: bool = False) -> str:
+    """`text` with all that is not printable as `repr` has it: C0, C1, bidi and format characters, surrogates.
+
+    `lines`: it is several lines, which stay so. What is escaped already stays as it is.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or (lines and each == "\n") else repr(each)[1:-1] for each in text
+    )
+
+
 def warn(text: str) -> None:
     """Say on stderr, and in the JSON document, that what was read is damaged; the command then ends with 1."""
     warnings(click.get_current_context()).append(text)
-    Console(stderr=True, highlight=False, soft_wrap=True).print(
-        Text.assemble(("warning: ", "bold yellow"), text)
+    note(text, label="warning", style="bold yellow")
+
+
+def note(text: str, *, label: str = "", style: str = "") -> None:
+    """One line on stderr, beside the result."""
+    console(stderr=True).print(
+        Text.assemble((f"{label}: " if label else "", style), escaped(text)), soft_wrap=True
     )
 
 
@@ -78,18 +100,48 @@ def nobody_reads() -> None:
     os.close(nowhere)
 
 
-def console() -> Console:
-    """Stdout for people; wide when it is no terminal, so that nothing is cut in files and pipes."""
-    found = _Console(highlight=False)
-    return found if found.is_terminal else _Console(highlight=False, width=200)
+def console(*, stderr: bool = False) -> Console:
+    """Stdout or stderr for people; wide when it is no terminal, so that nothing is cut in files and pipes."""
+    found = _Console(stderr=stderr)
+    return found if found.is_terminal else _Console(stderr=stderr, width=200)
 
 
 class _Console(Console):
-    """A console whose command goes on, to its own exit code, when the reader of its output has gone (`| head`)."""
+    """A console that writes nothing raw, and whose command goes on, to its own exit code, when its reader has gone."""
+
+    def __init__(self, *, stderr: bool, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, width=width, highlight=False)
+        self.push_render_hook(_Escaping())
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*(_cell(each) if isinstance(each, str) else each for each in objects), **options)
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         nobody_reads()
+
+
+class _Escaping(RenderHook):
+    """Whatever a console is given is escaped where it becomes text; the console's own colours are no text yet."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Escaped(each) for each in renderables]
+
+
+class _Escaped:
+    """Something to show, escaped."""
+
+    def __init__(self, shown: RenderableType) -> None:
+        self._shown = shown
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for text, style, control in console.render(self._shown, options):
+            yield Segment(text if control else escaped(text, lines=True), style, control)
+
+
+def _cell(value: object) -> Text:
+    """A value as one line; what a command has styled stays as it is."""
+    return value if isinstance(value, Text) else Text(escaped(str(value)))
 
 
 def show(
@@ -105,14 +157,15 @@ def show(
 
     Where the terminal is too narrow, `droppable` columns are left out, first named first, and the table says so.
     """
+    cells = [[_cell(cell) for cell in row] for row in rows]
     widths = [
-        max(len(column.lstrip(">~")), *(len(str(row[at])) for row in rows), 0)
+        max(len(column.lstrip(">~")), *(len(row[at]) for row in cells), 0)
         for at, column in enumerate(columns)
     ]
     for at, column in enumerate(columns):
         if column[0] == "~":
             widths[at] = min(widths[at], _FOLDED)
-    kept = [at for at in range(len(columns)) if not rows or any(str(row[at]) for row in rows)]
+    kept = [at for at in range(len(columns)) if not rows or any(row[at] for row in cells)]
     dropped: list[str] = []
     for name in droppable:
         if sum(widths[at] + 2 for at in kept) - 2 <= out.width:
@@ -129,18 +182,16 @@ def show(
             overflow="fold" if folds else "ellipsis",
             min_width=widths[at],
         )
-    for row in rows:
-        made.add_row(
-            *(cell if isinstance(cell, Text) else Text(str(cell)) for cell in (row[at] for at in kept))
-        )
+    for row in cells:
+        made.add_row(*(row[at] for at in kept))
     if title:
-        out.print(Text(title, style="bold"), soft_wrap=True)
+        out.print(title, style="bold", soft_wrap=True)
     out.print(made)
     if dropped:
         caption = f"{caption}; " if caption else ""
         caption += f"no room for {', '.join(dropped)}: a wider terminal or --json has them"
     if caption:
-        out.print(Text(caption, style="dim"))
+        out.print(caption, style="dim")
 
 
 def facts(pairs: Sequence[tuple[str, object]]) -> Table:
@@ -149,7 +200,7 @@ def facts(pairs: Sequence[tuple[str, object]]) -> Table:
     made.add_column(style="dim", no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in pairs:
-        made.add_row(name, value if isinstance(value, Text) else Text(str(value)))
+        made.add_row(_cell(name), _cell(value))
     return made
 
 
@@ -191,7 +242,7 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
 @contextmanager
 def progress(label: str, total_bytes: int) -> Iterator[Advance]:
     """A bar on stderr when that is a terminal; elsewhere nothing."""
-    err = Console(stderr=True)
+    err = console(stderr=True)
     if not err.is_terminal:
         yield lambda _count: None
         return

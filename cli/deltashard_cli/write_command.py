@@ -23,7 +23,7 @@ from deltashard_cli.export import (
     restore_directory,
 )
 from deltashard_cli.option import run_options, which_option
-from deltashard_cli.output import console, number, plural, print_json, progress, size
+from deltashard_cli.output import console, note, number, plural, print_json, progress, size
 from deltashard_cli.target import POLICY, find_run, new_run
 
 _SPOOL_BYTES = 1 << 30
@@ -114,13 +114,13 @@ def _report(written: Written, *, as_json: bool) -> None:
         f"{plural(written.tensors, 'array')}{blobs}, {size(written.bytes)} -> {written.path}"
     )
     if written.skipped:
-        click.echo(f"left out, not plain tensors: {', '.join(written.skipped)}", err=True)
+        note(f"left out, not plain tensors: {', '.join(written.skipped)}")
     _tell_left_out(written.left_out)
 
 
 def _tell_left_out(names: Sequence[str]) -> None:
     for name in names:
-        click.echo(f"left out: {name}", err=True)
+        note(f"left out: {name}")
 
 
 @click.command("import")
@@ -195,7 +195,7 @@ def import_(
             console().print(f"taken for dense, though of a table's shape: {', '.join(done.matrices)}")
         _tell_left_out(done.left_out)
         for problem in found.problems:
-            click.echo(f"problem: {problem.object}: {problem.what}", err=True)
+            note(f"problem: {problem.object}: {problem.what}")
     if not found.ok:
         click.get_current_context().exit(1)
 

@@ -44,12 +44,21 @@ class LiveTable:
 class WrittenRun:
     """A run written through the real writers, one rank; `cuts` has what each checkpoint must restore to."""
 
-    def __init__(self, store: Store, run: str, directory: Path, *, seed: int = 0, workload: str = "") -> None:
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        directory: Path,
+        *,
+        seed: int = 0,
+        owner: str = "tests",
+        workload: str = "",
+    ) -> None:
         self.store, self.run = store, run
         self.rng = np.random.default_rng(seed)
         self.log = RunLog(store, run)
         self.cache = PackCache(directory / "cache", budget_bytes=64 << 20)
-        self.attempt = open_attempt(self.log, owner="tests", workload=workload).attempt
+        self.attempt = open_attempt(self.log, owner=owner, workload=workload).attempt
         self.cut = 0
         self.items = LiveTable(
             ITEMS,
