@@ -101,7 +101,7 @@ def exit_code(error: BaseException) -> int:
             return PROBLEMS
         case UserError() | click.UsageError():
             return USAGE
-        case EnvironmentFault() | OSError():
+        case EnvironmentFault() | OSError() | MemoryError():
             return ENVIRONMENT
         case KeyboardInterrupt() | click.Abort():
             return INTERRUPTED
@@ -151,6 +151,8 @@ def _show(error: Exception, code: int, *, as_json: bool) -> None:
     what = error.what if isinstance(error, DeltashardError) else f"{type(error).__name__}: {error}"
     where = error.where if isinstance(error, DeltashardError) else ""
     remedy = error.remedy if isinstance(error, DeltashardError) else ""
+    if isinstance(error, MemoryError):
+        remedy = "this needs more memory than this machine gives: run it on a larger one"
     if code == INTERNAL:
         remedy = remedy or "this is a bug in deltashard: please report it with the trace above"
         sys.stderr.write(escaped(traceback.format_exc(), lines=True))

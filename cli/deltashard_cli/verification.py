@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from deltashard_checkpoint.errors import DeltashardError, FormatError
 from deltashard_checkpoint.format import typed_tree
-from deltashard_checkpoint.format.frame import check_digest, check_info, parse_frame
+from deltashard_checkpoint.format.frame import checked_frame
 from deltashard_checkpoint.format.index import Index, Place
 from deltashard_checkpoint.format.object_key import run_key
 from deltashard_checkpoint.log.chain import chain, closure, parts_of
@@ -335,9 +335,7 @@ def _check_pack(
 
 def _wrong(view: memoryview, place: Place) -> FormatError | None:
     try:
-        check_digest(view, place.info.digest)
-        frame = parse_frame(view, verify=False)
-        check_info(frame, place.info)
+        frame = checked_frame(view, place.info)
         if frame.table is not None:
             frame.row_ids()
     except FormatError as error:

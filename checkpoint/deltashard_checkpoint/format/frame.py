@@ -274,6 +274,17 @@ def check_info(frame: Frame, expected: FrameInfo) -> None:
         )
 
 
+def checked_frame(data: memoryview, expected: FrameInfo) -> Frame:
+    """The frame in `data`, which is whole and the one an index speaks of: what every reader of packs asks.
+
+    Raises `CorruptObject`, `ForeignObject` or `UnsupportedVersion`.
+    """
+    check_digest(data, expected.digest)
+    frame = parse_frame(data, verify=False)
+    check_info(frame, expected)
+    return frame
+
+
 class _Sections:
     """Consecutive 64-byte aligned sections after the header."""
 

@@ -14,7 +14,7 @@ from deltashard_proto.v1 import index_pb2
 from google.protobuf.message import DecodeError
 
 from deltashard_checkpoint.cache import pack_spool
-from deltashard_checkpoint.codecs.encoding import MAX_COLUMNS
+from deltashard_checkpoint.codecs.encoding import MAX_COLUMNS, section_bytes
 from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
 from deltashard_checkpoint.format import element_type, object_key
 from deltashard_checkpoint.format.frame import (
@@ -279,6 +279,11 @@ def frame_info(message: index_pb2.Frame, tables: tuple[TableSchema, ...]) -> Fra
         m.encoding and kind is FrameKind.TOMBSTONE
     ):
         raise CorruptObject(f"encoding {m.encoding[:40]!r} of a {kind.name.lower()} frame")
+    # Readers allocate by an index before they see a frame: what it counts must fit the bytes that it says carry it.
+    if kind is FrameKind.ROWS:
+        least = HEADER_BYTES + sum(section_bytes(ENCODINGS[m.encoding], m.rows, m.col_stop - m.col_start))
+        if m.length < least:
+            raise CorruptObject(f"{m.rows} rows of table {table.fqn[:80]!r} in a frame of {m.length} bytes")
     return FrameInfo(
         kind=kind, length=m.length, digest=m.xxh3_128, step=m.step, table=table.fqn, row_min=m.row_min,
         row_max=m.row_max, rows=m.rows, col_start=m.col_start, col_stop=m.col_stop, encoding=m.encoding,

@@ -1,9 +1,10 @@
-"""Executing a plan: frames in order, fetched ahead by a few threads under a budget of bytes, each one hash-checked.
+"""Executing a plan: frames in order, fetched ahead by a few threads under a budget of bytes, each one checked.
 
 A request is looked for in the local cache first and read from the store by range otherwise. A frame whose bytes do not
-match its hash is read again from the store (and the cache's copy forgotten); if the store's are wrong twice, or it
-says for sure that there is no such object, the checkpoint is *invalid* and `InvalidCheckpoint` says so. Whatever else
-goes wrong means *unavailable*: the store's own error comes through, after its retries, under the plan's deadline.
+match its hash, or that is not the one its index describes, is read again from the store (and the cache's copy
+forgotten); if the store's are wrong twice, or it says for sure that there is no such object, the checkpoint is
+*invalid* and `InvalidCheckpoint` says so. Whatever else goes wrong means *unavailable*: the store's own error comes
+through, after its retries, under the plan's deadline.
 A restore falls back to an older checkpoint only for the former.
 
 Bytes may be fetched straight to where they are wanted (blocks of an arena): a `destination` gives memory for each
@@ -28,14 +29,14 @@ import numpy as np
 from deltashard_checkpoint.cache.pack_cache import PackCache
 from deltashard_checkpoint.cache.pack_spool import PackSpool
 from deltashard_checkpoint.errors import (
-    CorruptObject,
     DeltashardError,
     EnvironmentFault,
     FormatError,
     InvalidCheckpoint,
+    UnsupportedVersion,
 )
 from deltashard_checkpoint.format import object_key
-from deltashard_checkpoint.format.frame import check_digest
+from deltashard_checkpoint.format.frame import checked_frame
 from deltashard_checkpoint.format.index import Pack
 from deltashard_checkpoint.restore.plan import MAX_REQUEST_BYTES, Plan, PlannedFrame, Request
 from deltashard_checkpoint.restore.shared_read import SharedReads
@@ -61,7 +62,7 @@ class Destination(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedFrame:
-    """A frame's bytes, checked against the hash its index gives."""
+    """A frame's bytes, checked against what its index says: hash, kind, table, rows, columns, step, blob."""
 
     planned: PlannedFrame
     data: memoryview
@@ -179,17 +180,19 @@ class Fetcher:
         *,
         rereads: int,
     ) -> None:
-        """Check a frame; on a wrong hash read it again from the store, then give the checkpoint up."""
+        """Check a frame by its index; read a wrong one again from the store, then give the checkpoint up."""
         place = memory[planned.offset : planned.offset + planned.info.length]
         offset = request.offset + planned.offset
         for left in range(rereads, -1, -1):
             try:
-                check_digest(place, planned.info.digest)
-            except CorruptObject:
+                checked_frame(place, planned.info)
+            except UnsupportedVersion:
+                raise
+            except FormatError as error:
                 if not left:
                     raise InvalidCheckpoint(
-                        f"the frame at {offset} (+{len(place)} bytes) of checkpoint {planned.seq} has a wrong hash, "
-                        "read twice from the store",
+                        f"the frame at {offset} (+{len(place)} bytes) of checkpoint {planned.seq} is wrong, read twice "
+                        f"from the store: {error.what}",
                         where=key,
                         remedy="an older checkpoint may be whole",
                     ) from None

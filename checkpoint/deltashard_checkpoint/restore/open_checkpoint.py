@@ -29,7 +29,7 @@ from deltashard_checkpoint.restore.checkpoint_reader import (
     whole_tables,
 )
 from deltashard_checkpoint.restore.fetcher import Fetcher
-from deltashard_checkpoint.restore.frame_applier import FrameApplier
+from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
 from deltashard_checkpoint.restore.plan import Plan, Want
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.write.attempt import select
@@ -116,8 +116,9 @@ class OpenCheckpoint:
         """Whole tables, one after the other."""
         for schema in self.entry.tables if schemas is None else schemas:
             (want,) = whole_tables((schema,))
+            plan = self._plan((want,), blobs=False, fields=fields)  # before there is memory: it is checked
             target = target_of(schema, want.boxes[0], fields=fields)
-            self._apply(FrameApplier([target]), self._plan((want,), blobs=False, fields=fields), advance)
+            self._apply(FrameApplier([target]), plan, advance)
             yield TableArrays(schema=schema, weights=target.weights, fields=target.fields)
 
     def span(
@@ -125,8 +126,8 @@ class OpenCheckpoint:
     ) -> TableArrays:
         """Rows [start, stop) of one table, which must lie within it, in order."""
         box = Box(table=schema.fqn, row_start=start, row_stop=stop, col_start=0, col_stop=schema.columns)
-        target = target_of(schema, box, fields=fields)
         plan = self._plan((Want(schema=schema, boxes=(box,)),), blobs=False, fields=fields)
+        target = target_of(schema, box, fields=fields)
         self._apply(FrameApplier([target]), plan, advance)
         return TableArrays(schema=schema, weights=target.weights, fields=target.fields)
 
@@ -154,9 +155,10 @@ class OpenCheckpoint:
             Box(table=schema.fqn, row_start=a, row_stop=b, col_start=0, col_stop=schema.columns)
             for a, b in _ranges(np.unique(wanted).astype(np.int64))
         ]
-        targets = [target_of(schema, box, fields=fields) for box in boxes]
-        if targets:
+        targets: list[TableTarget] = []
+        if boxes:
             plan = self._plan((Want(schema=schema, boxes=tuple(boxes)),), blobs=False, fields=fields)
+            targets = [target_of(schema, box, fields=fields) for box in boxes]
             self._apply(FrameApplier(targets), plan, advance)
         held = target_of(
             schema,

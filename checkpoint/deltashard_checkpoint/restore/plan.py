@@ -23,6 +23,7 @@ from deltashard_checkpoint.format import element_type, frame
 from deltashard_checkpoint.format.blob_name import is_read_by
 from deltashard_checkpoint.format.frame import FrameInfo, FrameKind
 from deltashard_checkpoint.format.index import Index, Place
+from deltashard_checkpoint.format.object_key import parse_index_key
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.chain import ChainLink, difference, intersection
 from deltashard_checkpoint.log.entry import Part
@@ -331,7 +332,11 @@ def _without(box: Box, reached: Mapping[str, Iterable[Box]]) -> list[Box]:
 
 
 def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -> None:
-    """A part that holds all its rows has at least as many (rows x columns) in frames as in boxes, table by table."""
+    """A part that holds all its rows has at least as many (rows x columns) in frames as in boxes, table by table.
+
+    Tombstones count for nothing in what a trainer wrote: a few bytes name any number of them, and a restore gives memory
+    for each row. A compaction has those of the deltas that it replaces, in place of their rows.
+    """
     for link in links:
         if link.part.covers is not None:
             continue
@@ -339,7 +344,10 @@ def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -
         for box in link.part.boxes:
             area[box.table] += (box.row_stop - box.row_start) * (box.col_stop - box.col_start)
         held: Counter[str] = Counter()
+        compacted = parse_index_key(link.part.index_key).attempt is None
         for place in indexes[link.part.index_key].places:
+            if place.info.kind is FrameKind.TOMBSTONE and not compacted:
+                continue
             held[place.info.table] += place.info.rows * (place.info.col_stop - place.info.col_start)
         for table in {box.table for box in link.boxes}:
             if held[table] < area[table]:
@@ -350,10 +358,15 @@ def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -
 
 
 def _check_blob(name: str, chunks: list[FrameInfo]) -> None:
-    """Chunks begin at 0 and none occurs twice; their ends are in the frames and are checked as they are assembled."""
+    """Chunks begin at 0, none occurs twice, and they can carry the blob: memory for it is taken with the first.
+
+    Their ends are in the frames and are checked as they are assembled.
+    """
     offsets = sorted(info.blob_offset for info in chunks)
     if offsets[0] != 0 or len(set(offsets)) != len(offsets) or len({info.blob_bytes for info in chunks}) != 1:
         raise InvalidCheckpoint("chunks of a blob are missing or occur twice", where=name)
+    if (carried := sum(info.length for info in chunks)) < chunks[0].blob_bytes:
+        raise InvalidCheckpoint(f"a blob of {chunks[0].blob_bytes} bytes in chunks of {carried}", where=name)
 
 
 def _ordered(

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import (
     CorruptObject,
+    ForeignObject,
     InternalBug,
     InvalidCheckpoint,
 )
-from deltashard_checkpoint.format.frame import check_digest
+from deltashard_checkpoint.format.frame import checked_frame
 from deltashard_checkpoint.format.index import Place
 from deltashard_checkpoint.format.layout import Layout, layout_key
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
@@ -248,18 +249,18 @@ class _Put:
     def _holds(
         self, log: RunLog, key: str, buffer: bytearray, places: Sequence[Place], *, strict: bool = False
     ) -> bool:
-        """Read a pack into `buffer`, and whether every frame of it has its hash; `strict`: it must be there."""
+        """Read a pack into `buffer`; whether every frame of it is as its index says. `strict`: it must be there."""
         view = memoryview(buffer)
         for _ in range(2):  # the wrong bit may have been ours, or the network's
             try:
                 log.store.get_into(log.key(key), 0, view)
                 for place in places:
-                    check_digest(view[place.offset :][: place.info.length], place.info.digest)
+                    checked_frame(view[place.offset :][: place.info.length], place.info)
             except ObjectNotFound as error:
                 if strict:
                     raise InvalidCheckpoint(f"{key} does not exist", where=log.key(key)) from error
                 return False
-            except CorruptObject:
+            except (CorruptObject, ForeignObject):
                 continue
             return True
         return False

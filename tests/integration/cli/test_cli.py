@@ -192,7 +192,7 @@ def test_a_flipped_bit_is_found_by_deep_only(cli: Cli, url: str, run: WrittenRun
     assert cli("verify", "--deep", url, "-c", "3")[0] == 0
     code, text = cli("restore", url, "unused-directory")
     assert code == 1
-    assert "wrong hash" in text
+    assert "do not match its hash" in text
     assert not Path("unused-directory").exists()
 
 

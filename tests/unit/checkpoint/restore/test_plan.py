@@ -144,6 +144,14 @@ def test_a_baseline_with_fewer_rows_than_its_boxes_is_invalid() -> None:
         _plan([_part(model.table, model.frames(range(190)), seq=1, covers=None)], [_want(model.table)])
 
 
+def test_tombstones_count_for_nothing_in_a_baseline() -> None:
+    """A few bytes name any number of them; memory is given by what a baseline is taken to hold."""
+    model = Model(schema())
+    frames = [*model.frames(range(190)), tombstone(model.table, np.arange(190, 200), step=1)]
+    with pytest.raises(InvalidCheckpoint, match="1520 of 1600 weights"):
+        _plan([_part(model.table, frames, seq=1, covers=None)], [_want(model.table)])
+
+
 def test_differences_of_schema_are_named_and_may_be_allowed() -> None:
     """Grown, shrunk, new, renamed, retyped: refused by default, said when allowed."""
     model = Model(schema())
@@ -251,6 +259,17 @@ def test_a_rank_reads_the_blobs_for_all_and_its_own_whatever_parts_hold_them(tmp
     assert read(1) == common | {"rank/1/rng"}
     assert read(12) == common | {"rank/12/rng"}
     assert read(0, ["rank/12/rng"]) == {"rank/12/rng"}, "named is wanted"
+
+
+def test_a_blob_that_its_chunks_cannot_carry_is_invalid() -> None:
+    """Memory for all of it is taken with the first chunk."""
+    model = Model(schema())
+    from deltashard_checkpoint.format.frame_encoder import encode_blob
+
+    chunk = encode_blob(name="rng", offset=0, blob_bytes=1 << 40, chunk=bytes(100), step=1)
+    link, index = _part(model.table, [*model.frames(range(200)), chunk], seq=1, covers=None)
+    with pytest.raises(InvalidCheckpoint, match="1099511627776 bytes in chunks of 256"):
+        _plan([(link, index)], [_want(model.table)], blob_parts=[link.part])
 
 
 def test_a_hole_in_a_blob_is_invalid() -> None:
