@@ -10,7 +10,16 @@ CLUSTER = UV=$(abspath $(UV)) $(RUN) -m pytest tests/cluster --numprocesses 4 --
 # Whatever the machine says: without compiled files each process that tests start compiles torch again, for seconds.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: venv servers charts demo test test-fast test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-cuda bench-fleet bench-group bench-ranks papers clean
+# The oldest torch that pyproject.toml promises and one between it and the newest, which all other tests have.
+TORCHES = 2.6.0 2.11.0
+RESUME = tests/integration/trainer/test_train_resume.py
+TORCH_TESTS = tests/unit/trainer/loader tests/unit/trainer/optimizer tests/unit/trainer/tracking/test_gradient.py tests/unit/trainer/state/test_rng.py \
+	tests/integration/trainer/tracking tests/unit/trainer/cut/test_precopy_programs.py::test_what_is_stored_is_what_is_there[cpu] \
+	tests/unit/checkpoint/codecs/test_quantizer.py::test_plain_rows_are_torchs_rows \
+	$(RESUME)::test_restored_state_is_decode_encode_of_the_cut $(RESUME)::test_deltas_over_many_saves_restore_the_last_state \
+	$(RESUME)::test_two_pins_of_one_cut_both_hold $(RESUME)::test_other_optimizers_and_state_are_refused
+
+.PHONY: venv servers charts demo test test-fast test-torch test-cluster test-cluster-full test-troubles lint types contracts proto bench bench-cuda bench-fleet bench-group bench-ranks papers clean
 venv: .venv/.synced
 
 $(UV):
@@ -49,6 +58,11 @@ test: venv
 # with processes and real servers. The fast ones take a minute; `test` has the slow ones, too.
 test-fast: venv
 	$(RUN) -m pytest tests/unit -m 'not slow' --numprocesses 2 --dist loadfile
+
+# Trainer state, optimizers, tracking, loaders and whole restores under older torches: two minutes, and as long again to install.
+test-torch: venv
+	@for torch in $(TORCHES); do echo "torch $$torch"; \
+	DELTASHARD_TRACKING_EXAMPLES=100 UV=$(abspath $(UV)) tools/torch-tests $$torch --numprocesses 2 --dist loadfile $(TORCH_TESTS) || exit 1; done
 
 # The chart alone, which `test` has, too: Helm's lint, its README, every value, and releases on a real API server.
 charts: venv servers

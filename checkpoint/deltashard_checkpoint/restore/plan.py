@@ -334,7 +334,7 @@ def _without(box: Box, reached: Mapping[str, Iterable[Box]]) -> list[Box]:
 def _check_baselines(links: Iterable[ChainLink], indexes: Mapping[str, Index]) -> None:
     """A part that holds all its rows has at least as many (rows x columns) in frames as in boxes, table by table.
 
-    Tombstones count for nothing in what a trainer wrote: a few bytes name any number of them, and a restore gives memory
+    Tombstones count for nothing in what a trainer wrote: a few bytes name any number of them, and restores give memory
     for each row. A compaction has those of the deltas that it replaces, in place of their rows.
     """
     for link in links:
