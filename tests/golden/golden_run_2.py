@@ -22,7 +22,7 @@ from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.maintenance.repair import repair, salvage
+from deltashard_checkpoint.log.repair import repair, salvage
 
 from tests.golden.golden_run import Held, Share, Writer, blank, fixed_tokens, written
 from tests.support.checkpoint.sample import box

@@ -13,7 +13,6 @@ from deltashard_checkpoint.format.object_key import (
     compaction_token,
     validate_new_run,
 )
-from deltashard_checkpoint.log import commit_log
 from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, LogWentBack, RunLog
 from deltashard_checkpoint.log.entry import entry_key, voided_digest
@@ -89,8 +88,7 @@ class NoCaches(MemoryStore):
 
 
 @pytest.mark.parametrize("error", [AccessDenied("no"), ValueError("what nobody foresaw")])
-def test_an_entry_that_is_durable_is_not_reported_as_failed(error, monkeypatch):
-    monkeypatch.setattr(commit_log, "_FOLD_EVERY", 1)
+def test_an_entry_that_is_durable_is_not_reported_as_failed(error):
     store = NoCaches()
     store.error = error
     run = Run(store)

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import folded_state
+from deltashard_checkpoint.log import repair as repairs
 from deltashard_checkpoint.log.commit_log import LogGap, LogStopped
 from deltashard_checkpoint.log.entry import Checkpoint, Repaired, entry_key
 from deltashard_checkpoint.log.manifest import manifest_key
-from deltashard_checkpoint.maintenance import repair as repairs
+from deltashard_checkpoint.log.repair import NothingToRepair, repair, salvage
 from deltashard_checkpoint.maintenance import word
-from deltashard_checkpoint.maintenance.repair import NothingToRepair, repair, salvage
 from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
 from deltashard_checkpoint.write import attempt as attempts
 from deltashard_checkpoint.write.commit import commit_parts

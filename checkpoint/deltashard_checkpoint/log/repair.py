@@ -1,12 +1,12 @@
-"""Going on with a run whose log cannot be followed any more, at a person's word: `deltashard repair`.
+"""Mending a log that cannot be followed: for `deltashard repair`, and for an attempt that finds its log damaged.
 
-Rot or loss behind a folded state that the log vouches for needs no repair (`folded_state`). What is left are the
-entries since then, and the newest ones. `salvage` keeps all that can be read: it folds from the newest state it can
-trust, passes over what is bad, and drops what cannot stand without that (a checkpoint on one that is lost, or whose
-objects are gone). `repair` puts the result as a folded state, named by one new entry; no entry is changed or deleted,
-nothing under `data/` is touched. Readers begin there from then on.
+Rot or loss of an entry before the newest needs no repair: the next entry names a folded state (`folded_state`). What
+is left is the newest entry, and damage of several objects. `salvage` keeps all that can be read: it folds from the
+newest state it can trust, passes over what is bad, and drops what cannot stand without that (a checkpoint on one that
+is lost, or whose objects are gone). `repair` puts the result as a folded state, named by one new entry; no entry is
+changed or deleted, nothing under `data/` is touched. Readers begin there from then on.
 
-No trainer should run meanwhile: one that does goes on with what it knows, and may know better.
+A trainer that is still running is fenced by the attempt that follows; until then it saves with what it knows.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ from deltashard_checkpoint.log.entry import (
     named_fold,
 )
 from deltashard_checkpoint.log.entry_codec import seal
+from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.pin import standing
 from deltashard_checkpoint.log.replay import EntryRefused, advance, void_slots
-from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot
+from deltashard_checkpoint.log.run_state import Attempt, RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import ObjectExists
 
 
 class NothingToRepair(UserError):
     """The log is healthy, or holds nothing that could be kept."""
+
+
+class LogMovedOn(EnvironmentFault):
+    """Somebody appended to the log that was to be repaired: what was salvaged is not all of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +83,6 @@ def salvage(log: RunLog, *, even_newer: bool = False, deadline_s: float = DEFAUL
                 where=f"run {log.run}",
                 remedy="`deltashard verify` says what else is wrong",
             )
-        if not found.stopped.voidable and not even_newer:
-            raise stopped(found)
         damage = found.damage() or ""
     seen = log.listed()
     slots = {seq: log.read_slot(seq) for seq in seen.seqs}
@@ -90,6 +93,9 @@ def salvage(log: RunLog, *, even_newer: bool = False, deadline_s: float = DEFAUL
             where=log.store.url,
             remedy="name the store and --run, or the run's whole URL",
         )
+    newer = next((s for _, s in sorted(slots.items()) if isinstance(s, Unreadable) and not s.voidable), None)
+    if newer is not None and not even_newer:
+        raise stopped(RunState(run=log.run, stopped=newer))
     state, lost = _kept(log, seen.tip, slots)
     state, dropped = _with_objects(log, state)
     committed = any(isinstance(s, Sealed) and isinstance(s.entry, Checkpoint) for s in slots.values())
@@ -105,7 +111,7 @@ def salvage(log: RunLog, *, even_newer: bool = False, deadline_s: float = DEFAUL
 def repair(log: RunLog, found: Salvage, *, deadline_s: float = DEFAULT_DEADLINE_S) -> int:
     """Make what was salvaged the run's state; the seq of the entry that says so. May be killed and run again.
 
-    Raises `EnvironmentFault` when somebody wrote into the log meanwhile, and store errors.
+    Raises `LogMovedOn` when somebody wrote into the log meanwhile, and store errors.
     """
     log.probe(deadline_s=deadline_s)
     state = found.state
@@ -128,15 +134,15 @@ def repair(log: RunLog, found: Salvage, *, deadline_s: float = DEFAULT_DEADLINE_
         if (
             log.store.get(log.key(entry_key(seq))) != sealed.data
         ):  # else: a retry after a lost acknowledgement
-            raise EnvironmentFault(
+            raise LogMovedOn(
                 f"log entry {seq} was written meanwhile",
                 where=f"run {log.run}",
                 remedy="end the trainers of this run, then repair again",
             ) from None
     # The old one may name entries that are gone: it would keep the run shut.
-    log.leave_hint(fold_seq=name.seq, seq=seq)
+    log.leave_hint(Hint(fold=name.seq, seq=seq))
     again = RunLog(log.store, log.run, clocks=log.clocks).refresh(deadline_s=deadline_s)
-    if again.stopped is not None or again.checkpoints.keys() != state.checkpoints.keys():
+    if again.tip == seq and again != replace(state, tip=seq, tip_hash=sealed.hash, keeps=seq):
         raise InternalBug("the repaired log does not read as it was written", where=f"run {log.run}")
     return seq
 
