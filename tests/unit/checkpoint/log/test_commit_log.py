@@ -1,6 +1,7 @@
 """The shell around the fold: where the tip is, who won a slot, and what happens when the store misbehaves."""
 
 import hashlib
+import itertools
 import json
 import threading
 from dataclasses import replace
@@ -10,7 +11,7 @@ from deltashard_checkpoint.errors import CorruptObject, ForeignObject, Unsupport
 from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.log import commit_log, folded_state
 from deltashard_checkpoint.log.commit_log import AppendUnknown, LogGap, LogStopped, RunLog
-from deltashard_checkpoint.log.entry import FoldName, Genesis, Sealed, entry_key
+from deltashard_checkpoint.log.entry import FoldName, Genesis, Sealed, entry_key, named_fold
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.replay import EntryRefused
@@ -132,7 +133,7 @@ def test_a_gap_is_an_error_for_every_reader_and_nobody_writes_into_it():
     run = Run()
     attempt = run.open().attempt
     run.commit(attempt, 1)
-    run.memory.delete(["job/" + entry_key(1)])
+    run.memory.delete(["job/" + entry_key(1), *folds_of(run)])
     for reader in (run.reader(), run.log):
         if reader is run.log:
             run.memory.delete(["job/" + entry_key(2)])
@@ -276,31 +277,49 @@ def test_what_became_of_old_entries_does_not_matter_once_a_fold_is_behind_them(d
     assert run.reader().refresh() == run.log.state
 
 
-def test_the_first_fold_comes_with_the_second_checkpoint():
+@pytest.mark.parametrize("lost", [b"rotten", None])
+def test_a_reader_needs_no_entry_but_the_newest(lost):
+    """Each names the folded state before it, from the second entry on."""
     run = Run()
     attempt = run.open().attempt
-    first = run.commit(attempt, 1)
-    assert not folds_of(run)
-    newest = run.commit(attempt, 2)
-    assert len(folds_of(run)) == 1
-    for seq in range(first + 1):
-        run.memory.put("job/" + entry_key(seq), b"rotten")
-    assert run.reader().refresh().newest().seq == newest
+    for cut in range(1, 30):
+        newest = run.commit(attempt, cut)
+        before = {f"job/{entry_key(seq)}": run.memory.get("job/" + entry_key(seq)) for seq in range(newest)}
+        for key in before:
+            run.memory.delete([key]) if lost is None else run.memory.put(key, lost)
+        assert run.reader().refresh() == run.log.state
+        for key, data in before.items():
+            run.memory.put(key, data)
+    assert len(folds_of(run)) <= commit_log._DROP_EVERY + 1
+
+
+def test_a_large_folded_state_is_named_as_seldom_as_it_is_large(monkeypatch):
+    """So that an entry's share of it stays what a small one costs."""
+    monkeypatch.setattr(commit_log, "_FOLD_BYTES", 1000)
+    run = Run()
+    attempt = run.open().attempt
+    named = [run.log.read_slot(run.commit(attempt, cut)).entry for cut in range(1, 60)]
+    slots = [name.seq for entry in named if (name := named_fold(entry)) is not None]
+    gaps = [after - before for before, after in itertools.pairwise(slots)]
+    assert gaps == sorted(gaps)
+    assert (gaps[0], gaps[-1] > 8) == (1, True)
+    assert run.reader().refresh() == run.log.state
 
 
 def test_what_follows_a_fold_is_still_judged():
-    """Rot between the fold and the entry that names it: an older fold, then, or none."""
+    """Rot of the entry that names the newest fold: an older fold, then, or none."""
     run = Run()
     attempt = run.open().attempt
     seqs = [run.commit(attempt, cut) for cut in range(1, 12)]
-    older, newer = (int(key.split("-")[1]) for key in folds_of(run))
-    run.memory.put("job/" + entry_key(newer + 1), b"rotten")
-    state = run.reader().refresh()
-    assert (state.stopped.seq, state.newest().seq, state.tip) == (newer + 1, newer, seqs[-1])
-    run.memory.delete(["job/" + entry_key(newer - 1)])
-    with pytest.raises(LogGap, match=f"entry {newer - 1} is missing"):
+    tip = seqs[-1]
+    run.memory.put("job/" + entry_key(tip), b"rotten")
+    for _ in range(2):
+        state = run.reader().refresh()
+        assert (state.stopped.seq, state.newest().seq, state.tip) == (tip, tip - 1, tip)
+        run.memory.delete(["job/" + entry_key(tip - 2)])
+    run.memory.delete(folds_of(run))
+    with pytest.raises(LogGap, match=f"entry {tip - 2} is missing"):
         run.reader().refresh()
-    assert older < newer - 1
 
 
 def test_a_fold_is_no_condition_of_an_entry():

@@ -60,6 +60,14 @@ def entry_file(directory, seq: int):
     return directory / "store" / "job" / entry_key(seq)
 
 
+def uncover(directory, seq: int):
+    """The file of a slot, with no folded state left that makes its loss harmless."""
+    for path in (directory / "store" / "job" / "log").glob("fold-*"):
+        if int(path.name.split("-")[1]) >= seq:
+            path.unlink()
+    return entry_file(directory, seq)
+
+
 def test_verify_judges_a_fold_by_its_content(stored):
     """One whose slot and hashes fit, that an entry names, and that says something else."""
     url = stored / "store" / "job"
@@ -119,9 +127,9 @@ def test_a_repair_keeps_all_that_does_not_need_what_is_lost(stored, damage):
     truth = dict(log.state.checkpoints)
     lost = tip if damage == "end" else tip - 1
     if damage == "rot":
-        entry_file(stored, lost).write_bytes(b"rotten")
+        uncover(stored, lost).write_bytes(b"rotten")
     else:
-        entry_file(stored, lost).unlink()
+        uncover(stored, lost).unlink()
     url = stored / "store" / "job"
     before = everything(stored)
     code, planned = run_cli("repair", url, "--dry-run")
@@ -133,7 +141,7 @@ def test_a_repair_keeps_all_that_does_not_need_what_is_lost(stored, damage):
     assert {k: v for k, v in after.items() if k in before and "HINT" not in k} == {
         k: v for k, v in before.items() if "HINT" not in k
     }
-    assert len(after) == len(before) + 2
+    assert len(after) == len(before) + (1 if damage == "end" else 2)  # the fold before the end was there
     opened = attempts.open_attempt(log_of(stored), owner="me")
     assert (opened.resume.seq, opened.voided) == (max(found["kept"]), None)
     weights = read_checkpoint(log_of(stored).store, "job").tables["items"].weights
@@ -149,7 +157,7 @@ def test_a_repair_keeps_all_that_does_not_need_what_is_lost(stored, damage):
 
 
 def test_a_repair_twice_changes_nothing(stored):
-    entry_file(stored, log_of(stored).refresh().tip - 1).write_bytes(b"rotten")
+    uncover(stored, log_of(stored).refresh().tip - 1).write_bytes(b"rotten")
     assert run_cli("repair", stored / "store" / "job")[0] == 0
     before = everything(stored)
     code, found = run_cli("repair", stored / "store" / "job")
@@ -167,7 +175,7 @@ def test_a_repair_keeps_what_people_said_of_what_it_keeps(stored):
     word.rewind(log, f"{kept}", ended=True)
     lost = log.store
     lost.delete([log.key(log.state.checkpoints[aside].parts[0].index_key)])
-    entry_file(stored, log.state.tip - 1).write_bytes(b"rotten")
+    uncover(stored, log.state.tip - 1).write_bytes(b"rotten")
     assert run_cli("repair", stored / "store" / "job")[0] == 0
     state = log_of(stored).refresh()
     assert aside not in state.checkpoints

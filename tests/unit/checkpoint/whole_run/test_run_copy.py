@@ -11,6 +11,7 @@ from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import LogStopped, RunLog
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.maintenance import garbage_collection, retention, word
 from deltashard_checkpoint.maintenance.holder import holder
 from deltashard_checkpoint.stores.file import FileStore
