@@ -7,20 +7,26 @@ import threading
 from dataclasses import replace
 
 import pytest
-from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import commit_log, folded_state
+from deltashard_checkpoint.log.chain import chain, lineage
 from deltashard_checkpoint.log.commit_log import AppendUnknown, LogGap, LogStopped, RunLog
 from deltashard_checkpoint.log.entry import FoldName, Genesis, Sealed, entry_key, named_fold
 from deltashard_checkpoint.log.entry_codec import seal
 from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.maintenance.retention import Retention, retire
 from deltashard_checkpoint.stores.abc import AccessDenied, ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import Sayings, _Commit
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.checkpoint.run_builder import Run, Time, resealed
 
@@ -366,7 +372,76 @@ def test_folds_are_read_strictly():
                     load(resealed({**document, key: bad}))
                 except (CorruptObject, ForeignObject, UnsupportedVersion):
                     continue
-                assert key in {"owner", "tip_hash"}
+                assert key in {"owner", "tip_hash"} or (key, bad) == ("keeps", None)
+
+
+def places_in(value: object, path: tuple = ()) -> list[tuple]:
+    """The path of every value in a JSON document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, each in inner for place in places_in(each, (*path, key)))]
+
+
+def replaced(value: object, path: tuple, by: object) -> object:
+    if not path:
+        return by
+    changed = value.copy()
+    changed[path[0]] = replaced(value[path[0]], path[1:], by)
+    return changed
+
+
+@pytest.fixture(scope="module")
+def rich_state():
+    """Of a run in which everything happened that a folded state speaks of."""
+    run = Run()
+    first = run.open(workload="a", pod="b").attempt
+    base, delta = run.commit(first, 1, pins=("p",)), None
+    delta = run.commit(first, 2, base)
+    run.compacted(delta)
+    word.pin(run.log, "kept", f"{delta}", ended=True)
+    run.commit(first, 3)
+    word.rewind(run.log, f"{delta}", ended=True)
+    second = run.open(workload="c").attempt
+    run.commit(second, 1, delta)
+    run.retire((), [cut_prefix(first, 0)])
+    return run.log.state
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 12) | st.floats(0, 9) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(data=st.data())
+def test_a_hostile_fold_is_rejected_by_name_or_can_be_worked_with(rich_state, data):
+    """Any value of it replaced, under hashes that fit: no raw error, and no walk that does not end."""
+    document = json.loads(folded_state.dump(rich_state))
+    place = data.draw(st.sampled_from([path for path in places_in(document) if path and path[0] != "hash"]))
+    changed = resealed(replaced(document, place, data.draw(JSON_VALUES)))
+    name = FoldName(rich_state.tip, hashlib.sha256(changed).hexdigest()[:32])
+    try:
+        state = folded_state.load(changed, "job", name)
+    except FormatError:
+        return
+    retire(state, Retention(keep_last=1))
+    assert state.pinned.keys() <= {"p", "kept", *(n for n in state.words)}
+    for seq in state.checkpoints:
+        chain(state, seq)
+    for attempt in state.attempts:
+        list(lineage(state, attempt))
+
+
+@pytest.mark.parametrize(
+    "member", ["openers", "layouts", "attempts", "superseded", "retired", "pins", "aside"]
+)
+@pytest.mark.parametrize("bad", [{"a": {}}, [[{}, "", ""]], [{}], [[[], 1, 1]], [[{}] * 7]])
+def test_a_fold_with_objects_in_place_of_numbers_is_corrupt(rich_state, member, bad):
+    document = json.loads(folded_state.dump(rich_state))
+    changed = resealed({**document, member: bad})
+    name = FoldName(rich_state.tip, hashlib.sha256(changed).hexdigest()[:32])
+    with pytest.raises(CorruptObject):
+        folded_state.load(changed, "job", name)
 
 
 def test_bad_bytes_stop_the_fold_there_and_nothing_builds_on_them():

@@ -1,12 +1,17 @@
 """Opening attempts: who is fenced, what is resumed, who may own a run."""
 
 import pytest
-from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.format.layout import Layout
+from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import CheckpointNotFound, may_cover
-from deltashard_checkpoint.log.commit_log import LogStopped
+from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, LogWentBack
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.listing import REMOVAL, Hint
+from deltashard_checkpoint.log.replay import EntryRefused
+from deltashard_checkpoint.maintenance.garbage_collection import collect, data_objects, debris
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
