@@ -187,8 +187,10 @@ def restart(store: MemoryStore, story: Story) -> tuple[int, bool]:
             excluded.add(opened.resume.seq)
 
 
-def outcomes(story: Story, *, logs_only: bool = False, every: int = 1) -> Iterator[Outcome]:
-    """Every object with every damage, one at a time; `every`: of that many cases the first."""
+def outcomes(
+    story: Story, *, chosen: Callable[[str], bool] = lambda _key: True, every: int = 1
+) -> Iterator[Outcome]:
+    """Every object of a `chosen` key with every damage, one at a time; `every`: of that many cases the first."""
     newest = _log(_store(story.objects)).refresh().newest()
     assert newest is not None
     by_kind: dict[str, list[str]] = {}
@@ -199,7 +201,7 @@ def outcomes(story: Story, *, logs_only: bool = False, every: int = 1) -> Iterat
         for kind, keys in by_kind.items()
         for place, key in enumerate(keys)
         for damage in DAMAGES
-        if not logs_only or "/log/" in key
+        if chosen(key)
     ]
     for kind, damage, key, other in cases[::every]:
         data = DAMAGES[damage](story.objects[key], story.objects[other])
@@ -266,8 +268,8 @@ def main() -> None:
     found: list[Outcome] = []
     with tempfile.TemporaryDirectory() as name:
         for story in stories(Path(name)):
-            whole = story.name in {"ends in a pin", "two ranks"}
-            found += outcomes(story, logs_only=not whole)
+            folder = "" if story.name in {"ends in a pin", "two ranks"} else "/log/"
+            found += outcomes(story, chosen=lambda key, folder=folder: folder in key)
             print(f"{story.name}: {len(story.objects)} objects, {len(found)} cases so far")
     bad = [case for case in found if not case.good]
     for case in bad:

@@ -370,7 +370,6 @@ class Counts:
     rewound: int = 0
     kills: int = 0
     failures: int = 0
-    refused_gap: int = 0
 
     def add(self, other: Counts) -> None:
         for name in vars(self):
@@ -444,7 +443,7 @@ class World:
             except Killed:
                 self.counts.kills += 1
             except commit_log.LogGap:
-                self.counts.refused_gap += 1
+                self.counts.failures += 1
                 if self.hidden is None:
                     raise
             except (DeltashardError, ObjectExists, ObjectNotFound):
