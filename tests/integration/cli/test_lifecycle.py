@@ -12,7 +12,7 @@ from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import LogGap, LogWentBack, RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.listing import REMOVAL_SLOT
+from deltashard_checkpoint.log.listing import REMOVAL
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
@@ -443,7 +443,7 @@ def test_rm_of_what_a_removal_or_a_copy_left(cli: Cli, file_url: str, tmp_path: 
     """Cut short anywhere; what is left is no run for anybody, and goes when rm is called again."""
     written = chain(file_url, tmp_path)
     log = RunLog(written.store, RUN)
-    log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
+    log.leave_hint(REMOVAL)
     with pytest.raises(LogGap):
         RunLog(written.store, RUN).refresh(deadline_s=0.1)
     written.store.delete([info.key for info in written.store.list(f"{RUN}/log/0")])
