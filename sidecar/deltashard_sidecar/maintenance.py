@@ -1,9 +1,10 @@
 """What a sidecar does unasked, on one thread of its own: sweep, prefetch at start, then retention, gc and compaction.
 
-A round begins after a commit of rank 0, or a save that found the store full, not more often than `housekeeping_s`: compact a chain that grew too long, or
-that a cut was made to build on (`run.synthetic_baseline`), name in one retire entry what may go, delete what was named
-long enough ago. Every step may be killed at any instant and run again; a step that fails is counted and logged, and the
-next round tries anew. Nothing waits for a round, and a compaction lets saves and restores go first.
+A round begins after a commit of rank 0, or a save that found the store full, not more often than `housekeeping_s`:
+compact a chain that grew too long, or that a cut was made to build on (`run.synthetic_baseline`; not on a full store),
+name in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and
+run again; a step that fails is counted and logged, and the next round tries anew. Nothing waits for a round, and a
+compaction lets saves and restores go first.
 
 At start and in every round pack caches that other, ended runs left beside this one's make room (`cachedirs`), where a
 budget for all of them is set.

@@ -16,7 +16,7 @@ out by a probe before the first append, and refused. An entry that only frees sp
 log exists, so whoever began it has proven the store.
 
 A full store must not keep an entry from being written, least of all one that frees space. So an entry that finds no
-room takes that of the folded states: all but the newest are deleted, and it is tried once more.
+room takes that of what only helps readers: the folded states but the newest, else HINT. Then it is tried once more.
 """
 
 from __future__ import annotations
@@ -377,8 +377,8 @@ class RunLog:
     ) -> Sealed | None:
         """Append what `build` makes of the state at the tip; None when it made nothing.
 
-        `before` and `after` name the crash points around the put. `voiding` lets an entry follow a stopped log. `frees`:
-        the entry only frees space, so no probe is written before it.
+        `before` and `after` name the crash points around the put. `voiding` lets an entry follow a stopped log.
+        `frees`: the entry only frees space, so no probe is written before it.
         Raises `LogStopped`, `LogWentBack`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, `StoreFull`
         when no room could be made, and what `build` and `refresh` raise.
         """
@@ -564,12 +564,15 @@ class RunLog:
             self.store.delete(stale)  # who may not delete here will hear of it from gc
 
     def make_room(self) -> bool:
-        """Delete the folded states but the newest that the log vouches for; whether there were any. For a full store.
+        """Delete, in a full store, the folded states but the newest, else HINT; whether there were any.
 
-        They are copies of what the entries say. Raises store errors.
+        The entries are whole without them. Raises store errors.
         """
-        kept = folded_state.fold_key(self._folds[-1]) if self._folds else None
-        spare = [info.key for info in self._fold_objects() if kept is not None and info.key != self.key(kept)]
+        newest = folded_state.fold_key(self._folds[-1]) if self._folds else None
+        spare = [
+            info.key for info in self._fold_objects() if newest is not None and info.key != self.key(newest)
+        ]
+        spare = spare or [info.key for info in self.store.list(self.key("log/HINT"))]
         self.store.delete(spare)
         self._fold_failed = self._state.tip  # the next one would take the room again
         return bool(spare)

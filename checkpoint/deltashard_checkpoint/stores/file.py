@@ -7,8 +7,8 @@ on NFS too) or `rename` (overwrite); then the directory is synced. Directories a
 Listing walks one directory at a time in key order and enters only those that can hold answers. Temporary files that a
 crash left are invisible; they go with `sweep`, and when their directory is emptied. A writer holds a lock on its own
 until that has its name (`flock`; where the file system knows none, an hour without a write decides). The clock is the
-file system's own: the mtime it gives the root when that is touched. A key cannot be both an object and another key's "directory"
-here; no key of ours is.
+file system's own: the mtime it gives the root when that is touched. A key cannot be both an object and another key's
+"directory" here; no key of ours is.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _shut(log: RunLog) -> None:
     try:
         log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
     except StoreFull:
-        log.make_room()
+        log.store.delete([info.key for info in log.store.list(log.key("log/fold-"))])
         log.store.delete([log.key("log/HINT")])
         log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
 
