@@ -88,6 +88,7 @@ def collect(
         raise stopped(state)
     now_s = log.clocks.wall_s() if dry_run else log.store.now_s()
     graces = Graces(log, state, now_s=now_s, grace_s=grace_s)
+    never = _never_committed(state, unnamed)
     doomed: list[str] = []
     prefixes: set[str] = set()
     waiting: set[str] = set()
@@ -96,8 +97,7 @@ def collect(
         # IMPORTANT: only what a retire entry names, and only after its grace. No live checkpoint can read it: the law
         # of the log refuses an entry that references a retired prefix, and a retire entry that names a live one.
         named_by = state.retired.get(prefix)
-        place = cut_of(prefix)
-        if named_by is None and (prefix not in unnamed or place is None or not over(state, *place)):
+        if named_by is None and prefix not in never:
             continue
         if named_by is not None and graces.left_s(named_by) > 0:
             waiting.add(prefix)
@@ -125,6 +125,13 @@ def collect(
         dry_run=dry_run,
         unfinished=unfinished,
     )
+
+
+def _never_committed(state: RunState, prefixes: Collection[str]) -> frozenset[str]:
+    """Those of them that are of cuts which no checkpoint reads, and which can never be committed any more."""
+    cuts = {prefix: cut_of(prefix) for prefix in prefixes}
+    found = {prefix for prefix, place in cuts.items() if place is not None and over(state, *place)}
+    return frozenset(found - live_prefixes(state) if found else found)
 
 
 class Graces:
