@@ -137,9 +137,9 @@ def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> N
         nobody_reads()
         code = OK
     except Exception as raised:  # noqa: BLE001 - the outermost rim: every error becomes a message and a code
-        error = named(raised)
-        code = exit_code(error)
-        _show(error, code, as_json="--json" in given)
+        found = named(raised)
+        code = exit_code(found)
+        _show(found, code, as_json="--json" in given)
     try:
         sys.stdout.flush()
     except BrokenPipeError:

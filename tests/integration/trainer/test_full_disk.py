@@ -20,6 +20,8 @@ from torch import nn
 from tests.support.checkpointers import Make, checkpointers, leave
 from tests.support.command_line import running
 from tests.support.eventually import eventually
+from tests.support.server.minio_server import MinioServer
+from tests.support.server.minio_user import keys_of
 from tests.support.small_disk import SmallDisk, small_disk
 
 DISK_BYTES = 6 << 20
@@ -212,3 +214,53 @@ def test_a_read_only_store_restores_and_is_read(
         leave(ckpt)
     finally:
         disk.remount("rw")
+
+
+@pytest.mark.minio
+def test_keys_that_may_only_read_restore_and_saves_begin_when_they_may_write(
+    minio_server: MinioServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = minio_server.new_bucket()
+    url, keys = minio_server.url(bucket, "p"), tmp_path / "credentials"
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(keys))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+
+    def may(actions: list[str]) -> None:
+        resources = [f"arn:aws:s3:::{bucket}", f"arn:aws:s3:::{bucket}/*"]
+        statement = {"Effect": "Allow", "Action": actions, "Resource": resources}
+        found = keys_of(minio_server, {"Version": "2012-10-17", "Statement": [statement]})
+        keys.write_text("[default]\n" + "".join(f"{name.lower()}={text}\n" for name, text in found.items()))
+
+    def checkpointer(loop: Loop) -> deltashard.Checkpointer:
+        return deltashard.Checkpointer(
+            loop.net,
+            loop.optimizer,
+            url=url,
+            run="r",
+            arena_bytes=64 << 20,
+            grace_s=None,
+            encoding="fp32",
+            every_s=0,
+        )
+
+    may(["s3:*"])
+    first = Loop()
+    with checkpointer(first) as ckpt:
+        ckpt.restore()
+        first.train(ckpt)
+    may(["s3:GetObject", "s3:ListBucket", "s3:GetBucketLocation"])
+    loop = Loop()
+    with checkpointer(loop) as ckpt:
+        restored = ckpt.restore()
+        assert restored is not None
+        assert (restored.step, restored.attempt) == (1, None)
+        assert torch.equal(loop.net.weight, first.net.weight)
+        loop.train(ckpt)
+        with pytest.raises(SaveFailed, match="AccessDenied"):
+            ckpt.save("user").wait(60)
+        may(["s3:*"])
+        ckpt.save("user").wait(60)
+        assert ckpt.attempt is not None

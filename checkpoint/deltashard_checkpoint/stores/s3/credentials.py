@@ -115,19 +115,20 @@ class StandardProvider(Provider):
             self._from_file = self._file_state = None
             if not files.said:
                 return None
-            found = files.read()
-            if found is None and (files.named or files.name != "default" or files.credentials.is_file()):
+            said = files.read()
+            if said is None and (files.named or files.name != "default" or files.credentials.is_file()):
                 raise CredentialsMissing(
                     f"no store credentials in profile {files.name}",
                     where=_where(files),
                     remedy="the file needs aws_access_key_id and aws_secret_access_key under that profile; in a pod: "
                     "create the Secret that the CheckpointPolicy names, with the key `credentials`; it is used at once",
                 )
-            if isinstance(found, str):
-                found = BotocoreProvider(files.name, why=found, where=_where(files))
-            self._from_file, self._file_state = found, state
-        found = self._from_file
-        return found.retrieve() if isinstance(found, BotocoreProvider) else found
+            self._from_file = (
+                BotocoreProvider(files.name, why=said, where=_where(files)) if isinstance(said, str) else said
+            )
+            self._file_state = state
+        kept = self._from_file
+        return kept.retrieve() if isinstance(kept, BotocoreProvider) else kept
 
     def _check_token(self, path: Path) -> None:
         """A projected token that is not there (yet) is told from a token service that fails."""
