@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 import click
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.maintenance.garbage_collection import DEFAULT_GRACE_S, collect, debris
+from deltashard_checkpoint.maintenance.garbage_collection import (
+    DEFAULT_GRACE_S,
+    Collected,
+    collect,
+    debris,
+)
 from deltashard_checkpoint.maintenance.inventory import Fate, Item, inventory
 from deltashard_checkpoint.maintenance.retention import EVERYTHING, Retention, append_retirement, retire
+from deltashard_checkpoint.stores.abc import StoreFull
 
 from deltashard_cli.option import Finite, run_options
 from deltashard_cli.output import console, number, plural, print_json, show, size
@@ -114,17 +120,24 @@ def gc(
     )
     state = log.refresh(deadline_s=POLICY.deadline_s)
     dead = debris(log, state, read_only=dry_run)
+    freed: Collected | None = None
     if dry_run:
         planned = retire(state, retention, dead)
         retired = () if planned is None else planned.checkpoints
         prefixes = () if planned is None else planned.prefixes
     else:
-        entry = append_retirement(log, retention, debris=dead)
+        try:
+            entry = append_retirement(log, retention, debris=dead)
+        except StoreFull:
+            # The store is full: what needs no entry to be deleted makes room for one.
+            freed = collect(log, grace_s=grace_s, unnamed=dead)
+            entry = append_retirement(log, retention, debris=dead)
         retired = () if entry is None else entry.checkpoints
         prefixes = () if entry is None else entry.prefixes
     # Of what is retired, debris of cuts that were never committed is the rest of a failed save; all else was whole.
     given_up = sorted(set(prefixes) & set(dead) - state.superseded.keys())
     found = collect(log, grace_s=grace_s, dry_run=dry_run)
+    found = found if freed is None else freed.and_then(found)
     items = list(inventory(log, state, retention, dead, grace_s=grace_s)) if dry_run else []
     if as_json:
         document = {

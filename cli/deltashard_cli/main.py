@@ -137,14 +137,32 @@ def end_with(group: click.Group, arguments: list[str] | None, *, name: str) -> N
         # Only for a pipe that nobody reads does click leave by itself (with 1, which says something else here).
         nobody_reads()
         code = OK
-    except Exception as error:  # noqa: BLE001 - the outermost rim: every error becomes a message and a code
-        code = exit_code(error)
-        _show(error, code, as_json="--json" in given)
+    except Exception as raised:  # noqa: BLE001 - the outermost rim: every error becomes a message and a code
+        found = named(raised)
+        code = exit_code(found)
+        _show(found, code, as_json="--json" in given)
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         nobody_reads()
     sys.exit(code if isinstance(code, int) else OK)
+
+
+class LocalFault(EnvironmentFault):
+    """A file or directory of this machine, or its memory, did not serve."""
+
+
+def named(error: Exception) -> Exception:
+    """The error to show: what Python or a library raises of files and memory gets a place and a remedy."""
+    if isinstance(error, MemoryError):
+        return LocalFault("there is not enough memory", where="this process", remedy="give it more memory")
+    if not isinstance(error, OSError):
+        return error
+    return LocalFault(
+        error.strerror or f"{type(error).__name__}: {error}",
+        where=str(error.filename or "this machine"),
+        remedy="check the path, its owner and permissions, and the room on its disk",
+    )
 
 
 def _show(error: Exception, code: int, *, as_json: bool) -> None:

@@ -21,7 +21,7 @@ from deltashard_checkpoint.format.object_key import run_key, validate_run
 from deltashard_checkpoint.log.entry import entry_key, seq_of
 from deltashard_checkpoint.stores.abc import BucketMissing, ObjectNotFound, Store
 from deltashard_checkpoint.stores.retry import RetryPolicy
-from deltashard_checkpoint.stores.url import OPTIONS, BadStoreUrl, open_store
+from deltashard_checkpoint.stores.url import OPTIONS, BadStoreUrl, local_path, open_store
 from deltashard_checkpoint.whole_run.remains import belongs, remains
 
 _INSIDE_RUN = re.compile(r"/(?:cache|closing|data|log|probe)/")
@@ -56,7 +56,7 @@ class Target:
 def open_root(url: str, *, create: bool = False) -> Store:
     """The store at `url`, which must exist unless `create` makes its directory; a path needs no scheme."""
     if "://" not in url:
-        url = os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 - stays a string
+        url = os.path.abspath(local_path(url))  # noqa: PTH100 - stays a string
     return open_store(url, policy=POLICY, create=create)
 
 

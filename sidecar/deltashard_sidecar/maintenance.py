@@ -1,9 +1,10 @@
 """What a sidecar does unasked, on one thread of its own: sweep, prefetch at start, then retention, gc and compaction.
 
-A round begins after a commit of rank 0, not more often than `housekeeping_s`: compact a chain that grew too long, or
-that a cut was made to build on (`run.synthetic_baseline`), name in one retire entry what may go, delete what was named
-long enough ago. Every step may be killed at any instant and run again; a step that fails is counted and logged, and the
-next round tries anew. Nothing waits for a round, and a compaction lets saves and restores go first.
+A round begins after a commit of rank 0, or a save that found the store full, not more often than `housekeeping_s`:
+compact a chain that grew too long, or that a cut was made to build on (`run.synthetic_baseline`; not on a full store),
+name in one retire entry what may go, delete what was named long enough ago. Every step may be killed at any instant and
+run again; a step that fails is counted and logged, and the next round tries anew. Nothing waits for a round, and a
+compaction lets saves and restores go first.
 
 At start and in every round pack caches that other, ended runs left beside this one's make room (`cachedirs`), where a
 budget for all of them is set.
@@ -22,11 +23,12 @@ from contextlib import contextmanager
 from deltashard_checkpoint.cache.cache_dir import sweep
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.log.commit_log import RunLog
-from deltashard_checkpoint.log.entry import Checkpoint
+from deltashard_checkpoint.log.entry import Checkpoint, Retired
 from deltashard_checkpoint.maintenance.compaction import compact
 from deltashard_checkpoint.maintenance.garbage_collection import collect, debris
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.maintenance.row_mover import mover
+from deltashard_checkpoint.stores.abc import StoreFull
 
 from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.run import Run
@@ -61,8 +63,8 @@ class Housekeeping:
         self._saving = saving
         self._restoring = 0
         self._wake = threading.Condition()
-        self._due: tuple[RunLog, int] | None = None
-        """A handle on the log, and the attempt under which was committed through it."""
+        self._due: tuple[RunLog, int, bool] | None = None
+        """A handle on the log, the attempt that saves through it, and whether its store is full."""
         self._stopped = False
         self._prefetching = True
         self._thread = threading.Thread(target=self._work, name="housekeeping", daemon=True)
@@ -72,10 +74,10 @@ class Housekeeping:
         """Start the thread."""
         self._thread.start()
 
-    def committed(self, log: RunLog, attempt: int) -> None:
-        """A checkpoint was committed through `log` under this attempt: a round is due."""
+    def due(self, log: RunLog, attempt: int, *, full: bool = False) -> None:
+        """A save of this attempt was committed through `log`, or found the store `full`: a round is due."""
         with self._wake:
-            self._due = log, attempt
+            self._due = log, attempt, full
             self._wake.notify_all()
 
     @contextmanager
@@ -115,7 +117,7 @@ class Housekeeping:
                 due, self._due = self._due, None
             last_s = time.monotonic()
             if due is not None and self._run.settings.housekeeping_s >= 0:
-                self.round(due[0].fork(), due[1])
+                self.round(due[0].fork(), due[1], full=due[2])
 
     def _learn(self) -> Checkpoint | None:
         """The newest checkpoint, once the run is known and its store answers; until a trainer opens its attempt.
@@ -132,23 +134,33 @@ class Housekeeping:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
         return None
 
-    def round(self, log: RunLog, attempt: int) -> None:
-        """One round on its own handle of the log, as long as `attempt` is the newest.
+    def round(self, log: RunLog, attempt: int, *, full: bool = False) -> None:
+        """One round on its own handle of the log, as long as `attempt` is the newest; on a `full` store it only frees.
 
         IMPORTANT: who was followed keeps house no more. After a person's rewind that would retire what was set
         aside, and with it the way back.
         """
         settings = self._run.settings
-        self._step("compact", lambda: self._compact(log, attempt))
+        if not full:
+            self._step("compact", lambda: self._compact(log, attempt))
         retention = Retention(keep_last=settings.keep_last, every_steps=settings.keep_every_steps or None)
 
         def retire() -> str | None:
             state = log.refresh(deadline_s=ROUND_DEADLINE_S)
             if state.attempt != attempt:
                 return None
-            entry = append_retirement(
-                log, retention, debris=debris(log, state), attempt=attempt, deadline_s=ROUND_DEADLINE_S
-            )
+            dead = debris(log, state)
+
+            def append() -> Retired | None:
+                return append_retirement(
+                    log, retention, debris=dead, attempt=attempt, deadline_s=ROUND_DEADLINE_S
+                )
+
+            try:
+                entry = append()
+            except StoreFull:
+                collect(log, grace_s=settings.gc_grace_s, unnamed=dead, deadline_s=ROUND_DEADLINE_S)
+                entry = append()
             return (
                 None
                 if entry is None

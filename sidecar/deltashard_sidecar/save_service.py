@@ -330,8 +330,9 @@ class SaveService:
             other is save or other.cut.attempt != cut.attempt for other in self._flights.in_flight()
         ):
             self._closings.end(cut.attempt)
-        if commit is not None and save.who.rank == 0:
-            self._keeping.committed(self._run.log_of(save.who), save.cut.attempt)
+        full = commit is None and save.failure[0] is Cause.FULL
+        if save.who.rank == 0 and (commit is not None or full):
+            self._keeping.due(self._run.log_of(save.who), save.cut.attempt, full=full)
 
     def _measure(self, save: Save) -> None:
         """The decider hears what a save of rank 0 cost, as far as that is known at its end."""

@@ -273,19 +273,22 @@ class Sidecar:
         except FencedError as error:
             self.activity.fenced(Cause(error.cause), str(error), step=step_seen)
             raise
+        if reply.HasField("basis"):
+            return reply  # nothing is open: the trainer restores, and asks again
+        late = request.HasField("basis")
         self.control.adopt()  # first: what was measured stands under the goal that it was measured for
-        self._begins(session, reply)
-        self.control.opened(session, reply)
+        self._begins(session, reply, late=late)
+        self.control.opened(session, reply, late=late)
         self.activity.opened(reply)
         self.metrics.attempts.inc()
         self.log.info("attempt.opened", attempt=reply.attempt, step=reply.step, rank=session.who.rank)
         self.control.direct(session)
         return reply
 
-    def _begins(self, session: Session, reply: pb.OpenReply) -> None:
-        """Rank 0 begins an attempt: its sidecar decides how often the run saves."""
+    def _begins(self, session: Session, reply: pb.OpenReply, *, late: bool) -> None:
+        """Rank 0 begins an attempt: its sidecar decides how often the run saves. `late`: it trains already."""
         who, self._unseen = session.who, None
-        reading = Reading(reply.step, session.attempt.asked_at_s)
+        reading = self._reading(session) if late else Reading(reply.step, session.attempt.asked_at_s)
         self.decider.opened(
             Opening(
                 run=self.run.name,

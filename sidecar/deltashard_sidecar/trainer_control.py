@@ -93,10 +93,12 @@ class TrainerControl:
                 session.notices.post(notice)
         return session
 
-    def opened(self, session: Session, reply: pb.OpenReply) -> None:
-        """An attempt was opened for a session; the decider knows of it already."""
+    def opened(self, session: Session, reply: pb.OpenReply, *, late: bool) -> None:
+        """An attempt was opened for a session, which restored before (`late`); the decider knows of it already."""
         with self._lock:
             session.opened(reply)
+            if late:
+                session.attempt.handed_over()
             sessions = self._pace()
             session.timer.opened(now_s=time.monotonic(), step=reply.step, phase=self._decider.phase())
         self._tell(sessions)

@@ -359,6 +359,8 @@ class Counts:
     mixed: int = 0
     torn: int = 0
     attempts: int = 0
+    late: int = 0
+    overtaken: int = 0
     fenced: int = 0
     abandoned: int = 0
     fallbacks: int = 0
@@ -565,25 +567,61 @@ class World:
     # Moves
 
     def move_open(
-        self, *, split: str, size: int, which: str = "latest", closing: bool = False, laid_out: bool = False
+        self,
+        *,
+        split: str,
+        size: int,
+        which: str = "latest",
+        closing: bool = False,
+        laid_out: bool = False,
+        late: bool = False,
     ) -> Task:
-        """A job (re)starts: rank 0 opens the attempt, all load, and fall back past what turns out to be broken."""
+        """A job (re)starts: rank 0 opens the attempt, all load, and fall back past what turns out to be broken.
+
+        `late`: one rank that loads before, as from a store that took no entry then, and opens once it has.
+        """
         layout = layout_of(split, size) if laid_out else None
 
         def work() -> None:
             excluded: set[int] = set()
             while True:
                 log = self.log()
-                opened = attempts.open_attempt(
-                    log,
-                    owner="me",
-                    world_size=size,
-                    which=which,
-                    exclude=excluded,
-                    layout=None if layout is None else layout.data,
-                    closing_wait_s=5.0 if closing else 0.0,
-                    deadline_s=60.0,
-                )
+                basis: attempts.Basis | None = None
+                if late and size == 1 and layout is None:
+                    state, chosen, basis = attempts.read_unopened(
+                        log, owner="me", which=which, exclude=excluded
+                    )
+                    try:
+                        before = chosen and self.restore(state, chosen.seq, self.patient_get)
+                    except (CorruptObject, ObjectNotFound):
+                        basis = None  # what is not whole is found again below
+                try:
+                    opened = self._opened(
+                        functools.partial(
+                            attempts.open_attempt,
+                            self.log(),
+                            owner="me",
+                            world_size=size,
+                            which=which,
+                            exclude=excluded,
+                            layout=None if layout is None else layout.data,
+                            closing_wait_s=5.0 if closing else 0.0,
+                            deadline_s=60.0,
+                            basis=basis,
+                        ),
+                        again=basis is not None,
+                    )
+                except attempts.Overtaken:
+                    self.counts.overtaken += 1
+                    return
+                if basis is not None:
+                    self.counts.late += 1
+                    if (opened.resume and opened.resume.seq) != (chosen and chosen.seq):
+                        raise Violation(f"attempt {opened.attempt} was opened late on what was not loaded")
+                    if before is not None and chosen is not None:
+                        wanted = self.expected[chosen.attempt, chosen.cut]
+                        if before[0] != wanted:
+                            raise Violation(f"attempt {opened.attempt} was opened late on another state")
                 self.counts.attempts += 1
                 if which == "latest":
                     self.excluding[opened.attempt] = frozenset(excluded)
@@ -617,6 +655,16 @@ class World:
             self.gangs.append(gang)
 
         return self.spawn("open", work)
+
+    def _opened(self, opening: Callable[[], attempts.Opened], *, again: bool) -> attempts.Opened:
+        """An attempt that is opened late is asked for `again` with the same basis when its answer was lost."""
+        for left in reversed(range(3 if again else 1)):
+            try:
+                return opening()
+            except StoreUnavailable:
+                if not left:
+                    raise
+        raise AssertionError
 
     def is_newest(self, attempt: int) -> bool:
         """Whether no higher attempt is in the log (as the store has it) and this one has not committed."""
@@ -1125,7 +1173,8 @@ def act(world: World, move: str) -> None:
                 split, size, laid_out = last.split, len(last.ranks), bool(last.layout)
             if laid_out and rnd.random() < 0.05:
                 split, world.counts.torn = "torn", world.counts.torn + 1
-            world.move_open(split=split, size=size, which=which, laid_out=laid_out)
+            late = rnd.random() < 0.2
+            world.move_open(split=split, size=size, which=which, laid_out=laid_out, late=late)
         case "kill_task" if world.tasks:
             world.kill(rnd.choice(world.tasks))
         case "kill_gang" if gangs:

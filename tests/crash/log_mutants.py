@@ -423,6 +423,13 @@ MUTANTS = (
         patches=((commit_log.RunLog, "listed", _listed_to_the_gap), (commit_log.RunLog, "hint", _no_hint)),
     ),
     Mutant(
+        name="attempt: opened late, whatever came since",
+        rule="an attempt is opened late only if a restore would still load what was loaded",
+        marked=False,
+        patches=((attempts.Basis, "check", lambda *_: None),),
+        weights=(("open", 6),),
+    ),
+    Mutant(
         name="covers: log order instead",
         rule="restore follows covers, never mere log order",
         marked=True,

@@ -12,7 +12,11 @@ entry, retries included, has identical bytes with its own writer token. Only whe
 outcome left open (`AppendUnknown`), and then it is the log that will tell.
 
 A store that overwrites where it was asked to create would let two trainers believe they won one slot; it is found
-out by a probe before the first append, and refused.
+out by a probe before the first append, and refused. An entry that only frees space is not preceded by that write: its
+log exists, so whoever began it has proven the store.
+
+A full store must not keep an entry from being written, least of all one that frees space. So an entry that finds no
+room takes that of what only helps readers: the folded states but the newest, else HINT. Then it is tried once more.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from deltashard_proto.cause import Cause
 
@@ -49,6 +54,7 @@ from deltashard_checkpoint.stores.abc import (
     ObjectInfo,
     ObjectNotFound,
     Store,
+    StoreFull,
     StoreUnavailable,
 )
 from deltashard_checkpoint.stores.deadline import deadline
@@ -372,16 +378,39 @@ class RunLog:
         after: str,
         deadline_s: float = DEFAULT_DEADLINE_S,
         voiding: bool = False,
+        frees: bool = False,
     ) -> Sealed | None:
         """Append what `build` makes of the state at the tip; None when it made nothing.
 
         `before` and `after` name the crash points around the put. `voiding` lets an entry follow a stopped log.
-        Raises `LogStopped`, `LogWentBack`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, and what
-        `build` and `refresh` raise.
+        `frees`: the entry only frees space, so no probe is written before it.
+        Raises `LogStopped`, `LogWentBack`, `EntryRefused`, `AppendUnknown`, `ConditionalPutUnsupported`, `StoreFull`
+        when no room could be made, and what `build` and `refresh` raise.
         """
         with self._lock:
+            once = partial(
+                self._append,
+                build,
+                before=before,
+                after=after,
+                deadline_s=deadline_s,
+                voiding=voiding,
+                frees=frees,
+            )
+            try:
+                return once()
+            except StoreFull:
+                if not self.make_room():
+                    raise
+                return once()
+
+    def _append(
+        self, build: Build, *, before: str, after: str, deadline_s: float, voiding: bool, frees: bool
+    ) -> Sealed | None:
+        with self._lock:
             patience = self.patience(deadline_s)
-            self._probe(patience)
+            if not frees:
+                self._probe(patience)
             if self._state.tip < 0:
                 self.refresh(deadline_s=patience.left_s)
             while True:
@@ -536,6 +565,20 @@ class RunLog:
         stale = [key for key, name in names if name is not None and name < self._folds[0]]
         if len(self._folds) > 1 and stale:
             self.store.delete(stale)  # who may not delete here will hear of it from gc
+
+    def make_room(self) -> bool:
+        """Delete, in a full store, the folded states but the newest, else HINT; whether there were any.
+
+        The entries are whole without them. Raises store errors.
+        """
+        newest = folded_state.fold_key(self._folds[-1]) if self._folds else None
+        spare = [
+            info.key for info in self._fold_objects() if newest is not None and info.key != self.key(newest)
+        ]
+        spare = spare or [info.key for info in self.store.list(self.key("log/HINT"))]
+        self.store.delete(spare)
+        self._fold_failed = self._state.tip  # the next one would take the room again
+        return bool(spare)
 
     def _fold_objects(self) -> Iterator[ObjectInfo]:
         return self.store.list(self.key("log/fold-"))

@@ -12,6 +12,9 @@ longer: what a run has retired in its life must not add up in every reader. That
 Markers of saves that pods had on their way when they ended (`closing/`) go when they are old or their attempt is; and
 what writers that were killed left half written (a sidecar, a copy), where the store is a directory.
 
+On a full store nothing can be named, and naming is a write. There gc begins with what is safe to delete without one
+(`unnamed`): parts of cuts that can never be committed any more. No reader reads them, and no entry may reference them.
+
 A dry run writes nothing at all, not even what some stores need to be asked for their time: it goes by our clock.
 
 A log that cannot be followed to its end blocks gc: what cannot be read might say that something is still needed.
@@ -19,9 +22,9 @@ A log that cannot be followed to its end blocks gc: what cannot be read might sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import CorruptObject
@@ -55,6 +58,16 @@ class Collected:
     unfinished: int = 0
     """Files that writers which died left half written (of a directory; no other store has any)."""
 
+    def and_then(self, later: Collected) -> Collected:
+        """What this collection and a later one did together."""
+        return replace(
+            later,
+            objects=self.objects + later.objects,
+            bytes=self.bytes + later.bytes,
+            prefixes=tuple(sorted({*self.prefixes, *later.prefixes})),
+            unfinished=self.unfinished + later.unfinished,
+        )
+
 
 def collect(
     log: RunLog,
@@ -62,10 +75,12 @@ def collect(
     grace_s: float = DEFAULT_GRACE_S,
     forget_at: int = FORGET_AT,
     dry_run: bool = False,
+    unnamed: Collection[str] = (),
     deadline_s: float = DEFAULT_DEADLINE_S,
 ) -> Collected:
     """Delete the objects under retired prefixes whose grace is over, and forget those that are empty. Idempotent.
 
+    `unnamed`: debris (see `debris`) that goes at once although no entry names it, as far as it is of cuts.
     Raises `LogStopped` when an entry is unreadable, `LogGap`, `StoreUnavailable`.
     """
     state = log.refresh(deadline_s=deadline_s)
@@ -73,6 +88,7 @@ def collect(
         raise stopped(state)
     now_s = log.clocks.wall_s() if dry_run else log.store.now_s()
     graces = Graces(log, state, now_s=now_s, grace_s=grace_s)
+    never = _never_committed(state, unnamed)
     doomed: list[str] = []
     prefixes: set[str] = set()
     waiting: set[str] = set()
@@ -81,9 +97,9 @@ def collect(
         # IMPORTANT: only what a retire entry names, and only after its grace. No live checkpoint can read it: the law
         # of the log refuses an entry that references a retired prefix, and a retire entry that names a live one.
         named_by = state.retired.get(prefix)
-        if named_by is None:
+        if named_by is None and prefix not in never:
             continue
-        if graces.left_s(named_by) > 0:
+        if named_by is not None and graces.left_s(named_by) > 0:
             waiting.add(prefix)
             continue
         prefixes.add(prefix)
@@ -109,6 +125,13 @@ def collect(
         dry_run=dry_run,
         unfinished=unfinished,
     )
+
+
+def _never_committed(state: RunState, prefixes: Collection[str]) -> frozenset[str]:
+    """Those of them that are of cuts which no checkpoint reads, and which can never be committed any more."""
+    cuts = {prefix: cut_of(prefix) for prefix in prefixes}
+    found = {prefix for prefix, place in cuts.items() if place is not None and over(state, *place)}
+    return frozenset(found - live_prefixes(state) if found else found)
 
 
 class Graces:
@@ -148,7 +171,7 @@ def _forget(log: RunLog, through: int, *, forget_at: int, deadline_s: float) -> 
             return None
         return Reclaimed(seq=seq, previous="", writer=writer, at_s=0.0, through=through)
 
-    log.append(build, before="gc.before_forget", after="gc.after_forget", deadline_s=deadline_s)
+    log.append(build, before="gc.before_forget", after="gc.after_forget", deadline_s=deadline_s, frees=True)
 
 
 def _delete(log: RunLog, keys: list[str], *, dry_run: bool) -> None:

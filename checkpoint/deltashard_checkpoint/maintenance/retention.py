@@ -244,7 +244,9 @@ def _append(log: RunLog, plan: Callable[[RunState], Retirement | None], deadline
             prefixes=planned.prefixes,
         )
 
-    sealed = log.append(build, before="retire.before_put", after="retire.after_put", deadline_s=deadline_s)
+    sealed = log.append(
+        build, before="retire.before_put", after="retire.after_put", deadline_s=deadline_s, frees=True
+    )
     if sealed is None:
         return None
     assert isinstance(sealed.entry, Retired)

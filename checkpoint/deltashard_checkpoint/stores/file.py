@@ -7,8 +7,8 @@ on NFS too) or `rename` (overwrite); then the directory is synced. Directories a
 Listing walks one directory at a time in key order and enters only those that can hold answers. Temporary files that a
 crash left are invisible; they go with `sweep`, and when their directory is emptied. A writer holds a lock on its own
 until that has its name (`flock`; where the file system knows none, an hour without a write decides). The clock is the
-file system's own: the mtime it gives a file made now. A key cannot be both an object and another key's "directory"
-here; no key of ours is.
+file system's own: the mtime it gives the root when that is touched. A key cannot be both an object and another key's
+"directory" here; no key of ours is.
 """
 
 from __future__ import annotations
@@ -274,15 +274,10 @@ class FileStore(Store):
         return True
 
     def now_s(self) -> float:
-        """See `Store.now_s`: the mtime the file system gives a file made now."""
-        probe = self.root / f"{TEMPORARY}{secrets.token_hex(8)}"
+        """See `Store.now_s`: the mtime that the file system gives the root when it is touched, which takes no room."""
         try:
-            descriptor = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
-            try:
-                return os.fstat(descriptor).st_mtime
-            finally:
-                os.close(descriptor)
-                probe.unlink()
+            os.utime(self.root)
+            return self.root.stat().st_mtime
         except OSError as error:
             raise self._translated(error, "") from error
 

@@ -20,7 +20,14 @@ from functools import partial
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from deltashard_checkpoint.stores.abc import QUIET_S, Buffer, ObjectInfo, Store, StoreUnavailable
+from deltashard_checkpoint.stores.abc import (
+    QUIET_S,
+    Buffer,
+    ObjectInfo,
+    RequestRefused,
+    Store,
+    StoreUnavailable,
+)
 from deltashard_checkpoint.stores.deadline import abandoned, deadline, remaining_s
 
 Result = TypeVar("Result")
@@ -194,6 +201,14 @@ class RetryingStore(Store):
                 now_s = self._clock()
                 self.observer.attempted(operation, now_s - try_begun_s, error)
                 self.observer.finished(operation, now_s - begun_s, size_bytes, error)
+                # IMPORTANT: every back-end is called here, and no error of a library or of the system gets past it
+                # without a place and a remedy.
+                if isinstance(error, (OSError, ValueError)):
+                    raise RequestRefused(
+                        f"{operation} failed: {type(error).__name__}: {error}",
+                        where=f"{self.url}/{key}",
+                        remedy="check the store's URL and settings",
+                    ) from error
                 raise
             now_s = self._clock()
             self.observer.attempted(operation, now_s - try_begun_s, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from deltashard_checkpoint.errors import UserError
@@ -58,11 +59,21 @@ def open_store(
     return RetryingStore(_open(url, create=create, observer=observer), policy=policy, observer=observer)
 
 
+def local_path(text: str) -> Path:
+    """The absolute path of a directory that was named as a shell would; raises `BadStoreUrl` for `~` without a home."""
+    try:
+        return Path(text).expanduser().absolute()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise BadStoreUrl(
+            f"the store's path cannot be resolved: {error}",
+            where=text,
+            remedy="give an absolute path, or set HOME",
+        ) from None
+
+
 def _open(url: str, *, create: bool, observer: StoreObserver) -> Store:
     if url.startswith(("/", "./", "../", "~/")) or url in {".", ".."}:
-        from pathlib import Path
-
-        return FileStore(Path(url).expanduser(), create=create)
+        return FileStore(local_path(url), create=create)
     parts = urlsplit(url)
     if "@" in parts.netloc or parts.password is not None:
         raise BadStoreUrl(

@@ -1,7 +1,8 @@
 """A whole run, removed: in an order in which a removal that was killed leaves nothing that restores.
 
 1. `log/HINT` says that the log goes on to a slot that no log has: from here on every reader finds its newest entries
-   gone (`LogGap`) and restores, commits and deletes nothing. A living trainer finds the log changed under it.
+   gone (`LogGap`) and restores, commits and deletes nothing. A living trainer finds the log changed under it. On a full
+   store it takes the place of copies: of the old HINT, and of folded states. Without them a run is as whole as before.
 2. The folded states, then the entries, oldest first: should HINT be lost, a gap is left at the beginning, not a shorter
    log that looks whole.
 3. Data, layouts and all else that is a run's, and once more what somebody may have written meanwhile, who had read the
@@ -25,7 +26,7 @@ from deltashard_checkpoint.format.object_key import RESERVED
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key, seq_of
 from deltashard_checkpoint.log.listing import REMOVAL
-from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
+from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound, StoreFull
 
 _BATCH = 1000
 _ROUNDS = 8
@@ -71,7 +72,7 @@ def remove(
     """
     hint = None if through is None else _hint(log)
     # IMPORTANT: before anything goes. From here on nobody takes what is left for a run.
-    log.leave_hint(REMOVAL)
+    _shut(log)
     crash_point("rm.after_barrier")
     if through is not None and (newer := _behind(log, through)) is not None:
         if hint is not None:
@@ -101,7 +102,7 @@ def remove(
     for _ in range(_ROUNDS):
         # IMPORTANT: the barrier stands while data goes. A writer that read the log before it may have put its own HINT.
         if not removing(log):
-            log.leave_hint(REMOVAL)
+            _shut(log)
         if not drop(_but_hint(log)):
             break
     for folder in RESERVED:
@@ -114,6 +115,16 @@ def remove(
         gone.append(len(REMOVAL.data))
         left = sum(1 for _ in _every(log))
     return Content(objects=len(gone), bytes=sum(gone), left=left)
+
+
+def _shut(log: RunLog) -> None:
+    """Put the barrier; raises `StoreFull` when there is no room even without the copies."""
+    try:
+        log.leave_hint(REMOVAL)
+    except StoreFull:
+        log.store.delete([info.key for info in log.store.list(log.key("log/fold-"))])
+        log.store.delete([log.key("log/HINT")])
+        log.leave_hint(REMOVAL)
 
 
 def _hint(log: RunLog) -> bytes | None:

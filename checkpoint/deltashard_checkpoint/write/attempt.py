@@ -13,6 +13,12 @@ A run with a name of the user's (`run-id`) may be handed from one workload to th
 attempt. A workload that another one displaced does not come back by itself (`TakenOver`), nor does a pod that another
 pod displaced: two that live at once end in one, and never in a loop in which each restart of the one fences the other.
 
+A full or read-only store takes no entry, but it can be read: a trainer that is alone restores all the same
+(`read_unopened`), trains on, and opens its attempt late, with the entry that it would have had (`Basis`). Until then
+nothing of it counts. The entry is written only if the run stands where it was read: no attempt was opened since, and
+the same checkpoint would be chosen. So of two that restored from one full store the first to find room goes on, and
+the other one is `Overtaken`, as is one whose predecessor lived on and committed.
+
 What could not be loaded is excluded, loudly, by the caller who tried: `exclude` takes away every checkpoint whose
 chain reads an excluded one, and another attempt is opened that names what was really loaded.
 """
@@ -30,7 +36,7 @@ from deltashard_checkpoint.backoff import Patience
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, UserError
 from deltashard_checkpoint.format.layout import Layout
-from deltashard_checkpoint.format.object_key import validate_new_run
+from deltashard_checkpoint.format.object_key import new_token, validate_new_run
 from deltashard_checkpoint.log.chain import CheckpointNotFound, closure, those_live
 from deltashard_checkpoint.log.commit_log import (
     DEFAULT_DEADLINE_S,
@@ -59,6 +65,39 @@ from deltashard_checkpoint.write.commit import FencedError, TakenOver
 _MARKER = re.compile(r"closing/(\d{20})/[0-9a-z-]{1,64}", re.ASCII)
 CLOSING_WAIT_S = 60.0
 """How long an opener waits for a save that a terminating pod still uploads, and how old a marker may be."""
+
+
+class Overtaken(FencedError):
+    """The run went on since this trainer restored it from a store that took no entry."""
+
+    def __init__(self, what: str, run: str) -> None:
+        super(FencedError, self).__init__(
+            f"the run went on since it was restored here from a store that took no entry: {what}",
+            where=f"run {run}",
+            remedy="end this process; a new one restores what is the newest now",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What a trainer trains on whose attempt could not be opened."""
+
+    attempt: int
+    """The newest attempt when it was read; 0: none."""
+    resume: int | None
+    """Seq of what the entry names."""
+    token: str
+    """Writer of the entry to come: one whose answer was lost is found by it."""
+
+    def check(self, now: RunState, resume: Checkpoint | None) -> None:
+        """Raise `Overtaken` unless the run stands where it was read. Pure."""
+        if (now.attempt or 0) != self.attempt:
+            raise Overtaken(f"attempt {now.attempt} was opened", now.run)
+        if (None if resume is None else resume.seq) != self.resume:
+            newer = "nothing" if resume is None else f"checkpoint {resume.seq}"
+            raise Overtaken(
+                f"{newer} is what a restore would load now, and {self.resume} was loaded", now.run
+            )
 
 
 class OwnerMismatch(UserError):
@@ -146,6 +185,7 @@ def open_attempt(
     deadline_s: float = DEFAULT_DEADLINE_S,
     choosing: Callable[[RunState, Checkpoint], None] | None = None,
     knows: int | None = TOLD_FORMAT,
+    basis: Basis | None = None,
 ) -> Opened:
     """Open the next attempt of the run, creating the run if it does not exist.
 
@@ -154,10 +194,11 @@ def open_attempt(
     newest attempt in which the pod is known to have been, whoever opened it. `choosing` hears of the checkpoint that
     will be loaded just before the slot is tried for, and of another one if the slot was lost: whoever is going to read
     it may begin with that. `knows`: the highest format of entries that all of the attempt's processes read, which its
-    entry says (None: nothing, as versions before did).
-    Raises `OwnerMismatch`, `FencedError`, what `select` raises, `LogStopped` when the log holds an entry of a newer
-    version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run of a name
-    that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its tables.
+    entry says (None: nothing, as versions before did). `basis`: what the trainer has loaded already.
+    Raises `OwnerMismatch`, `FencedError` (`Overtaken`), what `select` raises, `LogStopped` when the log holds an entry
+    of a newer version, `LogGap`, `AppendUnknown`, `StoreUnavailable` past the deadline, and `UserError` for a new run
+    of a name that is taken (`key_rule.RESERVED`), and for a layout of another world size or one that does not tile its
+    tables.
     """
     kept = None if layout is None else _layout_of(layout, world_size)
     opener = _Opener(
@@ -165,6 +206,8 @@ def open_attempt(
         excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest, knows=knows,
     )  # fmt: skip
     state, marked, mended = _look(log, opener, closing_wait_s, deadline_s)
+    if basis is not None and (ours := _opened_before(log, state, basis)) is not None:
+        return ours
     if state.tip < 0:
         validate_new_run(log.run)
         log.append(
@@ -184,6 +227,9 @@ def open_attempt(
         # commit that got in between would be lost though it was acknowledged.
         opener.check(now)
         resume = opener.resume_point(now)
+        if basis is not None:
+            basis.check(now, resume)
+            writer = basis.token
         chosen[:] = [(now, resume)]
         if resume is not None and choosing is not None:
             choosing(now, resume)
@@ -216,6 +262,50 @@ def _told(mended: Salvage) -> str:
     newest = mended.state.newest()
     return f"{mended.damage}; it was repaired: log entry {mended.state.tip + 1} goes on without {lost}, " + (
         "without any checkpoint" if newest is None else f"with checkpoint {newest.seq} (step {newest.step})"
+    )
+
+
+def read_unopened(
+    log: RunLog,
+    *,
+    owner: str,
+    workload: str = "",
+    pod: str = "",
+    took_part: int = 0,
+    which: str = "latest",
+    exclude: Iterable[int] = (),
+    takeover: bool = False,
+    deadline_s: float = DEFAULT_DEADLINE_S,
+) -> tuple[RunState, Checkpoint | None, Basis]:
+    """What `open_attempt` would resume from, without a write: (the run, the checkpoint, what to open late with).
+
+    Raises what `open_attempt` raises but for writing.
+    """
+    opener = _Opener(
+        owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=1, which=which,
+        excluded=tuple(exclude), takeover=takeover, layout="", knows=None,
+    )  # fmt: skip
+    state = log.refresh(deadline_s=deadline_s, heed_hint=True)
+    if state.tip >= 0:
+        opener.check(state)
+    resume = opener.resume_point(state)
+    seq = None if resume is None else resume.seq
+    return state, resume, Basis(attempt=state.attempt or 0, resume=seq, token=new_token())
+
+
+def _opened_before(log: RunLog, state: RunState, basis: Basis) -> Opened | None:
+    """The attempt that an earlier try with this basis opened, and whose answer was lost; None: none did."""
+    if (state.attempt or 0) <= basis.attempt:
+        return None
+    slot = log.read_slot(state.attempt or 0)
+    if not isinstance(slot, Sealed) or not slot.entry.writer.startswith(basis.token):
+        return None
+    return Opened(
+        attempt=slot.entry.seq,
+        resume=None if basis.resume is None else state.checkpoints.get(basis.resume),
+        state=state,
+        waited_s=0.0,
+        fell_back=False,
     )
 
 

@@ -6,7 +6,8 @@ costs disk and not training time, and what is being uploaded cannot change. Pack
 the cache until its budget is full of them; then `add` waits for one to get through, under a deadline, and fails.
 
 `finish` waits for the uploads and puts the index, whose name carries its hash. Until then nothing refers to the packs;
-a part that fails leaves garbage under its cut's prefix and nothing else. Frames may be added from several threads.
+a part that fails leaves garbage under its cut's prefix and nothing else; one that finds the store full deletes its own.
+Frames may be added from several threads.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -32,16 +34,24 @@ from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.index import Index, Pack, Place, digest_hex, encode_index
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from deltashard_checkpoint.log.entry import Part
-from deltashard_checkpoint.stores.abc import Store
+from deltashard_checkpoint.stores.abc import Store, StoreFull
 from deltashard_checkpoint.stores.deadline import deadline, until
 
 DEFAULT_UPLOADS = 4
+WITHDRAW_DEADLINE_S = 5.0
+"""For deleting the packs of a part that found its store full."""
 
 
 class UploadFailed(EnvironmentFault):
     """A pack or index could not be put; the cut it belongs to is lost, and the next one covers its rows."""
 
     cause = Cause.UNAVAILABLE
+
+
+class NoRoom(UploadFailed):
+    """A pack or index could not be put because the store is full."""
+
+    cause = Cause.FULL
 
 
 class PartAborted(EnvironmentFault):
@@ -180,6 +190,7 @@ class PartWriter:
                 "packs were not uploaded in time", where=self._where, remedy="is the store reachable?"
             ) from None
         except DeltashardError as error:
+            self._fail(error)
             raise self._upload_failed(self._failure or error) from error
         with self._state:
             self._raise_if_ended()
@@ -199,6 +210,19 @@ class PartWriter:
         self._pool.shutdown(wait=False, cancel_futures=True)
         for pack in idle:
             self._discard(pack)
+        if isinstance(self._failure, StoreFull):
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Delete the packs that this part has put: they take the room that the store does not have.
+
+        IMPORTANT: only a part that has no index may do so; nobody can ever name its packs. Without this, each try to
+        save on a full store would leave what fills it up again.
+        """
+        puts = list(self._puts)
+        with contextlib.suppress(DeltashardError), deadline(WITHDRAW_DEADLINE_S):
+            wait_for(puts, timeout=WITHDRAW_DEADLINE_S)
+            self._store.delete([object_key.run_key(self.target.run, pack.key) for pack in self._packs])
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +244,8 @@ class PartWriter:
             raise PartAborted("the part was given up or is finished already", where=self._where)
 
     def _upload_failed(self, cause: BaseException) -> UploadFailed:
-        return UploadFailed(
+        kind = NoRoom if isinstance(cause, StoreFull) else UploadFailed
+        return kind(
             f"a pack could not be stored: {cause}", where=self._where, remedy="the next save covers it"
         )
 

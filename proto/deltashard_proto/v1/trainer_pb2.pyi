@@ -200,8 +200,18 @@ class Policy(_message.Message):
     tables: str
     def __init__(self, every_s: _Optional[float] = ..., every_steps: _Optional[int] = ..., encoding: _Optional[str] = ..., differential: _Optional[str] = ..., state_encoding: _Optional[str] = ..., goal: _Optional[str] = ..., interval_mode: _Optional[str] = ..., least_s: _Optional[float] = ..., most_s: _Optional[float] = ..., bits_goal: _Optional[str] = ..., bits_mode: _Optional[str] = ..., least_bits: _Optional[int] = ..., tables: _Optional[str] = ...) -> None: ...
 
+class Basis(_message.Message):
+    __slots__ = ("attempt", "resume_seq", "token")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_SEQ_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    resume_seq: int
+    token: str
+    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+
 class OpenRequest(_message.Message):
-    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "reads_format", "took_part", "layout")
+    __slots__ = ("session", "which", "from_run", "exclude_seqs", "takeover", "reads_format", "took_part", "basis", "layout")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     WHICH_FIELD_NUMBER: _ClassVar[int]
     FROM_RUN_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +219,7 @@ class OpenRequest(_message.Message):
     TAKEOVER_FIELD_NUMBER: _ClassVar[int]
     READS_FORMAT_FIELD_NUMBER: _ClassVar[int]
     TOOK_PART_FIELD_NUMBER: _ClassVar[int]
+    BASIS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     session: str
     which: str
@@ -217,11 +228,12 @@ class OpenRequest(_message.Message):
     takeover: bool
     reads_format: int
     took_part: int
+    basis: Basis
     layout: bytes
-    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., reads_format: _Optional[int] = ..., took_part: _Optional[int] = ..., layout: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., reads_format: _Optional[int] = ..., took_part: _Optional[int] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "voided_first", "voided_stop", "layout", "previous_attempt", "metadata")
+    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "voided_first", "voided_stop", "layout", "previous_attempt", "metadata", "basis", "unopened")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +264,8 @@ class OpenReply(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASIS_FIELD_NUMBER: _ClassVar[int]
+    UNOPENED_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     resume_seq: int
     step: int
@@ -268,7 +282,9 @@ class OpenReply(_message.Message):
     layout: str
     previous_attempt: int
     metadata: _containers.ScalarMap[str, str]
-    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., voided_first: _Optional[int] = ..., voided_stop: _Optional[int] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    basis: Basis
+    unopened: str
+    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., voided_first: _Optional[int] = ..., voided_stop: _Optional[int] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., unopened: _Optional[str] = ...) -> None: ...
 
 class RowBatch(_message.Message):
     __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop")

@@ -71,10 +71,11 @@ class Activity:
             self.restores += 1
         if session.who.rank == 0:  # one restore of a run, however many ranks
             seconds = time.monotonic() - attempt.asked_s
+            who = "the trainer" if attempt.number is None else f"attempt {attempt.number}"
             self.incidents.add(
                 fleet.INCIDENT_KIND_RESTORED,
                 cause=source,
-                message=f"attempt {attempt.number} goes on from step {step}, {attempt.lost_steps} steps were lost; "
+                message=f"{who} goes on from step {step}, {attempt.lost_steps} steps were lost; "
                 f"read from the {source} in {seconds:.1f} s",
                 step=step,
                 lost_steps=attempt.lost_steps,

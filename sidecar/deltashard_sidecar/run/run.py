@@ -39,8 +39,10 @@ from deltashard_checkpoint.vocabulary import PLS_KEY
 from deltashard_checkpoint.write import differential, precision
 from deltashard_checkpoint.write.attempt import (
     CLOSING_WAIT_S,
+    Basis,
     mark_closing,
     open_attempt,
+    read_unopened,
     select,
     unmark_closing,
 )
@@ -72,6 +74,8 @@ SHARED_IDLE_S = 60.0
 REATTACH_DEADLINE_S = 5.0
 """A trainer that re-attaches in the middle of its run waits no longer for news of its last commit."""
 CLOSING_DEADLINE_S = 3.0
+LATE_DEADLINE_S = 3.0
+"""For reading what a full store holds, and for each try to open an attempt late."""
 OPEN_AGAIN_S = 0.5
 """Between looks of an Open that waits for credentials or a bucket."""
 
@@ -202,14 +206,12 @@ class Run:
     # What is known.
 
     def learn(self, *, deadline_s: float) -> RunState | None:
-        """The log at its tip, after the store was tried as an Open would; None when it does not answer in time."""
-        state: RunState | None = None
+        """The log at its tip; None when the store does not answer in time. Nothing is written."""
         try:
-            state = self.log.refresh(deadline_s=deadline_s)
-            self.log.probe(deadline_s=deadline_s)
+            return self.log.refresh(deadline_s=deadline_s)
         except DeltashardError as error:
-            self._logger.warning("log.unseen" if state is None else "store.unproven", **explain(error))
-        return state
+            self._logger.warning("log.unseen", **explain(error))
+        return None
 
     def state(self) -> RunState:
         """The newest that any handle has seen. No store is asked."""
@@ -279,8 +281,13 @@ class Run:
 
         In a pod, what a person must mend elsewhere (a Secret, a bucket, a quota) is waited for, by this deadline and
         while the trainer is not `gone`: the store's health tells people meanwhile, and a container that restarts
-        instead would only lose its pod's back-off to it.
+        instead would only lose its pod's back-off to it. What is there to be restored is not waited with: a store that
+        takes no entry is read, and the trainer asks again with what it has read (`OpenRequest.basis`), which is not
+        waited for.
         """
+        if request.HasField("basis"):
+            with deadline(LATE_DEADLINE_S):  # training stands still meanwhile
+                return self._open(request, who, step_seen=0, deadline_s=LATE_DEADLINE_S)
         until_s = time.monotonic() + self.settings.open_deadline_s
         waits = False
         while True:
@@ -292,6 +299,8 @@ class Run:
                     raise
                 self.removal.noticed(str(error))
             except (AccessDenied, BucketMissing, StoreFull) as error:
+                if (reply := self._unopened(request, who, error, step_seen=step_seen)) is not None:
+                    return reply
                 if not self.settings.workload_uid or gone() or time.monotonic() >= until_s:
                     raise
                 if not waits:
@@ -299,25 +308,73 @@ class Run:
                     self._logger.warning("open.waits", **explain(error))
                 time.sleep(OPEN_AGAIN_S)
 
+    def _source(
+        self, request: pb.OpenRequest, deadline_s: float
+    ) -> tuple[RunState | None, Checkpoint | None, str]:
+        """(the other run that is read, its checkpoint, what of our own run is resumed from then)."""
+        which = request.which or "latest"
+        if not request.from_run:
+            return None, None, which
+        read = RunLog(self.store, request.from_run).refresh(deadline_s=deadline_s)
+        if read.damage() is not None and not read.checkpoints:
+            raise stopped(read)
+        return read, select(read, which, request.exclude_seqs), "none"
+
+    def _unopened(
+        self, request: pb.OpenRequest, who: Attachment, refusal: DeltashardError, *, step_seen: int
+    ) -> pb.OpenReply | None:
+        """The answer of a store that takes no entry, and can be read; None: it cannot, or there is nothing to restore.
+
+        Several ranks wait for their attempt: its number is in the names of what all of them save.
+        """
+        if who.world_size > 1:
+            return None
+        log = self.log.fork()
+        try:
+            read, source, which = self._source(request, LATE_DEADLINE_S)
+            state, chosen, basis = read_unopened(
+                log,
+                owner=self.identity.owner,
+                workload=self.settings.workload_uid,
+                pod=self.settings.pod_uid,
+                took_part=max(request.took_part, self.participation.newest(self.name)),
+                which=which,
+                exclude=() if request.from_run else request.exclude_seqs,
+                takeover=request.takeover,
+                deadline_s=LATE_DEADLINE_S,
+            )
+        except (AccessDenied, BucketMissing, StoreFull):
+            return None
+        resume = source or chosen
+        if resume is None:
+            return None
+        with self._lock:
+            self._logs[who.id] = log
+        self._logger.warning("attempt.unopened", **explain(refusal))
+        damage = (read or state).damage() or ""
+        reply = pb.OpenReply(
+            basis=pb.Basis(attempt=basis.attempt, resume_seq=basis.resume, token=basis.token),
+            unopened=str(refusal),
+            fell_back=damage != "" and (request.which or "latest") == "latest",
+            log_damage=damage,
+        )
+        self._describe(reply, resume, step_seen=step_seen)
+        return reply
+
     def _open(
         self, request: pb.OpenRequest, who: Attachment, *, step_seen: int, deadline_s: float
     ) -> pb.OpenReply:
-        which = request.which or "latest"
-        source: Checkpoint | None = None
-        read: RunState | None = None
-        damage, lost = "", False
         known = self.state().tip
         log = self.log.fork() if self.removal.why is None else RunLog(self.store, self.name)
-        if request.from_run:
-            other = RunLog(self.store, request.from_run)
-            read = other.refresh(deadline_s=deadline_s)
-            if read.damage() is not None and not read.checkpoints:
-                raise stopped(read)
-            source = select(read, which, request.exclude_seqs)
-            damage = read.damage() or ""
-            lost = damage != "" and which == "latest"
-            which = "none"
+        read, source, which = self._source(request, deadline_s)
+        damage = "" if read is None else read.damage() or ""
+        lost = damage != "" and (request.which or "latest") == "latest"
         self._refuse_older_name(log, deadline_s)
+        basis: Basis | None = None
+        if request.HasField("basis"):
+            said = request.basis
+            seq = said.resume_seq if said.HasField("resume_seq") else None
+            basis = Basis(attempt=said.attempt, resume=seq, token=said.token)
         opened = open_attempt(
             log,
             owner=self.identity.owner,
@@ -333,7 +390,10 @@ class Run:
             takeover=request.takeover,
             closing_wait_s=min(CLOSING_WAIT_S, deadline_s),
             deadline_s=deadline_s,
-            choosing=lambda state, checkpoint: self._read_ahead(who, state, checkpoint.seq),
+            choosing=None
+            if basis
+            else lambda state, checkpoint: self._read_ahead(who, state, checkpoint.seq),
+            basis=basis,
         )
         if opened.attempt <= known:
             self._forget()
@@ -360,18 +420,22 @@ class Run:
             reply.voided_first, reply.voided_stop = opened.voided
         self.bits.opened(opened.attempt, resume, read or opened.state)
         if resume is not None:
-            self.metrics.resumed(step=resume.step, at_s=resume.at_s)
-            self.metrics.lost(resume.metadata.get(PLS_KEY, "0"))
-            reply.resume_seq = resume.seq
-            reply.step = resume.step
-            reply.cut = resume.cut
-            reply.resume_attempt = resume.attempt
-            reply.fingerprint.update(resume.fingerprint)
-            reply.tables.extend(table_message(table) for table in resume.tables)
-            reply.metadata.update(resume.metadata)
-            if step_seen > 0:
-                reply.last_step_seen = step_seen
+            self._describe(reply, resume, step_seen=step_seen)
         return reply
+
+    def _describe(self, reply: pb.OpenReply, resume: Checkpoint, *, step_seen: int) -> None:
+        """Say what is resumed."""
+        self.metrics.resumed(step=resume.step, at_s=resume.at_s)
+        self.metrics.lost(resume.metadata.get(PLS_KEY, "0"))
+        reply.resume_seq = resume.seq
+        reply.step = resume.step
+        reply.cut = resume.cut
+        reply.resume_attempt = resume.attempt
+        reply.fingerprint.update(resume.fingerprint)
+        reply.tables.extend(table_message(table) for table in resume.tables)
+        reply.metadata.update(resume.metadata)
+        if step_seen > 0:
+            reply.last_step_seen = step_seen
 
     def _forget(self) -> None:
         """The run was removed, and begun anew: what is known is of another log, and names must not be used again."""

@@ -120,6 +120,7 @@ CAUSES = frozenset(
         Cause.LOG_LOST,
         Cause.REMOVED,
         Cause.UNAVAILABLE,
+        Cause.FULL,
         Cause.DEADLINE,
         Cause.INVALID,
     ]

@@ -30,6 +30,7 @@ CAUSES = frozenset(
         Cause.DEADLINE,
         Cause.INVALID,
         Cause.UNAVAILABLE,
+        Cause.FULL,
         Cause.ABANDONED,
         Cause.CORRUPT,
         Cause.LOG_LOST,

@@ -21,7 +21,7 @@ from deltashard_checkpoint.stores.abc import (
     StoreUnavailable,
 )
 from deltashard_checkpoint.write.commit import Abandoned
-from deltashard_checkpoint.write.part_writer import UploadFailed
+from deltashard_checkpoint.write.part_writer import NoRoom, UploadFailed
 from deltashard_operator.fleet.sidecar_report import heartbeat_of
 from deltashard_proto.cause import METADATA, Cause, from_metadata, heard, to_metadata
 from deltashard_proto.v1 import fleet_pb2 as fleet
@@ -138,6 +138,7 @@ def test_a_call_that_nobody_answered_has_no_cause() -> None:
         (StoreUnavailable("x"), "unavailable", "unavailable", "unavailable"),
         (CacheFull("x"), "unavailable", "unavailable", None),
         (UploadFailed("x"), "unavailable", "unavailable", None),
+        (NoRoom("x"), "full", "unavailable", None),
         (Abandoned("x"), "abandoned", "unavailable", None),
         (LogWentBack("x"), "log_lost", "unavailable", None),
         (LogRemoved("x"), "removed", "unavailable", None),
@@ -153,7 +154,7 @@ def test_a_call_that_nobody_answered_has_no_cause() -> None:
         (CredentialsMissing("x"), "error", "error", "missing"),
         (AccessDenied("x"), "error", "error", "denied"),
         (BucketMissing("x"), "error", "error", "bucket_missing"),
-        (StoreFull("x"), "error", "unavailable", "full"),
+        (StoreFull("x"), "full", "unavailable", "full"),
         (ClockSkew("x"), "error", "error", "clock"),
         (RequestRefused("x"), "error", "error", "refused"),
         (SettingError("x"), "error", "error", "refused"),

@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from deltashard_checkpoint.stores.url import local_path
+
 from deltashard.attach.lock import hold_file, is_free, release_file, trainer_lock, trainer_locks
 from deltashard.attach.rank import Rank
 from deltashard.errors import SidecarUnavailable, UserError
@@ -145,7 +147,7 @@ def normal_url(url: str | os.PathLike[str]) -> str:
     text = os.fspath(url)
     if "://" in text:
         return text.rstrip("/") if not text.endswith(":///") else text
-    return Path(text).expanduser().absolute().as_uri()
+    return local_path(text).as_uri()
 
 
 def _home(url: str, run: str, node: int) -> str:
@@ -161,8 +163,17 @@ def runtime_dir(url: str, run: str, node: int = 0) -> Path:
 
 def cache_dir(url: str, run: str, node: int = 0) -> Path:
     """The directory of this run's pack cache on this machine, or of one agent's share."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "deltashard" / "packs" / _home(url, run, node)
+    named = os.environ.get("XDG_CACHE_HOME")
+    return Path(named or _cache_home()) / "deltashard" / "packs" / _home(url, run, node)
+
+
+def _cache_home() -> Path:
+    """Where caches go. A user without a home that can be written has the directory for temporary files."""
+    with contextlib.suppress(RuntimeError):
+        home = Path.home()
+        if any(os.access(place, os.W_OK) for place in (home / ".cache", home)):
+            return home / ".cache"
+    return Path(tempfile.gettempdir()) / f"deltashard-{os.getuid()}" / "cache"
 
 
 def staged_dir(url: str, run: str, node: int = 0) -> Path:

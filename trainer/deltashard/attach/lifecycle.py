@@ -7,7 +7,8 @@ news on the training thread, and lets no bug of this kind out into training: it 
 - NEW: nothing is started; arguments and the program are looked at.
 - ATTACHED: the sidecar is there; no attempt is open, so nothing may be saved under this run's name.
 - WAITING: as ATTACHED, and the sidecar is away: `restore()` and the first `step()` wait for it.
-- TRAINING: an attempt is open; every older trainer of the run is fenced, and saves are cut.
+- TRAINING: an attempt is open; every older trainer of the run is fenced, and saves are cut. Where the store was full
+  or read-only, `restore()` begins training all the same, and the attempt is opened late: no save is cut until then.
 - DEGRADED: as TRAINING, and the sidecar is away: training goes on, saves are skipped.
 - FENCED: a newer attempt runs: every boundary raises.
 - CLOSED: everything is released; late news changes nothing.
@@ -21,6 +22,7 @@ import logging
 from enum import Enum
 
 from deltashard_checkpoint.transition import IllegalEvent, after, page
+from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard.errors import UserError
 
@@ -116,6 +118,7 @@ class Attempt:
         self._resumed_step: int | None = None
         self._granted: tuple[int | None, str] = None, ""
         self._cuts = 0
+        self._late: pb.OpenRequest | None = None
 
     @property
     def state(self) -> State:
@@ -134,8 +137,13 @@ class Attempt:
 
     @property
     def opened(self) -> bool:
-        """Whether an attempt is, or was, open."""
-        return self._number is not None
+        """Whether an attempt is, or was, open; or training began and it is to be opened late."""
+        return self._number is not None or self._late is not None
+
+    @property
+    def late(self) -> pb.OpenRequest | None:
+        """What to ask for until the attempt is open; None: it is, or none was asked for."""
+        return self._late
 
     @property
     def resumed_step(self) -> int | None:
@@ -159,12 +167,15 @@ class Attempt:
         """Rank 0 opened attempt `number` for all: attach with it, before anything is restored."""
         self._granted = number, layout
 
-    def begin(self, number: int, *, resumed_step: int | None) -> None:
-        """Attempt `number` is open; its cuts are counted from 1."""
+    def begin(
+        self, number: int | None, *, resumed_step: int | None, late: pb.OpenRequest | None = None
+    ) -> None:
+        """Attempt `number` is open, or None and `late` will open it; its cuts are counted from 1."""
         self.happen(Event.OPEN)
         if self._granted[0] != number:
             self._granted = number, ""
         self._number, self._resumed_step, self._cuts = number, resumed_step, 0
+        self._late = late
 
     @property
     def next_cut(self) -> int:

@@ -2,6 +2,9 @@
 
 Opening wins a slot of the commit log and so fences every older trainer of the run. Rank 0 opens for all ranks of a
 group (`assembly`); the others attach anew with what it won.
+
+A store that is full or read-only takes no entry. What it holds is restored all the same, training begins, and the
+attempt is opened late, by the request that the sidecar's answer makes possible (`OpenRequest.basis`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank, refuse_change
 from deltashard.attach.session import OPEN_DEADLINE_S, Link
-from deltashard.errors import NotRestored, SidecarUnavailable
+from deltashard.errors import DeltashardError, NotRestored, RestoreFailed, SidecarUnavailable, UserError
 from deltashard.group.conductor import Conductor
 from deltashard.program import Program
 from deltashard.restore.assembly import Assembly
@@ -86,6 +89,8 @@ class AttemptOpener:
         self._conductor = conductor
         self._terms = terms
         self._begun = begun
+        self._asked = pb.OpenRequest()
+        """What was asked for last."""
 
     def link(self) -> Link:
         """The link whose news is applied; waits for the sidecar, and raises `SidecarUnavailable` when it stays away."""
@@ -148,6 +153,7 @@ class AttemptOpener:
                 takeover=takeover,
             )
             request.MergeFrom(together)
+            self._asked = request
             return link.open(request)
 
         if assembly is None:
@@ -181,6 +187,32 @@ class AttemptOpener:
             link = self.link()
         return link
 
+    def _late_request(self, reply: pb.OpenReply) -> pb.OpenRequest:
+        request = pb.OpenRequest()
+        request.CopyFrom(self._asked)
+        if request.from_run:  # it was read; in our own run nothing is resumed
+            request.from_run, request.which = "", "none"
+            del request.exclude_seqs[:]
+        request.basis.CopyFrom(reply.basis)
+        return request
+
+    def open_late(self, link: Link) -> DeltashardError | None:
+        """Try to open the attempt that this process trains under already; why it is not open, None: it is.
+
+        Raises `FencedError` when the run went on without this process.
+        """
+        request = self._attempt.late
+        if request is None:
+            return None
+        request.session = link.session
+        try:
+            reply = link.open(request)
+        except (RestoreFailed, SidecarUnavailable, UserError) as error:
+            return error
+        self._attempt.begin(reply.attempt, resumed_step=self._attempt.resumed_step)
+        log.info("attempt %d is open: saves begin", reply.attempt)
+        return None
+
     def open_unrestored(self) -> None:
         """The first `step()` of a program that never called `restore()`."""
         assembly = self.assemble(which="not called")
@@ -207,7 +239,19 @@ class AttemptOpener:
         self, reply: pb.OpenReply, *, step: int, resumed: bool = True, assembly: Assembly | None = None
     ) -> None:
         """Train on after `step` under the attempt that was opened; `resumed`: `restore()` left the model there."""
-        self._attempt.begin(reply.attempt, resumed_step=step if resumed else None)
+        if reply.HasField("basis"):
+            log.warning(
+                "no checkpoint is saved yet, because the store takes no entry: %s. Training goes on from step %d; the "
+                "store is tried again and again, and saves begin when it takes one",
+                reply.unopened,
+                step,
+            )
+            self._clock.notice()
+        self._attempt.begin(
+            None if reply.HasField("basis") else reply.attempt,
+            resumed_step=step if resumed else None,
+            late=self._late_request(reply) if reply.HasField("basis") else None,
+        )
         self._clock.set(step)
         self._stance.settle()
         if assembly is not None:

@@ -62,8 +62,8 @@ class Restored:
     """Training goes on after this step."""
     seq: int
     """Number of the checkpoint in the commit log."""
-    attempt: int
-    """The attempt that this process trains under."""
+    attempt: int | None
+    """The attempt that this process trains under; None: the store takes no entry yet, so it is opened late."""
     source: str
     """"cache": every byte came from this machine; "store": at least one did not."""
     lost_steps: int | None
@@ -299,7 +299,7 @@ class Restorer:
         return Restored(
             step=at,
             seq=seq,
-            attempt=reply.attempt,
+            attempt=self._attempt.number,
             source="cache" if received.store_bytes == 0 else "store",
             lost_steps=max(0, lost) if lost is not None else None,
             seconds=time.monotonic() - tries.began_s,

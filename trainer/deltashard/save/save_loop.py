@@ -17,7 +17,7 @@ from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.session import Link
 from deltashard.attach.term_signal import TermHandler
 from deltashard.cut import save_stream
-from deltashard.errors import FencedError, SaveFailed, WaitError
+from deltashard.errors import DeltashardError, FencedError, SaveFailed, WaitError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.restore.open_attempt import AttemptOpener
@@ -101,6 +101,7 @@ class SaveLoop:
             in_flight=self._saver.in_flight,
             # A link whose news is not applied yet does not count: nothing is known of the save before.
             away=self._attachment.link is None,
+            unopened=self._attempt.late is not None,
             backing_off=self._setbacks.backing_off,
         )
 
@@ -128,6 +129,8 @@ class SaveLoop:
         if not self._attempt.opened:
             self._opener.open_unrestored()
             self._saver.ready()
+        elif self._attempt.late is not None:
+            self._open_late(patient=asker is None)
         if at_step:
             self._stance.first_step_done()
         due = self._clock.due
@@ -149,6 +152,32 @@ class SaveLoop:
                 self._finish_term(self._term, at_step=at_step)
             else:
                 self._finish_term_together(self._term)
+
+    def _open_late(self, *, patient: bool) -> DeltashardError | None:
+        """Try to open the attempt that the store had no room for; why not. `patient`: only where a try is due."""
+        self._clock.notice()
+        link = self._attachment.link
+        if link is None or (patient and self._setbacks.backing_off):
+            return None
+        try:
+            error = self._opener.open_late(link)
+        except FencedError as fenced:
+            self._session.fence(fenced)
+            self._news.apply()  # tells who waits, and raises
+            raise
+        if error is None:
+            self._setbacks.hurry()
+            return None
+        self._setbacks.first(Wait.UNOPENED)  # it was said when training began
+        self._setbacks.failed(Wait.UNOPENED, error)
+        self._requests.fail(
+            SaveFailed(
+                f"nothing can be saved yet: {error.what}",
+                where="save",
+                remedy="make room in the store, or give the right to write; training goes on, and saves begin then",
+            )
+        )
+        return error
 
     def _try_cut(self, *, due: bool, at_step: bool, asker: Asker | None = None) -> None:
         urgent = self._requests.urgent is not None
@@ -314,7 +343,7 @@ class SaveLoop:
                         remedy="call save() right after step(), or wait() after the next step()",
                     )
                 # Still where the last step() left the program: the cut can be taken here, after the one in flight.
-                if self.standing().why(Asker.WAITER) is None:
+                if self.standing().why(Asker.WAITER) in (None, Wait.UNOPENED):
                     self.boundary(at_step=False, asker=Asker.WAITER)
                     if handle.done or handle.cut is not None:
                         continue
@@ -433,7 +462,11 @@ class SaveLoop:
                     where=self._attachment.url,
                     remedy="there is no run to wait for; another process begins it anew",
                 )
-            if wait is None and link is not None:
+            if wait is Wait.UNOPENED:
+                last = self._open_late(patient=True) or last
+                wait = self.standing().why(Asker.CLOSE)
+            waits = tried and self._orders is None and self._setbacks.backing_off
+            if wait is None and link is not None and not waits:
                 tried = True
                 self._say_inexact(standing)
                 last = self._last_cut(link, until_s) or last

@@ -10,6 +10,7 @@ What is asked for and cannot be cut yet stays asked for; which reasons count dep
     moved on       x       x       x       x       x       -    a batch was taken, or a forward ran, after that
     in flight      x       x       x       x       x       x    the save before is not durable yet
     sidecar away   x       x       x       x       x       x
+    unopened       x       x       x       x       x       x    the store was full when the attempt was to be opened
     backing off    x       x       x       -       -       -    a save failed a moment ago
 
 `close()` cannot wait for another step: it cuts, and says what is not exact about it. Whoever holds training anyway need
@@ -45,6 +46,7 @@ class Wait(StrEnum):
     MOVED = "moved on"
     FLIGHT = "in flight"
     AWAY = "sidecar away"
+    UNOPENED = "attempt not open"
     BACK_OFF = "backing off"
 
     @property
@@ -60,6 +62,7 @@ _SAID = {
     Wait.MOVED: "a batch was taken, or a forward pass ran, since the last step()",
     Wait.FLIGHT: "the save before it was not durable yet",
     Wait.AWAY: "the sidecar was away",
+    Wait.UNOPENED: "the store took no entry, so the attempt was not open",
     Wait.BACK_OFF: "a save had failed a moment before",
 }
 
@@ -71,6 +74,7 @@ _RULES: tuple[tuple[Wait, frozenset[Asker]], ...] = (
     (Wait.MOVED, _BUT_CLOSE),
     (Wait.FLIGHT, frozenset(Asker)),
     (Wait.AWAY, frozenset(Asker)),
+    (Wait.UNOPENED, frozenset(Asker)),
     (Wait.BACK_OFF, frozenset({Asker.TIMER, Asker.REQUEST, Asker.URGENT})),
 )
 _OF_THE_PROGRAM = frozenset({Wait.TORN, Wait.STEPPED, Wait.ACCUMULATING, Wait.MOVED})
@@ -92,10 +96,11 @@ class Standing:
         moved: bool = False,
         in_flight: bool = False,
         away: bool = False,
+        unopened: bool = False,
         backing_off: bool = False,
     ) -> Standing:
         """See the module."""
-        facts = (torn, stepped, accumulating, moved, in_flight, away, backing_off)
+        facts = (torn, stepped, accumulating, moved, in_flight, away, unopened, backing_off)
         return cls(frozenset(wait for wait, fact in zip(Wait, facts, strict=True) if fact))
 
     def why(self, asker: Asker) -> Wait | None:

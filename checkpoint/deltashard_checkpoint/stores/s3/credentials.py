@@ -2,7 +2,8 @@
 
 In order: `AWS_ACCESS_KEY_ID` + `AWS_SECRET_ACCESS_KEY` (+ `AWS_SESSION_TOKEN`); `MINIO_ACCESS_KEY` +
 `MINIO_SECRET_KEY`; a web identity (`AWS_WEB_IDENTITY_TOKEN_FILE`: service accounts on EKS, or MinIO's own STS
-by `AWS_ENDPOINT_URL_STS`); the shared credentials file, profile `AWS_PROFILE`; the container's or the instance's role.
+by `AWS_ENDPOINT_URL_STS`); the profile `AWS_PROFILE` of AWS's two files (`profile`): keys, or by botocore a process, a
+single sign-on or a role (`botocore_provider`); the container's or the instance's role.
 
 A file or token that is absent or empty is `CredentialsMissing`: in a pod the Secret may be created later, and the
 next request finds it. A file is read again when it changed (its inode, size or mtime), so a rotated secret is used by
@@ -16,13 +17,15 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import urllib3
 from minio.credentials.credentials import Credentials
-from minio.credentials.providers import AWSConfigProvider, IamAwsProvider, Provider
+from minio.credentials.providers import IamAwsProvider, Provider
 
-from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, StoreUnavailable
+from deltashard_checkpoint.stores.s3.botocore_provider import BotocoreProvider
+from deltashard_checkpoint.stores.s3.profile import ProfileFiles
 
 _ROLE_SETTINGS = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -34,6 +37,14 @@ _HOW = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_SHARED_CREDENTIALS_FILE, "
     "or give the pod's service account a role"
 )
+
+
+class _Role(IamAwsProvider):
+    """minio-py's, with a token file of a container that ends in a newline."""
+
+    def fetch(self, url: str, headers: dict[str, Any] | None = None) -> Credentials:
+        """Keys from a metadata service."""
+        return super().fetch(url, headers and {name: str(value).strip() for name, value in headers.items()})
 
 
 class StandardProvider(Provider):
@@ -48,11 +59,11 @@ class StandardProvider(Provider):
     ) -> None:
         self._environment = os.environ if environment is None else environment
         self._lock = threading.Lock()
-        self._file_state: tuple[int, int, int] | None = None
-        self._from_file: Credentials | None = None
+        self._file_state: tuple[tuple[int, int, int] | None, ...] | None = None
+        self._from_file: Credentials | BotocoreProvider | None = None
         self._http = http
         self._region = region
-        self._role: IamAwsProvider | None = None
+        self._role: _Role | None = None
 
     def retrieve(self) -> Credentials:
         """Credentials to sign the next request with; raises `CredentialsMissing` when no source has any."""
@@ -63,9 +74,9 @@ class StandardProvider(Provider):
             if token := self._environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
                 self._check_token(Path(token))
                 return self._assumed("the web identity of AWS_WEB_IDENTITY_TOKEN_FILE")
-            path = self._file()
-            if path is not None:
-                return self._read(path)
+            files = ProfileFiles.of(self._environment)
+            if (found := self._read(files)) is not None:
+                return found
             if self._environment.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
                 raise CredentialsMissing("no store credentials are configured", remedy=_HOW)
             return self._assumed("the container's or instance's role")
@@ -73,7 +84,7 @@ class StandardProvider(Provider):
     def forget(self) -> None:
         """Drop what was cached: the store said it is expired."""
         with self._lock:
-            self._file_state = None
+            self._from_file = self._file_state = None
             self._role = None
 
     def source(self) -> str:
@@ -84,8 +95,10 @@ class StandardProvider(Provider):
             return "MINIO_ACCESS_KEY"
         if self._environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
             return "AWS_WEB_IDENTITY_TOKEN_FILE"
-        path = self._file()
-        return "the container's or instance's role" if path is None else f"profile {self._profile} of {path}"
+        files = ProfileFiles.of(self._environment)
+        return (
+            f"profile {files.name} of {_where(files)}" if files.said else "the container's or instance's role"
+        )
 
     def _static(self) -> Credentials | None:
         get = self._environment.get
@@ -95,33 +108,27 @@ class StandardProvider(Provider):
             return Credentials(key, secret)
         return None
 
-    @property
-    def _profile(self) -> str:
-        return self._environment.get("AWS_PROFILE") or "default"
-
-    def _file(self) -> Path | None:
-        named = self._environment.get("AWS_SHARED_CREDENTIALS_FILE")
-        if named:
-            return Path(named)
-        home = Path(self._environment.get("HOME") or "/") / ".aws" / "credentials"
-        return home if home.is_file() else None
-
-    def _read(self, path: Path) -> Credentials:
-        try:
-            status = path.stat()
-            state = (status.st_ino, status.st_size, status.st_mtime_ns)
-            if self._from_file is None or state != self._file_state:
-                self._from_file = AWSConfigProvider(str(path), self._profile).retrieve()
-                self._file_state = state
-        except (OSError, ValueError) as error:
-            reason = f"{type(error).__name__}" if isinstance(error, ValueError) else str(error)
-            raise CredentialsMissing(
-                f"no store credentials in profile {self._profile}: {reason}",
-                where=str(path),
-                remedy="the file needs aws_access_key_id and aws_secret_access_key under that profile; in a pod: "
-                "create the Secret that the CheckpointPolicy names, with the key `credentials`; it is used at once",
-            ) from None
-        return self._from_file
+    def _read(self, files: ProfileFiles) -> Credentials | None:
+        """What the profile has; None when there is none. Raises `CredentialsMissing` when it has nothing of use."""
+        state = files.state
+        if self._from_file is None or state != self._file_state:
+            self._from_file = self._file_state = None
+            if not files.said:
+                return None
+            said = files.read()
+            if said is None and (files.named or files.name != "default" or files.credentials.is_file()):
+                raise CredentialsMissing(
+                    f"no store credentials in profile {files.name}",
+                    where=_where(files),
+                    remedy="the file needs aws_access_key_id and aws_secret_access_key under that profile; in a pod: "
+                    "create the Secret that the CheckpointPolicy names, with the key `credentials`; it is used at once",
+                )
+            self._from_file = (
+                BotocoreProvider(files.name, why=said, where=_where(files)) if isinstance(said, str) else said
+            )
+            self._file_state = state
+        kept = self._from_file
+        return kept.retrieve() if isinstance(kept, BotocoreProvider) else kept
 
     def _check_token(self, path: Path) -> None:
         """A projected token that is not there (yet) is told from a token service that fails."""
@@ -143,14 +150,15 @@ class StandardProvider(Provider):
         if self._role is None:
             sts = self._environment.get("AWS_ENDPOINT_URL_STS")
             identity = self._environment.get("AWS_WEB_IDENTITY_TOKEN_FILE")
-            self._role = IamAwsProvider(
+            self._role = _Role(
                 custom_endpoint=sts if identity else None,
                 http_client=self._http,
                 region=self._region,
             )
         try:
             return self._role.retrieve()
-        except (OSError, ValueError, KeyError, DeltashardError, urllib3.exceptions.HTTPError) as error:
+        # IMPORTANT: the one place where errors of minio's providers end, of whatever class they are.
+        except Exception as error:  # noqa: BLE001 - see above
             # The error's text may hold the request's URL, and that a token: only its type is told.
             configured = any(self._environment.get(name) for name in _ROLE_SETTINGS)
             failed = not isinstance(error, (ValueError, KeyError)) or "HTTP status code 5" in str(error)
@@ -159,6 +167,11 @@ class StandardProvider(Provider):
                     f"{source} gave no credentials now: {type(error).__name__}",
                     remedy="is the token service up?",
                 ) from None
-            raise AccessDenied(
-                f"no store credentials from {source}: {type(error).__name__}", remedy=_HOW
-            ) from None
+            why = "it gave none that can be used" if configured else "there is none"
+            raise AccessDenied(f"no store credentials from {source}: {why}", remedy=_HOW) from None
+
+
+def _where(files: ProfileFiles) -> str:
+    """The files that a profile is of, as far as they are there."""
+    there = [path for path in (files.credentials, files.config) if path.is_file()]
+    return " and ".join(map(str, there)) or str(files.credentials)

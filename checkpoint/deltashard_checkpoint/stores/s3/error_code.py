@@ -100,7 +100,11 @@ def translated(
     if isinstance(error, (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)):
         return StoreUnavailable(_network_text(error), where=where + way)
     if isinstance(error, (MinioException, ValueError)):
-        return RequestRefused(str(error), where=where)
+        return RequestRefused(
+            str(error) or type(error).__name__,
+            where=where,
+            remedy="check the store URL: bucket, endpoint, region",
+        )
     return StoreUnavailable(f"{type(error).__name__}: {error}", where=where)
 
 

@@ -92,13 +92,16 @@ class S3Store(Store):
         self._credentials = StandardProvider(http=self._connections, region=region)
         if region is None and not (parts.hostname or "").endswith("amazonaws.com"):
             region = "us-east-1"
-        self._client = Minio(
-            parts.netloc,
-            secure=parts.scheme == "https",
-            region=region,
-            http_client=self._connections,
-            credentials=self._credentials,
-        )
+        try:
+            self._client = Minio(
+                parts.netloc,
+                secure=parts.scheme == "https",
+                region=region,
+                http_client=self._connections,
+                credentials=self._credentials,
+            )
+        except ValueError as error:
+            raise translated(error, where=f"{self.url} at {self._endpoint}") from error
         self._encryption = encryption
         self._address(addressing, parts)
         warn_if_open(self._endpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from deltashard_checkpoint.errors import CorruptObject
-from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, StoreUnavailable
+from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound, RequestRefused, StoreUnavailable
 from deltashard_checkpoint.stores.deadline import deadline, remaining_s, until
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
@@ -196,3 +196,18 @@ def test_a_caller_that_gave_up_is_not_retried_for() -> None:
     with until(lambda: True), deadline(60.0):
         assert remaining_s() == 0.0
     assert remaining_s() == float("inf")
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("embedded null byte"), OSError("nothing to say"), UnicodeError("x")]
+)
+def test_what_a_library_raises_gets_a_place_and_a_remedy(error: Exception) -> None:
+    class Foreign(MemoryStore):
+        def get(self, key: str) -> bytes:
+            raise error
+
+    with pytest.raises(RequestRefused, match=str(error)) as caught:
+        RetryingStore(Foreign(url="memory://x")).get("a/key")
+    assert caught.value.where == "memory://x/a/key"
+    assert caught.value.remedy
+    assert caught.value.__cause__ is error

@@ -13,7 +13,7 @@ from deltashard_checkpoint.stores.hedge import HedgingStore
 from deltashard_checkpoint.stores.key_rule import BadKey
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.s3.store import S3Store
-from deltashard_checkpoint.stores.url import BadStoreUrl, open_store
+from deltashard_checkpoint.stores.url import BadStoreUrl, local_path, open_store
 
 
 def test_a_memory_store_is_one_per_name() -> None:
@@ -119,3 +119,10 @@ def test_credentials_in_a_url_are_refused_and_not_repeated() -> None:
         open_store("s3://AKIAKEY:topsecret@bucket/prefix")
     assert "topsecret" not in str(caught.value)
     assert "AKIAKEY" not in str(caught.value)
+
+
+def test_a_home_that_nobody_knows() -> None:
+    """A container's user without a passwd entry."""
+    with pytest.raises(BadStoreUrl, match="cannot be resolved") as caught:
+        local_path("~nobody-has-this-name/store")
+    assert caught.value.where == "~nobody-has-this-name/store"

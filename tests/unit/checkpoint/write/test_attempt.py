@@ -10,6 +10,7 @@ from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, LogWentBack
 from deltashard_checkpoint.log.entry import entry_key
 from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.log.replay import EntryRefused
+from deltashard_checkpoint.maintenance import retention
 from deltashard_checkpoint.maintenance.garbage_collection import collect, data_objects, debris
 from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
@@ -458,3 +459,58 @@ def test_a_store_that_fails_for_a_moment_does_not_fail_the_layout():
     run.memory.put = once
     assert run.open(world_size=2, layout=HALVES.data).attempt == 1
     assert not failing
+
+
+def reading(run: Run, **options: object) -> attempts.Basis:
+    """What a trainer reads of a store that takes no entry."""
+    return attempts.read_unopened(run.reader(), owner="me", **options)[2]
+
+
+def opening(run: Run, basis: attempts.Basis, **options: object) -> attempts.Opened:
+    return attempts.open_attempt(run.reader(), owner="me", closing_wait_s=0.0, basis=basis, **options)
+
+
+def test_an_attempt_that_is_opened_late_has_the_entry_that_it_would_have_had():
+    """What only frees or names may have come between; nothing that a trainer did."""
+    run = Run()
+    first = run.open().attempt
+    run.commit(first, 1)
+    newest = run.commit(first, 2)
+    entries = run.log.state.tip
+    state, chosen, basis = attempts.read_unopened(run.reader(), owner="me")
+    assert (chosen.seq, state.tip, run.reader().refresh().tip) == (newest, entries, entries)
+    retention.append_retirement(run.reader(), retention.Retention(keep_last=1))
+    opened = opening(run, basis)
+    assert (opened.resume.seq, opened.attempt) == (newest, run.reader().refresh().attempt)
+    run.log.refresh()
+    run.commit(opened.attempt, 1, newest)
+
+
+def test_of_two_that_read_a_full_store_one_opens_and_the_other_is_overtaken():
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    one, two = reading(run), reading(run)
+    opening(run, two)
+    with pytest.raises(attempts.Overtaken, match="attempt 3 was opened"):
+        opening(run, one)
+
+
+def test_who_read_a_full_store_is_overtaken_by_a_predecessor_that_lived_on_and_committed():
+    """Its entry would leave an acknowledged checkpoint behind. Who asked for an older one on purpose leaves it anyway."""
+    run = Run()
+    first = run.open().attempt
+    old = run.commit(first, 1)
+    basis, chosen = reading(run), reading(run, which=f"seq:{old}")
+    newer = run.commit(first, 2)
+    with pytest.raises(
+        attempts.Overtaken, match=f"checkpoint {newer} is what a restore would load now, and {old}"
+    ):
+        opening(run, basis)
+    assert opening(run, chosen, which=f"seq:{old}").resume.seq == old
+
+
+def test_a_late_attempt_whose_answer_was_lost_is_found_again():
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    basis = reading(run)
+    assert opening(run, basis).attempt == opening(run, basis).attempt == run.reader().refresh().tip

@@ -21,9 +21,11 @@ from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.stores.retry import RetryingStore
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.vocabulary import ENCODINGS
-from deltashard_checkpoint.write.part_writer import PartAborted, PartTarget, PartWriter, UploadFailed
+from deltashard_checkpoint.write.part_writer import NoRoom, PartAborted, PartTarget, PartWriter, UploadFailed
+from deltashard_proto.cause import Cause
 
 from tests.support.checkpoint.sample import RUN, Model, open_descriptors, schema, whole
+from tests.support.checkpoint.small_store import SmallStore
 from tests.support.eventually import eventually
 
 TABLE = schema(rows=4000)
@@ -110,6 +112,19 @@ def test_a_failed_upload_ends_the_part_with_the_stores_reason_and_cleans_up(cach
     writer.abort()
     assert cache.used_bytes == 0
     assert not list(cache.directory.glob("*.spool"))
+
+
+def test_a_part_that_finds_the_store_full_takes_back_what_it_has_put(cache: PackCache) -> None:
+    """Or each try would leave more of what fills the store."""
+    store = SmallStore()
+    store.room = 2
+    writer = PartWriter(store, _target(), cache, pack_bytes=20_000, uploads=1)
+    with pytest.raises(NoRoom, match="no room left") as caught:
+        _write(writer)
+    assert caught.value.cause == Cause.FULL
+    writer.abort()
+    assert not list(store.list(""))
+    assert store.room == 2
 
 
 def test_a_stalled_store_fills_the_cache_and_not_memory_and_then_fails_in_time(tmp_path: Path) -> None:

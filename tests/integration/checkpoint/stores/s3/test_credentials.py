@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import urllib3
 from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, StoreUnavailable
+from deltashard_checkpoint.stores.deadline import deadline
 from deltashard_checkpoint.stores.s3.credentials import StandardProvider
 
 from tests.support.server.faulty_proxy import FixedAnswers
@@ -145,3 +148,145 @@ def test_absent_and_empty_files_are_missing_credentials(
         assert sts.requests == 0
         token.write_text("a.web.token")
         assert provider.retrieve().access_key == "assumed"
+
+
+PROCESS = """#!/bin/sh
+echo run >> {folder}/runs
+echo '{{"Version": 1, "AccessKeyId": "process", "SecretAccessKey": "s", "SessionToken": "t", "Expiration": "{ends}"}}'
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home with `.aws`, and no other credentials."""
+    for name in [name for name in os.environ if name.startswith(("AWS_", "MINIO_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    (tmp_path / ".aws").mkdir()
+    return tmp_path
+
+
+def process_of(home: Path) -> str:
+    """A real credential_process, whose keys live for an hour."""
+    script = home / "keys.sh"
+    ends = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    script.write_text(PROCESS.format(folder=home, ends=ends))
+    script.chmod(0o755)
+    return f"credential_process = {script}\n"
+
+
+def keys_of(name: str) -> str:
+    return f"aws_access_key_id = {name}\naws_secret_access_key = 5%s\n"
+
+
+def test_the_profile_is_chosen_as_botocore_does(
+    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of the config file, a process before them, keys of the credentials file before both."""
+    config = home / ".aws" / "config"
+    config.write_text(f"[default]\n{keys_of('config')}[profile p]\n{keys_of('config-p')}")
+    provider = StandardProvider(http=http)
+    assert (provider.retrieve().access_key, provider.retrieve().secret_key) == ("config", "5%s")
+    assert provider.source() == f"profile default of {config}"
+    config.write_text(f"[default]\n{keys_of('config')}{process_of(home)}")
+    found = [provider.retrieve() for _ in range(3)]
+    assert {(each.access_key, each.session_token) for each in found} == {("process", "t")}
+    assert (home / "runs").read_text() == "run\n"  # keys that live are kept
+    (home / ".aws" / "credentials").write_text(f"[default]\n{keys_of('credentials')}")
+    assert provider.retrieve().access_key == "credentials"
+    monkeypatch.setenv("AWS_PROFILE", "absent")
+    with pytest.raises(CredentialsMissing, match="profile absent"):
+        StandardProvider(http=http).retrieve()
+
+
+def test_a_role_is_assumed_from_a_source_profile(
+    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role comes before keys; the token service's refusal is told by its code alone."""
+    ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    answer = sts_answer("assumed", timedelta(hours=1)).replace(b"WithWebIdentity", b"")
+    assert ends.encode() in answer
+    (home / ".aws" / "config").write_text(
+        f"[default]\nregion = eu-west-1\nrole_arn = arn:aws:iam::1:role/r\nsource_profile = base\n{keys_of('unused')}"
+        f"[profile base]\n{keys_of('base')}"
+    )
+    with FixedAnswers(200, answer) as sts:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
+        provider = StandardProvider(http=http)
+        assert {provider.retrieve().access_key for _ in range(3)} == {"assumed"}
+        assert sts.requests == 1
+    refusal = b"<ErrorResponse><Error><Code>AccessDenied</Code><Message>secret words</Message></Error></ErrorResponse>"
+    with FixedAnswers(403, refusal) as sts:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{sts.port}")
+        with pytest.raises(AccessDenied, match=r"by role_arn: ClientError \(AccessDenied\)") as caught:
+            StandardProvider(http=http).retrieve()
+        assert "secret words" not in str(caught.value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(StoreUnavailable, match="token service"):
+        StandardProvider(http=http).retrieve()
+
+
+def test_what_only_botocore_follows_and_cannot_is_told_in_one_sentence(
+    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No login, a process that fails, and no botocore; never a word of what a process printed."""
+    config = home / ".aws" / "config"
+    sso = "sso_start_url = https://x.awsapps.com/start\nsso_region = eu-west-1\nsso_account_id = 1\nsso_role_name = r\n"
+    config.write_text(f"[default]\nregion = eu-west-1\n{sso}")
+    with pytest.raises(AccessDenied, match="by sso_start_url") as caught:
+        StandardProvider(http=http).retrieve()
+    assert "aws sso login" in caught.value.remedy
+    config.write_text("[default]\ncredential_process = sh -c 'echo hush >&2; exit 1'\n")
+    with pytest.raises(AccessDenied, match="by credential_process: CredentialRetrievalError") as caught:
+        StandardProvider(http=http).retrieve()
+    assert "hush" not in str(caught.value)
+    assert caught.value.where == str(config)
+    monkeypatch.setitem(sys.modules, "botocore.exceptions", None)
+    with pytest.raises(CredentialsMissing, match="needs botocore") as caught:
+        StandardProvider(http=http).retrieve()
+    assert "deltashard[aws]" in caught.value.remedy
+
+
+def test_a_process_that_does_not_answer_holds_no_request_longer_than_its_deadline(
+    http: urllib3.PoolManager, home: Path
+) -> None:
+    """It is asked once, and its answer is used when it comes."""
+    (home / "gate").touch()
+    script = home / "slow.sh"
+    script.write_text(
+        f"#!/bin/sh\nwhile [ -e {home}/gate ]; do sleep 0.05; done\n"
+        'echo \'{"Version": 1, "AccessKeyId": "late", "SecretAccessKey": "s"}\'\n'
+    )
+    script.chmod(0o755)
+    (home / ".aws" / "config").write_text(f"[default]\ncredential_process = {script}\n")
+    provider = StandardProvider(http=http)
+    with deadline(0.1), pytest.raises(StoreUnavailable, match="does not answer"):
+        provider.retrieve()
+    (home / "gate").unlink()
+    assert provider.retrieve().access_key == "late"
+
+
+def test_a_pod_identity_token_may_end_in_a_newline(
+    http: urllib3.PoolManager, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = home / "token"
+    token.write_text("a.pod.token\n")
+    ends = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    answer = f'{{"AccessKeyId": "pod", "SecretAccessKey": "s", "Token": "t", "Expiration": "{ends}"}}'
+    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+    with FixedAnswers(200, answer.encode()) as agent:
+        monkeypatch.setenv(
+            "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{agent.port}/v1/credentials"
+        )
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(token))
+        assert StandardProvider(http=http).retrieve().access_key == "pod"
+
+
+@pytest.mark.parametrize("text", ["no section", "[default", "\xff", "[default]\naws_access_key_id\n"])
+def test_a_file_of_another_kind_is_named(http: urllib3.PoolManager, home: Path, text: str) -> None:
+    path = home / ".aws" / "credentials"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(CredentialsMissing, match="profile default") as caught:
+        StandardProvider(http=http).retrieve()
+    assert caught.value.where == str(path)

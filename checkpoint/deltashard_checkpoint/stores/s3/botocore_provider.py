@@ -1,0 +1,111 @@
+"""Credentials of the kinds that only AWS's own library knows: processes, single sign-on, roles assumed from a profile.
+
+botocore is optional (`deltashard[aws]`) and imported when a profile asks for it. It renews what ends by itself. It may
+run a program or ask a token service, without any bound of its own, so a thread does that and is waited for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from types import ModuleType
+from typing import Any
+
+from minio.credentials.credentials import Credentials
+
+from deltashard_checkpoint.errors import DeltashardError
+from deltashard_checkpoint.stores.abc import AccessDenied, CredentialsMissing, StoreUnavailable
+from deltashard_checkpoint.stores.deadline import remaining_s
+
+ANSWER_S = 30.0
+"""The longest wait for a process or a token service."""
+_UNREACHED = ("ConnectionError", "HTTPClientError", "EndpointConnectionError")
+
+
+class BotocoreProvider:
+    """The credentials of one profile, by botocore; for one caller at a time.
+
+    `why` is the setting of the profile that needs it, `where` the files of the profile.
+    Raises `CredentialsMissing` when botocore is not installed.
+    """
+
+    def __init__(self, profile: str, *, why: str, where: str) -> None:
+        self._why = why
+        self._where = where
+        self._exceptions = self._module("exceptions")
+        session = self._module("session").Session(profile=profile)
+        config = self._module("config").Config(
+            connect_timeout=5, read_timeout=10, retries={"total_max_attempts": 2}
+        )
+        session.set_default_client_config(config)
+        self._session = session
+        self._found: Any = None
+        self._asked: Future[Credentials | None] | None = None
+
+    def retrieve(self) -> Credentials:
+        """Keys that are good now; raises `CredentialsMissing`, `AccessDenied` or `StoreUnavailable`."""
+        # One that did not answer in time is still being asked: it is waited for again, not asked twice.
+        self._asked = self._asked or self._begin()
+        try:
+            found = self._asked.result(max(0.0, min(ANSWER_S, remaining_s())))
+        except FutureTimeout:
+            raise StoreUnavailable(
+                f"no store credentials by {self._why} yet: it does not answer", where=self._where
+            ) from None
+        except BaseException:
+            self._asked = None
+            raise
+        self._asked = None
+        if found is None:
+            raise CredentialsMissing(f"{self._why} gave no store credentials", where=self._where)
+        return found
+
+    def _begin(self) -> Future[Credentials | None]:
+        asked: Future[Credentials | None] = Future()
+
+        def ask() -> None:
+            try:
+                asked.set_result(self._ask())
+            except DeltashardError as error:
+                asked.set_exception(error)
+
+        threading.Thread(target=ask, name="botocore", daemon=True).start()
+        return asked
+
+    def _ask(self) -> Credentials | None:
+        try:
+            self._found = self._found or self._session.get_credentials()
+            keys = None if self._found is None else self._found.get_frozen_credentials()
+        # IMPORTANT: the one place where botocore's errors end, of whatever class they are. Their text may hold what a
+        # process printed, and that a secret: only the kind is told.
+        except Exception as error:  # noqa: BLE001 - see above
+            raise self._translated(error) from None
+        return None if keys is None else Credentials(keys.access_key, keys.secret_key, keys.token)
+
+    def _translated(self, error: Exception) -> DeltashardError:
+        what = f"no store credentials by {self._why}"
+        if any(isinstance(error, getattr(self._exceptions, name)) for name in _UNREACHED):
+            return StoreUnavailable(
+                f"{what} now: {type(error).__name__}", where=self._where, remedy="is the token service up?"
+            )
+        code = ""
+        if isinstance(error, self._exceptions.ClientError):
+            code = f" ({getattr(error, 'response', {}).get('Error', {}).get('Code', '')})"
+        remedy = (
+            "run `aws sso login` with this profile"
+            if "sso" in self._why
+            else "`aws sts get-caller-identity` with this profile tells more"
+        )
+        return AccessDenied(f"{what}: {type(error).__name__}{code}", where=self._where, remedy=remedy)
+
+    def _module(self, name: str) -> ModuleType:
+        try:
+            return importlib.import_module(f"botocore.{name}")
+        except ImportError:
+            raise CredentialsMissing(
+                f"the profile uses {self._why}, which needs botocore, and that is not installed",
+                where=self._where,
+                remedy="pip install 'deltashard[aws]'; or give keys, or a role of the pod's service account",
+            ) from None

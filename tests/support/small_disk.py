@@ -1,0 +1,50 @@
+"""A disk of a few MiB that can be full: a tmpfs of its own. Needs root, as containers of CI have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class SmallDisk:
+    """What a directory's file system has room for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def fill(self) -> None:
+        """Somebody else, as on a shared volume, takes what is left, to the last block."""
+        with (self.root / "other").open("ab", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(os.statvfs(self.root).f_frsize))
+            except OSError:
+                assert self.free_bytes == 0
+
+    def empty(self) -> None:
+        """What somebody else had taken is free again."""
+        (self.root / "other").unlink()
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free."""
+        found = os.statvfs(self.root)
+        return found.f_bavail * found.f_frsize
+
+    def remount(self, option: str) -> None:
+        """`ro` or `rw`."""
+        subprocess.run(["mount", "-o", f"remount,{option}", self.root], check=True)
+
+
+@contextmanager
+def small_disk(root: Path, *, size_bytes: int) -> Iterator[SmallDisk]:
+    """A file system of this size at `root`, for as long as this lasts."""
+    root.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "small", root], check=True)
+    try:
+        yield SmallDisk(root)
+    finally:
+        subprocess.run(["umount", "--lazy", root], check=True)

@@ -1,0 +1,36 @@
+"""What is not our own error at the command line's rim: a message, a place and a remedy all the same."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+from deltashard_checkpoint.errors import UserError
+from deltashard_cli.main import ENVIRONMENT, INTERNAL, LocalFault, exit_code, named
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "where"),
+    [
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/out/t.npy"),
+            "No space left on device",
+            "/out/t.npy",
+        ),
+        (OSError("nothing to say"), "OSError: nothing to say", "this machine"),
+        (MemoryError(), "there is not enough memory", "this process"),
+    ],
+)
+def test_files_and_memory_are_the_environments(error: Exception, what: str, where: str) -> None:
+    found = named(error)
+    assert isinstance(found, LocalFault)
+    assert (found.what, found.where, exit_code(found)) == (what, where, ENVIRONMENT)
+    assert found.remedy
+
+
+def test_all_else_stays_what_it_is() -> None:
+    """Ours says it all; a bug is one."""
+    ours, bug = UserError("x"), KeyError("y")
+    assert named(ours) is ours
+    assert exit_code(named(bug)) == INTERNAL
