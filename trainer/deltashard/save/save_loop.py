@@ -406,6 +406,7 @@ class SaveLoop:
     def _finish_here(self, until_s: float) -> None:
         last: Exception | None = None
         tried = False
+        self._setbacks.closing()
         while self._needs_cut():
             standing = self.standing()
             wait = standing.why(Asker.CLOSE)
@@ -433,7 +434,7 @@ class SaveLoop:
                     where=self._attachment.url,
                     remedy="there is no run to wait for; another process begins it anew",
                 )
-            if wait is None and link is not None:
+            if wait is None and link is not None and not self._resting:
                 tried = True
                 self._say_inexact(standing)
                 last = self._last_cut(link, until_s) or last
@@ -443,6 +444,12 @@ class SaveLoop:
             elif not self.drain(until_s):
                 last = SaveFailed("the save is still uploading", where="close()")
             self._news.apply()
+
+    @property
+    def _resting(self) -> bool:
+        """Whether the last cut waits for the back-off; what other ranks have ordered does not."""
+        ordered = self._orders is not None and self._orders.conductor.cut_at(self._clock.step) is not None
+        return self._setbacks.backing_off and not ordered
 
     def _refine(self, until_s: float) -> None:
         """What a run leaves behind has 8 bit: if the last step was saved with fewer that were chosen, cut it again."""
