@@ -129,9 +129,7 @@ class Housekeeping:
                 return state.newest()
             failures += 1
             with self._wake:
-                self._wake.wait_for(
-                    lambda: self._stopped or not self._prefetching, BACKOFF.delay_s(failures)
-                )
+                self._wake.wait_for(lambda: self._stopped or not self._prefetching, BACKOFF.delay_s(failures))
         return None
 
     def round(self, log: RunLog, attempt: int) -> None:

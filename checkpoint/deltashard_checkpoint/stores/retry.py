@@ -24,6 +24,7 @@ from deltashard_checkpoint.stores.abc import QUIET_S, Buffer, ObjectInfo, Store,
 from deltashard_checkpoint.stores.deadline import abandoned, deadline, remaining_s
 
 Result = TypeVar("Result")
+BACKOFF = Backoff(first_s=0.1, longest_s=5.0)
 DELETE_BATCH = 1000
 """Keys in one delete request: what S3 takes."""
 
@@ -38,7 +39,8 @@ class RetryPolicy:
     """A call that moves n bytes has n / this seconds more."""
     attempts: int = 30
     """At most so many tries a call."""
-    backoff: Backoff = Backoff(first_s=0.1, longest_s=5.0)
+    backoff: Backoff = BACKOFF
+    """Pauses between tries."""
 
     def allowance_s(self, size_bytes: int) -> float:
         """The deadline of a call that moves `size_bytes`."""

@@ -112,7 +112,7 @@ class Pace:
 
 
 def failures_after(failures: int, *, welcomed: bool, lasting: bool) -> int:
-    """For `BACKOFF`, after `failures` streams in a row: one ended that was taken in, or not, or for a lasting reason."""
+    """Failures in a row, for `BACKOFF`: another stream ended, which was `welcomed`, or not, for a `lasting` reason."""
     if welcomed:
         return 1
     return max(failures + 1, LASTING_FAILURES if lasting else 0)

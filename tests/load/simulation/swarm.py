@@ -121,7 +121,9 @@ class Sidecar:
             welcomed, cause = await self._stream()
             if cause:
                 self._told.refusals[cause] = self._told.refusals.get(cause, 0) + 1
-            failures = heartbeat.failures_after(failures, welcomed=welcomed, lasting=cause in heartbeat.LASTING)
+            failures = heartbeat.failures_after(
+                failures, welcomed=welcomed, lasting=cause in heartbeat.LASTING
+            )
             await asyncio.sleep(heartbeat.BACKOFF.delay_s(failures))
 
     async def _stream(self) -> tuple[bool, str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_checkpoint.backoff import Backoff
+from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_sidecar.policy import Directive
 from deltashard_sidecar.telemetry.incident import Incidents
 from deltashard_sidecar.telemetry.metric import Metrics

@@ -402,7 +402,8 @@ def test_killed_in_mid_put(own_minio: MinioServer) -> None:
             assert half.wait(120)
             with pytest.raises(StoreUnavailable, match="failed|connection"):
                 open_store(
-                    own_minio.url("any-bucket"), policy=RetryPolicy(deadline_s=0.3, backoff=Backoff(first_s=0.05, longest_s=5.0))
+                    own_minio.url("any-bucket"),
+                    policy=RetryPolicy(deadline_s=0.3, backoff=Backoff(first_s=0.05, longest_s=5.0)),
                 ).get("pack")
             own_minio.start()
             putting.result(200)
