@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.private_file import open_private, write_private
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
@@ -86,6 +87,7 @@ def serve(argv: Sequence[str]) -> int:
     if lock is None:
         log.error("sidecar.owned", dir=str(config.dir))
         return EXIT_OWNED
+    crash_point("serve.owned")
     config.ready_path.unlink(missing_ok=True)
     try:
         return _serve(config, log, lock)
@@ -129,6 +131,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
         "metrics_port": None if scraped is None else scraped[1],
         "protocol": TRAINER_PROTOCOL.most,
     }
+    crash_point("serve.before_ready")
     write_private(config.ready_path, json.dumps(facts), 0o660)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
     sidecar.start()

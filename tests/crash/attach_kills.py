@@ -68,10 +68,10 @@ class Killer(threading.Thread):
         self._phases, self._runtime, self._chance = phases, runtime, chance
 
     def run(self) -> None:
-        for phase in LONGEST_S:
+        for phase, longest_s in LONGEST_S.items():
             killed = False
             while not killed and self._phases.wait_for(phase, self.over):
-                time.sleep(self._chance.uniform(0.0, LONGEST_S[phase]))
+                time.sleep(self._chance.uniform(0.0, longest_s))
                 instant = self._phases.now or "between"
                 killed = self._kill()
                 self.hit[instant] += killed

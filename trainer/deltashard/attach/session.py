@@ -237,6 +237,8 @@ class Session:
         try:
             if not taken or self.link is not link:
                 raise SidecarUnavailable("the sidecar went away just now", where="save")
+            if not link.arena.whole:  # a copy into what was cut off would end this process with SIGBUS
+                raise SidecarUnavailable("the arena was truncated", where=str(link.arena.path))
             yield
         finally:
             if taken:

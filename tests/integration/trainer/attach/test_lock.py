@@ -13,7 +13,6 @@ from deltashard.errors import SidecarUnavailable
 from deltashard_checkpoint.private_file import NotPrivate
 from deltashard_proto.arena_layout import Arena, ArenaShape
 
-
 SHAPE = ArenaShape(blocks=4, block_bytes=1 << 16)
 LARGER = ArenaShape(blocks=9, block_bytes=1 << 16)
 
