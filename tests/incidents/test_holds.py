@@ -170,18 +170,9 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProc
         yield process
 
 
-def held(lock: Any) -> bool:
-    """Whether another thread holds it."""
-    if lock.acquire(blocking=False):
-        lock.release()
-        return False
-    return True
-
-
 def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, pod: SidecarProcess) -> None:
-    """The session thread waits for the socket, for an hour if need be; training does not."""
+    """The session thread looks for the socket again and again; training does not wait for it."""
     with Run(tmp_path / "store") as run:
-        run.ckpt._launcher._deadline_s = 3600.0
         run.train(2)
         run.save()
         run.train(1)
@@ -190,7 +181,6 @@ def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, p
         def die() -> Any:
             pod.signal(signal.SIGKILL)
             eventually(lambda: run.ckpt._session.link is None, what="the loss is noticed")
-            eventually(lambda: held(run.ckpt._session._lock), what="the session thread looks for the sidecar")
             return refresh()
 
         run.ckpt._program.tracking.refresh = die

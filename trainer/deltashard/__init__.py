@@ -28,7 +28,8 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ModuleNotFoundError(
-        "deltashard in a training script needs torch -- pip install 'deltashard[trainer,sidecar]'", name="torch"
+        "deltashard in a training script needs torch -- pip install 'deltashard[trainer,sidecar]'",
+        name="torch",
     ) from None
 
 from deltashard import errors, optim
