@@ -229,7 +229,7 @@ def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
     """And fails by name; what is asked for meanwhile is not tried at every step."""
     with Run(tmp_path / "store") as run:
         run.train(1)
-        run.ckpt._saver._setbacks._back_off_s = 1000.0  # the next one is the longest: a minute
+        run.ckpt._saver._setbacks._failures = 10  # the next pause is the longest: a minute
         tries = 0
 
         def broken() -> Any:

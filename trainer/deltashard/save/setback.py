@@ -14,8 +14,9 @@ from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
-BACKOFF = Backoff(first_s=0.5, longest_s=60.0)
-CLOSING = Backoff(first_s=0.5, longest_s=5.0)
+# Not random: ranks fail together, and are to try again together.
+BACKOFF = Backoff(first_s=0.5, longest_s=60.0, jitter=0.0)
+CLOSING = Backoff(first_s=0.5, longest_s=5.0, jitter=0.0)
 """While `close()` waits for its last save."""
 
 
