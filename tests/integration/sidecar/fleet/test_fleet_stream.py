@@ -10,12 +10,12 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.fleet import fleet_stream
 from deltashard_sidecar.fleet.fleet_stream import Fleet
-from deltashard_checkpoint.backoff import Backoff
 from deltashard_sidecar.telemetry.structured_logging import configure
 
 from tests.support.eventually import eventually
