@@ -478,6 +478,7 @@ def open_through_a_sidecar(layout: Layout) -> dict[str, float]:
     import grpc
     from deltashard.attach.lock import lock_line, open_arena, release_arena
     from deltashard.attach.session import OPEN_DEADLINE_S
+    from deltashard_proto.arena_layout import ArenaShape
     from deltashard_proto.message_limit import MESSAGE_OPTIONS
     from deltashard_proto.v1 import trainer_pb2 as pb
     from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
@@ -496,7 +497,8 @@ def open_through_a_sidecar(layout: Layout) -> dict[str, float]:
                     protocol_min=1, protocol_max=1, world_size=layout.world_size, pid=os.getpid()
                 )
             )
-            arena = open_arena(Path(attached.arena_path))
+            shape = ArenaShape.within(attached.arena_bytes, block_bytes=attached.block_bytes)
+            arena = open_arena(Path(attached.arena_path), shape)
             try:
                 lock_line(arena, 0)
                 before, begun_s = sidecar.anonymous_bytes(), time.monotonic()

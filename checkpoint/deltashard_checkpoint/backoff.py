@@ -1,6 +1,7 @@
-"""Bounded waiting: one deadline over a whole operation, and jittered back-off between its tries.
+"""Bounded waiting: delays that double from failure to failure, and one deadline over a whole operation.
 
-Clock, sleep and randomness are injected, so that tests neither wait nor depend on luck.
+`Backoff` is the arithmetic, the same for every retry; `Patience` waits by it until a deadline. Clock, sleep and
+randomness are injected, so that tests neither wait nor depend on luck.
 """
 
 from __future__ import annotations
@@ -9,6 +10,26 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+# IMPORTANT: a generator of our own. The global one is the program's: what it draws decides bits of the training.
+chance: Callable[[], float] = random.Random().random  # noqa: S311 - jitter
+"""A random number of [0, 1)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Delays between the tries of something that fails: doubling, bounded, and partly random."""
+
+    first_s: float
+    """After the first failure."""
+    longest_s: float
+    jitter: float = 0.5
+    """Share of every delay that is random, so that processes that wait for the same thing do not ask in step."""
+
+    def delay_s(self, failures: int, uniform: Callable[[], float] = chance) -> float:
+        """The delay after `failures` failures in a row (from 1); `uniform` draws random numbers of [0, 1)."""
+        delay_s = min(self.longest_s, self.first_s * 2.0 ** min(failures - 1, 60))
+        return delay_s * (1.0 - self.jitter * (1.0 - uniform()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +40,7 @@ class Clocks:
     """For people only."""
     monotonic_s: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    uniform: Callable[[], float] = random.Random().random  # noqa: S311 - not the program's generator, which decides bits
+    uniform: Callable[[], float] = chance
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,10 +49,9 @@ class Patience:
 
     clocks: Clocks
     deadline_s: float
-    first_s: float = 0.05
-    longest_s: float = 5.0
+    backoff: Backoff = Backoff(first_s=0.05, longest_s=5.0)
     _begun_s: float = field(init=False)
-    _tries: int = field(default=0, init=False)
+    _failures: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._begun_s = self.clocks.monotonic_s()
@@ -55,8 +75,6 @@ class Patience:
         left_s = self.left_s
         if left_s <= 0:
             return False
-        delay_s = min(self.longest_s, self.first_s * 2.0 ** min(self._tries, 30))
-        self._tries += 1
-        # Half of every delay is chance: ranks that wait for the same thing must not ask in step.
-        self.clocks.sleep(min(left_s, delay_s * (0.5 + 0.5 * self.clocks.uniform())))
+        self._failures += 1
+        self.clocks.sleep(min(left_s, self.backoff.delay_s(self._failures, self.clocks.uniform)))
         return True

@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import DeltashardError, UserError
+from deltashard_checkpoint.private_file import open_private, write_private
 from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 
 from deltashard_sidecar import settings
@@ -41,6 +43,7 @@ EXIT_USAGE = 2
 EXIT_OWNED = 3
 EXIT_ENVIRONMENT = 4
 TICK_S = 0.1
+LOCK = "LOCK"
 
 USAGE = """usage: deltashard-sidecar serve --url URL --run RUN --dir DIR --cache-dir DIR [--SETTING VALUE ...]
        deltashard-sidecar notify [--reason eviction] [--deadline-s S] [--socket PATH]
@@ -51,9 +54,12 @@ Settings: docs/reference/sidecar-settings.md; every one is also a variable DELTA
 
 
 def own(directory: Path) -> int | None:
-    """The descriptor of the runtime directory's lock, or None when another process owns the directory."""
+    """The descriptor of the runtime directory's lock, or None when another process owns the directory.
+
+    Raises `NotPrivate`.
+    """
     directory.mkdir(mode=0o770, parents=True, exist_ok=True)
-    fd = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
+    fd = open_private(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o660)
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -62,11 +68,12 @@ def own(directory: Path) -> int | None:
     return fd
 
 
-def write_ready(path: Path, facts: dict[str, int | None]) -> None:
-    """Say, atomically, that the sidecar serves."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(facts))
-    temporary.replace(path)
+def owns(directory: Path, fd: int) -> bool:
+    """Whether the directory is still the one whose lock `fd` holds, and was not removed meanwhile."""
+    try:
+        return os.path.samestat((directory / LOCK).lstat(), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -80,9 +87,10 @@ def serve(argv: Sequence[str]) -> int:
     if lock is None:
         log.error("sidecar.owned", dir=str(config.dir))
         return EXIT_OWNED
+    crash_point("serve.owned")
     config.ready_path.unlink(missing_ok=True)
     try:
-        return _serve(config, log)
+        return _serve(config, log, lock)
     except UserError as error:
         log.error("sidecar.refused", **explain(error))  # noqa: TRY400 - an answer, not a crash
         return EXIT_USAGE
@@ -93,7 +101,7 @@ def serve(argv: Sequence[str]) -> int:
         os.close(lock)
 
 
-def _serve(config: settings.Settings, log: Logger) -> int:
+def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     from deltashard_sidecar.arena.arena import ArenaKeeper
     from deltashard_sidecar.grpc_server import Server
     from deltashard_sidecar.run.run import Run
@@ -123,14 +131,28 @@ def _serve(config: settings.Settings, log: Logger) -> int:
         "metrics_port": None if scraped is None else scraped[1],
         "protocol": TRAINER_PROTOCOL.most,
     }
-    write_ready(config.ready_path, facts)
+    crash_point("serve.before_ready")
+    write_private(config.ready_path, json.dumps(facts), 0o660)
     log.info("sidecar.serving", blocks=keeper.ledger.total, block_bytes=keeper.block_bytes, **facts)
     sidecar.start()
     fleet, standing = _fleet(config, sidecar, metrics, log)
+    status = 0
     while not stop.wait(TICK_S):
         if standing is not None:
             standing.look(time.time())
         bound(config.dir / "sidecar.log")
+        if not owns(config.dir, lock) or not keeper.whole:
+            # Nobody finds this one any more, or its memory is gone: the next one makes both again.
+            log.error(
+                "sidecar.directory_lost",
+                what="the runtime directory was removed" if keeper.whole else "the arena was truncated",
+                where=str(config.dir),
+                remedy="leave it to the sidecar while that lives; this one stops, and the next makes it again",
+            )
+            status = EXIT_ENVIRONMENT
+            if not keeper.whole:
+                hurry.set()
+            break
         if not sidecar.tick():
             log.info("sidecar.lingered", linger_s=config.linger_s)
             break
@@ -139,15 +161,18 @@ def _serve(config: settings.Settings, log: Logger) -> int:
     sidecar.terminate(hurry)
     if fleet is not None:
         fleet.stop()
-    config.ready_path.unlink(missing_ok=True)
+    mine = owns(config.dir, lock)  # the next one may serve there already
+    if mine:
+        config.ready_path.unlink(missing_ok=True)
     server.stop(0.5)
-    config.socket_path.unlink(missing_ok=True)
+    if mine:
+        config.socket_path.unlink(missing_ok=True)
     if scraped is not None:
         scraped[0].shutdown()
     run.close()
     keeper.retire()
     log.info("sidecar.stopped")
-    return 0
+    return status
 
 
 def _fleet(
@@ -236,6 +261,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = commands[arguments[0]](arguments[1:])
     except UserError as error:
         sys.stderr.write(f"deltashard-sidecar: {error}\n")
+        return EXIT_USAGE
+    except ModuleNotFoundError as error:
+        sys.stderr.write(
+            f"deltashard-sidecar: the package {error.name!r} is not installed [deltashard-sidecar] -- "
+            "pip install 'deltashard[sidecar]'\n"
+        )
         return EXIT_USAGE
     if arguments[0] == "serve" and argv is None:
         # Everything is closed. A thread that still hangs in the store must not keep the process.

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.cache.cache_dir import sweep
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.log.commit_log import RunLog
@@ -36,8 +37,7 @@ from deltashard_sidecar.telemetry.structured_logging import Logger, explain
 
 ROUND_DEADLINE_S = 300.0
 LEARN_DEADLINE_S = 30.0
-FIRST_PAUSE_S = 1.0
-LAST_PAUSE_S = 30.0
+BACKOFF = Backoff(first_s=1.0, longest_s=30.0)
 """Between looks for a store that does not answer at start."""
 GIVE_WAY_S = 1.0
 """A compaction waits so long, before each frame, for a save or restore to end. Not longer: a save may itself wait for
@@ -124,14 +124,14 @@ class Housekeeping:
 
         Credentials that are not there yet, or a store that is down, are found here first, before anybody needs them.
         """
-        pause_s = FIRST_PAUSE_S
+        failures = 0
         while not self._stopped and self._prefetching:
             state = self._run.learn(deadline_s=LEARN_DEADLINE_S)
             if state is not None:
                 return state.newest()
+            failures += 1
             with self._wake:
-                self._wake.wait_for(lambda: self._stopped or not self._prefetching, pause_s)
-            pause_s = min(2 * pause_s, LAST_PAUSE_S)
+                self._wake.wait_for(lambda: self._stopped or not self._prefetching, BACKOFF.delay_s(failures))
         return None
 
     def round(self, log: RunLog, attempt: int, *, full: bool = False) -> None:

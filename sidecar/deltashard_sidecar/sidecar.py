@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.errors import EnvironmentFault, UserError
 from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
 from deltashard_checkpoint.write.commit import FencedError
@@ -139,6 +140,7 @@ class Sidecar:
             session = self.control.admit(request)
             self._idle_since_s = time.monotonic()  # it may be gone again before anybody looks
             self.saves.came_back(session)
+        crash_point("attach.admitted")
         attempt = session.attempt.number
         if attempt is not None:
             session.attempt.found(self.run.resume(session.who, attempt))

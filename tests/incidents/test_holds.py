@@ -170,18 +170,9 @@ def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SidecarProc
         yield process
 
 
-def held(lock: Any) -> bool:
-    """Whether another thread holds it."""
-    if lock.acquire(blocking=False):
-        lock.release()
-        return False
-    return True
-
-
 def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, pod: SidecarProcess) -> None:
-    """The session thread waits for the socket, for an hour if need be; training does not."""
+    """The session thread looks for the socket again and again; training does not wait for it."""
     with Run(tmp_path / "store") as run:
-        run.ckpt._launcher._deadline_s = 3600.0
         run.train(2)
         run.save()
         run.train(1)
@@ -190,7 +181,6 @@ def test_a_pod_sidecar_that_dies_between_the_look_and_the_copy(tmp_path: Path, p
         def die() -> Any:
             pod.signal(signal.SIGKILL)
             eventually(lambda: run.ckpt._session.link is None, what="the loss is noticed")
-            eventually(lambda: held(run.ckpt._session._lock), what="the session thread looks for the sidecar")
             return refresh()
 
         run.ckpt._program.tracking.refresh = die
@@ -239,7 +229,7 @@ def test_a_save_that_fails_before_it_is_sent_backs_off(tmp_path: Path) -> None:
     """And fails by name; what is asked for meanwhile is not tried at every step."""
     with Run(tmp_path / "store") as run:
         run.train(1)
-        run.ckpt._saver._setbacks._back_off_s = 1000.0  # the next one is the longest: a minute
+        run.ckpt._saver._setbacks._failures = 10  # the next pause is the longest: a minute
         tries = 0
 
         def broken() -> Any:

@@ -31,7 +31,7 @@ from deltashard_checkpoint.format.blob_name import blob_name, own_blobs
 from deltashard_checkpoint.format.index import box_message, table_message
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.restore.frame_applier import FrameApplier, TableTarget
-from deltashard_proto.arena_layout import STEP, Arena, aligned, sections
+from deltashard_proto.arena_layout import STEP, Arena, ArenaShape, aligned, sections
 from deltashard_proto.message_limit import MESSAGE_OPTIONS
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
@@ -366,7 +366,9 @@ class Trainer:
         )  # fmt: skip
         self._watch = None  # the end of an older one is no news
         self.reply = self.stub.Attach(request, timeout=DEADLINE_S)
-        self.arena = Arena.open(Path(self.reply.arena_path))
+        shape = ArenaShape.within(self.reply.arena_bytes, block_bytes=self.reply.block_bytes)
+        fd = os.open(self.reply.arena_path, os.O_RDWR | os.O_CLOEXEC)
+        self.arena = Arena.mapped(Path(self.reply.arena_path), fd, shape)
         self._arenas.append(
             self.arena
         )  # to close any descriptor of it drops every lock of this process on it

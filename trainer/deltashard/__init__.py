@@ -22,6 +22,16 @@ import os
 # stderr, at every fork.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "deltashard in a training script needs torch -- pip install 'deltashard[trainer,sidecar]'",
+        name="torch",
+    ) from None
+
 from deltashard import errors, optim
 from deltashard.checkpoint_reader import CheckpointReader, StoredRows, open_checkpoint
 from deltashard.checkpointer import Checkpointer

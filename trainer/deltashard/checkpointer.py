@@ -41,6 +41,7 @@ from deltashard.attach.launcher import (
 from deltashard.attach.lifecycle import Attempt, Event
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank, rank_of_this_process
+from deltashard.attach.retry import DEADLINE_S
 from deltashard.attach.session import Link, Session
 from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import AnotherTrainer, UserError
@@ -339,6 +340,7 @@ class Checkpointer:
             conductor=self._conductor,
             terms=str(self._ground.terms or "full"),
             begun=lambda reply, meeting: self._begun(recovery, reply, meeting),
+            last_words=self._launcher.last_words,
         )
         self._restorer = Restorer(
             self._program,
@@ -543,8 +545,11 @@ class Checkpointer:
         weights_only: bool = False,
         renames: Mapping[str, str] | None = None,
         takeover: bool = False,
+        deadline_s: float = DEADLINE_S,
     ) -> Restored | None:
         """Open the attempt and bring the newest whole checkpoint back, in place. Call it before the first `step()`.
+
+        A sidecar that dies meanwhile is started again (in a pod: waited for), and all of this begins again.
 
         Args:
             which: "latest", "none", a seq number, "seq:N", "step:N" or "pin:NAME".
@@ -553,6 +558,8 @@ class Checkpointer:
             weights_only: tables, parameters and buffers only: no optimizer, loader, generators or state.
             renames: stored table name by the model's name for it.
             takeover: go on although the run belongs to another owner.
+            deadline_s: from the first time that the sidecar is gone, in seconds: when it is gone after that, restore()
+                raises RestoreFailed with the reasons so far.
 
         Returns:
             None only if nothing was ever committed.
@@ -562,6 +569,7 @@ class Checkpointer:
                 called again.
         """
         self._attempt.refuse_closed("restore()")
+        arguments.check_seconds("deadline_s", deadline_s, off="leave deadline_s= out for five minutes")
         wish = Wish(
             which=f"seq:{which}" if isinstance(which, int) else which,
             from_run=from_run,
@@ -569,6 +577,7 @@ class Checkpointer:
             weights_only=weights_only,
             renames=renames or {},
             takeover=takeover,
+            deadline_s=deadline_s,
         )
         try:
             return self._restorer.restore(wish)

@@ -16,6 +16,7 @@ __all__ = [
     "RanksDiffer",
     "RestoreFailed",
     "SaveFailed",
+    "SidecarGone",
     "SidecarUnavailable",
     "StateError",
     "TakenOver",
@@ -54,6 +55,10 @@ class GroupLost(EnvironmentFault):
 
 class SidecarUnavailable(EnvironmentFault):
     """The sidecar cannot be started or reached, or refuses this trainer."""
+
+
+class SidecarGone(SidecarUnavailable):
+    """The sidecar died, stops, or did not answer: the next one may. Attach, open and restore try again."""
 
 
 class SaveFailed(EnvironmentFault):

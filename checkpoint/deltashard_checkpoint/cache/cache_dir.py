@@ -51,10 +51,19 @@ def own(directory: Path, *, wait_s: float = OWN_WAIT_S) -> int:
 
 
 def disown(directory: Path, fd: int) -> None:
-    """Give it up; its packs stay for the next owner."""
+    """Give it up; its packs stay for the next owner. Without effect when `fd` is -1."""
     with _owned_lock:
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
         _owned.discard(directory.resolve())
+
+
+def holds(directory: Path, fd: int) -> bool:
+    """Whether `fd` is the lock of the directory that is there now."""
+    try:
+        return os.path.samestat((directory / _LOCK).lstat(), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def sweep(mine: Path, *, budget_bytes: int) -> Swept:

@@ -43,9 +43,15 @@ class _Entry:
 class PackCache:
     """The packs in `directory`, together at most `budget_bytes`. Safe to use from any thread."""
 
-    def __init__(self, directory: Path, *, budget_bytes: int) -> None:
-        """Take the directory (created if missing); raises `CacheUnusable` when another process owns it."""
+    def __init__(
+        self, directory: Path, *, budget_bytes: int, removed: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take the directory (created if missing); raises `CacheUnusable` when another process owns it.
+
+        `removed` is called when somebody removed the directory meanwhile: it is made again, and empty.
+        """
         self.directory = directory
+        self._removed = removed
         self.budget_bytes = budget_bytes
         self.brought: set[str] = set()
         """Keys of packs that this process fetched from the store: a restore from them is one from the store."""
@@ -101,11 +107,19 @@ class PackCache:
             self._entries[name] = _Entry(capacity_bytes, 1)
             self._used_bytes += capacity_bytes
         path = self.directory / f"{name}.spool"
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o640)
+            try:
+                fd = os.open(path, flags, 0o640)
+            except FileNotFoundError:
+                self._take_again()
+                fd = os.open(path, flags, 0o640)
         except OSError as error:
             self._forget(name)
             raise disk_error(error, path) from error
+        except BaseException:
+            self._forget(name)
+            raise
         return PackSpool(key=key, path=path, fd=fd, capacity_bytes=capacity_bytes, make_room=self._make_room)
 
     def seal(self, spool: PackSpool) -> None:
@@ -240,6 +254,19 @@ class PackCache:
                 self._entries[name] = _Entry(size, 0)
                 self._used_bytes += size
             self._evict(self.budget_bytes)
+
+    def _take_again(self) -> None:
+        """The directory was removed: make and own it again; of its packs only those in use are still counted."""
+        with self._changed:
+            if cache_dir.holds(self.directory, self._lock_fd):
+                return  # another thread was faster
+            cache_dir.disown(self.directory, self._lock_fd)
+            self._lock_fd = -1
+            self._lock_fd = cache_dir.own(self.directory)
+            for name in [name for name, entry in self._entries.items() if not entry.pins]:
+                self._used_bytes -= self._entries.pop(name).bytes
+            self._changed.notify_all()
+        self._removed()
 
     def _evict(self, down_to_bytes: int) -> bool:
         """Evict unpinned packs, oldest first, until at most `down_to_bytes` are used; whether that was reached."""

@@ -12,7 +12,6 @@ breaks off goes on after the last key it gave.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from functools import partial
 from itertools import islice
 from typing import Protocol, TypeVar
 
+from deltashard_checkpoint.backoff import Backoff, chance
 from deltashard_checkpoint.stores.abc import (
     QUIET_S,
     Buffer,
@@ -31,11 +31,9 @@ from deltashard_checkpoint.stores.abc import (
 from deltashard_checkpoint.stores.deadline import abandoned, deadline, remaining_s
 
 Result = TypeVar("Result")
+BACKOFF = Backoff(first_s=0.1, longest_s=5.0)
 DELETE_BATCH = 1000
 """Keys in one delete request: what S3 takes."""
-
-
-_jitter = random.Random()  # noqa: S311 - a generator of our own: a program that reads a store draws from the global one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,19 +46,12 @@ class RetryPolicy:
     """A call that moves n bytes has n / this seconds more."""
     attempts: int = 30
     """At most so many tries a call."""
-    first_delay_s: float = 0.1
-    """Back-off before the second try; doubles from try to try ..."""
-    longest_delay_s: float = 5.0
-    """... up to this. Half of each delay is random."""
+    backoff: Backoff = BACKOFF
+    """Pauses between tries."""
 
     def allowance_s(self, size_bytes: int) -> float:
         """The deadline of a call that moves `size_bytes`."""
         return self.deadline_s + size_bytes / self.slowest_bytes_per_s
-
-    def delay_s(self, failures: int, uniform: float) -> float:
-        """Back-off after the n-th failure (from 1); `uniform` is a random number of [0, 1)."""
-        delay_s = min(self.longest_delay_s, self.first_delay_s * 2.0 ** min(failures - 1, 60))
-        return delay_s * (0.5 + 0.5 * uniform)
 
 
 class StoreObserver(Protocol):
@@ -100,7 +91,7 @@ class RetryingStore(Store):
         observer: StoreObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        uniform: Callable[[], float] = _jitter.random,
+        uniform: Callable[[], float] = chance,
     ) -> None:
         self.inner = inner
         self.url = inner.url
@@ -181,7 +172,7 @@ class RetryingStore(Store):
                 now_s = self._clock()
                 self.observer.attempted(operation, now_s - try_begun_s, error)
                 failures += 1
-                delay_s = self.policy.delay_s(failures, self._uniform())
+                delay_s = self.policy.backoff.delay_s(failures, self._uniform)
                 spent_s = now_s - begun_s
                 if said is None or spent_s < allowance_s:
                     said = error  # one that the deadline cut off knows nothing of the store

@@ -32,7 +32,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deltashard_proto.cause import Cause
 
@@ -360,9 +360,8 @@ class _Waiting:
         # A little late: it is not a second later than usual, as a rule, and pods must not ask in step.
         usual_s = pace.usual_s(baseline)
         self._expected_s = usual_s * (1 + (1 + patience.clocks.uniform()) / 32)
-        patience.first_s = max(
-            patience.first_s, usual_s / 32
-        )  # of what comes later still, nobody knows how much
+        first_s = max(patience.backoff.first_s, usual_s / 32)  # how much later still is not known
+        patience.backoff = replace(patience.backoff, first_s=first_s)
         self._leads = leads
         self._baseline = baseline
         self._since_s = since_s - patience.spent_s

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from deltashard_checkpoint.errors import EnvironmentFault
+from deltashard_checkpoint.private_file import open_private
 from deltashard_proto.arena_layout import (
     HEARTBEAT_NS,
     LINES,
@@ -28,6 +29,7 @@ from deltashard_proto.arena_layout import (
     STEP_TIME_NS,
     URGENT,
     Arena,
+    ArenaShape,
 )
 
 from deltashard_sidecar.arena.block import Ledger, NotGranted, Use
@@ -37,17 +39,22 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 class ArenaUnavailable(EnvironmentFault):
-    """The arena file cannot be made: the memory volume is full or not writable."""
+    """The arena file cannot be made (the memory volume is full or not writable), or was truncated."""
 
 
 class ArenaKeeper:
     """The arena of this pod and who may touch which block of it. Thread-safe."""
 
     def __init__(self, path: Path, *, blocks: int, block_bytes: int) -> None:
+        """Make the arena, or take over the one that is there; raises `ArenaUnavailable`, or `NotPrivate`."""
         self.epoch = time.time_ns()
+        fd = -1
         try:
-            self.arena = Arena.create(path, blocks=blocks, block_bytes=block_bytes, epoch=self.epoch)
+            fd = open_private(path, os.O_RDWR | os.O_CREAT, 0o660)
+            self.arena = Arena.create(path, fd, ArenaShape(blocks=blocks, block_bytes=block_bytes))
         except OSError as error:
+            if fd >= 0:
+                os.close(fd)
             raise ArenaUnavailable(
                 f"cannot allocate an arena of {blocks} blocks of {block_bytes} bytes: {error.strerror}",
                 where=str(path),
@@ -69,6 +76,24 @@ class ArenaKeeper:
     def total_bytes(self) -> int:
         """Size of the file."""
         return self.arena.shape.total_bytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether the file still has every byte of the arena."""
+        return self.arena.whole
+
+    def _refuse_truncated(self) -> None:
+        """Before memory of a block is touched: a page that was cut off would end this process with SIGBUS.
+
+        A file that is truncated between this look and the touch still does, as a kill would; the process that is
+        started next makes the arena whole.
+        """
+        if not self.whole:
+            raise ArenaUnavailable(
+                "the arena's file was truncated",
+                where=str(self.arena.path),
+                remedy="leave the runtime directory to the sidecar; it stops now, and the next one makes it anew",
+            )
 
     # Writer locks.
 
@@ -126,6 +151,7 @@ class ArenaKeeper:
     def received(self, rank: int, index: int, offset: int, length: int, *, closes: int | None) -> memoryview:
         """A batch of `rank` lies at (block, offset); `closes` is the block it wrote before. Returns its bytes."""
         with self._lock:
+            self._refuse_truncated()
             self.ledger.check_granted(rank, index)
             if offset % 64 or offset < 0 or length < 0 or offset + length > self.block_bytes:
                 raise NotGranted(f"[{offset}, {offset + length}) lies outside block {index}", where="arena")
@@ -165,6 +191,7 @@ class ArenaKeeper:
         """Wait for a block to put frames for `rank` into; None once `give_up()`."""
         with self._freed:
             while not give_up():
+                self._refuse_truncated()
                 index = self.ledger.take_serving(rank)
                 if index is not None:
                     return index

@@ -6,13 +6,12 @@
 A stream begins with a new channel (TLS against the injected authority, the token as the file holds it now) and ends
 with it, so nothing outlives a stream and a controller that moved is found again. Whatever goes wrong (no token, an
 authority that does not fit, a refusal) is counted by cause, logged when the cause changes, and tried again after
-`heartbeat.BackOff`. A stream that is silently dead ends by gRPC's keepalive, or when it outlived the time after which
+`heartbeat.BACKOFF`. A stream that is silently dead ends by gRPC's keepalive, or when it outlived the time after which
 the controller would have ended it.
 """
 
 from __future__ import annotations
 
-import random
 import secrets
 import threading
 import time
@@ -21,13 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.errors import DeltashardError
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1.fleet_pb2_grpc import FleetStub
 
 from deltashard_sidecar import policy
 from deltashard_sidecar.fleet import heartbeat
-from deltashard_sidecar.fleet.heartbeat import BackOff, Pace
+from deltashard_sidecar.fleet.heartbeat import BACKOFF, Pace, failures_after
 from deltashard_sidecar.policy import Directive
 from deltashard_sidecar.settings import Settings, version
 from deltashard_sidecar.telemetry.metric import Metrics
@@ -123,7 +123,7 @@ class Fleet:
         metrics: Metrics,
         log: Logger,
         evidence: Callable[[fleet.Evidence], None] = lambda _: None,
-        back_off: BackOff | None = None,
+        backoff: Backoff = BACKOFF,
     ) -> None:
         self._settings = settings
         self._beat = beat
@@ -133,7 +133,7 @@ class Fleet:
         self._evidence = evidence
         self._metrics = metrics
         self._log = log
-        self._back_off = back_off or BackOff()
+        self._backoff = backoff
         self._hello = heartbeat.hello(
             settings,
             version=version(),
@@ -162,7 +162,7 @@ class Fleet:
             self._thread.join(STOP_DEADLINE_S)
 
     def _run(self) -> None:
-        first = True
+        first, failures = True, 0
         while not self._stopped.is_set():
             if not first:
                 self._metrics.fleet_reconnects.inc()
@@ -170,8 +170,8 @@ class Fleet:
             welcomed, cause = self._connect()
             if cause and not self._stopped.is_set():
                 self._metrics.fleet_refusals.labels(cause).inc()
-            self._back_off = self._back_off.after(welcomed=welcomed, lasting=cause in heartbeat.LASTING)
-            self._stopped.wait(self._back_off.pause_s(random.random()))  # noqa: S311 - jitter
+            failures = failures_after(failures, welcomed=welcomed, lasting=cause in heartbeat.LASTING)
+            self._stopped.wait(self._backoff.delay_s(failures))
 
     def _connect(self) -> tuple[bool, str]:
         """One stream, from connecting to its end; (whether it was taken in, why not)."""

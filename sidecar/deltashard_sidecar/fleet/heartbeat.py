@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.vocabulary import FLEET_PROTOCOL
 from deltashard_proto.v1 import fleet_pb2 as fleet
 
@@ -22,6 +23,10 @@ LONGEST_S = 300.0
 DEFAULT_S = 15.0
 """Between two heartbeats, when the controller does not say."""
 
+BACKOFF = Backoff(first_s=4.0, longest_s=60.0, jitter=0.95)
+"""Between streams."""
+LASTING_FAILURES = 4
+"""A stream that ended for a lasting reason counts as so many in a row, at least."""
 LASTING = frozenset({"verification", "unauthenticated", "denied", "protocol", "token"})
 """Coming again soon will hardly help; someone must mend it."""
 
@@ -106,22 +111,8 @@ class Pace:
         return replace(self, sent_s=now_s, sent=news(beat))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackOff:
-    """Pauses between streams."""
-
-    first_s: float = 4.0
-    longest_s: float = 60.0
-    failures: int = 0
-    """Streams in a row that were not taken in."""
-
-    def after(self, *, welcomed: bool, lasting: bool = False) -> BackOff:
-        """A stream ended: after it was taken in, or not; `lasting`: for a reason that will not pass by itself."""
-        if welcomed:
-            return replace(self, failures=0)
-        return replace(self, failures=max(self.failures + 1, 4 if lasting else 0))
-
-    def pause_s(self, uniform: float) -> float:
-        """The next pause; `uniform` is a random number of [0, 1)."""
-        longest_s = min(self.longest_s, self.first_s * 2.0 ** min(self.failures, 30))
-        return longest_s * (0.05 + 0.95 * uniform)
+def failures_after(failures: int, *, welcomed: bool, lasting: bool) -> int:
+    """Failures in a row, for `BACKOFF`: another stream ended, which was `welcomed`, or not, for a `lasting` reason."""
+    if welcomed:
+        return 1
+    return max(failures + 1, LASTING_FAILURES if lasting else 0)

@@ -172,7 +172,16 @@ class Run:
         self.measured = MeasuredRates()
         self.health = StoreHealth(self.incidents, metrics=metrics, log=log, measured=self.measured)
         self.store: Store = open_store(settings.url, observer=self.health)
-        self.cache = PackCache(Path(settings.cache_dir), budget_bytes=settings.cache_bytes)
+        self.cache = PackCache(
+            Path(settings.cache_dir),
+            budget_bytes=settings.cache_bytes,
+            removed=lambda: log.warning(
+                "cache.made_again",
+                what="the cache directory was removed, and is made again: the next restore reads from the store",
+                where=str(settings.cache_dir),
+                remedy="leave it to the sidecar while that lives",
+            ),
+        )
         self.synthetic = SyntheticBaselines(settings, self.cache, self.measured)
         self.identity = identity(settings)
         self.participation = Participation(settings.cache_dir.parent if settings.pod_uid else None, log)

@@ -33,6 +33,8 @@ STALL_ABORTS = 2
 class UnknownSession(UserError):
     """The session was replaced by a newer attachment of the rank, or belongs to an earlier sidecar: attach again."""
 
+    cause = Cause.LOST
+
 
 class Presence:
     """Signs of life of one trainer process, and its open streams. Thread-safe."""

@@ -37,11 +37,12 @@ def bound(path: Path, *, limit_bytes: int = LOG_BYTES) -> bool:
     if mine.st_size < limit_bytes:
         return False
     try:
-        there = path.stat()
+        there = path.lstat()
         if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
             return False  # a terminal, a container's pipe, somebody's file
         path.replace(path.with_name(f"{path.name}.1"))
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_APPEND | os.O_CLOEXEC
+        fd = os.open(path, flags, 0o600)
     except OSError:
         return False  # it goes on in the old file
     out = os.fstat(1)

@@ -116,13 +116,15 @@ class Sidecar:
     async def live(self, delay_s: float) -> None:
         """Connect, stay connected, come back."""
         await asyncio.sleep(delay_s)
-        back_off = heartbeat.BackOff()
+        failures = 0
         while True:
             welcomed, cause = await self._stream()
             if cause:
                 self._told.refusals[cause] = self._told.refusals.get(cause, 0) + 1
-            back_off = back_off.after(welcomed=welcomed, lasting=cause in heartbeat.LASTING)
-            await asyncio.sleep(back_off.pause_s(random.random()))
+            failures = heartbeat.failures_after(
+                failures, welcomed=welcomed, lasting=cause in heartbeat.LASTING
+            )
+            await asyncio.sleep(heartbeat.BACKOFF.delay_s(failures))
 
     async def _stream(self) -> tuple[bool, str]:
         """One stream from its beginning to its end: (whether it was taken in, why it ended without that)."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_proto.v1 import fleet_pb2 as fleet
-from deltashard_sidecar.fleet.heartbeat import BackOff
 from deltashard_sidecar.policy import Directive
 from deltashard_sidecar.telemetry.incident import Incidents
 from deltashard_sidecar.telemetry.metric import Metrics
 
-SOON = BackOff(first_s=0.05, longest_s=0.1)
+SOON = Backoff(first_s=0.05, longest_s=0.1)
 
 
 class Side:

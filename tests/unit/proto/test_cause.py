@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import grpc
 import pytest
-from deltashard.attach.session import cause_of, translate
-from deltashard.errors import FencedError, SidecarUnavailable, TakenOver, UserError
+from deltashard.attach.rpc_error import UNANSWERED, cause_of, translate
+from deltashard.errors import (
+    FencedError,
+    RestoreFailed,
+    SidecarGone,
+    SidecarUnavailable,
+    TakenOver,
+    UserError,
+)
 from deltashard_checkpoint.cache.pack_spool import CacheFull
 from deltashard_checkpoint.errors import CorruptObject, DeltashardError, EnvironmentFault, UnsupportedVersion
 from deltashard_checkpoint.log.chain import ChainIncomplete, CheckpointNotFound
@@ -107,11 +114,10 @@ Failed.__abstractmethods__ = frozenset()
             Cause.FENCED, grpc.StatusCode.ABORTED, "FencedError: x", FencedError,
             "a newer attempt has taken over this run: FencedError: x [open] -- end this process; the newer one trains on",
         ),
-        (Cause.ERROR, grpc.StatusCode.NOT_FOUND, "UnknownSession: x", UserError, "UnknownSession: x [open]"),
-        (
-            Cause.ERROR, grpc.StatusCode.UNAVAILABLE, "Stopping: x", SidecarUnavailable,
-            "UNAVAILABLE: Stopping: x [open] -- look at the sidecar's log",
-        ),
+        (Cause.LOST, grpc.StatusCode.NOT_FOUND, "UnknownSession: x", SidecarGone, "NOT_FOUND: UnknownSession: x [open]"),
+        (Cause.STOPPING, grpc.StatusCode.UNAVAILABLE, "Stopping: x", SidecarGone, "UNAVAILABLE: Stopping: x [open]"),
+        (Cause.ERROR, grpc.StatusCode.NOT_FOUND, "CheckpointNotFound: x", UserError, "CheckpointNotFound: x [open]"),
+        (Cause.ERROR, grpc.StatusCode.INTERNAL, "x", SidecarUnavailable, "INTERNAL: x [open]"),
     ],
 )  # fmt: skip
 def test_a_refused_call_is_the_same_error_from_an_older_sidecar(
@@ -125,8 +131,13 @@ def test_a_refused_call_is_the_same_error_from_an_older_sidecar(
 
 
 def test_a_call_that_nobody_answered_has_no_cause() -> None:
-    """No metadata at all."""
-    assert cause_of(Failed(grpc.StatusCode.UNAVAILABLE, "connection refused", None)) == ""
+    """No metadata at all: the sidecar is gone. A store that it could not reach is its answer."""
+    for code in UNANSWERED:
+        unanswered = Failed(code, "connection refused", None)
+        assert cause_of(unanswered) == ""
+        assert type(translate(unanswered, where="open", fallback=RestoreFailed)) is SidecarGone
+    store = Failed(grpc.StatusCode.UNAVAILABLE, "StoreUnavailable: x", to_metadata(Cause.UNAVAILABLE))
+    assert type(translate(store, where="open", fallback=RestoreFailed)) is RestoreFailed
     assert from_metadata(to_metadata("no word of ours")) is Cause.ERROR
     assert to_metadata(Cause.FENCED)[0][0] == METADATA
 

@@ -18,12 +18,10 @@ The child is spawned without forking this process: a trainer has threads of torc
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import re
 import signal
 import socket
 import sys
@@ -35,11 +33,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from deltashard_checkpoint.private_file import open_private, private_dir, write_private
 from deltashard_checkpoint.stores.url import local_path
 
-from deltashard.attach.lock import hold_file, is_free, release_file, trainer_lock, trainer_locks
+from deltashard.attach import sidecar_log
+from deltashard.attach.leftover import free_arenas
+from deltashard.attach.lock import (
+    hold_file,
+    holds,
+    is_free,
+    release_file,
+    trainer_lock,
+    trainer_locks,
+)
 from deltashard.attach.rank import Rank
-from deltashard.errors import SidecarUnavailable, UserError
+from deltashard.attach.sidecar_environment import environment_hash
+from deltashard.errors import SidecarGone, SidecarUnavailable, UserError
 
 log = logging.getLogger("deltashard")
 
@@ -53,20 +62,6 @@ EXIT_OWNED = 3
 """Exit code of a sidecar that found its runtime directory owned by another one."""
 STAGED_DIR = "DELTASHARD_STAGED_DIR"
 """Names, in a pod, the folder of a volume in which survivors of a lost rank stage what they held."""
-_READ_PREFIXES = ("AWS_", "MINIO_", "GOOGLE_", "AZURE_", "DELTASHARD_")
-_PROXIES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
-_READ_NAMES = ("SSL_CERT_FILE", "HOME", *_PROXIES, *(name.lower() for name in _PROXIES))
-_NOT_READ = (
-    "DELTASHARD_SOCKET",
-    "DELTASHARD_CONTENT_HASH",
-    "DELTASHARD_CRASH_AT",
-    "DELTASHARD_URL",
-    "DELTASHARD_RUN",
-    "DELTASHARD_HOLD_S",
-)
-"""Ours, or said by the arguments, or a test's."""
-_SAID = re.compile(r"(?P<what>.*?)(?: \[(?P<where>[^\]]*)\])?(?: -- (?P<remedy>.*))?")
-"""The text of our errors, see `DeltashardError`."""
 
 
 class Launcher(Protocol):
@@ -77,22 +72,29 @@ class Launcher(Protocol):
         """Tells the sidecars of this machine apart."""
 
     def ensure(self) -> Path:
-        """The socket of a sidecar that accepts connections; raises `SidecarUnavailable`."""
+        """The socket of a sidecar that accepts connections.
+
+        Raises:
+            SidecarGone: there is none now, and another try may find one.
+            SidecarUnavailable, UserError: it cannot be started.
+        """
 
     def give_up(self) -> None:
         """An `ensure` that waits, in whichever thread, ends soon, and so does every later one."""
+
+    def last_words(self) -> str:
+        """What the sidecar's log says of trouble, at its end; empty: nothing, or it cannot be read from here."""
 
     def close(self) -> None:
         """The trainer is done with it."""
 
 
 class PodLauncher:
-    """The sidecar is another container's: only wait for its socket."""
+    """The sidecar is another container's: only look for its socket."""
 
-    def __init__(self, socket_path: Path, *, deadline_s: float = START_DEADLINE_S) -> None:
+    def __init__(self, socket_path: Path) -> None:
         self._socket = socket_path
-        self._deadline_s = deadline_s
-        self._given_up = threading.Event()
+        self._given_up = False
 
     @property
     def place(self) -> Path:
@@ -101,19 +103,23 @@ class PodLauncher:
 
     def ensure(self) -> Path:
         """See `Launcher`."""
-        until = time.monotonic() + self._deadline_s
-        while not accepts(self._socket):
-            if self._given_up.wait(0.05) or time.monotonic() >= until:
-                raise SidecarUnavailable(
-                    "the sidecar does not listen",
-                    where=f"DELTASHARD_SOCKET={self._socket}",
-                    remedy="look at the sidecar container's log; outside of a pod unset DELTASHARD_SOCKET",
-                )
+        if self._given_up:
+            raise SidecarUnavailable("the trainer closes", where=str(self._socket))
+        if not accepts(self._socket):
+            raise SidecarGone(
+                "the sidecar does not listen",
+                where=f"DELTASHARD_SOCKET={self._socket}",
+                remedy="look at the sidecar container's log; outside of a pod unset DELTASHARD_SOCKET",
+            )
         return self._socket
 
     def give_up(self) -> None:
         """See `Launcher`."""
-        self._given_up.set()
+        self._given_up = True
+
+    def last_words(self) -> str:
+        """See `Launcher`: the log is its container's."""
+        return ""
 
     def close(self) -> None:
         """Nothing of ours to stop."""
@@ -163,17 +169,23 @@ def runtime_dir(url: str, run: str, node: int = 0) -> Path:
 
 def cache_dir(url: str, run: str, node: int = 0) -> Path:
     """The directory of this run's pack cache on this machine, or of one agent's share."""
-    named = os.environ.get("XDG_CACHE_HOME")
-    return Path(named or _cache_home()) / "deltashard" / "packs" / _home(url, run, node)
+    return _cache_base() / "deltashard" / "packs" / _home(url, run, node)
 
 
-def _cache_home() -> Path:
-    """Where caches go. A user without a home that can be written has the directory for temporary files."""
-    with contextlib.suppress(RuntimeError):
-        home = Path.home()
-        if any(os.access(place, os.W_OK) for place in (home / ".cache", home)):
-            return home / ".cache"
-    return Path(tempfile.gettempdir()) / f"deltashard-{os.getuid()}" / "cache"
+def _cache_base() -> Path:
+    """The user's cache directory; a private temporary one where the user has none, or may not write it."""
+    with contextlib.suppress(RuntimeError):  # no HOME, and no entry in the password database
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        there = base
+        while not os.path.exists(there):  # noqa: PTH110 - false, too, where it may not be looked at
+            there = there.parent
+        if os.access(there, os.W_OK | os.X_OK):
+            return base
+    return _temporary_base()
+
+
+def _temporary_base() -> Path:
+    return Path(tempfile.gettempdir()) / f"deltashard-{os.getuid()}"
 
 
 def staged_dir(url: str, run: str, node: int = 0) -> Path:
@@ -185,16 +197,6 @@ def staged_in_pod(url: str, run: str) -> Path | None:
     """The same in a pod, in the volume that its manifest names (`STAGED_DIR`); None: it names none."""
     named = os.environ.get(STAGED_DIR)
     return Path(named) / _home(url, run, 0) if named else None
-
-
-def environment_hash(environment: Mapping[str, str], salt: str) -> str:
-    """A hash of what a sidecar reads of its environment, to tell whether it changed; the values cannot be told."""
-    read = {
-        name: value
-        for name, value in environment.items()
-        if (name.startswith(_READ_PREFIXES) or name in _READ_NAMES) and name not in _NOT_READ
-    }
-    return hashlib.sha256(f"{salt}\0{json.dumps(read, sort_keys=True)}".encode()).hexdigest()
 
 
 def accepts(path: Path) -> bool:
@@ -248,6 +250,8 @@ class ChildLauncher:
         """Where survivors of a lost rank stage what they held."""
         self._arguments = options.arguments(self.runtime, self.cache)
         self._spawned = 0
+        self._log_begins = 0
+        """Bytes of the log when the sidecar was started; older ones are of others."""
         self._given_up = threading.Event()
         self.pid: int | None = None
         """The sidecar this trainer uses, once known."""
@@ -276,16 +280,11 @@ class ChildLauncher:
         return self.runtime / "sidecar.sock"
 
     def _make_private(self) -> None:
-        parent = self.runtime.parent
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if parent.stat().st_uid != os.getuid():
-            raise UserError(
-                f"{parent} belongs to another user",
-                where="runtime directory",
-                remedy="remove it, or unmount /dev/shm's leftover",
-            )
-        self.runtime.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # a sweep may take it just now: the sidecar makes it anew
+        private_dir(self.runtime.parent)
+        private_dir(self.runtime)
+        if self.cache.is_relative_to(base := _temporary_base()):
+            private_dir(base)
+        with contextlib.suppress(FileExistsError):  # a sweep may take it just now: the sidecar makes it again
             self.cache.mkdir(mode=0o700, parents=True)
 
     def ensure(self) -> Path:
@@ -293,9 +292,16 @@ class ChildLauncher:
         self._refuse_given_up()
         if self.pid is not None and _alive(self.pid) and accepts(self.socket_path):
             return self.socket_path
-        if not self.runtime.exists():  # wiped: the lock file went with it
+        if not holds(self._lock_path):  # the directory was removed, and the lock file went with it
+            log.warning(
+                "the runtime directory %s was removed: it is made again, and its sidecar is replaced. Leave it to "
+                "the trainer while that lives",
+                self.runtime,
+            )
             self._make_private()
             hold_file(self._lock_path)
+            if self.pid is not None and self._rank.local == 0 and _alive(self.pid):
+                self._stop(self.pid)  # it stops by itself, and holds the pack cache until then
         if self._rank.local != 0:
             return self._await_started()
         until = time.monotonic() + START_DEADLINE_S
@@ -318,9 +324,9 @@ class ChildLauncher:
             # Another one owns the directory: it is finishing its last save, or a trainer that died has just started it.
             if time.monotonic() >= until:
                 raise SidecarUnavailable(
-                    "an older sidecar of this run does not end",
-                    where=str(self.log_path),
-                    remedy="read its log",
+                    f"an older sidecar of this run does not end{self._quoted()}",
+                    where=str(self.runtime),
+                    remedy="end the process that holds the lock of the file LOCK there",
                 )
             self._given_up.wait(0.05)
             self._refuse_given_up()
@@ -330,7 +336,7 @@ class ChildLauncher:
         until_s = time.monotonic() + START_DEADLINE_S
         while (found := self._living()) is None:
             if time.monotonic() >= until_s:
-                raise SidecarUnavailable(
+                raise SidecarGone(
                     f"local rank 0 has started no sidecar within {START_DEADLINE_S:.0f} s",
                     where=str(self.runtime),
                     remedy="see its log. Without torchrun set LOCAL_RANK: the ranks of a machine count from 0",
@@ -372,9 +378,7 @@ class ChildLauncher:
             "salt": salt,
             "environment": environment_hash(os.environ, salt),
         }
-        temporary = self.runtime / "arguments.json.new"
-        temporary.write_text(json.dumps(facts))
-        temporary.replace(self.runtime / "arguments.json")
+        write_private(self.runtime / "arguments.json", json.dumps(facts))
 
     def _spawn(self) -> int:
         environment = dict(os.environ)
@@ -385,18 +389,28 @@ class ChildLauncher:
             log.info("freed %d MiB of memory that killed sidecars had left", freed_bytes >> 20)
         environment.pop("DELTASHARD_SOCKET", None)
         self._spawned += 1
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, *self._arguments],
-            environment,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, os.fspath(self.log_path), flags, 0o600),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-            ],
-            setsid=True,
-        )
+        self._log_begins = sidecar_log.size_of(self.log_path)
+        out = open_private(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, *self._arguments],
+                environment,
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, out, 1),
+                    (os.POSIX_SPAWN_DUP2, 1, 2),
+                ],
+                setsid=True,
+            )
+        except OSError as error:
+            raise SidecarUnavailable(
+                f"the sidecar cannot be started: {error.strerror}",
+                where=sys.executable,
+                remedy="is this interpreter readable and executable for this user?",
+            ) from error
+        finally:
+            os.close(out)
         _exit_codes.pop(pid, None)  # of an earlier process with this number
         return pid
 
@@ -411,11 +425,13 @@ class ChildLauncher:
             if code == EXIT_USAGE:
                 raise self._refused()
             if dead or time.monotonic() >= until:
-                raise SidecarUnavailable(
+                # What was killed, or told to stop, or is slow, says nothing of the next one; an exit code does.
+                answered = dead and code is not None and code > 0
+                kind = SidecarUnavailable if answered else SidecarGone
+                raise kind(
                     f"the sidecar {_ended(code) if dead else f'was not ready within {START_DEADLINE_S:.0f} s'}"
-                    f"{self._last_words(code)}",
-                    where=str(self.log_path),
-                    remedy="read its log",
+                    + (self._quoted() if answered or not dead else ""),
+                    where=str(self.runtime),
                 )
             self._given_up.wait(0.01)
             self._refuse_given_up()
@@ -423,37 +439,28 @@ class ChildLauncher:
 
     def _refused(self) -> UserError:
         """The settings were refused: the sidecar's own words."""
-        line = self._last_line()
-        said = _SAID.fullmatch(line.removeprefix("deltashard-sidecar: "))
-        parts = said.groupdict(default="") if said else {"what": line}
-        with contextlib.suppress(ValueError, AttributeError):
-            parts = {key: str(value) for key, value in json.loads(line).items()}
-        what = parts.get("what", line)
+        parts = sidecar_log.parts_of((self._lines() or [""])[-1])
         for name in self._options.flags:
-            if what == f"unknown argument {_flag(name)!r}":  # those that have a place of their own are known
+            if (
+                parts["what"] == f"unknown argument {_flag(name)!r}"
+            ):  # those with a place of their own are known
                 return UserError(
                     f"the sidecar has no setting {name!r}",
                     where="Checkpointer(sidecar=)",
                     remedy="docs/reference/sidecar-settings.md has their names, without DELTASHARD_",
                 )
-        return UserError(what, where=parts.get("where", ""), remedy=parts.get("remedy", ""))
+        return UserError(parts["what"], where=parts["where"], remedy=parts["remedy"])
 
-    def _last_line(self) -> str:
-        try:
-            lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        except OSError:
-            return ""
-        return lines[-1] if lines else ""
+    def _lines(self) -> list[str]:
+        return sidecar_log.lines_after(self.log_path, self._log_begins)
 
-    def _last_words(self, code: int | None) -> str:
-        """What it wrote before it ended by itself; one that was killed had nothing to say about it."""
-        if code is not None and code < 0:
-            return ""
-        line = self._last_line()
-        with contextlib.suppress(ValueError, AttributeError):
-            said = json.loads(line)
-            line = " -- ".join(str(said[key]) for key in ("what", "where", "remedy") if said.get(key)) or line
-        return f": {line[-500:]}" if line else ""
+    def last_words(self) -> str:
+        """See `Launcher`."""
+        return sidecar_log.last_words(self._lines())
+
+    def _quoted(self) -> str:
+        words = self.last_words()
+        return f": {words}" if words else ""
 
     def _stop(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -462,7 +469,7 @@ class ChildLauncher:
         while _alive(pid):
             if time.monotonic() >= until:
                 raise SidecarUnavailable(
-                    f"sidecar {pid} does not stop", where=str(self.log_path), remedy=f"kill {pid}"
+                    f"sidecar {pid} does not stop", where=str(self.runtime), remedy=f"kill {pid}"
                 )
             self._given_up.wait(0.01)
             self._refuse_given_up()
@@ -481,37 +488,3 @@ class ChildLauncher:
             others = [path for path in trainer_locks(self.runtime) if path != self._lock_path]
             return not all(is_free(lock) for lock in others)
         return False
-
-
-IDLE_S = 24 * 3600.0
-"""A runtime directory is left over when nothing in it was written for so long."""
-
-
-def free_arenas(base: Path, *, keep: Path, idle_s: float = IDLE_S) -> int:
-    """Remove the left-over arenas of the runtime directories in `base`, but for `keep`'s; returns the bytes freed."""
-    freed_bytes = 0
-    for arena in base.glob("*/arena"):
-        home = arena.parent
-        if home == keep or home.is_symlink():
-            continue
-        with contextlib.suppress(
-            OSError
-        ):  # somebody else clears up, or a file of another kind: not ours to judge
-            newest_s = max(path.lstat().st_mtime for path in (home, *home.iterdir()))
-            if time.time() - newest_s < idle_s or not all(is_free(lock) for lock in trainer_locks(home)):
-                continue
-            freed_bytes += _free(arena, home / "LOCK")
-    return freed_bytes
-
-
-def _free(arena: Path, lock: Path) -> int:
-    """Remove one arena under its sidecar's lock; raises `OSError` when that is held or was never there."""
-    # No trainer process ever holds this lock itself, so closing it here drops nobody's.
-    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        size_bytes = arena.lstat().st_size
-        arena.unlink()
-    finally:
-        os.close(fd)
-    return size_bytes

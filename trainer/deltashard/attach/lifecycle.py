@@ -95,7 +95,7 @@ TABLE: dict[State, dict[Event, State]] = {
 
 MEANING: dict[Event, str] = {
     Event.ATTACH: "the sidecar is there, for the first time, again, or anew because a table's description changed",
-    Event.LOSE: "the sidecar is gone, or did not answer",
+    Event.LOSE: "the sidecar is gone, or did not answer; opening and `restore()` begin again with the next one",
     Event.OPEN: "`restore()`, or the first `step()`, won a slot of the commit log",
     Event.FENCE: "a newer attempt was opened, or another workload took the run over",
     Event.CLOSE: "`close()`, or the context manager's end",

@@ -21,7 +21,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltashard_proto.arena_layout import Arena, ArenaError
+from deltashard_checkpoint.private_file import open_private
+from deltashard_proto.arena_layout import Arena, ArenaError, ArenaShape
 
 from deltashard.errors import AnotherTrainer, SidecarUnavailable
 
@@ -65,7 +66,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _key(path: Path) -> _Key:
-    status = path.stat()
+    status = path.lstat()
     return status.st_dev, status.st_ino
 
 
@@ -85,24 +86,32 @@ def _take(fd: int, start: int, length: int, *, deadline_s: float) -> bool:
             return True
 
 
-def open_arena(path: Path) -> Arena:
-    """This process's only mapping of the arena at `path`, grown if the file has grown; pair with `release_arena`.
+def open_arena(path: Path, shape: ArenaShape) -> Arena:
+    """This process's only mapping of the arena at `path`, of the shape that its sidecar has; pair with `release_arena`.
 
     Raises:
-        SidecarUnavailable: there is no arena, or it is one of another version.
+        SidecarUnavailable: there is no arena, or the file is smaller.
+        NotPrivate: it is a link.
     """
     with _lock:
         try:
             key = _key(path)
             opened = _arenas.get(key)
             if opened is None:
-                opened = _arenas[key] = _Opened(arena=Arena.open(path))
+                # Its owner may be another user: the pod's sidecar.
+                fd = open_private(path, os.O_RDWR, owned=False)
+                try:
+                    opened = _arenas[key] = _Opened(arena=Arena.mapped(path, fd, shape))
+                except BaseException:
+                    os.close(fd)
+                    raise
             elif opened.users == 0:
                 opened.unmap()
-                opened.arena = Arena.mapped(path, opened.arena.fd)
-            elif opened.arena.shape.total_bytes > len(opened.arena.view):
+                opened.arena = Arena.mapped(path, opened.arena.fd, shape)
+            elif opened.arena.shape != shape:
+                arena = Arena.mapped(path, opened.arena.fd, shape)
                 opened.older.append(opened.arena)
-                opened.arena = Arena.mapped(path, opened.arena.fd)
+                opened.arena = arena
         except (OSError, ArenaError) as error:
             raise SidecarUnavailable(
                 f"the arena cannot be mapped: {error}",
@@ -161,12 +170,13 @@ def hold_file(path: Path, *, deadline_s: float = 10.0, living_s: float = 2.0) ->
 
     Raises:
         AnotherTrainer: a live process holds it.
+        NotPrivate: it is a link, or another user's.
     """
     with _lock:
         if path.exists() and (held := _files.get(_key(path))):
             _files[_key(path)] = (held[0], held[1] + 1)
             return
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
         taken = _take(fd, 0, 0, deadline_s=min(living_s, deadline_s))
         pid = os.pread(fd, 32, 0).decode(errors="replace").strip()
         if not taken and _ending(pid):
@@ -181,6 +191,15 @@ def hold_file(path: Path, *, deadline_s: float = 10.0, living_s: float = 2.0) ->
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         _files[_key(path)] = (fd, 1)
+
+
+def holds(path: Path) -> bool:
+    """Whether this process holds the file that is at `path` now."""
+    with _lock:
+        try:
+            return _key(path) in _files
+        except OSError:
+            return False
 
 
 def trainer_lock(runtime: Path, local: int) -> Path:

@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import logging
 import os
-import random
 import threading
 import time
 import weakref
@@ -31,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from deltashard_proto.arena_layout import Arena
-from deltashard_proto.cause import Cause, from_metadata
+from deltashard_proto.arena_layout import Arena, ArenaShape
 from deltashard_proto.message_limit import MAX_LAYOUT_BYTES, MESSAGE_OPTIONS
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
@@ -40,15 +38,21 @@ from deltashard_proto.v1.trainer_pb2_grpc import TrainerStub
 from deltashard.attach.launcher import Launcher
 from deltashard.attach.lock import lock_line, open_arena, release_arena
 from deltashard.attach.pinned import unpin
-from deltashard.errors import FencedError, RestoreFailed, SidecarUnavailable, TakenOver, UserError
+from deltashard.attach.retry import BACKOFF, Retry
+from deltashard.attach.rpc_error import UNANSWERED, details, translate
+from deltashard.errors import (
+    FencedError,
+    RestoreFailed,
+    SidecarGone,
+    SidecarUnavailable,
+    TakenOver,
+    UserError,
+)
 
 log = logging.getLogger("deltashard")
 
 ATTACH_DEADLINE_S = 90.0
 OPEN_DEADLINE_S = 330.0
-FIRST_BACK_OFF_S = 0.05
-LAST_BACK_OFF_S = 5.0
-STOPPING_DEADLINE_S = 40.0
 LEAST_DETACH_S = 1.0
 """Saying goodbye may take so long even if the deadline of `close()` has passed."""
 _ALIVE = "/grpc.health.v1.Health/Check"
@@ -83,7 +87,7 @@ class Link:
         return str(self.reply.session)
 
     def open(self, request: pb.OpenRequest) -> pb.OpenReply:
-        """Ask for an attempt; raises `FencedError`, `UserError` or `RestoreFailed`."""
+        """Ask for an attempt; raises `SidecarGone`, `FencedError`, `UserError` or `RestoreFailed`."""
         if (size := len(request.layout)) > MAX_LAYOUT_BYTES:
             raise UserError(
                 f"the layout of all ranks has {size} bytes, of {MAX_LAYOUT_BYTES} at most",
@@ -92,6 +96,10 @@ class Link:
             )
         try:
             reply: pb.OpenReply = self.stub.Open(request, timeout=OPEN_DEADLINE_S)
+        except (
+            ValueError
+        ) as error:  # the channel was closed: the session thread has seen that the sidecar is gone
+            raise SidecarGone(str(error), where="open attempt") from None
         except grpc.RpcError as error:
             if details(error)[0] == grpc.StatusCode.RESOURCE_EXHAUSTED and size:
                 raise UserError(
@@ -108,7 +116,7 @@ class Link:
         try:
             self.channel.unary_unary(_ALIVE, None, None)(b"", timeout=timeout_s)
         except grpc.RpcError as error:
-            return details(error)[0] not in _UNANSWERED
+            return details(error)[0] not in UNANSWERED
         except ValueError:  # the channel is closed
             return False
         return True
@@ -138,65 +146,6 @@ class FencedOff:
 Event = pb.Notice | Attached | Lost | FencedOff | Callable[[], None]
 
 
-def details(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
-    """Status and message of a failed call."""
-    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
-    message = error.details() if isinstance(error, grpc.Call) else str(error)
-    return code, message or ""
-
-
-def translate(
-    error: grpc.RpcError, *, where: str, fallback: type[Exception] = SidecarUnavailable
-) -> Exception:
-    """The trainer's error for a failed call: fenced, the user's to mend, or the surroundings'."""
-    code, message = details(error)
-    cause = cause_of(error)
-    if cause == Cause.TAKEN_OVER:
-        return TakenOver(message.removeprefix("TakenOver: "), where=where)
-    if code == grpc.StatusCode.ABORTED or cause == Cause.FENCED:
-        return FencedError(
-            f"a newer attempt has taken over this run: {message}",
-            where=where,
-            remedy="end this process; the newer one trains on",
-        )
-    if code in (
-        grpc.StatusCode.INVALID_ARGUMENT,
-        grpc.StatusCode.FAILED_PRECONDITION,
-        grpc.StatusCode.PERMISSION_DENIED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.NOT_FOUND,
-        grpc.StatusCode.ALREADY_EXISTS,
-    ):
-        return UserError(message, where=where)
-    if fallback is RestoreFailed:
-        return RestoreFailed(
-            f"{code.name}: {message}",
-            where=where,
-            remedy="look at the sidecar's log, then call restore() again",
-        )
-    return SidecarUnavailable(f"{code.name}: {message}", where=where, remedy="look at the sidecar's log")
-
-
-_UNANSWERED = (
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.CANCELLED,
-)
-
-
-class _NotNow(Exception):
-    """The sidecar is stopping, or was gone between look and call."""
-
-
-_NAMED = {"TakenOver": Cause.TAKEN_OVER, "FencedError": Cause.FENCED}
-
-
-def cause_of(error: grpc.RpcError) -> str:
-    """Why the sidecar refused a call. An older one says only its error class, in the details: whether fenced."""
-    said = from_metadata(error.trailing_metadata()) if isinstance(error, grpc.Call) else ""
-    return said or _NAMED.get(details(error)[1].split(":", 1)[0], "")
-
-
 class Session:
     """Keeps this process attached. All methods but the daemon's own may be called from the training thread."""
 
@@ -224,21 +173,32 @@ class Session:
         self._watch: Any = None
         self._attaching: grpc.Channel | None = None
         self._doubt = ""
+        self._asked_with: int | None = None
         self._away_since_s = time.monotonic()
+        self.why_away = "it was not found yet"
+        """Why there is no link, or was none before this one."""
+        self.refused: tuple[int | None, Exception] | None = None
+        """What the last Attach met, other than a sidecar that is gone, and the attempt that it was made with."""
         self.link: Link | None = None
         self.events: deque[Event] = deque()
         self.fenced: FencedError | None = None
         _live.add(self)
 
     def connect(self) -> Link:
-        """Find or start the sidecar, attach, and watch from now on.
+        """Find or start the sidecar, attach, and watch from now on; one that dies meanwhile is followed by the next.
 
         Raises:
             SidecarUnavailable, UserError, FencedError: as the sidecar or its absence has it.
         """
+        retry = Retry("attach", pause=self._stop.wait, last_words=self._launcher.last_words)
         with self._lock:
-            link = self._attach()
-            self.link = link
+            while True:
+                try:
+                    with retry.noting():
+                        link = self.link = self._attach()
+                    break
+                except SidecarGone:
+                    retry.pause()
         self._doubt = ""
         self._thread = threading.Thread(target=self._run, name="deltashard-session", daemon=True)
         self._thread.start()
@@ -257,7 +217,7 @@ class Session:
                 return None
             try:
                 link = self._attach_at(old.path, until_s=until_s)
-            except (SidecarUnavailable, OSError, _NotNow) as error:
+            except (SidecarUnavailable, OSError) as error:
                 self.doubt(old, f"it could not be attached to anew: {error}")
                 return None
             self.link = link
@@ -277,6 +237,8 @@ class Session:
         try:
             if not taken or self.link is not link:
                 raise SidecarUnavailable("the sidecar went away just now", where="save")
+            if not link.arena.whole:  # a copy into what was cut off would end this process with SIGBUS
+                raise SidecarUnavailable("the arena was truncated", where=str(link.arena.path))
             yield
         finally:
             if taken:
@@ -347,17 +309,8 @@ class Session:
     # The daemon's side
 
     def _attach(self) -> Link:
-        """Attach; asks again for a while when the sidecar is there but stopping."""
-        until_s = time.monotonic() + STOPPING_DEADLINE_S
-        while True:
-            try:
-                return self._attach_at(self._launcher.ensure(), until_s=time.monotonic() + ATTACH_DEADLINE_S)
-            except _NotNow as error:
-                if self._stop.is_set() or time.monotonic() >= until_s:
-                    raise SidecarUnavailable(
-                        str(error), where="attach", remedy="look at the sidecar's log"
-                    ) from error
-                self._stop.wait(0.1)
+        """One try; raises `SidecarGone` when another may do better."""
+        return self._attach_at(self._launcher.ensure(), until_s=time.monotonic() + ATTACH_DEADLINE_S)
 
     def _attach_at(self, path: Path, *, until_s: float) -> Link:
         channel = grpc.insecure_channel(f"unix:{path}", options=_OPTIONS)
@@ -366,18 +319,18 @@ class Session:
             stub = TrainerStub(channel)  # type: ignore[no-untyped-call]  # generated code
             schemas = self._schemas()
             request = self._request()
+            self._asked_with = request.attempt if request.HasField("attempt") else None
             try:
                 with self._free_blocks(until_s):
                     reply = stub.Attach(
                         request, timeout=max(0.0, until_s - time.monotonic()), wait_for_ready=False
                     )
             except ValueError as error:  # closed under us
-                raise SidecarUnavailable(str(error), where=f"attach to {path}") from None
+                raise SidecarGone(str(error), where=f"attach to {path}") from None
             except grpc.RpcError as error:
-                if details(error)[0] == grpc.StatusCode.UNAVAILABLE:
-                    raise _NotNow(details(error)[1]) from error
                 raise translate(error, where=f"attach to {path}") from None
-            arena = open_arena(Path(reply.arena_path))
+            shape = ArenaShape.within(reply.arena_bytes, block_bytes=reply.block_bytes)
+            arena = open_arena(Path(reply.arena_path), shape)
             try:
                 lock_line(arena, self._local_rank)
             except BaseException:
@@ -396,14 +349,14 @@ class Session:
             arena=arena,
             line=arena.line(reply.control_line),
             tables=schemas,
-            attempt=request.attempt if request.HasField("attempt") else None,
+            attempt=self._asked_with,
         )
 
     @contextlib.contextmanager
     def _free_blocks(self, until_s: float) -> Iterator[None]:
         """No cut and no restore is under way, and nobody closes."""
         if not self.busy.acquire(timeout=max(0.0, until_s - time.monotonic())):
-            raise _NotNow("a cut or a restore is still under way")
+            raise SidecarGone("a cut or a restore is still under way", where="attach")
         try:
             if self._stop.is_set():
                 raise SidecarUnavailable("the trainer closes", where="attach")
@@ -417,8 +370,7 @@ class Session:
         release_arena(link.arena)
 
     def _run(self) -> None:
-        back_off_s = FIRST_BACK_OFF_S
-        said = ""
+        failures, said = 0, ""
         while not self._stop.is_set() and self.fenced is None:
             link = self.link
             if link is None:
@@ -435,13 +387,16 @@ class Session:
                     self.fence(error)
                     return
                 except Exception as error:  # noqa: BLE001 - whatever is wrong with the sidecar, training goes on
-                    if str(error) != said:
-                        said = str(error)
+                    if not isinstance(error, SidecarGone):
+                        self.refused = self._asked_with, error
+                    self.why_away = str(error)
+                    if self.why_away != said:
+                        said = self.why_away
                         log.warning("the sidecar cannot be reached, saves are skipped: %s", error)
-                    self._stop.wait(back_off_s * (0.5 + _jitter.random()))
-                    back_off_s = min(2 * back_off_s, LAST_BACK_OFF_S)
+                    failures += 1
+                    self._stop.wait(BACKOFF.delay_s(failures))
                     continue
-                back_off_s, said, self._doubt = FIRST_BACK_OFF_S, "", ""
+                failures, said, self._doubt, self.refused = 0, "", "", None
                 log.info("attached to the sidecar again (session %s)", link.session)
                 self.post(Attached(link=link))
             why = self._watch_until_end(link)
@@ -449,7 +404,7 @@ class Session:
                 lost = self.link is link
                 if lost:
                     self.link, self._away_since_s = None, time.monotonic()
-                    why = self._doubt or why
+                    self.why_away = why = self._doubt or why
             if lost and not self._stop.is_set():
                 with self.busy:
                     self._drop(link)
@@ -484,8 +439,6 @@ class Session:
         return "the session ended"
 
 
-# IMPORTANT: a generator of our own. The global one is the program's: what it draws decides bits of the training.
-_jitter = random.Random()  # noqa: S311 - jitter
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
 
 

@@ -27,7 +27,8 @@ import grpc
 from deltashard_proto.cause import Cause, heard
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.session import Link, details
+from deltashard.attach.rpc_error import details
+from deltashard.attach.session import Link
 from deltashard.errors import EnvironmentFault
 
 log = logging.getLogger("deltashard")

@@ -26,6 +26,7 @@ from deltashard.errors import (
     RanksDiffer,
     RestoreFailed,
     RunWentOn,
+    SidecarGone,
     SidecarUnavailable,
     TakenOver,
     UserError,
@@ -45,12 +46,13 @@ _KNOWN: dict[str, type[DeltashardError]] = {
         RanksDiffer,
         RestoreFailed,
         RunWentOn,
+        SidecarGone,
         SidecarUnavailable,
         TakenOver,
         UserError,
     )
 }
-_WORST_LAST = ("whole", "went on", "not whole", "failed")
+_WORST_LAST = ("whole", "went on", "gone", "not whole", "failed")
 
 
 class Assembly:
@@ -126,6 +128,7 @@ class Assembly:
         Raises:
             InvalidCheckpoint: some rank found the checkpoint not whole: all fall back.
             RunWentOn: some rank found it retired: all ask anew.
+            SidecarGone: some rank's sidecar died: all begin again.
             RanksDiffer: replicas are not the same on all ranks.
             what the rank that failed raised: here `error` itself.
         """
@@ -137,6 +140,8 @@ class Assembly:
             if isinstance(error, InvalidCheckpoint)
             else "went on"
             if isinstance(error, RunWentOn)
+            else "gone"
+            if isinstance(error, SidecarGone)
             else "failed"
         )
         mine: dict[str, Any] = {"kind": kind, "error": None if error is None else _text_of(error)}

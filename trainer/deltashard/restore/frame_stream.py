@@ -19,8 +19,9 @@ from deltashard_checkpoint.vocabulary import ENCODINGS
 from deltashard_proto.cause import Cause, heard
 from deltashard_proto.v1 import trainer_pb2 as pb
 
-from deltashard.attach.session import Link, translate
-from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn
+from deltashard.attach.rpc_error import translate
+from deltashard.attach.session import Link
+from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn, SidecarGone
 from deltashard.restore.blob import Blobs
 from deltashard.restore.model_target import ModelTargets
 
@@ -50,12 +51,18 @@ def read_frames(
 
     Raises:
         InvalidCheckpoint: the checkpoint's bytes are wrong or gone for sure: fall back.
-        RestoreFailed: the store or the sidecar failed.
+        RestoreFailed: the store failed, or the sidecar says what did.
+        SidecarGone: the sidecar is gone, whatever was applied so far.
         FencedError: a newer attempt runs.
     """
     out: queue.SimpleQueue[pb.RestoreRequest | None] = queue.SimpleQueue()
     out.put(pb.RestoreRequest(want=want))
-    call = link.stub.Restore(iter(out.get, None), timeout=RESTORE_DEADLINE_S)
+    try:
+        call = link.stub.Restore(iter(out.get, None), timeout=RESTORE_DEADLINE_S)
+    except (
+        ValueError
+    ) as error:  # the channel was closed: the session thread has seen that the sidecar is gone
+        raise SidecarGone(str(error), where="restore") from None
     plan = pb.RestoreReply.Plan()
     try:
         for reply in call:
@@ -88,7 +95,7 @@ def read_frames(
         # Half-close, then read to the end: that is our word that no block is looked at any more.
         out.put(None)
         _drain(call)
-    raise RestoreFailed("the sidecar ended the restore without a word", where=f"checkpoint {want.seq}")
+    raise SidecarGone("the sidecar ended the restore without a result", where=f"checkpoint {want.seq}")
 
 
 def _drain(call: Any) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Sequence
 
 from deltashard_checkpoint.format.index import box_message, table_message
@@ -22,8 +21,16 @@ from deltashard.attach.attachment import Attachment
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank, refuse_change
-from deltashard.attach.session import OPEN_DEADLINE_S, Link
-from deltashard.errors import DeltashardError, NotRestored, RestoreFailed, SidecarUnavailable, UserError
+from deltashard.attach.retry import DEADLINE_S, Retry
+from deltashard.attach.session import Link
+from deltashard.errors import (
+    DeltashardError,
+    NotRestored,
+    RestoreFailed,
+    SidecarGone,
+    SidecarUnavailable,
+    UserError,
+)
 from deltashard.group.conductor import Conductor
 from deltashard.program import Program
 from deltashard.restore.assembly import Assembly
@@ -71,11 +78,13 @@ class AttemptOpener:
         conductor: Conductor | None,
         terms: str,
         begun: Callable[[pb.OpenReply, str], None],
+        last_words: Callable[[], str],
     ) -> None:
         """`hear` applies news, and raises `FencedError`; `fresh`: begin anew although the run has checkpoints.
 
         `conductor` has the orders of several ranks; None: this process is alone. `terms` of recovery, in words;
-        `begun` is called when training may begin under an attempt, with the name of the ranks' meeting.
+        `begun` is called when training may begin under an attempt, with the name of the ranks' meeting. `last_words`:
+        the end of the sidecar's log.
         """
         self._attachment = attachment
         self._attempt = attempt
@@ -91,20 +100,29 @@ class AttemptOpener:
         self._begun = begun
         self._asked = pb.OpenRequest()
         """What was asked for last."""
+        self._last_words = last_words
 
-    def link(self) -> Link:
-        """The link whose news is applied; waits for the sidecar, and raises `SidecarUnavailable` when it stays away."""
-        until_s = time.monotonic() + OPEN_DEADLINE_S
+    def retry(self, what: str, deadline_s: float, final: type[SidecarUnavailable | RestoreFailed]) -> Retry:
+        """For one call: how long it goes on without a sidecar; `final` is what it raises then."""
+        return Retry(
+            what, deadline_s=deadline_s, pause=self._clock.pause, final=final, last_words=self._last_words
+        )
+
+    def link(self, retry: Retry) -> Link:
+        """The link whose news is applied; waits for the sidecar, and raises what `retry` does when it stays away."""
+        session = self._attachment.session
+        before = session.refused
         while True:
             self._clock.expect()
             self._hear()
             link = self._attachment.link
             if link is not None:
                 return link
-            if time.monotonic() >= until_s:
-                raise SidecarUnavailable(
-                    "the sidecar is away", where=self._attachment.run, remedy="look at its log"
-                )
+            refused = session.refused
+            # What another attempt was refused for is no answer to this one.
+            if refused is not None and refused is not before and refused[0] == self._attempt.granted[0]:
+                raise refused[1]
+            retry.note(SidecarGone(session.why_away, where=self._attachment.run))
             self._clock.pause(0.2)
 
     def assemble(self, **call: object) -> Assembly | None:
@@ -136,33 +154,40 @@ class AttemptOpener:
         from_run: str | None,
         exclude: Sequence[int],
         takeover: bool,
+        retry: Retry,
         assembly: Assembly | None = None,
     ) -> tuple[Link, pb.OpenReply]:
-        """Ask for an attempt; the link that knows of it, and the reply.
+        """Ask for an attempt, of one sidecar after the other; the link that knows of it, and the reply.
 
-        Raises `FencedError`, `UserError`, `RestoreFailed`, or `SidecarUnavailable`.
+        Raises `FencedError`, `UserError`, `RestoreFailed`, or what `retry` does.
         """
 
         def ask(together: pb.OpenRequest) -> pb.OpenReply:
-            link = self.link()
-            request = pb.OpenRequest(
-                session=link.session,
-                which=which,
-                from_run=from_run or "",
-                exclude_seqs=exclude,
-                takeover=takeover,
-            )
-            request.MergeFrom(together)
-            self._asked = request
-            return link.open(request)
+            while True:
+                try:
+                    with retry.noting():
+                        link = self.link(retry)
+                        request = pb.OpenRequest(
+                            session=link.session,
+                            which=which,
+                            from_run=from_run or "",
+                            exclude_seqs=exclude,
+                            takeover=takeover,
+                        )
+                        request.MergeFrom(together)
+                        self._asked = request
+                        return link.open(request)
+                except SidecarGone:
+                    # It may have won the slot and died before it said so: the next try wins another.
+                    retry.pause()
 
         if assembly is None:
             reply = ask(pb.OpenRequest())
-            link = self.link()
+            link = self.link(retry)
         else:
             reply = assembly.open(ask)
             with assembly.telling("received" if reply.HasField("resume_seq") else "restored"):
-                link = self._attach_with(reply)
+                link = self._attach_with(reply, retry)
         if reply.log_damage:
             log.warning("run %r: %s", from_run or self._attachment.run, reply.log_damage)
             self._listener.emit(
@@ -173,18 +198,17 @@ class AttemptOpener:
             )
         return link, reply
 
-    def _attach_with(self, reply: pb.OpenReply) -> Link:
+    def _attach_with(self, reply: pb.OpenReply, retry: Retry) -> Link:
         """This rank's sidecar is to know of the attempt that was opened for all; rank 0's does."""
         self._attempt.grant(reply.attempt, reply.layout)
-        link = self.link()
+        link = self.link(retry)
         if self._rank.number == 0:
             return link
-        until_s = time.monotonic() + OPEN_DEADLINE_S
         while link.attempt != reply.attempt:
-            anew = self._attachment.session.reattach(until_s=until_s)
-            if anew is not None:
-                self._attachment.adopt(anew)
-            link = self.link()
+            again = self._attachment.session.reattach(until_s=retry.until_s)
+            if again is not None:
+                self._attachment.adopt(again)
+            link = self.link(retry)
         return link
 
     def _late_request(self, reply: pb.OpenReply) -> pb.OpenRequest:
@@ -221,6 +245,7 @@ class AttemptOpener:
             from_run=None,
             exclude=(),
             takeover=False,
+            retry=self.retry("the first step()", DEADLINE_S, SidecarUnavailable),
             assembly=assembly,
         )
         if reply.HasField("resume_seq"):

@@ -16,7 +16,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,9 @@ from deltashard.attach.attachment import Attachment
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
+from deltashard.attach.retry import Retry
 from deltashard.attach.session import Link
-from deltashard.errors import RestoreFailed, RunWentOn, UserError
+from deltashard.errors import RestoreFailed, RunWentOn, SidecarGone, UserError
 from deltashard.loader.deal import Turnover
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.partial.ground import Ground
@@ -104,6 +105,7 @@ class Wish:
     weights_only: bool
     renames: Mapping[str, str]
     takeover: bool
+    deadline_s: float
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -118,12 +120,17 @@ class _Tries:
     damage: str = ""
     """What could not be read in the log."""
     turn: int = 1
+    retry: Retry
+    """How long this goes on without a sidecar."""
     assembly: Assembly | None = None
     """The other ranks, who do the same; None: there are none."""
 
-    def stage(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """What is done within, all ranks do, or none goes on."""
-        return contextlib.nullcontext() if self.assembly is None else self.assembly.stage(name)
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """What is done within, all ranks do, or none goes on; raises the final error of `retry` when it is time."""
+        together = contextlib.nullcontext() if self.assembly is None else self.assembly.stage(name)
+        with together, self.retry.noting():
+            yield
 
 
 class Restorer:
@@ -170,13 +177,15 @@ class Restorer:
             renames=sorted(wish.renames.items()),
             takeover=wish.takeover,
         )
-        tries = _Tries(assembly=assembly)
+        retry = self._opener.retry("restore()", wish.deadline_s, RestoreFailed)
+        tries = _Tries(assembly=assembly, retry=retry)
         while True:
             link, reply = self._opener.open(
                 which=wish.which,
                 from_run=wish.from_run,
                 exclude=tries.excluded,
                 takeover=wish.takeover,
+                retry=retry,
                 assembly=assembly,
             )
             # Only the first attempt meets what cannot be read in the log: the ones after it find it left behind.
@@ -200,6 +209,11 @@ class Restorer:
             )
             try:
                 restored = self._read(link, reply, wish, tries, road)
+            except SidecarGone as gone:
+                # Whatever was written into the model is written again.
+                log.info("restore() begins again: %s", gone)
+                retry.pause()
+                continue
             except RunWentOn as error:
                 if tries.turn == READ_TURNS:
                     raise

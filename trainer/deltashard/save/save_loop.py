@@ -435,6 +435,7 @@ class SaveLoop:
     def _finish_here(self, until_s: float) -> None:
         last: Exception | None = None
         tried = False
+        self._setbacks.closing()
         while self._needs_cut():
             standing = self.standing()
             wait = standing.why(Asker.CLOSE)
@@ -465,8 +466,7 @@ class SaveLoop:
             if wait is Wait.UNOPENED:
                 last = self._open_late(patient=True) or last
                 wait = self.standing().why(Asker.CLOSE)
-            waits = tried and self._orders is None and self._setbacks.backing_off
-            if wait is None and link is not None and not waits:
+            if wait is None and link is not None and not self._resting:
                 tried = True
                 self._say_inexact(standing)
                 last = self._last_cut(link, until_s) or last
@@ -476,6 +476,12 @@ class SaveLoop:
             elif not self.drain(until_s):
                 last = SaveFailed("the save is still uploading", where="close()")
             self._news.apply()
+
+    @property
+    def _resting(self) -> bool:
+        """Whether the last cut waits for the back-off; what other ranks have ordered does not."""
+        ordered = self._orders is not None and self._orders.conductor.cut_at(self._clock.step) is not None
+        return self._setbacks.backing_off and not ordered
 
     def _refine(self, until_s: float) -> None:
         """What a run leaves behind has 8 bit: if the last step was saved with fewer that were chosen, cut it again."""

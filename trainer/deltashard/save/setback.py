@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_proto.cause import Cause
 
 from deltashard.attach.listener import Listener
@@ -13,8 +14,10 @@ from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
-FIRST_BACK_OFF_S = 0.5
-LONGEST_BACK_OFF_S = 60.0
+# Not random: ranks fail together, and are to try again together.
+BACKOFF = Backoff(first_s=0.5, longest_s=60.0, jitter=0.0)
+CLOSING = Backoff(first_s=0.5, longest_s=5.0, jitter=0.0)
+"""While `close()` waits for its last save."""
 
 
 class Setbacks:
@@ -25,7 +28,8 @@ class Setbacks:
         self._stats = stats
         self._listener = listener
         self._not_before_s = 0.0
-        self._back_off_s = 0.0
+        self._failures = 0
+        self._backoff = BACKOFF
         self._said: set[str] = set()
         self.removed: BaseException | None = None
         """The run was removed under this trainer: nothing of it is saved; None: it was not."""
@@ -46,8 +50,8 @@ class Setbacks:
         """Count it, say it once per cause until a save succeeds, and do not try again at every step."""
         self._stats.count_failure(cause)
         if cause != "busy":
-            self._back_off_s = min(max(FIRST_BACK_OFF_S, 2 * self._back_off_s), LONGEST_BACK_OFF_S)
-            self._not_before_s = time.monotonic() + self._back_off_s
+            self._failures += 1
+            self._not_before_s = time.monotonic() + self._backoff.delay_s(self._failures)
         step = self._clock.step
         if cause == Cause.REMOVED:
             self.removed = error
@@ -70,4 +74,9 @@ class Setbacks:
 
     def hurry(self) -> None:
         """The next try does not wait for the back-off, later ones do."""
-        self._not_before_s = self._back_off_s = 0.0
+        self._not_before_s, self._failures = 0.0, 0
+
+    def closing(self) -> None:
+        """`close()` takes the last save: it is tried at once, and again sooner than others are."""
+        self._backoff = CLOSING
+        self.hurry()

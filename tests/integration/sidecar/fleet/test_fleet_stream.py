@@ -10,12 +10,12 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_proto.v1 import trainer_pb2 as pb
 from deltashard_sidecar import settings
 from deltashard_sidecar.fleet import fleet_stream
 from deltashard_sidecar.fleet.fleet_stream import Fleet
-from deltashard_sidecar.fleet.heartbeat import BackOff
 from deltashard_sidecar.telemetry.structured_logging import configure
 
 from tests.support.eventually import eventually
@@ -25,7 +25,7 @@ from tests.support.server.port import free_port
 from tests.support.sidecar.fleet_side import SOON, Side
 
 DEADLINE_S = 60.0
-AT_ONCE = BackOff(first_s=0.0, longest_s=0.0)
+AT_ONCE = Backoff(first_s=0.0, longest_s=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def authority() -> Authority:
 
 @contextmanager
 def client(
-    side: Side, address: str, authority: Authority, token: Path, *, back_off: BackOff = SOON
+    side: Side, address: str, authority: Authority, token: Path, *, backoff: Backoff = SOON
 ) -> Iterator[Fleet]:
     config = settings.load([], {
         "DELTASHARD_URL": "memory://x", "DELTASHARD_RUN": "ns/run", "DELTASHARD_DIR": "/d", "DELTASHARD_CACHE_DIR": "/c",
@@ -46,7 +46,7 @@ def client(
     })  # fmt: skip
     one = Fleet(
         config, beat=side.beat, follow=side.directives.append, save_now=side.asked.append,
-        acknowledge=side.incidents.acknowledge, metrics=side.metrics, log=configure("error", run="r"), back_off=back_off,
+        acknowledge=side.incidents.acknowledge, metrics=side.metrics, log=configure("error", run="r"), backoff=backoff,
     )  # fmt: skip
     one.start()
     try:
@@ -171,7 +171,7 @@ def test_nothing_is_left_of_a_thousand_streams(authority: Authority, token: Path
     reconnects = lambda: side.value("deltashard_fleet_reconnects_total")  # noqa: E731
     with FleetServer(authority) as server:
         server.end_at_once = True
-        with client(side, server.address, authority, token, back_off=AT_ONCE):
+        with client(side, server.address, authority, token, backoff=AT_ONCE):
             eventually(lambda: reconnects() >= 50, timeout_s=40, what="warm")
             fds, threads = process.num_fds(), threading.active_count()
             eventually(lambda: reconnects() >= 1050, timeout_s=100, what="1,000 reconnects")

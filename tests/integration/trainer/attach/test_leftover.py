@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from deltashard.attach.launcher import ChildLauncher, SidecarOptions, cache_dir, free_arenas, runtime_dir
+from deltashard.attach.launcher import ChildLauncher, SidecarOptions, cache_dir, runtime_dir
+from deltashard.attach.leftover import free_arenas
 from deltashard.attach.lock import hold_file, release_file
 
 HOLD = """

@@ -9,8 +9,17 @@ from pathlib import Path
 
 import pytest
 from deltashard.attach.lock import hold_file, lock_line, open_arena, release_arena, release_file
-from deltashard.errors import AnotherTrainer, SidecarUnavailable
-from deltashard_proto.arena_layout import Arena
+from deltashard.errors import SidecarUnavailable
+from deltashard_checkpoint.private_file import NotPrivate
+from deltashard_proto.arena_layout import Arena, ArenaShape
+
+SHAPE = ArenaShape(blocks=4, block_bytes=1 << 16)
+LARGER = ArenaShape(blocks=9, block_bytes=1 << 16)
+
+
+def create(path: Path, shape: ArenaShape) -> Arena:
+    """As a sidecar does."""
+    return Arena.create(path, os.open(path, os.O_RDWR | os.O_CREAT), shape)
 
 
 def in_child(work: Callable[[], object]) -> str:
@@ -33,12 +42,12 @@ def in_child(work: Callable[[], object]) -> str:
 
 def locked_elsewhere(path: Path, line: int = 0) -> str:
     """What another process meets that wants this line's lock."""
-    return in_child(lambda: lock_line(open_arena(path), line, deadline_s=0.05))
+    return in_child(lambda: lock_line(open_arena(path, SHAPE), line, deadline_s=0.05))
 
 
 def grow(path: Path) -> None:
     """As a sidecar does that restarts with a larger arena."""
-    assert in_child(lambda: Arena.create(path, blocks=9, block_bytes=1 << 16, epoch=2)) == ""
+    assert in_child(lambda: create(path, LARGER)) == ""
 
 
 def open_files() -> int:
@@ -47,13 +56,13 @@ def open_files() -> int:
 
 @pytest.fixture
 def arena_path(tmp_path: Path) -> Path:
-    Arena.create(tmp_path / "arena", blocks=4, block_bytes=1 << 16, epoch=1).close()
+    create(tmp_path / "arena", SHAPE).close()
     return tmp_path / "arena"
 
 
 def test_the_writer_lock_excludes_other_processes_until_released(arena_path: Path) -> None:
     """And only on its own line."""
-    arena = open_arena(arena_path)
+    arena = open_arena(arena_path, SHAPE)
     lock_line(arena, 0)
     assert locked_elsewhere(arena_path, 0) == "AnotherTrainer"
     assert locked_elsewhere(arena_path, 1) == ""
@@ -63,9 +72,9 @@ def test_the_writer_lock_excludes_other_processes_until_released(arena_path: Pat
 
 def test_one_descriptor_per_process_keeps_the_lock(arena_path: Path) -> None:
     """Closing any second descriptor of the file would drop the lock: there is none."""
-    first = open_arena(arena_path)
+    first = open_arena(arena_path, SHAPE)
     lock_line(first, 0)
-    second = open_arena(arena_path)
+    second = open_arena(arena_path, SHAPE)
     assert second.fd == first.fd
     release_arena(second)
     assert locked_elsewhere(arena_path) == "AnotherTrainer"
@@ -74,10 +83,10 @@ def test_one_descriptor_per_process_keeps_the_lock(arena_path: Path) -> None:
 
 def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -> None:
     """The sidecar may grow it while it restarts."""
-    first = open_arena(arena_path)
+    first = open_arena(arena_path, SHAPE)
     lock_line(first, 0)
     grow(arena_path)
-    second = open_arena(arena_path)
+    second = open_arena(arena_path, LARGER)
     second.block(8)[:4] = b"abcd"
     assert locked_elsewhere(arena_path) == "AnotherTrainer"
     release_arena(first)
@@ -87,11 +96,11 @@ def test_a_grown_arena_is_mapped_anew_on_the_same_descriptor(arena_path: Path) -
 def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> None:
     """A mapping has a descriptor of its own: it must not close, whenever its last reader goes, under a newer lock."""
     before = open_files()
-    first = open_arena(arena_path)
+    first = open_arena(arena_path, SHAPE)
     # As a Checkpointer does that was closed, or has not heard yet that its sidecar is another one.
     line = first.line(0)
     release_arena(first)
-    second = open_arena(arena_path)
+    second = open_arena(arena_path, SHAPE)
     lock_line(second, 0)
     del first, line
     gc.collect()
@@ -99,7 +108,7 @@ def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> N
     second.line(0)[0] = 7
     release_arena(second)
     assert locked_elsewhere(arena_path) == ""
-    third = open_arena(arena_path)
+    third = open_arena(arena_path, SHAPE)
     assert third.line(0)[0] == 7
     release_arena(third)
     assert open_files() <= before
@@ -107,10 +116,10 @@ def test_an_older_mapping_that_is_collected_drops_no_lock(arena_path: Path) -> N
 
 def test_a_mapping_that_was_outgrown_and_is_collected_drops_no_lock(arena_path: Path) -> None:
     """The same with a live user, whose arena was mapped anew."""
-    first = open_arena(arena_path)
+    first = open_arena(arena_path, SHAPE)
     lock_line(first, 0)
     grow(arena_path)
-    second = open_arena(arena_path)
+    second = open_arena(arena_path, LARGER)
     release_arena(first)
     del first
     gc.collect()
@@ -131,13 +140,33 @@ def test_one_trainer_of_a_run_on_a_machine(tmp_path: Path) -> None:
 
 
 def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
-    """Missing, short, or something else."""
+    """Missing, or shorter than the sidecar says."""
     with pytest.raises(SidecarUnavailable):
-        open_arena(tmp_path / "none")
-    (tmp_path / "short").write_bytes(b"abc")
-    with pytest.raises(SidecarUnavailable):
-        open_arena(tmp_path / "short")
-    (tmp_path / "zeros").write_bytes(bytes(1 << 16))
-    with pytest.raises(SidecarUnavailable):
-        open_arena(tmp_path / "zeros")
-    assert AnotherTrainer.__doc__
+        open_arena(tmp_path / "none", SHAPE)
+    (tmp_path / "short").write_bytes(bytes(SHAPE.total_bytes - 1))
+    with pytest.raises(SidecarUnavailable, match="the arena has"):
+        open_arena(tmp_path / "short", SHAPE)
+
+
+def test_what_stands_in_the_file_says_nothing_of_the_shape(arena_path: Path) -> None:
+    """Whoever maps the arena may write all of it: a scribbled file is attached to like any other."""
+    arena_path.write_bytes(b"\xff" * SHAPE.total_bytes)
+    arena = open_arena(arena_path, SHAPE)
+    assert arena.shape == SHAPE
+    assert len(arena.block(3)) == SHAPE.block_bytes
+    release_arena(arena)
+
+
+def test_no_link_is_followed(arena_path: Path, tmp_path: Path) -> None:
+    """Neither to map an arena nor to write and lock a file; what it leads to stays as it is."""
+    (tmp_path / "precious").write_text("precious")
+    for name in ("link.lock", "arena-link"):
+        (tmp_path / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(NotPrivate, match="symbolic link"):
+        hold_file(tmp_path / "link.lock")
+    with pytest.raises(NotPrivate, match="symbolic link"):
+        open_arena(tmp_path / "arena-link", SHAPE)
+    (tmp_path / "second").hardlink_to(tmp_path / "precious")
+    with pytest.raises(NotPrivate, match="another name"):
+        hold_file(tmp_path / "second")
+    assert (tmp_path / "precious").read_text() == "precious"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 from deltashard_checkpoint.cache.pack_cache import PackCache
-from deltashard_checkpoint.cache.pack_spool import CacheFull
+from deltashard_checkpoint.cache.pack_spool import CacheFull, CacheUnusable
 
 from tests.support.checkpoint.sample import open_descriptors
 
@@ -97,3 +98,18 @@ def test_a_dropped_pack_is_gone(tmp_path: Path) -> None:
         cache.unpin("a")
         _put(cache, "a", b"good" * 64)
         assert _get(cache, "a", 4) == b"good"
+
+
+def test_a_removed_directory_is_made_again(tmp_path: Path) -> None:
+    """A cleaner removed it: the next pack is there, older ones are not counted, and the owner is told."""
+    told: list[str] = []
+    with PackCache(tmp_path / "cache", budget_bytes=1280, removed=lambda: told.append("removed")) as cache:
+        _put(cache, "old", b"x" * 640)
+        shutil.rmtree(tmp_path / "cache")
+        _put(cache, "new", b"y" * 640)
+        assert told == ["removed"]
+        assert _get(cache, "new", 640) == b"y" * 640
+        assert _get(cache, "old", 640) is None
+        assert cache.used_bytes == 640
+        with pytest.raises(CacheUnusable):  # it is owned again
+            PackCache(tmp_path / "cache", budget_bytes=1280)

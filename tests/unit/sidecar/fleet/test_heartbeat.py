@@ -6,7 +6,7 @@ import grpc
 import pytest
 from deltashard_proto.v1 import fleet_pb2 as fleet
 from deltashard_sidecar.fleet.fleet_stream import refusal
-from deltashard_sidecar.fleet.heartbeat import BackOff, Pace, phase
+from deltashard_sidecar.fleet.heartbeat import BACKOFF, Pace, failures_after, phase
 from deltashard_sidecar.telemetry.metric import FLEET_CAUSES
 
 
@@ -92,16 +92,17 @@ def test_the_controllers_wish_is_bounded() -> None:
 
 def test_pauses_grow_and_are_spread() -> None:
     """Up to a minute; a stream that was taken in starts anew; what will not pass by itself starts slow."""
-    back_off = BackOff()
-    assert 0 < back_off.pause_s(0.0) < back_off.pause_s(0.999) <= 4.0
-    longest = []
+    failures, longest = 0, []
     for _ in range(40):
-        back_off = back_off.after(welcomed=False)
-        longest.append(back_off.pause_s(1.0))
-    assert longest[:4] == [8.0, 16.0, 32.0, 60.0]
+        failures = failures_after(failures, welcomed=False, lasting=False)
+        longest.append(BACKOFF.delay_s(failures, lambda: 1.0))
+    assert longest[:5] == [4.0, 8.0, 16.0, 32.0, 60.0]
     assert max(longest) == 60.0
-    assert back_off.after(welcomed=True).pause_s(1.0) == 4.0
-    assert BackOff().after(welcomed=False, lasting=True).pause_s(1.0) == 60.0
+    failures = failures_after(failures, welcomed=True, lasting=False)
+    assert BACKOFF.delay_s(failures, lambda: 1.0) == 4.0
+    assert 0 < BACKOFF.delay_s(failures, lambda: 0.0) < 0.5
+    lasting = failures_after(0, welcomed=False, lasting=True)
+    assert BACKOFF.delay_s(lasting, lambda: 1.0) == 32.0
 
 
 @pytest.mark.parametrize(

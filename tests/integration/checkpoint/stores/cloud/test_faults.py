@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.stores.abc import (
     AccessDenied,
     BucketMissing,
@@ -124,7 +125,8 @@ def test_answers_are_named(cloud: CloudServer, status: int, body: bytes, error: 
     """A status by what can be done about it; only our own retries happen; the code stays in the message."""
     with FixedAnswers(status, body) as answers:
         store = RetryingStore(
-            bare(cloud, "bucket", answers.port), policy=RetryPolicy(attempts=3, first_delay_s=0.0)
+            bare(cloud, "bucket", answers.port),
+            policy=RetryPolicy(attempts=3, backoff=Backoff(first_s=0.0, longest_s=5.0)),
         )
         with store, pytest.raises(error) as caught:
             list(store.list("x/"))

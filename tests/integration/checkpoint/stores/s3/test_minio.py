@@ -12,6 +12,7 @@ from pathlib import Path
 
 import minio.time
 import pytest
+from deltashard_checkpoint.backoff import Backoff
 from deltashard_checkpoint.errors import CorruptObject, UserError
 from deltashard_checkpoint.stores import transport
 from deltashard_checkpoint.stores.abc import (
@@ -41,7 +42,7 @@ from tests.support.server.troubled_s3 import Request, Trouble, TroubledS3
 
 pytestmark = pytest.mark.minio
 
-QUICK = RetryPolicy(deadline_s=120, first_delay_s=0.02, longest_delay_s=0.2, attempts=1000)
+QUICK = RetryPolicy(deadline_s=120, backoff=Backoff(first_s=0.02, longest_s=0.2), attempts=1000)
 
 
 class TestMinio(StoreTests):
@@ -401,7 +402,8 @@ def test_killed_in_mid_put(own_minio: MinioServer) -> None:
             assert half.wait(120)
             with pytest.raises(StoreUnavailable, match="failed|connection"):
                 open_store(
-                    own_minio.url("any-bucket"), policy=RetryPolicy(deadline_s=0.3, first_delay_s=0.05)
+                    own_minio.url("any-bucket"),
+                    policy=RetryPolicy(deadline_s=0.3, backoff=Backoff(first_s=0.05, longest_s=5.0)),
                 ).get("pack")
             own_minio.start()
             putting.result(200)
@@ -429,7 +431,7 @@ def test_down_and_back(own_minio: MinioServer) -> None:
 def test_503_for_ever(minio_url: str) -> None:
     """Retries back off, end by the deadline, and the error still says SlowDown."""
     body = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate</Message></Error>"
-    policy = RetryPolicy(deadline_s=limit_s(1.5), first_delay_s=0.05, longest_delay_s=0.3)
+    policy = RetryPolicy(deadline_s=limit_s(1.5), backoff=Backoff(first_s=0.05, longest_s=0.3))
     with (
         FixedAnswers(503, body) as server,
         open_store(f"s3://some-bucket?endpoint=http://127.0.0.1:{server.port}", policy=policy) as store,

@@ -1,0 +1,95 @@
+"""SIGKILL of the sidecar while its trainer attaches, opens an attempt or restores: the program goes on, exactly.
+
+At every named instant, one sidecar each; and at random instants, `attach_kills.py`, of which
+`DELTASHARD_TEST_ATTACH_KILLS=200` runs so many.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from deltashard.errors import RestoreFailed
+
+from tests.incidents.toys import Run
+
+KILLS = int(os.environ.get("DELTASHARD_TEST_ATTACH_KILLS", "0"))
+POINTS = (
+    "serve.owned",
+    "serve.before_ready",
+    "attach.admitted",
+    "attempt.before_open",
+    "attempt.after_open",
+    "restore.planned",
+    "restore.first_filled",
+)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A store with a checkpoint, and the state that it holds."""
+    root = tmp_path_factory.mktemp("begun")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
+        with Run(root / "store") as run:
+            run.train(3)
+            run.save()
+            return root / "store", run.state()
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_sidecar_is_killed_at(
+    point: str, begun: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is started, and whatever was under way begins again; nothing is raised, and the next save works."""
+    store, state = begun
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("DELTASHARD_CRASH_AT", point)
+    with Run(store, sidecar={"linger_s": 0.0}) as run:
+        assert run.ckpt._launcher._spawned == 2
+        assert run.resumed is not None
+        assert run.resumed.exact
+        for name, kept in state.items():
+            assert np.array_equal(run.state()[name], kept), name
+        if point == POINTS[-1]:
+            run.train()
+            run.save()
+
+
+def test_a_deadline_ends_the_tries_with_the_reasons(
+    begun: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """restore(deadline_s=0) is not begun again; it may be called again, and finds the next sidecar."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("DELTASHARD_CRASH_AT", "restore.planned")
+    with Run(begun[0], restore=False) as run:
+        with pytest.raises(
+            RestoreFailed, match=r"no sidecar that stays, within 0 s: UNAVAILABLE: .*restore\(\)"
+        ):
+            run.ckpt.restore(deadline_s=0)
+        restored = run.ckpt.restore()
+        assert restored is not None
+        assert restored.exact
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(KILLS <= 0, reason="DELTASHARD_TEST_ATTACH_KILLS says how many")
+@pytest.mark.timeout(20 * KILLS + 120)
+def test_the_sidecar_is_killed_at_random_instants(tmp_path: Path) -> None:
+    """Of attach, open and restore; every life restores exactly, and saves."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", Path(__file__).parent / "attach_kills.py", tmp_path, str(KILLS)],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["kills"] >= KILLS
+    assert {"attach", "open", "restore"} <= told["hit"].keys() or KILLS < 50

@@ -1,0 +1,133 @@
+"""The runtime and cache directories under a living trainer: removed, linked elsewhere, truncated, not to be had."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deltashard.attach.launcher import cache_dir, normal_url, runtime_dir
+from deltashard.errors import UserError
+from deltashard_proto.arena_layout import BLOCKS_OFFSET
+
+from tests.incidents.toys import Run, assert_holds, stored
+from tests.support.eventually import eventually
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    return tmp_path / "store"
+
+
+def home_of(store: Path) -> Path:
+    return runtime_dir(normal_url(store), "run")
+
+
+def saves_again(run: Run, store: Path, first: int | None) -> None:
+    """A sidecar other than `first` comes, and holds what is saved."""
+    eventually(
+        lambda: (run.train(1), run.kinds("attached") and run.ckpt.arena_path)[1], what="another sidecar"
+    )
+    assert run.ckpt.sidecar_pid != first
+    run.save()
+    assert_holds(stored(store), run.state())
+
+
+def test_a_removed_runtime_directory_is_made_again(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The sidecar that nobody can find any more stops, the trainer says why and starts another."""
+    with Run(store) as run:
+        run.train(2)
+        first = run.ckpt.sidecar_pid
+        shutil.rmtree(home_of(store))
+        saves_again(run, store, first)
+    assert "was removed: it is made again" in caplog.text
+
+
+def test_a_removed_pack_cache_is_made_again(store: Path, tmp_path: Path) -> None:
+    """No save fails for it; the sidecar's log says so."""
+    with Run(store) as run:
+        run.train(2)
+        run.save()
+        shutil.rmtree(tmp_path / "cache")
+        run.train(2)
+        run.save()
+        assert_holds(stored(store), run.state())
+        assert "cache.made_again" in (home_of(store) / "sidecar.log").read_text()
+
+
+def test_a_truncated_arena_is_made_whole(store: Path) -> None:
+    """The sidecar stops, rather than to die by SIGBUS, or is ended by it: the next one makes the file whole again."""
+    with Run(store) as run:
+        run.train(2)
+        first = run.ckpt.sidecar_pid
+        # The control lines stay: the trainer itself writes its own at each step.
+        os.truncate(run.ckpt.arena_path or "", BLOCKS_OFFSET)
+        saves_again(run, store, first)
+
+
+@pytest.mark.parametrize("name", ["LOCK", "arena", "sidecar.log", "trainer-0.lock"])
+def test_a_link_in_the_runtime_directory_is_refused(name: str, store: Path, tmp_path: Path) -> None:
+    """At once, by its name; what it leads to is neither written nor truncated."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    home_of(store).mkdir(parents=True)
+    (home_of(store) / name).symlink_to(precious)
+    with pytest.raises(UserError, match=f"{name} is a symbolic link.*remove it"):
+        Run(store)
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["ready.json.new", "ready.json", "arguments.json.new"])
+def test_a_link_where_a_file_is_replaced_is_replaced(name: str, store: Path, tmp_path: Path) -> None:
+    """These are always new files."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    home_of(store).mkdir(parents=True)
+    (home_of(store) / name).symlink_to(precious)
+    with Run(store) as run:
+        run.train(1)
+    assert precious.read_text() == "precious"
+
+
+def test_a_package_that_is_missing_is_named_at_once(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install deltashard[trainer]` brings no structlog, which the sidecar needs."""
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "structlog.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'structlog'\", name='structlog')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "without"))
+    with pytest.raises(UserError, match=r"'structlog' is not installed.*deltashard\[sidecar\]"):
+        Run(store)
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    """`pip install deltashard` alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; import deltashard"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "needs torch -- pip install 'deltashard[trainer,sidecar]'" in done.stderr
+
+
+def test_without_a_home_the_cache_is_temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container's user may have no entry in the password database, or a HOME that it may not write."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "home", no_home)
+        assert cache_dir("file:///s", "r").is_relative_to(tmp_path / f"deltashard-{os.getuid()}")
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home" / "user")
+    assert cache_dir("file:///s", "r").is_relative_to(tmp_path / "home" / "user" / ".cache")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert cache_dir("file:///s", "r").is_relative_to(tmp_path / f"deltashard-{os.getuid()}")

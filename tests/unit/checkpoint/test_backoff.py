@@ -1,0 +1,39 @@
+"""The one back-off of every retry."""
+
+from __future__ import annotations
+
+from deltashard_checkpoint.backoff import Backoff, Clocks, Patience
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(
+    failures=st.integers(1, 10_000),
+    uniform=st.floats(0, 1, exclude_max=True),
+    first_s=st.floats(0.001, 10),
+    longest_s=st.floats(0.001, 1000),
+    jitter=st.floats(0, 1),
+)
+def test_delays_stay_in_bounds(
+    failures: int, uniform: float, first_s: float, longest_s: float, jitter: float
+) -> None:
+    """Never more than the longest, never less than the share of what is due that is not random."""
+    backoff = Backoff(first_s=first_s, longest_s=longest_s, jitter=jitter)
+    due_s = min(longest_s, first_s * 2.0 ** min(failures - 1, 60))
+    delay_s = backoff.delay_s(failures, lambda: uniform)
+    assert due_s * (1 - jitter) * 0.999999 <= delay_s <= due_s
+
+
+def test_patience_pauses_by_it_until_the_deadline() -> None:
+    """The last pause ends at the deadline; after it there is no other."""
+    now, slept = [0.0], list[float]()
+
+    def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+        now[0] += delay_s
+
+    clocks = Clocks(monotonic_s=lambda: now[0], sleep=sleep, uniform=lambda: 1.0)
+    patience = Patience(clocks=clocks, deadline_s=10.0, backoff=Backoff(first_s=1.0, longest_s=4.0))
+    while patience.pause():
+        pass
+    assert slept == [1.0, 2.0, 4.0, 3.0]
