@@ -380,7 +380,6 @@ class Checkpointer:
             saver=self._saver,
             requests=requests,
             setbacks=setbacks,
-            stats=self.stats,
             grace_s=grace_s,
             orders=orders,
         )

@@ -17,11 +17,11 @@ from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.session import Link
 from deltashard.attach.term_signal import TermHandler
 from deltashard.cut import save_stream
-from deltashard.errors import FencedError, SaveFailed, WaitError
+from deltashard.errors import FencedError, SaveFailed, UserError, WaitError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.restore.open_attempt import AttemptOpener
-from deltashard.save.handle import Flight, SaveHandle, Stats
+from deltashard.save.handle import SaveHandle
 from deltashard.save.news import News
 from deltashard.save.order_book import OrderBook
 from deltashard.save.request import Requests
@@ -60,7 +60,6 @@ class SaveLoop:
         saver: Saver,
         requests: Requests,
         setbacks: Setbacks,
-        stats: Stats,
         grace_s: float | None,
         orders: OrderBook | None,
     ) -> None:
@@ -80,7 +79,6 @@ class SaveLoop:
         self._saver = saver
         self._requests = requests
         self._setbacks = setbacks
-        self._stats = stats
         self._orders = orders
         self._thread = threading.current_thread()
         term = TermHandler(grace_s=grace_s, notice=self._on_sigterm) if grace_s is not None else None
@@ -261,7 +259,7 @@ class SaveLoop:
             self.drain(time.monotonic() + term.left_s)
         over = term.left_s <= 0 or self._session.link is None or bool(self._orders and self._orders.why_down)
         if self._saver.committed_step == self._clock.step or over:
-            self._mend(time.monotonic() + term.left_s, at_step=True)
+            self._saver.check_snapshot(time.monotonic() + term.left_s)
             term.chain()
         else:
             self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
@@ -396,16 +394,25 @@ class SaveLoop:
         self.drain(until_s)
         self._news.apply()
         self._requests.refuse_unbound(self._clock.step)
+        self._setbacks.hurry()
+        self._saver.check_snapshot(until_s)
         with self._staying():
             if self._orders is not None:
                 self._pay_missed(self._orders, last=True)
-            self._finish_here(until_s)
-        self._refine(until_s)
-        self._mend(until_s, at_step=False)
+            try:
+                self._finish_here(until_s)
+            except SaveFailed as error:
+                step = self._clock.step
+                if self._saver.committed_step != step or self._requests.exact_at(step):
+                    raise
+                self._requests.fail(error)
+                log.warning(
+                    "step %d is durable, but it was not saved once more, for this reason: %s", step, error
+                )
 
     def _finish_here(self, until_s: float) -> None:
         last: Exception | None = None
-        tried = False
+        before, tried = self._setbacks.last, False
         while self._needs_cut():
             standing = self.standing()
             wait = standing.why(Asker.CLOSE)
@@ -414,18 +421,7 @@ class SaveLoop:
                     wait.said, where="close()", remedy="step() must be the last statement of the loop body"
                 )
             if time.monotonic() >= until_s:
-                failures = self._stats.failures
-                why = last or "; ".join(f"{cause}: {n}" for cause, n in failures.items())
-                raise SaveFailed(
-                    f"step {self._clock.step} is not durable: {why or 'the sidecar is away'}",
-                    where=self._attachment.url,
-                    remedy="the newest committed checkpoint is whole; "
-                    + (
-                        "look at the sidecar's log for the store's errors"
-                        if self._orders is None or not self._orders.why_off
-                        else "close() on every rank after the same step"
-                    ),
-                )
+                raise self._not_durable(last)
             link = self._attachment.link
             if self._setbacks.removed is not None and (tried or link is None):
                 raise SaveFailed(
@@ -433,10 +429,13 @@ class SaveLoop:
                     where=self._attachment.url,
                     remedy="there is no run to wait for; another process begins it anew",
                 )
-            if wait is None and link is not None:
+            # Of several ranks one cannot wait: the order is for all.
+            if wait is None and link is not None and (self._orders or not self._setbacks.backing_off):
                 tried = True
                 self._say_inexact(standing)
                 last = self._last_cut(link, until_s) or last
+                if self._setbacks.last is not before and isinstance(self._setbacks.last, UserError):
+                    raise self._not_durable(last)  # trying again does not help
             if not self._saver.in_flight:
                 self._clock.expect()
                 self._clock.pause(min(0.2, max(0.0, until_s - time.monotonic())))
@@ -444,78 +443,22 @@ class SaveLoop:
                 last = SaveFailed("the save is still uploading", where="close()")
             self._news.apply()
 
-    def _refine(self, until_s: float) -> None:
-        """What a run leaves behind has 8 bit: if the last step was saved with fewer that were chosen, cut it again."""
-        last = self._saver.last
-        if (
-            last is None
-            or last.commit is None
-            or last.reason == "close"
-            or not self._saver.chosen_coarse(last)
-        ):
-            return
-        evicted = self._term is not None and self._term.until_s is not None
-        if evicted or time.monotonic() >= until_s:
-            return  # not the run's end; or no time to spare for what is durable already
-        if last.step != self._clock.step:
-            return  # nothing was trained since a restore
-        why: object = self._why_not_again(last, at_step=False) or self._cut_again(
-            last, until_s, reason="close"
+    def _not_durable(self, last: Exception | None) -> SaveFailed:
+        """The error of close(), with where and remedy of the failure that caused it, if the user can act on that."""
+        what = f"step {self._clock.step} is not durable"
+        failure = self._setbacks.last
+        if isinstance(failure, UserError):
+            return SaveFailed(f"{what}: {failure.what}", where=failure.where, remedy=failure.remedy)
+        return SaveFailed(
+            f"{what}: {last or failure or 'the sidecar is away'}",
+            where=self._attachment.url,
+            remedy="the newest committed checkpoint is whole; "
+            + (
+                "look at the sidecar's log for the store's errors"
+                if self._orders is None or not self._orders.why_off
+                else "close() on every rank after the same step"
+            ),
         )
-        if why:
-            log.warning("step %d stays stored with the few bits that its save chose: %s", last.step, why)
-
-    def _mend(self, until_s: float, *, at_step: bool) -> None:
-        """No cut is to follow the last one: if it is in doubt, take it once more, or say that it stays as it is."""
-        doubt = self._saver.doubt(until_s)
-        if doubt is None:
-            return
-        last, step = self._saver.last, self._clock.step
-        why = doubt.moved or self._why_not_again(last, at_step=at_step)
-        if why or last is None:
-            self._saver.say(doubt, f"It stays as it is: {why}")
-            return
-        self._saver.say(doubt, f"Step {step} is cut once more")
-        error = self._cut_again(last, until_s, reason=last.reason)
-        if error is not None:
-            log.error(
-                "step %d was not saved once more, its checkpoint stays as it is, unless this upload ends: %s",
-                step,
-                error,
-            )
-
-    def _why_not_again(self, last: Flight | None, *, at_step: bool) -> str:
-        """Why the program does not stand where its last cut was taken, or that cannot be sent; empty: it can."""
-        step = self._clock.step
-        if last is None or last.step != step:
-            return f"the program has gone on to step {step}"
-        if self._orders is not None:
-            return "the other ranks take no part in another cut"
-        standing = self.standing(at_step=at_step)
-        wait = standing.why(Asker.CLOSE) or (Wait.MOVED if Wait.MOVED in standing.holds else None)
-        if wait is not None:
-            return wait.said
-        veto = self._saver.veto()
-        return "" if veto is None else str(veto)
-
-    def _cut_again(self, last: Flight, until_s: float, *, reason: str) -> Exception | None:
-        """With the same pins and metadata, which from now on mean this checkpoint; returns why it is not durable."""
-        link = self._attachment.link
-        if link is None:
-            return SaveFailed(Wait.AWAY.said, where="close()")
-        handles = [
-            SaveHandle(reason=reason, pin=each.pin, metadata=each.metadata, waiter=self.wait)
-            for each in last.handles
-        ] or [SaveHandle(reason=reason, pin=None, metadata={}, waiter=self.wait)]
-        for handle in handles:
-            self._requests.add(handle)
-        self._cut(link, reason, latest_s=until_s)
-        if not self.drain(until_s):
-            return SaveFailed("it is still uploading", where="close()")
-        if all(handle.commit is not None for handle in handles):
-            return None
-        errors = [handle.error for handle in handles if handle.error is not None]
-        return errors[0] if errors else SaveFailed("the sidecar is busy with another save", where="close()")
 
     def close(self) -> None:
         """Give SIGTERM back, and tell who waits for what is not cut."""
@@ -561,7 +504,9 @@ class SaveLoop:
         step = self._clock.step
         if self._requests.open:
             return step > 0
-        return step > 0 and step not in {self._saver.committed_step, self._attempt.resumed_step}
+        if step not in {self._saver.committed_step, self._attempt.resumed_step}:
+            return step > 0
+        return self._saver.coarse  # what a run leaves behind has 8 bits
 
     def _on_sigterm(self) -> None:
         self._requests.hurry("sigterm")
@@ -580,12 +525,14 @@ class SaveLoop:
         for _ in range(TERM_TRIES):
             # An older save may be uploading, or the sidecar busy with its end: then there is room a moment later.
             self.drain(time.monotonic() + term.left_s)
-            if self._saver.committed_step == step or term.left_s <= 0 or self._session.link is None:
+            durable = self._saver.committed_step == step
+            if durable and not self._saver.check_snapshot(time.monotonic() + term.left_s):
+                break
+            if term.left_s <= 0 or self._session.link is None:
                 break
             if unfinished():
                 return
             self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
             self._try_cut(due=False, at_step=at_step, asker=Asker.TERM)
         self.drain(time.monotonic() + term.left_s)
-        self._mend(time.monotonic() + term.left_s, at_step=at_step)
         term.chain()
