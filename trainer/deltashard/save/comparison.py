@@ -1,8 +1,8 @@
 """Compares what was copied ahead of a snapshot with the live rows, beside training (`precopy.TableAhead.compare`).
 
-A row that differs, and was not marked since, is wrong in that snapshot. The saver reports it, the next commit's metadata
-names the snapshot, and the next save takes all rows. The commit itself is never changed. A comparison that fails, or
-does not end in time, leaves the snapshot in doubt, which is reported in the same way.
+A row that differs, and was not marked since, is wrong in that snapshot. The saver reports it, the next commit's
+metadata names the snapshot, and the next save takes all rows. The commit itself is never changed. A comparison that
+fails, or does not end in time, leaves the snapshot in doubt, which is reported in the same way.
 """
 
 from __future__ import annotations

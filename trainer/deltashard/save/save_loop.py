@@ -12,12 +12,14 @@ import math
 import threading
 import time
 
+from deltashard_proto.block_reason import BlockReason
+
 from deltashard.attach.attachment import Attachment
 from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.session import Link
 from deltashard.attach.term_signal import TermHandler
 from deltashard.cut import save_stream
-from deltashard.errors import FencedError, SaveFailed, UserError, WaitError
+from deltashard.errors import DeltashardError, FencedError, SaveFailed, UserError, WaitError
 from deltashard.loader.shelf import LoaderShelf
 from deltashard.program import Program
 from deltashard.restore.open_attempt import AttemptOpener
@@ -27,7 +29,8 @@ from deltashard.save.order_book import OrderBook
 from deltashard.save.request import Requests
 from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
-from deltashard.save.wait import Asker, Standing, Wait
+from deltashard.save.wait import MESSAGE, Asker, SnapshotGate
+from deltashard.save.watchdog import Block, Watchdog
 from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
 
@@ -60,6 +63,7 @@ class SaveLoop:
         saver: Saver,
         requests: Requests,
         setbacks: Setbacks,
+        watchdog: Watchdog,
         grace_s: float | None,
         orders: OrderBook | None,
     ) -> None:
@@ -79,6 +83,7 @@ class SaveLoop:
         self._saver = saver
         self._requests = requests
         self._setbacks = setbacks
+        self._watchdog = watchdog
         self._orders = orders
         self._thread = threading.current_thread()
         term = TermHandler(grace_s=grace_s, notice=self._on_sigterm) if grace_s is not None else None
@@ -89,9 +94,9 @@ class SaveLoop:
         """Of SIGTERM; None: it is left alone."""
         return self._term
 
-    def standing(self, *, at_step: bool = False) -> Standing:
+    def gate(self, *, at_step: bool = False) -> SnapshotGate:
         """What holds now; `at_step`: within `step()`, where what was done since the last one is what this step is."""
-        return Standing.of(
+        return SnapshotGate.of(
             torn=self._stance.torn,
             stepped=not at_step and self._clock.stepped and bool(self._tracking.optimizers),
             accumulating=not self._clock.whole,
@@ -105,7 +110,7 @@ class SaveLoop:
     def ask(self, handle: SaveHandle) -> None:
         """`save()`: cut at once if the program stands at the end of a step, else by the next `step()`."""
         mine = threading.current_thread() is self._thread
-        here = mine and self.standing().gone is None
+        here = mine and self.gate().not_at_boundary is None
         if here and handle.exact:
             handle.bind(self._clock.step)
         if here and self._orders is not None and not handle.exact:
@@ -133,15 +138,21 @@ class SaveLoop:
         if self._clock.urgent and self._requests.urgent is None:
             self._requests.hurry("urgent")
         if at_step and self._requests:
-            self._requests.bind_exact(self._clock.step, whole=self.standing(at_step=True).gone is None)
+            self._requests.bind_exact(self._clock.step, whole=self.gate(at_step=True).not_at_boundary is None)
         if self._orders is not None:
             self._cut_together(self._orders, at_step=at_step)
         elif due or self._requests or self._requests.urgent or term:
             self._try_cut(due=due, at_step=at_step, asker=asker)
         elif self._clock.near:
             self._begin_ahead(self._clock.wanted_at, at_step=at_step)
-        if self._requests or self._requests.urgent:
+        asked = bool(self._requests) or self._requests.urgent is not None
+        if asked:
             self._clock.notice()
+        self._watchdog.check(
+            lambda: self._block(at_step=at_step),
+            asked=asked,
+            timed=self._orders is None or self._orders.conductor.leads,
+        )
         if term and self._term is not None:
             if self._orders is None:
                 self._finish_term(self._term, at_step=at_step)
@@ -152,13 +163,13 @@ class SaveLoop:
         urgent = self._requests.urgent is not None
         asked = urgent or bool(self._requests)
         asker = asker or (Asker.URGENT if urgent else Asker.REQUEST if asked else Asker.TIMER)
-        wait = self.standing(at_step=at_step).why(asker)
+        wait = self.gate(at_step=at_step).why(asker)
         if wait is not None:
             self._put_off(wait, quiet=asked and not due)
             return
         link = self._attachment.link
         if link is None:
-            self._put_off(Wait.AWAY)
+            self._put_off(BlockReason.AWAY)
             return
         if asker is Asker.TIMER and self._saver.head_start.put_off(link, self._clock.wanted_at):
             self._clock.notice()
@@ -174,7 +185,7 @@ class SaveLoop:
     def _begin_ahead(self, step: int, *, at_step: bool) -> None:
         """A cut is near, at the end of `step`: what can be copied before need not be copied then."""
         link = self._attachment.link
-        if link is not None and self.standing(at_step=at_step).why(Asker.TIMER) is None:
+        if link is not None and self.gate(at_step=at_step).why(Asker.TIMER) is None:
             self._saver.head_start.near(link, step)
 
     def _cut(
@@ -187,6 +198,27 @@ class SaveLoop:
                 self._news.apply()  # tells who waits, and raises
             raise
 
+    def _block(self, *, at_step: bool) -> Block:
+        """Why a save that is due was not taken at this boundary."""
+        reason = self.gate(at_step=at_step).why(Asker.TIMER)
+        failure = self._setbacks.last
+        if reason is BlockReason.AWAY:
+            return Block(reason=reason, message=f"the sidecar has been away for {self._session.away_s:.0f} s")
+        if reason is not None and reason is not BlockReason.BACK_OFF:
+            return Block(reason=reason, message=MESSAGE[reason])
+        if failure is not None:
+            vetoed = isinstance(failure, DeltashardError) and failure.where == "validate="
+            return Block(
+                reason=BlockReason.VETOED if vetoed else BlockReason.BACK_OFF,
+                message=f"the last one failed: {failure}",
+                remedy=failure.remedy if isinstance(failure, DeltashardError) else "",
+            )
+        if self._orders is not None and self._orders.why_off:
+            return Block(
+                reason=BlockReason.RANKS, message=self._orders.why_off, rank=self._orders.conductor.rank_off
+            )
+        return Block(reason=BlockReason.NOT_ASKED, message=MESSAGE[BlockReason.NOT_ASKED])
+
     # With other ranks.
 
     def _cut_together(self, orders: OrderBook, *, at_step: bool) -> None:
@@ -197,7 +229,7 @@ class SaveLoop:
         orders.conductor.lead(self._saver.head_start.lead_s)
         if (coming := orders.conductor.coming) is not None and coming > step:
             self._begin_ahead(coming, at_step=at_step)
-        if self._requests.exact_at(step) and self.standing(at_step=at_step).why(Asker.REQUEST) is None:
+        if self._requests.exact_at(step) and self.gate(at_step=at_step).why(Asker.REQUEST) is None:
             orders.await_exact(lambda: self._take_ordered(orders, at_step=at_step))
             self._take_ordered(orders, at_step=at_step)  # what was ordered while that was given up
         elif self._requests.anywhere or self._requests.urgent is not None:
@@ -211,20 +243,20 @@ class SaveLoop:
         self._pay_missed(orders, last=close)
         if cut is None:
             return False
-        wait = self.standing(at_step=at_step).why(Asker.CLOSE if close else Asker.WAITER)
-        if wait is not None and wait not in (Wait.AWAY, Wait.FLIGHT):
+        wait = self.gate(at_step=at_step).why(Asker.CLOSE if close else Asker.WAITER)
+        if wait is not None and wait not in (BlockReason.AWAY, BlockReason.FLIGHT):
             self._put_off(wait, quiet=True)
             return False  # of all ranks alike: the next step that is whole
         orders.taken(cut)
         link = self._attachment.link
         if wait is not None or link is None:
-            wait = wait or Wait.AWAY
+            wait = wait or BlockReason.AWAY
             self._saver.owe(cut)
             self._saver.pay()
             self._put_off(wait)
             self._requests.fail(
                 SaveFailed(
-                    f"this rank has no part in the cut of step {self._clock.step}: {wait.said}",
+                    f"this rank has no part in the cut of step {self._clock.step}: {MESSAGE[wait]}",
                     where="save",
                     remedy="the next save covers its rows",
                 )
@@ -265,15 +297,13 @@ class SaveLoop:
             self._requests.hurry(self._requests.urgent or "sigterm", fresh=False)
             self._clock.notice()
 
-    def _put_off(self, wait: Wait, *, quiet: bool = False) -> None:
+    def _put_off(self, wait: BlockReason, *, quiet: bool = False) -> None:
         """No cut now: remember why for who asked, and count what was due."""
-        self._requests.put_off(wait.said)
-        if wait is Wait.TORN and self._setbacks.first(wait):
-            log.warning("no checkpoint is cut at step %d: %s", self._clock.step, wait.said)
-        if wait in (Wait.STEPPED, Wait.ACCUMULATING, Wait.MOVED):
+        self._requests.put_off(MESSAGE[wait])
+        if wait in (BlockReason.STEPPED, BlockReason.ACCUMULATING, BlockReason.MOVED):
             return  # the next optimizer step takes it
         # Nobody else would say that the sidecar is away; the rest passes by itself.
-        if not (quiet and wait in (Wait.FLIGHT, Wait.BACK_OFF)):
+        if not (quiet and wait in (BlockReason.FLIGHT, BlockReason.BACK_OFF)):
             self._setbacks.skipped(wait)
 
     # Waiting.
@@ -305,14 +335,15 @@ class SaveLoop:
             if handle.done:
                 return
             if handle.cut is None:
-                if (gone := self.standing().gone) is not None:
+                if (gone := self.gate().not_at_boundary) is not None:
                     raise WaitError(
-                        f"the cut has not happened yet, and this thread is the one that has to take it: {gone.said}",
+                        "the cut has not happened yet, and this thread is the one that has to take it: "
+                        + MESSAGE[gone],
                         where=f"wait() for {handle.reason!r}",
                         remedy="call save() right after step(), or wait() after the next step()",
                     )
                 # Still where the last step() left the program: the cut can be taken here, after the one in flight.
-                if self.standing().why(Asker.WAITER) is None:
+                if self.gate().why(Asker.WAITER) is None:
                     self.boundary(at_step=False, asker=Asker.WAITER)
                     if handle.done or handle.cut is not None:
                         continue
@@ -414,11 +445,13 @@ class SaveLoop:
         last: Exception | None = None
         before, tried = self._setbacks.last, False
         while self._needs_cut():
-            standing = self.standing()
-            wait = standing.why(Asker.CLOSE)
-            if wait in (Wait.TORN, Wait.STEPPED):
+            gate = self.gate()
+            wait = gate.why(Asker.CLOSE)
+            if wait in (BlockReason.TORN, BlockReason.STEPPED):
                 raise SaveFailed(
-                    wait.said, where="close()", remedy="step() must be the last statement of the loop body"
+                    MESSAGE[wait],
+                    where="close()",
+                    remedy="step() must be the last statement of the loop body",
                 )
             if time.monotonic() >= until_s:
                 raise self._not_durable(last)
@@ -432,7 +465,7 @@ class SaveLoop:
             # Of several ranks one cannot wait: the order is for all.
             if wait is None and link is not None and (self._orders or not self._setbacks.backing_off):
                 tried = True
-                self._say_inexact(standing)
+                self._say_inexact(gate)
                 last = self._last_cut(link, until_s) or last
                 if self._setbacks.last is not before and isinstance(self._setbacks.last, UserError):
                     raise self._not_durable(last)  # trying again does not help
@@ -466,9 +499,9 @@ class SaveLoop:
             self._term.remove()
         self._requests.fail(SaveFailed("the checkpointer was closed", where="save"))
 
-    def _say_inexact(self, standing: Standing) -> None:
+    def _say_inexact(self, gate: SnapshotGate) -> None:
         """The last cut cannot wait for a whole step: what a resumed run will not have, or have twice."""
-        accumulating = Wait.ACCUMULATING in standing.holds
+        accumulating = BlockReason.ACCUMULATING in gate.holds
         if accumulating and self._tracking.has_gradients and self._setbacks.first("unfinished"):
             log.warning(
                 "the last step() ended no optimizer step: gradients accumulated since the optimizer's last one are not "
@@ -517,7 +550,7 @@ class SaveLoop:
         step = self._clock.step
 
         def unfinished() -> bool:
-            return self.standing(at_step=at_step).gone is not None
+            return self.gate(at_step=at_step).not_at_boundary is not None
 
         unsaved = not self._saver.in_flight and self._saver.committed_step != step
         if unsaved and term.left_s > 0 and self._session.link is not None and unfinished():

@@ -57,6 +57,7 @@ from deltashard.save.head_start import HeadStart
 from deltashard.save.request import Requests
 from deltashard.save.setback import Setbacks
 from deltashard.save.step_order import OrderWatch
+from deltashard.save.watchdog import Watchdog
 from deltashard.state.value import array_of
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import DirtyCounts, Mode, RowSelection
@@ -97,6 +98,7 @@ class Saver:
         setbacks: Setbacks,
         stats: Stats,
         listener: Listener,
+        watchdog: Watchdog,
         contents: Contents | None,
         validate: Callable[[], bool] | None,
         precopy: bool = True,
@@ -121,6 +123,7 @@ class Saver:
         self._setbacks = setbacks
         self._stats = stats
         self._listener = listener
+        self._watchdog = watchdog
         self._contents = contents
         self._validate = validate
         self._order = OrderWatch(self._tracking, self._program.state, clock)
@@ -138,7 +141,7 @@ class Saver:
         self._copied_ahead: list[tuple[TrackedTable, TableAhead]] = []
         """What the last cut took of rows that were copied ahead of it."""
         self._comparison = Comparison(
-            self.head_start.later, found=lambda: self._session.post(self.check_snapshot)
+            self.head_start.later, found=lambda: self._session.post(self._note_snapshot)
         )
         self._inconsistent: list[Flight] = []
         """Snapshots that were found inconsistent, until a later commit names them."""
@@ -166,6 +169,7 @@ class Saver:
 
     def ready(self) -> None:
         """An attempt is open: have the call of its first cut open before it is due."""
+        self._watchdog.begin(restored=self._attempt.resumed_step is not None)
         self._ahead.open()
         self._pin(self._attachment.link)
 
@@ -196,6 +200,7 @@ class Saver:
         self._tracking.committed(commit.cut, baseline=commit.baseline)
         self._base.committed(commit.seq, baseline=commit.baseline)
         self._committed_step = commit.step
+        self._watchdog.committed(commit.step)
         self._inconsistent = [each for each in self._inconsistent if each.cut >= commit.cut]
         self._stats.count_commit(commit)
         self._setbacks.committed()
@@ -233,7 +238,7 @@ class Saver:
     # The cut.
 
     def veto(self) -> SaveFailed | None:
-        """Why `validate()` lets no cut be taken now, counted and said; None: it may be."""
+        """Why `validate()` lets no cut be taken now, counted; None: it may be."""
         if self._validate is None:
             return None
         try:
@@ -250,12 +255,12 @@ class Saver:
             )
             self._setbacks.failed("validate", failure)
             return failure
-        self._setbacks.skipped("vetoed")
         step = self._clock.step
-        log.warning("validate() vetoed the save at step %d", step)
-        return SaveFailed(
+        failure = SaveFailed(
             f"validate() vetoed the save at step {step}", where="validate=", remedy="see validate="
         )
+        self._setbacks.vetoed(failure)
+        return failure
 
     def take(
         self,
@@ -327,6 +332,7 @@ class Saver:
             raise
         self._requests.urgent_cut()
         self._flight = flight
+        self._watchdog.taken()
         self._tracking.cut_taken(flight.cut, mode, full=full)
         if self.head_start.enabled:
             self._tracking.audit_sample(self.head_start.look_later)
@@ -364,6 +370,9 @@ class Saver:
             self._requests.add(SaveHandle(reason="inconsistent", pin=None, metadata={}))
             self._clock.notice()
         return found
+
+    def _note_snapshot(self) -> None:
+        self.check_snapshot()
 
     def _report_inconsistent(self, until_s: float = math.inf) -> bool:
         """Report what is wrong with the last snapshot, if anything: the next one takes all rows."""

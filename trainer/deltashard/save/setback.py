@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 
+from deltashard_proto.block_reason import BlockReason
 from deltashard_proto.cause import Cause
 
 from deltashard.attach.listener import Listener
@@ -63,6 +64,11 @@ class Setbacks:
             covers = "the next save covers its rows" if passes else "it is tried again"
             log.warning("a save failed at step %d, %s: %s", step, covers, error)
         self._listener.emit("save_failed", cause=cause, error=str(error), step=step)
+
+    def vetoed(self, failure: BaseException) -> None:
+        """`validate()` let no cut be taken."""
+        self.last = failure
+        self.skipped(BlockReason.VETOED)
 
     def skipped(self, cause: str) -> None:
         """A due cut was not taken."""

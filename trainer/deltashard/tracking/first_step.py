@@ -135,8 +135,8 @@ class FirstStep:
         for field in thrown:
             _log.warning(
                 "optimizer state %s of table %s was restored and is gone after the first step: "
-                "the optimizer initialises it again at its first step, and training continues from new state. Keep what "
-                "says that it is initialised in a plain attribute of the optimizer or in its state, which are restored",
+                "the optimizer initialises it again at its first step, and training continues from new state. Keep the "
+                "flag that it is initialised as a plain attribute of the optimizer or in its state: both are restored",
                 field.name,
                 table.fqn,
             )
