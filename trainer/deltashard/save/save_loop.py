@@ -530,6 +530,9 @@ class SaveLoop:
             raise veto
         handle = SaveHandle(reason="close", pin=None, metadata={}, waiter=self.wait)
         self._requests.add(handle)
+        for each in [] if (coarse := self._saver.coarse) is None else coarse.handles:
+            # Pins and metadata mean the checkpoint with 8 bits from now on.
+            self._requests.add(SaveHandle(reason="close", pin=each.pin, metadata=each.metadata))
         self._cut(link, "close", latest_s=until_s)
         return handle.error
 
@@ -539,7 +542,8 @@ class SaveLoop:
             return step > 0
         if step not in {self._saver.committed_step, self._attempt.resumed_step}:
             return step > 0
-        return self._saver.coarse  # what a run leaves behind has 8 bits
+        # What a run leaves behind has 8 bits; several ranks do not agree on whether it has.
+        return self._orders is None and self._saver.coarse is not None
 
     def _on_sigterm(self) -> None:
         self._requests.hurry("sigterm")

@@ -23,7 +23,6 @@ import torch
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.deciding.precision import SAFE, by_table, encodings_of
 from deltashard_checkpoint.vocabulary import (
-    DEFAULT_ENCODING,
     DEFAULT_STATE_ENCODING,
     INCONSISTENT_KEY,
     bits_of,
@@ -393,16 +392,12 @@ class Saver:
         return True
 
     @property
-    def coarse(self) -> bool:
-        """Whether the last commit is of this step, and bits were chosen for it: for some table fewer than 8."""
+    def coarse(self) -> Flight | None:
+        """The save of this step, if it is durable and bits were chosen for it: for some table fewer than 8."""
         last = self._here[-1] if self._here else None
-        return (
-            last is not None
-            and last.commit is not None
-            and last.step == self._clock.step
-            and last.reason != "close"
-            and self._chosen_coarse(last)
-        )
+        if last is None or last.commit is None or last.step != self._clock.step or last.reason == "close":
+            return None
+        return last if self._chosen_coarse(last) else None
 
     # What other ranks wait for.
 
@@ -531,9 +526,7 @@ class Saver:
             return False
         tables = [table.fqn for table in self._program.schemas]
         own, _ = by_table(encodings_of(policy.tables, where="tables"), tables)
-        # Of several ranks it is not known whether bits hold: those that are not `encoding` are chosen for sure.
-        others = begun.encoding if self._capture.alone else DEFAULT_ENCODING
-        chosen = (begun.encodings.get(table, others) for table in tables if table not in own)
+        chosen = (begun.encodings.get(table, begun.encoding) for table in tables if table not in own)
         return any((bits_of(encoding) or 0) < SAFE for encoding in chosen)
 
     def _begin(
