@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,10 +46,10 @@ class Watched(Run):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
-    yield tmp_path
+    return tmp_path
 
 
 def test_an_optimizer_that_was_replaced_is_told_within_a_minute(

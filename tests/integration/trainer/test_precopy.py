@@ -17,6 +17,7 @@ from deltashard.cut import memory, precopy
 from torch import nn
 
 from tests.support.checkpointers import programs_copied_ahead
+from tests.support.command_line import running
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -260,7 +261,9 @@ def newest_says(program: Program) -> str | None:
     return newest.metadata.get(INCONSISTENT_KEY)
 
 
-def test_a_few_rows_that_were_something_else_while_they_were_copied(make: Any) -> None:
+def test_a_few_rows_that_were_something_else_while_they_were_copied(
+    make: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Stored wrong once: reported, and a save of all rows comes at once, which names the wrong one."""
     program = make(every_steps=10)
     step = cut_with_a_stray(program)
@@ -276,6 +279,9 @@ def test_a_few_rows_that_were_something_else_while_they_were_copied(make: Any) -
     assert program.ckpt._program.tracking.by_key["first.weight"].tracker == "hashes"
     assert newest_is(program, program.cuts[max(program.cuts)][0])
     assert newest_says(program) == f"seq:{seq}"
+    where = f"file://{program.folder / 'store'}/r"
+    assert "its trainer found wrong rows" in running(capsys)("inspect", where, "-c", f"seq:{seq}")[1]
+    assert "its trainer found" not in running(capsys)("inspect", where)[1]
     program.ckpt.save().wait(60)
     assert newest_says(program) is None, "it is named once"
 
@@ -307,7 +313,7 @@ def test_the_last_cut_has_such_rows_and_no_other_follows(
     else:
         vetoes.append(True)
         program.ckpt.close()
-        assert f"step {step} is durable, but it was not saved once more" in caplog.text
+        assert f"step {step} is durable, but the further save of it did not happen" in caplog.text
     assert program.ckpt.stats.cuts == cuts
     assert program.ckpt.stats.audit_faults == 1
     assert "rows [5] of first.weight are not as they were at its step" in caplog.text

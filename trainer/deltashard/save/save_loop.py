@@ -437,9 +437,7 @@ class SaveLoop:
                 if self._saver.committed_step != step or self._requests.exact_at(step):
                     raise
                 self._requests.fail(error)
-                log.warning(
-                    "step %d is durable, but it was not saved once more, for this reason: %s", step, error
-                )
+                log.warning("step %d is durable, but the further save of it did not happen: %s", step, error)
 
     def _finish_here(self, until_s: float) -> None:
         last: Exception | None = None
@@ -455,6 +453,8 @@ class SaveLoop:
                 )
             if time.monotonic() >= until_s:
                 raise self._not_durable(last)
+            if tried and self._orders is None and self._saver.committed_step == self._clock.step:
+                raise SaveFailed(f"it failed: {last or self._setbacks.last}", where="close()")
             link = self._attachment.link
             if self._setbacks.removed is not None and (tried or link is None):
                 raise SaveFailed(
