@@ -241,7 +241,7 @@ class Stats:
     """Cuts whose bytes were handed over."""
     commits: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    """Due cuts that were not taken, by cause: vetoed, or one of `wait.Wait`."""
+    """Due cuts that were not taken, by cause: vetoed, or one of `BlockReason`."""
     failures: Counter[str] = field(default_factory=Counter)
     """Saves that failed, by cause."""
     event_errors: int = 0
