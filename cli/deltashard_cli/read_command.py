@@ -205,6 +205,16 @@ def inspect(url: str, run: str | None, which: str, *, every_blob: bool, as_json:
                 ("stall", f"{one.stall_s * 1e3:.1f} ms"),
                 *([("pins", " ".join(one.pins))] if one.pins else []),
                 *([("set aside", "by a rewind: the run goes on from an older one")] if one.aside else []),
+                *(
+                    [
+                        (
+                            "inconsistent",
+                            f"its trainer found wrong rows: see checkpoint {found.inconsistent_by}",
+                        )
+                    ]
+                    if found.inconsistent_by is not None
+                    else []
+                ),
                 *([("directive", one.directive)] if one.directive else []),
                 *((f"meta {key}", value) for key, value in sorted(found.metadata.items())),
                 *((f"writer {key}", value) for key, value in sorted(found.fingerprint.items())),

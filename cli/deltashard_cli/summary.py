@@ -11,6 +11,7 @@ from deltashard_checkpoint.log.chain import ChainIncomplete, chain, closure, hel
 from deltashard_checkpoint.log.entry import Checkpoint, Part
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.restore.plan import Plan
+from deltashard_checkpoint.vocabulary import INCONSISTENT_KEY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +178,8 @@ class Inspection:
     summary: CheckpointSummary
     compacted_at_s: float | None
     """When a compaction took the place of its own parts."""
+    inconsistent_by: int | None
+    """The later checkpoint that names this one as inconsistent: rows of it are not those of its step."""
     fingerprint: Mapping[str, str]
     metadata: Mapping[str, str]
     parts: tuple[PartSummary, ...]
@@ -209,6 +212,14 @@ def inspection_of(state: RunState, entry: Checkpoint, indexes: Mapping[str, Inde
         run=state.run,
         summary=summarize_checkpoint(state, entry, indexes),
         compacted_at_s=state.compactions[entry.seq].at_s if entry.seq in state.compactions else None,
+        inconsistent_by=next(
+            (
+                seq
+                for seq, each in sorted(state.checkpoints.items())
+                if f"seq:{entry.seq}" in each.metadata.get(INCONSISTENT_KEY, "").split(",")
+            ),
+            None,
+        ),
         fingerprint=entry.fingerprint,
         metadata=entry.metadata,
         parts=tuple(

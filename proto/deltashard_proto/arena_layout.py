@@ -32,6 +32,8 @@ BATCH_BYTES = MAX_FRAME_BYTES - (256 << 10)
 STEP, STEP_TIME_NS, STALL_NS = 0, 1, 2
 # sidecar -> trainer:
 SAVE_AT_STEP, URGENT, HEARTBEAT_NS = 3, 4, 5
+# trainer -> sidecar, once more: since when a save that is due is blocked (Unix time; 0: none is), and why.
+BLOCKED_SINCE_NS, BLOCKED_WHY = 6, 7
 NEVER = (1 << 64) - 1
 """SAVE_AT_STEP when nothing is due: `step >= line[SAVE_AT_STEP]` is the whole test."""
 

@@ -179,6 +179,7 @@ class SaveService:
             self._run.bits.heard(begin.losses)
         if begin.tracking_faults:
             self._activity.tracking_fault(begin.tracking_faults, step=begin.step)
+            self._metrics.tracking_faults.inc(begin.tracking_faults)
         cut = save.cut
         self._decline_for_gone(cut.attempt, cut.cut)
         self._log.info(

@@ -119,6 +119,7 @@ class Sidecar:
         """Rank 0's, which goes on in an attempt that is not seen in the log yet."""
         metrics.watch_blocks(keeper.counts, [use.value for use in Use])
         metrics.trainers.set_function(lambda: len(self.sessions.all()))
+        metrics.blocked.set_function(lambda: keeper.blocked(self.sessions.ranks())[0])
 
     def start(self) -> None:
         """Begin the work nobody asked for: a look at the log, and the prefetch."""

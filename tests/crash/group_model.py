@@ -52,12 +52,15 @@ from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
 from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
-from deltashard.save.wait import Wait
+from deltashard.save.wait import MESSAGE
+from deltashard.save.watchdog import Watchdog
+from deltashard.tracking import step_clock
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, URGENT
+from deltashard_proto.block_reason import BlockReason
 from deltashard_proto.v1 import trainer_pb2 as pb
 from torch import nn
 
@@ -429,6 +432,9 @@ class World:
                 stack.enter_context(mock.patch.object(module, "threading", sim.threading))
             for module in (conductors, meetings):
                 stack.enter_context(mock.patch.object(module, "GroupStore", store))
+            stack.enter_context(
+                mock.patch.object(step_clock, "_time_ns", return_value=0)
+            )  # no looks of the watchdog
             stack.enter_context(mock.patch.object(conductors, "Orders", orders))
             stack.enter_context(mock.patch.object(conductors, "_live", set()))
             stack.enter_context(mock.patch.object(meetings, "_numbers", itertools.repeat(1)))
@@ -633,11 +639,13 @@ class Member:
         listener = Listener(None, lambda: 0)
         self.setbacks = Setbacks(self.clock, self.stats, listener)
         requests = Requests(self.setbacks)
+        watchdog = Watchdog(self.clock, listener, timer=lambda: (0.0, 0), now_s=lambda: 0.0)
         shelf = LoaderShelf(lambda: self.clock.step)
         self.saver = Parts(
             Capture(program, shelf, rank=Rank(number=rank, local=rank, world_size=RANKS)),
             clock=self.clock, attachment=attachment, attempt=attempt, base=CutBase(), requests=requests,
-            setbacks=self.setbacks, stats=self.stats, listener=listener, contents=None, validate=self._validate,
+            setbacks=self.setbacks, stats=self.stats, listener=listener, watchdog=watchdog, contents=None,
+            validate=self._validate,
         )  # fmt: skip
         self.saver.member = self
         self.saver._ahead = self  # type: ignore[assignment]  # `open`, `take`
@@ -648,10 +656,10 @@ class Member:
 
         def why_not(urgent: bool) -> str:
             if self.saver.in_flight:
-                return Wait.FLIGHT.said
+                return MESSAGE[BlockReason.FLIGHT]
             if attachment.link is None:
-                return Wait.AWAY.said
-            return Wait.BACK_OFF.said if self.setbacks.backing_off and not urgent else ""
+                return MESSAGE[BlockReason.AWAY]
+            return MESSAGE[BlockReason.BACK_OFF] if self.setbacks.backing_off and not urgent else ""
 
         conductor_type = type(
             "WatchedConductor", (Conductor,), {n: watched(sim, n) for n in ("_wish", "_stays")}
@@ -664,7 +672,7 @@ class Member:
         self.loop_of = lambda: SaveLoop(
             program, shelf, clock=self.clock, stance=Stance(tracking, self.clock), attachment=attachment,
             attempt=attempt, opener=SimpleNamespace(), news=news, saver=self.saver, requests=requests,
-            setbacks=self.setbacks, stats=self.stats, grace_s=None, orders=book,
+            setbacks=self.setbacks, watchdog=watchdog, grace_s=None, orders=book,
         )  # fmt: skip
 
     # For the saver: what the sidecar is to it.

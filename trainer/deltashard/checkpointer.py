@@ -25,6 +25,7 @@ from typing import Any, Self, SupportsFloat
 
 import torch
 from deltashard_checkpoint.deciding.ending import reason_of
+from deltashard_proto.block_reason import BlockReason
 from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard import arguments
@@ -65,7 +66,8 @@ from deltashard.save.request import Requests
 from deltashard.save.save_loop import SaveLoop
 from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
-from deltashard.save.wait import Wait
+from deltashard.save.wait import MESSAGE
+from deltashard.save.watchdog import Watchdog
 from deltashard.state.position import Skip
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.stance import Stance
@@ -155,7 +157,8 @@ class Checkpointer:
                 in their last tenth nothing is stored with chosen bits below 8.
             tracking: how tables are found and tracked.
             on_event: called on the training thread with (name, facts) for cut, committed, save_failed, skipped,
-                sidecar_lost, attached, restored, fell_back, log_damaged, state_thrown_away, nothing_saved.
+                sidecar_lost, attached, restored, fell_back, log_damaged, state_thrown_away, nothing_saved,
+                snapshot_inconsistent, save_blocked.
 
         Raises:
             StateError: something in `state=` or an optimizer cannot be saved; found out now, not at the first save.
@@ -289,6 +292,11 @@ class Checkpointer:
         contents = Contents() if content_hash else None
         base = CutBase(self._planned_steps, self._ground.pls_target)
         setbacks = Setbacks(self._clock, self.stats, self._listener)
+        self._watchdog = Watchdog(
+            self._clock,
+            self._listener,
+            timer=lambda: (self._attachment.policy.every_s, self._attachment.policy.every_steps),
+        )
         requests = Requests(setbacks)
         recovery = Recovery(self._ground, self._program)
         capture = Capture(self._program, self._shelf, rank=self._rank)
@@ -302,6 +310,7 @@ class Checkpointer:
             setbacks=setbacks,
             stats=self.stats,
             listener=self._listener,
+            watchdog=self._watchdog,
             contents=contents,
             validate=validate,
             precopy=precopy,
@@ -382,7 +391,7 @@ class Checkpointer:
             saver=self._saver,
             requests=requests,
             setbacks=setbacks,
-            stats=self.stats,
+            watchdog=self._watchdog,
             grace_s=grace_s,
             orders=orders,
         )
@@ -419,10 +428,10 @@ class Checkpointer:
             if self._conductor is not None and self._conductor.sums:
                 return "what every rank holds whole is not the same on all"
             if self._saver.in_flight:
-                return Wait.FLIGHT.said
+                return MESSAGE[BlockReason.FLIGHT]
             if self._attachment.link is None:
-                return Wait.AWAY.said
-            return Wait.BACK_OFF.said if setbacks.backing_off and not urgent else ""
+                return MESSAGE[BlockReason.AWAY]
+            return MESSAGE[BlockReason.BACK_OFF] if setbacks.backing_off and not urgent else ""
 
         return why
 
@@ -588,9 +597,11 @@ class Checkpointer:
     def doctor(self) -> Diagnosis:
         """How each table is tracked and why, what is in the checkpoint, what is not and what that means: print it.
 
-        And how often the sidecar saves, as it last said.
+        And how often the sidecar saves, as it last said, and why a save that is due did not happen yet.
         """
-        return diagnose(self._program, self._shelf.loaders, self._attachment.policy)
+        return diagnose(
+            self._program, self._shelf.loaders, self._attachment.policy, blocked=self._watchdog.blocked
+        )
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         """Cut at the last step boundary if that step is not saved yet, wait until it is durable, detach.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.program import Program
+from deltashard.save.watchdog import BlockedSave
 from deltashard.state.discovery import canonical_prefixes
 from deltashard.tracking.tracking import TrackedTable
 
@@ -69,6 +70,8 @@ class Diagnosis:
     missing: tuple[Missing, ...]
     timer: str = ""
     """How often the sidecar saves, and whether that was chosen."""
+    blocked: str = ""
+    """Why a save that is due did not happen yet; empty: none is due."""
 
     @property
     def line(self) -> str:
@@ -98,11 +101,17 @@ class Diagnosis:
             lines += [f"  {each.what}", f"    {each.meaning}"]
         if self.timer:
             lines.append(f"Saved {self.timer}.")
+        if self.blocked:
+            lines.append(f"Blocked: {self.blocked}")
         return "\n".join(lines)
 
 
 def diagnose(
-    program: Program, loaders: Mapping[str, WrappedLoader], policy: pb.Policy | None = None
+    program: Program,
+    loaders: Mapping[str, WrappedLoader],
+    policy: pb.Policy | None = None,
+    *,
+    blocked: BlockedSave | None = None,
 ) -> Diagnosis:
     """Look at everything that a cut would take now, and at what it would not.
 
@@ -110,6 +119,7 @@ def diagnose(
         program: what trains.
         loaders: the wrapped ones by name.
         policy: the sidecar's, as it last told.
+        blocked: the save that is due and did not happen yet.
     """
     tracking, contracts = program.tracking, program.contracts
     dense = tracking.dense()
@@ -133,6 +143,7 @@ def diagnose(
         saved=tuple(saved),
         missing=tuple(_missing(program, loaders)),
         timer="" if policy is None else timer_of(policy),
+        blocked="" if blocked is None else str(blocked),
     )
 
 

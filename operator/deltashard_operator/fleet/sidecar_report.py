@@ -257,6 +257,8 @@ class Heartbeat:
     saves_failed_in_a_row: int = 0
     store_ok: bool = True
     credentials_ok: bool = True
+    save_blocked: str = ""
+    """Why a save that is due does not happen; empty: none is blocked."""
     directive: int = 0
     """Generation of the newest directive in force; 0: none."""
     incidents: tuple[Incident, ...] = ()
@@ -392,6 +394,7 @@ def heartbeat_of(message: wire.Heartbeat) -> Heartbeat:
         saves_failed_in_a_row=_count(message.saves_failed_in_a_row),
         store_ok=message.store_ok,
         credentials_ok=message.credentials_ok,
+        save_blocked=_text(message.save_blocked, MAX_NAME),
         directive=_count(message.directive),
         incidents=_incidents(message.incidents),
         measured=_measured(message.measured) if message.HasField("measured") else None,

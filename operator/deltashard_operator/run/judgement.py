@@ -175,8 +175,15 @@ def _facts(
     if row:
         text = f"{row} save{'s' * (row > 1)} failed since the last checkpoint"
         yield fact(condition.SAVES_FAILING, "SavesFail", f"{text}; {run.failing}" if run.failing else text)
+    blocked = next((each.save_blocked for each in live if each.save_blocked), "")
     limit_s = condition.stale_after_s(run.progress.policy.every_s, run.progress.durable_s)
-    if (
+    if blocked:
+        yield fact(
+            condition.STALE,
+            "SaveBlocked",
+            f"a save is due and does not happen: {blocked}; the trainer's log and ckpt.doctor() have the remedy",
+        )
+    elif (
         limit_s is not None
         and run.trains_since_s
         and any(each.phase in {sidecar_report.Phase.TRAINING, sidecar_report.Phase.SAVING} for each in live)

@@ -189,7 +189,7 @@ class Evidence(_message.Message):
     def __init__(self, exposure_s: _Optional[float] = ..., lossy: _Optional[float] = ..., restores: _Optional[float] = ..., pods: _Optional[int] = ..., pool_exposure_s: _Optional[float] = ..., pool_lossy: _Optional[float] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("run", "phase", "ranks", "attempt", "last_commit", "last_commit_at_s", "policy", "stored_bytes", "checkpoints", "restores", "saves_failed", "saves_failed_in_a_row", "store_ok", "credentials_ok", "directive", "incidents", "measured", "decisions", "openings", "stall_s", "lost_share", "partial_recoveries", "samples", "store_proven")
+    __slots__ = ("run", "phase", "ranks", "attempt", "last_commit", "last_commit_at_s", "policy", "stored_bytes", "checkpoints", "restores", "saves_failed", "saves_failed_in_a_row", "store_ok", "credentials_ok", "directive", "incidents", "measured", "decisions", "openings", "stall_s", "lost_share", "partial_recoveries", "samples", "store_proven", "save_blocked")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,7 @@ class Heartbeat(_message.Message):
     PARTIAL_RECOVERIES_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     STORE_PROVEN_FIELD_NUMBER: _ClassVar[int]
+    SAVE_BLOCKED_FIELD_NUMBER: _ClassVar[int]
     run: str
     phase: Phase
     ranks: _containers.RepeatedCompositeFieldContainer[Rank]
@@ -238,7 +239,8 @@ class Heartbeat(_message.Message):
     partial_recoveries: int
     samples: _containers.RepeatedCompositeFieldContainer[StepSample]
     store_proven: bool
-    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., last_commit: _Optional[_Union[_trainer_pb2.Commit, _Mapping]] = ..., last_commit_at_s: _Optional[float] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., stored_bytes: _Optional[int] = ..., checkpoints: _Optional[int] = ..., restores: _Optional[int] = ..., saves_failed: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., directive: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., openings: _Optional[int] = ..., stall_s: _Optional[float] = ..., lost_share: _Optional[float] = ..., partial_recoveries: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[StepSample, _Mapping]]] = ..., store_proven: _Optional[bool] = ...) -> None: ...
+    save_blocked: str
+    def __init__(self, run: _Optional[str] = ..., phase: _Optional[_Union[Phase, str]] = ..., ranks: _Optional[_Iterable[_Union[Rank, _Mapping]]] = ..., attempt: _Optional[int] = ..., last_commit: _Optional[_Union[_trainer_pb2.Commit, _Mapping]] = ..., last_commit_at_s: _Optional[float] = ..., policy: _Optional[_Union[_trainer_pb2.Policy, _Mapping]] = ..., stored_bytes: _Optional[int] = ..., checkpoints: _Optional[int] = ..., restores: _Optional[int] = ..., saves_failed: _Optional[int] = ..., saves_failed_in_a_row: _Optional[int] = ..., store_ok: _Optional[bool] = ..., credentials_ok: _Optional[bool] = ..., directive: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., measured: _Optional[_Union[Measured, _Mapping]] = ..., decisions: _Optional[_Iterable[_Union[Decision, _Mapping]]] = ..., openings: _Optional[int] = ..., stall_s: _Optional[float] = ..., lost_share: _Optional[float] = ..., partial_recoveries: _Optional[int] = ..., samples: _Optional[_Iterable[_Union[StepSample, _Mapping]]] = ..., store_proven: _Optional[bool] = ..., save_blocked: _Optional[str] = ...) -> None: ...
 
 class ReportRequest(_message.Message):
     __slots__ = ("hello", "heartbeat")

@@ -15,12 +15,14 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from deltashard_checkpoint.errors import EnvironmentFault
 from deltashard_checkpoint.private_file import open_private
 from deltashard_proto.arena_layout import (
+    BLOCKED_SINCE_NS,
+    BLOCKED_WHY,
     HEARTBEAT_NS,
     LINES,
     NEVER,
@@ -31,6 +33,7 @@ from deltashard_proto.arena_layout import (
     Arena,
     ArenaShape,
 )
+from deltashard_proto.block_reason import text_of
 
 from deltashard_sidecar.arena.block import Ledger, NotGranted, Use
 
@@ -235,6 +238,14 @@ class ArenaKeeper:
     def step_time_s(self, rank: int) -> float:
         """The trainer's own measure of one step."""
         return float(self.arena.line(rank)[STEP_TIME_NS]) / 1e9
+
+    def blocked(self, ranks: Iterable[int]) -> tuple[float, str]:
+        """(seconds, why) of the save that is due and blocked for longest, by the trainers' word; (0, ""): none is."""
+        words = [
+            (int(line[BLOCKED_SINCE_NS]), int(line[BLOCKED_WHY])) for line in map(self.arena.line, ranks)
+        ]
+        since_ns, why = min((each for each in words if each[0]), default=(0, 0))
+        return (max(0.0, (time.time_ns() - since_ns) / 1e9), text_of(why)) if since_ns else (0.0, "")
 
     def direct(self, rank: int, *, save_at_step: int, urgent: bool) -> None:
         """Tell the trainer at which step to cut."""

@@ -90,6 +90,7 @@ class Standing:
             directive=in_force.generation,
             incidents=activity.incidents.kept(),
             measured=self._decider.measured(),
+            save_blocked=self._keeper.blocked(self._sessions.ranks())[1],
             decisions=[fleet.Decision(**asdict(each)) for each in self._decisions()],
         )
         beat.stored_bytes, beat.checkpoints = self._held(state)

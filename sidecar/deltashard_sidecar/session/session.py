@@ -203,6 +203,11 @@ class Sessions:
         with self._lock:
             return list(self._by_rank.values())
 
+    def ranks(self) -> list[int]:
+        """Local ranks that are attached."""
+        with self._lock:
+            return list(self._by_rank)
+
     def close(self, session: Session, event: Event) -> None:
         """Forget a session."""
         with self._lock:

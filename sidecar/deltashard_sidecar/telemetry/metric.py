@@ -116,6 +116,16 @@ class Metrics:
         self.skipped = Counter(
             "deltashard_saves_skipped", "Due saves skipped under a running one", registry=r
         )
+        self.blocked = Gauge(
+            "deltashard_save_blocked_seconds",
+            "For how long a save has been due and was blocked, as the trainer warns of it; 0: none is",
+            registry=r,
+        )
+        self.tracking_faults = Counter(
+            "deltashard_tracking_faults",
+            "Tables and snapshots in which trainers found rows that changed without a mark",
+            registry=r,
+        )
         self.rows = Counter(
             "deltashard_rows",
             "Rows encoded (in) and handed to a trainer (out)",

@@ -17,8 +17,8 @@ it touched. One thing no mark can tell: a write without a trace (`.data`) that i
 evaluation with averaged weights. What the thread read meanwhile is of no step, and the live rows are what they should
 be. So some rows of every batch are compared with the live ones at the cut (`PROBED`); a table where one differs is
 copied whole, and found by hashes from then on. After the cut every row that was copied ahead is compared, by its hash
-and beside training (`compare`): one that differs, and was not marked since, is a fault that the next cut mends, or
-`close` (`save.comparison`).
+and beside training (`compare`): one that differs, and was not marked since, is a fault that is reported, and the next
+save takes all rows (`save.comparison`).
 Other memory under a table for a while (`.data = `) is not read at all.
 
 Not copied ahead: tables found by hashes (they are marked only when they are looked at), on an accelerator (its bus is
@@ -73,10 +73,6 @@ NICENESS = 10
 PROBED = 16
 """Rows of every batch that are compared at the cut: a batch of which a share f was read while the table was something
 else is not found with probability (1 - f) ** 16. An evaluation takes longer than a batch: f is 1 in all but two."""
-
-OVERRUN = 1 / 2
-"""Share of a batch that `PROBED` rows do not miss (once in 2 ** 16 batches): more was written after
-the cut."""
 
 Rows = npt.NDArray[np.int64]
 _SEED = 0xA4EAD
@@ -138,8 +134,6 @@ class TableAhead:
         """By batch; kept for `compare`, when the batches themselves are the sidecar's."""
         self.astray: Rows = np.empty(0, np.int64)
         """Of the shard, what `compare` found."""
-        self.overrun = False
-        """Whether these are so many that they were written after the cut, and not before it."""
         self._upto = 0
         """Rows below were copied, or were not to be when they were listed."""
 
@@ -194,7 +188,6 @@ class TableAhead:
                 values = [row_bytes(part).numpy() for part in parts_of(self._cut)]
                 differ = row_kernel.row_hashes(values, _SEED, rows=each.rows) != each.hashes
             differ[each.again] = False
-            self.overrun |= int(differ.sum()) > OVERRUN * (len(differ) - len(each.again))
             found.append(each.rows[differ])
         self.astray = np.concatenate([self.astray, *found])
 

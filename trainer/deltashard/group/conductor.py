@@ -77,6 +77,8 @@ class Conductor:
         self._sample: tuple[int, str] | None = None
         self.why_off = ""
         """Why the newest order was off; empty after one that went."""
+        self.rank_off: int | None = None
+        """The rank because of which it was."""
         self.down = "no attempt is open"
         """Why no order can be settled; empty: they can."""
 
@@ -121,6 +123,11 @@ class Conductor:
     def lead(self, seconds: float) -> None:
         """Orders that can wait are to lie so much further ahead: this rank copies rows meanwhile."""
         self._lead_s = seconds
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank hears the timer for all."""
+        return self._rank == 0
 
     @property
     def left(self) -> bool:
@@ -310,11 +317,13 @@ class Conductor:
         if verdict.at is None:
             self.off += 1
             self.why_off = verdict.why_off
+            self.rank_off = verdict.rank
             self._not_before_s = time.monotonic() + self._again_s
             self._again_s = min(2 * self._again_s, LAST_AGAIN_S)
         else:
             # The wish is granted. Proposed again before the cut is taken, it would put another in that one's place.
             self._wish, self.why_off, self._again_s = None, "", FIRST_AGAIN_S
+            self.rank_off = None
         self._orders.read(verdict)
         self._clock.alert()
         if self._rank == 0 and number > KEPT:

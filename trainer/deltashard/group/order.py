@@ -85,16 +85,22 @@ class Verdict:
     at: int | None
     """All cut at the first boundary from this step on; None: nobody does."""
     why_off: str = ""
+    rank: int | None = None
+    """The one because of which it is off."""
 
     def text(self) -> bytes:
         """As it lies in the store."""
-        return json.dumps([self.at, self.why_off]).encode()
+        return json.dumps([self.at, self.why_off, self.rank]).encode()
 
     @classmethod
     def of(cls, text: bytes) -> Verdict:
         """From the store."""
-        at, why_off = json.loads(text)
-        return cls(at=None if at is None else int(at), why_off=str(why_off))
+        at, why_off, rank = json.loads(text)
+        return cls(
+            at=None if at is None else int(at),
+            why_off=str(why_off),
+            rank=None if rank is None else int(rank),
+        )
 
 
 def limit_after(step: int, step_time_s: float, lead_s: float = 0.0) -> int:
@@ -110,21 +116,22 @@ def settled(proposal: Proposal, acks: Mapping[int, Ack], world_size: int, *, ove
     """The verdict that these acks, by rank, allow; None: wait for more."""
     for rank in sorted(acks):
         if acks[rank].why_not:
-            return Verdict(at=None, why_off=f"rank {rank}: {acks[rank].why_not}")
+            return Verdict(at=None, why_off=f"rank {rank}: {acks[rank].why_not}", rank=rank)
     furthest = max(acks, key=lambda rank: acks[rank].limit, default=0)
     at = acks[furthest].limit if acks else 0
     if proposal.exact and at > proposal.at:
-        return Verdict(at=None, why_off=f"rank {furthest} may be past step {proposal.at}")
+        return Verdict(at=None, why_off=f"rank {furthest} may be past step {proposal.at}", rank=furthest)
     for rank in sorted(acks):
         if acks[rank].stays and acks[rank].limit < at:
             stands = f"rank {rank} stands at step {acks[rank].limit}"
-            return Verdict(at=None, why_off=f"{stands}, rank {furthest} goes on to step {at}")
+            return Verdict(at=None, why_off=f"{stands}, rank {furthest} goes on to step {at}", rank=furthest)
     if len(acks) == world_size:
         return Verdict(at=at)
     if not overdue:
         return None
     missing = sorted(set(range(world_size)) - acks.keys())
-    return Verdict(at=None, why_off=f"no answer of ranks {some(missing, 8)} in time")
+    why_off = f"no answer of ranks {some(missing, 8)} in time"
+    return Verdict(at=None, why_off=why_off, rank=missing[0])
 
 
 class Orders:

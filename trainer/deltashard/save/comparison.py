@@ -1,15 +1,12 @@
-"""What was copied ahead of a cut against the live rows, beside training (`precopy.TableAhead.compare`), and who asks.
+"""Compares what was copied ahead of a snapshot with the live rows, beside training (`precopy.TableAhead.compare`).
 
-    the next cut   says and counts what was found, and takes all rows
-    none follows   the step is cut once more, where the program is still what it was at the cut; where it is not, or
-                   cannot be, it is said that the checkpoint stays as it is
-
-A comparison that fails, or is not over in time, has found nothing, and nothing is known: that counts as a fault, too.
+A row that differs, and was not marked since, is wrong in that snapshot. The saver reports it, the next commit's
+metadata names the snapshot, and the next save takes all rows. The commit itself is never changed. A comparison that
+fails, or does not end in time, leaves the snapshot in doubt, which is reported in the same way.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -17,62 +14,65 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from deltashard.attach.interruption import leaves
 from deltashard.cut.precopy import TableAhead
+from deltashard.save.handle import Flight
 from deltashard.tracking.audit import AuditFault
-from deltashard.tracking.glance import Signature
 from deltashard.tracking.tracking import TrackedTable
-
-log = logging.getLogger("deltashard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
-    """What is wrong with the last cut, or may be."""
+class Inconsistency:
+    """What is wrong with a snapshot, or may be."""
 
+    snapshot: Flight
     faults: tuple[AuditFault, ...] = ()
     """Rows that it stored as they were for a while only."""
     failed: str = ""
-    """Why that is not known; empty: it is."""
-    moved: str = ""
-    """Why the program is not what it was at the cut any more; empty: nothing tells that."""
+    """Why the comparison gave no answer; empty: it did."""
 
     @property
     def count(self) -> int:
         """Faults in it, as the audit counts them."""
         return len(self.faults) + bool(self.failed)
 
+    def __str__(self) -> str:
+        """For people."""
+        if self.failed:
+            return f"what was copied ahead of it could not be compared with the live rows ({self.failed})"
+        return "; ".join(
+            f"rows {list(fault.rows[:4])} of {fault.table} are not as they were at its step: they were written without "
+            "a trace (through .data) while they were copied, and put back"
+            for fault in self.faults
+        )
+
 
 class Comparison:
-    """Of the last cut of one Checkpointer; on the training thread only."""
+    """Of the last snapshot of one Checkpointer; on the training thread only."""
 
     def __init__(
-        self,
-        later: Callable[[Callable[[], None]], Future[None]],
-        program: Callable[[bool], Sequence[Tensor]],
+        self, later: Callable[[Callable[[], None]], Future[None]], *, found: Callable[[], None]
     ) -> None:
-        """`later` has the copying thread do something; `program` gives what is saved, looked up anew if told so."""
-        self._later, self._program = later, program
+        """`later` runs a job on the copying thread; `found` is called there when `result` has something to tell."""
+        self._later, self._found = later, found
         self._tables: Sequence[tuple[TrackedTable, TableAhead]] = ()
-        self._signature: Signature | None = None
-        self._said = False
+        self._snapshot: Flight | None = None
         self.job: Future[None] | None = None
-        """Is at it, or was; None: nothing was copied ahead of the last cut, or somebody asked."""
+        """The comparison; None: nothing was copied ahead of the last snapshot, or its result was taken."""
 
-    def begin(self, tables: Sequence[tuple[TrackedTable, TableAhead]]) -> None:
-        """A cut was taken, with this of what was copied ahead of it."""
-        self._tables, self.job = tables, None
+    def begin(self, snapshot: Flight, tables: Sequence[tuple[TrackedTable, TableAhead]]) -> None:
+        """A snapshot was taken, with this of what was copied ahead of it."""
+        self._snapshot, self._tables, self.job = snapshot, tables, None
         if tables:
-            self._signature = self._signed(look=False)
             self.job = self._later(lambda: _compare([ahead for _, ahead in tables]))
+            self.job.add_done_callback(lambda job: self._ended(job, tables))
 
-    def ask(self, until_s: float = math.inf) -> Doubt | None:
-        """What was found, by `until_s` (monotonic); None: nothing is wrong. Asked once."""
+    def result(self, until_s: float = math.inf) -> Inconsistency | None:
+        """What was found, by `until_s` (monotonic); None: nothing is wrong. It is given once."""
         tables, self._tables = self._tables, ()
         job, self.job = self.job, None
-        if job is None:
+        if job is None or self._snapshot is None:
             return None
         try:
             job.result(None if until_s == math.inf else max(0.0, until_s - time.monotonic()))
@@ -87,46 +87,15 @@ class Comparison:
             late = isinstance(error, TimeoutError) and not job.done()
             job.cancel()
             failed = "it was not over in time" if late else f"{type(error).__name__}: {error}"
-            return Doubt(failed=failed, moved=self._moved([]))
+            return Inconsistency(snapshot=self._snapshot, failed=failed)
         faults = tuple(fault for fault in found if fault is not None)
-        if not faults:
-            return None
-        return Doubt(faults=faults, moved=self._moved([ahead for _, ahead in tables]))
+        return Inconsistency(snapshot=self._snapshot, faults=faults) if faults else None
 
-    def say(self, doubt: Doubt, mended: str, *, last: bool = False) -> None:
-        """What is wrong with the checkpoint, and what becomes of that; `last`: nothing is said after this."""
-        for fault in doubt.faults:
-            log.error(
-                "rows %s of %s are not in the last checkpoint as they were at its step: they were written without a "
-                "trace (through .data) while they were copied, and put back. %s",
-                list(fault.rows[:4]),
-                fault.table,
-                mended,
-            )
-        if doubt.failed and (last or not self._said):
-            self._said = True
-            log.warning(
-                "whether rows are in the last checkpoint as they were at its step is not known: what was copied ahead "
-                "of it could not be compared with them (%s). %s%s",
-                doubt.failed,
-                mended,
-                "" if last else ". This is said once",
-            )
-
-    def _moved(self, tables: Sequence[TableAhead]) -> str:
-        now, before = self._signed(look=True), self._signature
-        if now is None or before is None:
-            return "whether the model was written since is not known"
-        if (now.addresses, now.versions) != (before.addresses, before.versions):
-            return "the model was written since"
-        return "a table was written since, without a trace" if any(each.overrun for each in tables) else ""
-
-    def _signed(self, *, look: bool) -> Signature | None:
-        try:
-            return Signature(self._program(look))
-        except Exception as error:  # a tensor without memory or versions of its own
-            log.debug("the program cannot be signed", exc_info=error)
-            return None
+    def _ended(self, job: Future[None], tables: Sequence[tuple[TrackedTable, TableAhead]]) -> None:
+        if not job.cancelled() and (
+            job.exception() is not None or any(len(ahead.astray) for _, ahead in tables)
+        ):
+            self._found()
 
 
 def _compare(tables: Sequence[TableAhead]) -> None:

@@ -62,8 +62,9 @@ class SaveHandle:
         reason: str,
         pin: str | None,
         metadata: Mapping[str, str],
-        waiter: Callable[[SaveHandle, float | None], None],
+        waiter: Callable[[SaveHandle, float | None], None] | None = None,
     ) -> None:
+        """`waiter` waits for it; None: nobody does."""
         self.reason = reason
         self.pin = pin
         self.metadata = dict(metadata)
@@ -102,7 +103,8 @@ class SaveHandle:
                 away, or the training thread gone, for so long that nobody will ever tell.
             TimeoutError: not durable within `timeout_s`.
         """
-        self._waiter(self, timeout_s)
+        if self._waiter is not None:
+            self._waiter(self, timeout_s)
         if self.error is not None:
             raise self.error
         if self.commit is None:
@@ -239,7 +241,7 @@ class Stats:
     """Cuts whose bytes were handed over."""
     commits: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    """Due cuts that were not taken, by cause: vetoed, or one of `wait.Wait`."""
+    """Due cuts that were not taken, by cause: vetoed, or one of `BlockReason`."""
     failures: Counter[str] = field(default_factory=Counter)
     """Saves that failed, by cause."""
     event_errors: int = 0

@@ -23,10 +23,6 @@ from deltashard.save.saver import Saver
 from deltashard.tracking.step_clock import StepClock
 
 
-def _settled(handle: SaveHandle, timeout_s: float | None) -> None:
-    handle.settled.wait(timeout_s)
-
-
 class News:
     """Hands each event to the part that it concerns."""
 
@@ -91,8 +87,6 @@ class News:
             if notice.save_now.urgent:
                 self._requests.hurry(notice.save_now.reason or "urgent")
             else:
-                self._requests.add(
-                    SaveHandle(reason=notice.save_now.reason, pin=None, metadata={}, waiter=_settled)
-                )
+                self._requests.add(SaveHandle(reason=notice.save_now.reason, pin=None, metadata={}))
         elif kind == "policy":
             self._attachment.instruct(notice.policy)

@@ -73,13 +73,11 @@ class OrderBook:
         """Have a cut ordered, as soon as all ranks can."""
         if self.conductor.down:
             self._setbacks.skipped("no group")
-            if self._setbacks.first("no group"):
-                log.warning("no save at step %d: %s", self._clock.step, self.conductor.down)
             return
         self.conductor.wish(Proposal(reason=reason, urgent=urgent))
 
     def await_exact(self, take: Callable[[], bool]) -> None:
-        """Stay at this step until `take` has cut it, or it cannot be."""
+        """Stay at this step until `take` has cut it; saves of this step fail where the other ranks do not come."""
         step = self._clock.step
         until_s = time.monotonic() + EXACT_S
         with self.conductor.stay():
@@ -90,8 +88,9 @@ class OrderBook:
                 self.conductor.wish(Proposal(reason=self._requests.reason, at=step, exact=True))
                 self._clock.pause(0.2)
         self.conductor.give_up_exact()
-        self._requests.put_off(
-            f"the ranks did not all ask for it after the same step: {self.conductor.why_off or 'no answer in time'}"
+        self._requests.fail_exact(
+            step,
+            f"the ranks did not all ask for it after the same step: {self.why_off or 'no answer in time'}",
         )
 
     def taken(self, cut: int) -> None:
@@ -107,10 +106,7 @@ class OrderBook:
             return
         self._off = self.conductor.off
         self._setbacks.skipped("order off")
-        why = self.conductor.why_off
-        self._requests.put_off(why)
-        if why and self._setbacks.first("order off"):
-            log.info("no cut was ordered: %s", why)
+        self._requests.put_off(self.conductor.why_off)
 
     def _refuse_differing(self) -> None:
         if not self.conductor.sums or self._said:

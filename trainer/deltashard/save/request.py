@@ -106,6 +106,18 @@ class Requests:
         """Whether an exact save means `step`."""
         return any(handle.exact and handle.asked_step == step for handle in self._handles)
 
+    def fail_exact(self, step: int, why: str) -> None:
+        """Exact saves that mean `step`, which the ranks do not cut together."""
+        for handle in [each for each in self._handles if each.exact and each.asked_step == step]:
+            self.drop(
+                handle,
+                SaveFailed(
+                    f"step {step} was not cut, because {why}",
+                    where=f"save({handle.reason!r})",
+                    remedy="call save() with the same pin and metadata on every rank after the same step",
+                ),
+            )
+
     def refuse_unbound(self, step: int) -> None:
         """Exact saves that were asked for after the last `step()`: no step they could mean will come."""
         for handle in [h for h in self._handles if h.exact and h.asked_step != step]:

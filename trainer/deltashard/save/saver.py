@@ -22,7 +22,11 @@ from typing import Any
 import torch
 from deltashard_checkpoint.crash_point import crash_point
 from deltashard_checkpoint.deciding.precision import SAFE, by_table, encodings_of
-from deltashard_checkpoint.vocabulary import DEFAULT_ENCODING, DEFAULT_STATE_ENCODING, bits_of
+from deltashard_checkpoint.vocabulary import (
+    DEFAULT_STATE_ENCODING,
+    INCONSISTENT_KEY,
+    bits_of,
+)
 from deltashard_proto.cause import Cause
 from deltashard_proto.v1 import trainer_pb2 as pb
 
@@ -46,12 +50,13 @@ from deltashard.errors import (
 )
 from deltashard.restore.content_hash import Contents
 from deltashard.save.capture import Capture
-from deltashard.save.comparison import Comparison, Doubt
+from deltashard.save.comparison import Comparison
 from deltashard.save.handle import Commit, Flight, SaveHandle, Stats
 from deltashard.save.head_start import HeadStart
 from deltashard.save.request import Requests
 from deltashard.save.setback import Setbacks
 from deltashard.save.step_order import OrderWatch
+from deltashard.save.watchdog import Watchdog
 from deltashard.state.value import array_of
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.marks import DirtyCounts, Mode, RowSelection
@@ -92,6 +97,7 @@ class Saver:
         setbacks: Setbacks,
         stats: Stats,
         listener: Listener,
+        watchdog: Watchdog,
         contents: Contents | None,
         validate: Callable[[], bool] | None,
         precopy: bool = True,
@@ -116,9 +122,10 @@ class Saver:
         self._setbacks = setbacks
         self._stats = stats
         self._listener = listener
+        self._watchdog = watchdog
         self._contents = contents
         self._validate = validate
-        self._order = OrderWatch(self._tracking, self._program.state)
+        self._order = OrderWatch(self._tracking, self._program.state, clock)
         self._ahead = StreamAhead(lambda: self._session.link)
         self.head_start = HeadStart(
             tables=self._table_cuts,
@@ -132,7 +139,11 @@ class Saver:
         )
         self._copied_ahead: list[tuple[TrackedTable, TableAhead]] = []
         """What the last cut took of rows that were copied ahead of it."""
-        self._comparison = Comparison(self.head_start.later, self._tracking.signable)
+        self._comparison = Comparison(
+            self.head_start.later, found=lambda: self._session.post(self._note_snapshot)
+        )
+        self._inconsistent: list[Flight] = []
+        """Snapshots that were found inconsistent, until a later commit names them."""
         self._flight: Flight | None = None
         self._here: list[Flight] = []
         """Cuts of the step that was cut last, whatever became of them; newest last."""
@@ -157,6 +168,7 @@ class Saver:
 
     def ready(self) -> None:
         """An attempt is open: have the call of its first cut open before it is due."""
+        self._watchdog.begin(restored=self._attempt.resumed_step is not None)
         self._ahead.open()
         self._pin(self._attachment.link)
 
@@ -187,6 +199,8 @@ class Saver:
         self._tracking.committed(commit.cut, baseline=commit.baseline)
         self._base.committed(commit.seq, baseline=commit.baseline)
         self._committed_step = commit.step
+        self._watchdog.committed(commit.step)
+        self._inconsistent = [each for each in self._inconsistent if each.cut >= commit.cut]
         self._stats.count_commit(commit)
         self._setbacks.committed()
         if self._flight is not None and self._flight.cut == commit.cut:
@@ -213,25 +227,17 @@ class Saver:
             self._flight = None
 
     def close(self, *, until_s: float) -> None:
-        """Let go of what is in flight, and of the hooks; say, known by `until_s`, what is wrong with the last cut."""
+        """Let go of what is in flight, and of the hooks; report, by `until_s`, what is wrong with the last snapshot."""
         self.head_start.close()
         if self._flight is not None:
             self._flight.failed(SaveFailed("not durable when the checkpointer was closed", where="save"))
         self._order.close()
-        try:
-            doubt = self.doubt(until_s)
-        except Exception as error:
-            if leaves(error):
-                raise
-            log.warning("whether the last checkpoint has all rows is not known: %s", error)
-        else:
-            if doubt is not None:
-                self.say(doubt, "It stays as it is: no save follows")
+        self.check_snapshot(until_s)
 
     # The cut.
 
     def veto(self) -> SaveFailed | None:
-        """Why `validate()` lets no cut be taken now, counted and said; None: it may be."""
+        """Why `validate()` lets no cut be taken now, counted; None: it may be."""
         if self._validate is None:
             return None
         try:
@@ -248,12 +254,12 @@ class Saver:
             )
             self._setbacks.failed("validate", failure)
             return failure
-        self._setbacks.skipped("vetoed")
         step = self._clock.step
-        log.warning("validate() vetoed the save at step %d", step)
-        return SaveFailed(
+        failure = SaveFailed(
             f"validate() vetoed the save at step {step}", where="validate=", remedy="see validate="
         )
+        self._setbacks.vetoed(failure)
+        return failure
 
     def take(
         self,
@@ -325,10 +331,11 @@ class Saver:
             raise
         self._requests.urgent_cut()
         self._flight = flight
+        self._watchdog.taken()
         self._tracking.cut_taken(flight.cut, mode, full=full)
         if self.head_start.enabled:
             self._tracking.audit_sample(self.head_start.look_later)
-            self._comparison.begin(self._copied_ahead)
+            self._comparison.begin(flight, self._copied_ahead)
             self._copied_ahead = []
         self._order.arm()
         self._base.cut_taken()
@@ -342,11 +349,8 @@ class Saver:
     def _look(self) -> DirtyCounts:
         """Bring marks up to date, and find out whether rows may have been missed."""
         self._tracking.settle()
-        doubt = self._comparison.ask()
-        if doubt is not None:
-            self._comparison.say(doubt, "The save now has them")
-        faults = self._tracking.audit_before_commit(ahead=self.head_start.looked)
-        self._count(len(faults) + (0 if doubt is None else doubt.count))
+        self._report_inconsistent()
+        self._count(len(self._tracking.audit_before_commit(ahead=self.head_start.looked)))
         counts = self._tracking.refresh()
         if self._tracking.regrown:
             self._base.ask_full()
@@ -358,25 +362,42 @@ class Saver:
         if faults:
             self._base.ask_full(faults=faults)
 
-    # No cut follows.
+    def check_snapshot(self, until_s: float = math.inf) -> bool:
+        """Whether the last snapshot was found inconsistent, by `until_s` (monotonic): then a full save is requested."""
+        found = self._report_inconsistent(until_s)
+        if found:
+            self._requests.add(SaveHandle(reason="inconsistent", pin=None, metadata={}))
+            self._clock.notice()
+        return found
+
+    def _note_snapshot(self) -> None:
+        self.check_snapshot()
+
+    def _report_inconsistent(self, until_s: float = math.inf) -> bool:
+        """Report what is wrong with the last snapshot, if anything: the next one takes all rows."""
+        found = self._comparison.result(until_s)
+        if found is None:
+            return False
+        step = found.snapshot.step
+        self._inconsistent.append(found.snapshot)
+        self._count(found.count)
+        log.error(
+            "the checkpoint of step %d may not be restored exactly: %s. The next save is a full one, and names this "
+            "checkpoint in its metadata; restore that one instead",
+            step,
+            found,
+        )
+        tables = {fault.table: fault.rows for fault in found.faults}
+        self._listener.emit("snapshot_inconsistent", step=step, tables=tables, why=str(found))
+        return True
 
     @property
-    def last(self) -> Flight | None:
-        """The cut that was taken last, whatever became of it."""
-        return self._here[-1] if self._here else None
-
-    def doubt(self, until_s: float) -> Doubt | None:
-        """What is wrong with the last cut, which no other follows, known by `until_s` (monotonic), and counted."""
-        doubt = self._comparison.ask(until_s)
-        if doubt is None:
+    def coarse(self) -> Flight | None:
+        """The save of this step, if it is durable and bits were chosen for it: for some table fewer than 8."""
+        last = self._here[-1] if self._here else None
+        if last is None or last.commit is None or last.step != self._clock.step or last.reason == "close":
             return None
-        written = self._tracking.audit_before_commit()
-        self._count(len(written) + doubt.count)
-        return replace(doubt, moved="a table was written since, without a trace") if written else doubt
-
-    def say(self, doubt: Doubt, mended: str) -> None:
-        """That the last checkpoint is to be doubted, and what becomes of it; nothing else is said of it any more."""
-        self._comparison.say(doubt, mended, last=True)
+        return last if self._chosen_coarse(last) else None
 
     # What other ranks wait for.
 
@@ -498,16 +519,14 @@ class Saver:
         flight.left()
         return mode, copied.full
 
-    def chosen_coarse(self, flight: Flight) -> bool:
+    def _chosen_coarse(self, flight: Flight) -> bool:
         """Whether bits were chosen for it, and for some table that is not the user's own fewer than 8."""
         policy, begun = self._attachment.policy, flight.begun
         if begun is None or not policy.bits_goal or policy.bits_mode != "apply":
             return False
         tables = [table.fqn for table in self._program.schemas]
         own, _ = by_table(encodings_of(policy.tables, where="tables"), tables)
-        # Of several ranks it is not known whether bits hold: those that are not `encoding` are chosen for sure.
-        others = begun.encoding if self._capture.alone else DEFAULT_ENCODING
-        chosen = (begun.encodings.get(table, others) for table in tables if table not in own)
+        chosen = (begun.encodings.get(table, begun.encoding) for table in tables if table not in own)
         return any((bits_of(encoding) or 0) < SAFE for encoding in chosen)
 
     def _begin(
@@ -619,6 +638,8 @@ class Saver:
         stall_s: float,
     ) -> None:
         metadata = flight.metadata | dict(self._said())
+        if named := [f"seq:{each.commit.seq}" for each in self._inconsistent if each.commit is not None]:
+            metadata[INCONSISTENT_KEY] = ",".join(named)
         if content is not None:
             metadata |= {f"content/{fqn}": value for fqn, value in content.items()}
         seal = pb.SaveRequest.Seal(

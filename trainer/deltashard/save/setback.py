@@ -6,9 +6,11 @@ import logging
 import time
 
 from deltashard_checkpoint.backoff import Backoff
+from deltashard_proto.block_reason import BlockReason
 from deltashard_proto.cause import Cause
 
 from deltashard.attach.listener import Listener
+from deltashard.errors import EnvironmentFault
 from deltashard.save.handle import Stats
 from deltashard.tracking.step_clock import StepClock
 
@@ -31,6 +33,8 @@ class Setbacks:
         self._failures = 0
         self._backoff = BACKOFF
         self._said: set[str] = set()
+        self.last: BaseException | None = None
+        """The newest failure since the last commit; None: there is none."""
         self.removed: BaseException | None = None
         """The run was removed under this trainer: nothing of it is saved; None: it was not."""
 
@@ -48,6 +52,7 @@ class Setbacks:
 
     def failed(self, cause: str, error: BaseException) -> None:
         """Count it, say it once per cause until a save succeeds, and do not try again at every step."""
+        self.last = error
         self._stats.count_failure(cause)
         if cause != "busy":
             self._failures += 1
@@ -58,8 +63,16 @@ class Setbacks:
             if self.first(cause):
                 log.error("nothing is saved any more, from step %d on, and training goes on: %s", step, error)
         elif self.first(cause):
-            log.warning("a save failed at step %d, the next one covers its rows: %s", step, error)
+            # Of an error in the program the next save fails as well, until somebody mends it.
+            passes = isinstance(error, EnvironmentFault) and cause != "validate"
+            covers = "the next save covers its rows" if passes else "it is tried again"
+            log.warning("a save failed at step %d, %s: %s", step, covers, error)
         self._listener.emit("save_failed", cause=cause, error=str(error), step=step)
+
+    def vetoed(self, failure: BaseException) -> None:
+        """`validate()` let no cut be taken."""
+        self.last = failure
+        self.skipped(BlockReason.VETOED)
 
     def skipped(self, cause: str) -> None:
         """A due cut was not taken."""
@@ -69,7 +82,7 @@ class Setbacks:
     def committed(self) -> None:
         """A save succeeded: everything may be said, and tried, anew."""
         self._said.clear()
-        self.removed = None
+        self.last = self.removed = None
         self.hurry()
 
     def hurry(self) -> None:

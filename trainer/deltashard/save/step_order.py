@@ -2,7 +2,8 @@
 
 A scheduler stepped, or a dense parameter written, after `step()` belongs to that step in the program, but not in its
 checkpoint: a resumed run would miss it. The watch looks once after each cut, from a hook that removes itself at the
-next optimizer step, so ordinary steps pay nothing.
+next optimizer step, so ordinary steps pay nothing. Where another `step()` came in between (gradients are accumulated),
+what moved may belong to that one: nothing is said.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 
 log = logging.getLogger("deltashard")
@@ -21,8 +23,10 @@ log = logging.getLogger("deltashard")
 class OrderWatch:
     """Warns, once, about a loop body that goes on after `step()`."""
 
-    def __init__(self, tracking: Tracking, state: Mapping[str, Any]) -> None:
+    def __init__(self, tracking: Tracking, state: Mapping[str, Any], clock: StepClock) -> None:
         self._tracking = tracking
+        self._clock = clock
+        self._step = 0
         self._schedulers = {
             name: value
             for name, value in state.items()
@@ -37,6 +41,7 @@ class OrderWatch:
         self.close()
         if self._said:
             return
+        self._step = self._clock.step
         self._epochs = {name: scheduler.last_epoch for name, scheduler in self._schedulers.items()}
         self._versions = [
             (name, tensor, tensor._version)  # noqa: SLF001 - torch offers no accessor
@@ -50,6 +55,8 @@ class OrderWatch:
         self._tracking.steps.look_before_next(None)
 
     def _look(self) -> None:
+        if self._clock.step != self._step:
+            return
         moved = [
             f"scheduler {name}" for name, s in self._schedulers.items() if s.last_epoch != self._epochs[name]
         ]

@@ -1,7 +1,7 @@
-"""Why a cut has to wait, in one place: `step()`, `save()`, `wait()`, SIGTERM and `close()` all ask here.
+"""Why a snapshot has to wait, in one place: `step()`, `save()`, `wait()`, SIGTERM and `close()` all ask here.
 
-A cut is only taken where the program stands at the end of a whole step, and only when there is somewhere to send it.
-What is asked for and cannot be cut yet stays asked for; which reasons count depends on who asks:
+A snapshot is only taken where the program stands at the end of a whole step, and only when there is somewhere to send
+it. What is asked for and cannot be taken yet stays asked for; which reasons count depends on who asks:
 
                  timer   save()  urgent  wait()  SIGTERM close()
     torn           x       x       x       x       x       x    an optimizer's step was left by an exception
@@ -13,18 +13,21 @@ What is asked for and cannot be cut yet stays asked for; which reasons count dep
     unopened       x       x       x       x       x       x    the store was full when the attempt was to be opened
     backing off    x       x       x       -       -       -    a save failed a moment ago
 
-`close()` cannot wait for another step: it cuts, and says what is not exact about it. Whoever holds training anyway need
-not spare it by backing off.
+`close()` cannot wait for another step: it takes the snapshot, and says what is not exact about it. Whoever holds
+training anyway need not spare it by backing off. The watchdog (`watchdog`) has more reasons: those of other ranks, of
+`validate()`, and of a sidecar that does not ask.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import Enum
+
+from deltashard_proto.block_reason import BlockReason
 
 
 class Asker(Enum):
-    """Who wants a cut."""
+    """Who wants a snapshot."""
 
     TIMER = "timer"
     REQUEST = "request"
@@ -37,54 +40,59 @@ class Asker(Enum):
     CLOSE = "close"
 
 
-class Wait(StrEnum):
-    """Why there is no cut now; the value is the cause under which skipped cuts are counted."""
-
-    TORN = "torn"
-    STEPPED = "stepped"
-    ACCUMULATING = "accumulating"
-    MOVED = "moved on"
-    FLIGHT = "in flight"
-    AWAY = "sidecar away"
-    UNOPENED = "attempt not open"
-    BACK_OFF = "backing off"
-
-    @property
-    def said(self) -> str:
-        """For people."""
-        return _SAID[self]
-
-
-_SAID = {
-    Wait.TORN: "an optimizer's step() was left by an exception, and the model is of no step until it ends once",
-    Wait.STEPPED: "an optimizer has stepped since the last step(): that boundary is gone",
-    Wait.ACCUMULATING: "the last step() ended no optimizer step",
-    Wait.MOVED: "a batch was taken, or a forward pass ran, since the last step()",
-    Wait.FLIGHT: "the save before it was not durable yet",
-    Wait.AWAY: "the sidecar was away",
-    Wait.UNOPENED: "the store took no entry, so the attempt was not open",
-    Wait.BACK_OFF: "a save had failed a moment before",
+MESSAGE = {
+    BlockReason.TORN: "an optimizer's step() was left by an exception, and the model is of no step until it ends once",
+    BlockReason.STEPPED: "an optimizer has stepped since the last step(): that boundary is gone",
+    BlockReason.ACCUMULATING: "the last step() ended no step of an optimizer that the Checkpointer was given",
+    BlockReason.MOVED: "a batch was taken, or a forward pass ran, since the last step()",
+    BlockReason.FLIGHT: "the save before it was not durable yet",
+    BlockReason.AWAY: "the sidecar was away",
+    BlockReason.UNOPENED: "the store took no entry, so the attempt was not open",
+    BlockReason.BACK_OFF: "a save had failed a moment before",
+    BlockReason.RANKS: "the ranks did not come to one step",
+    BlockReason.VETOED: "validate() vetoed it",
+    BlockReason.NOT_ASKED: "the sidecar did not ask for it",
 }
+"""For people."""
+
+REMEDY = {
+    BlockReason.TORN: "let that optimizer end a step, or restart from the newest checkpoint",
+    BlockReason.STEPPED: "step() must be the last statement of the loop body",
+    BlockReason.ACCUMULATING: "step the optimizers that the Checkpointer was given; after replacing one, build a new "
+    "Checkpointer",
+    BlockReason.MOVED: "step() must be the last statement of the loop body; ckpt.wrap(loader, pipelined=True) for a "
+    "pipeline that fetches ahead; evaluate with torch.no_grad()",
+    BlockReason.FLIGHT: "look at the store and at the sidecar's log; if uploads only take long, save less often",
+    BlockReason.AWAY: "look at the sidecar: its container, or its process on this machine",
+    BlockReason.UNOPENED: "make room in the store, or let these credentials write to it",
+    BlockReason.BACK_OFF: "look at the store and at the sidecar's log",
+    BlockReason.RANKS: "call step(), and save() with a pin, on every rank after the same step",
+    BlockReason.VETOED: "see validate=",
+    BlockReason.NOT_ASKED: "look at the sidecar: its process may be stopped",
+}
+"""What to do when it stays."""
 
 _BUT_CLOSE = frozenset(Asker) - {Asker.CLOSE}
-_RULES: tuple[tuple[Wait, frozenset[Asker]], ...] = (
-    (Wait.TORN, frozenset(Asker)),
-    (Wait.STEPPED, frozenset(Asker)),
-    (Wait.ACCUMULATING, _BUT_CLOSE),
-    (Wait.MOVED, _BUT_CLOSE),
-    (Wait.FLIGHT, frozenset(Asker)),
-    (Wait.AWAY, frozenset(Asker)),
-    (Wait.UNOPENED, frozenset(Asker)),
-    (Wait.BACK_OFF, frozenset({Asker.TIMER, Asker.REQUEST, Asker.URGENT})),
+_RULES: tuple[tuple[BlockReason, frozenset[Asker]], ...] = (
+    (BlockReason.TORN, frozenset(Asker)),
+    (BlockReason.STEPPED, frozenset(Asker)),
+    (BlockReason.ACCUMULATING, _BUT_CLOSE),
+    (BlockReason.MOVED, _BUT_CLOSE),
+    (BlockReason.FLIGHT, frozenset(Asker)),
+    (BlockReason.AWAY, frozenset(Asker)),
+    (BlockReason.UNOPENED, frozenset(Asker)),
+    (BlockReason.BACK_OFF, frozenset({Asker.TIMER, Asker.REQUEST, Asker.URGENT})),
 )
-_OF_THE_PROGRAM = frozenset({Wait.TORN, Wait.STEPPED, Wait.ACCUMULATING, Wait.MOVED})
+_OF_THE_PROGRAM = frozenset(
+    {BlockReason.TORN, BlockReason.STEPPED, BlockReason.ACCUMULATING, BlockReason.MOVED}
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SnapshotGate:
     """All that holds at one instant."""
 
-    holds: frozenset[Wait]
+    holds: frozenset[BlockReason]
 
     @classmethod
     def of(
@@ -98,16 +106,16 @@ class Standing:
         away: bool = False,
         unopened: bool = False,
         backing_off: bool = False,
-    ) -> Standing:
+    ) -> SnapshotGate:
         """See the module."""
         facts = (torn, stepped, accumulating, moved, in_flight, away, unopened, backing_off)
-        return cls(frozenset(wait for wait, fact in zip(Wait, facts, strict=True) if fact))
+        return cls(frozenset(reason for (reason, _), fact in zip(_RULES, facts, strict=True) if fact))
 
-    def why(self, asker: Asker) -> Wait | None:
-        """The first reason to wait; None: cut now."""
-        return next((wait for wait, askers in _RULES if wait in self.holds and asker in askers), None)
+    def why(self, asker: Asker) -> BlockReason | None:
+        """The first reason to wait; None: take it now."""
+        return next((reason for reason, askers in _RULES if reason in self.holds and asker in askers), None)
 
     @property
-    def gone(self) -> Wait | None:
+    def not_at_boundary(self) -> BlockReason | None:
         """Why the program does not stand where a `step()` left it; None: it does, and waiting here is of use."""
-        return next((wait for wait, _ in _RULES if wait in self.holds & _OF_THE_PROGRAM), None)
+        return next((reason for reason, _ in _RULES if reason in self.holds & _OF_THE_PROGRAM), None)

@@ -5,9 +5,8 @@ differs from that of most rows are remembered, and looked at again after the ste
 among those that had no gradient, state that has become one constant (the value of untouched rows, or any where it was
 not constant before), or a copy of the weights, was made anew. Decay (Adam, RMSprop) keeps different values different.
 
-State made anew is said, counted, and put back for the rows without a gradient where that is safe: they are known from
-the gradient, the step left their weights alone, and the restored values still exist (the optimizer bound a new tensor,
-or the old one was small enough to copy). Rows with a gradient took this one step from the new state; that is said.
+A copy of the weights counts only for rows whose weights are as restored: where they moved, a wrapper (Lookahead) may
+have set both to one value by its own rule. State made anew is reported and counted; training goes on from it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ _log = logging.getLogger("deltashard.tracking")
 _LOOKED_AT = (1 << 10, 1 << 13, 1 << 16)
 """So many rows are searched for ones that are worth remembering; more of them where few were found."""
 _FEW, _REMEMBERED = 64, 512
-_COPIED_BYTES = 256 << 20
-"""Row-wise state up to so much in all is copied, so that it can be put back even if it was overwritten in place."""
 
 Report = Callable[[str, Mapping[str, Any]], None]
 
@@ -36,10 +33,9 @@ Report = Callable[[str, Mapping[str, Any]], None]
 class _Field:
     """One row field as restored."""
 
-    def __init__(self, table: TrackedTable, name: str, tensor: Tensor, *, copy: bool) -> None:
+    def __init__(self, table: TrackedTable, name: str, tensor: Tensor) -> None:
         self.name = name
-        self.tensor = tensor
-        self.copy = tensor.clone() if copy else None
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         for looked_at in _LOOKED_AT:
             stride = max(1, tensor.shape[0] // looked_at)
             some = tensor[::stride].reshape(len(tensor[::stride]), -1)
@@ -49,11 +45,11 @@ class _Field:
                 break
         self.ids = at[:: max(1, len(at) // _REMEMBERED)][:_REMEMBERED] * stride
         self.values = _rows(tensor, self.ids)
-        self.weights = _rows(table.param.detach(), self.ids)
+        self.weights = _rows(table.param, self.ids).to(tensor.device)
 
     def thrown_away(self, live: Tensor | None, weights: Tensor, clean: Tensor | None) -> bool:
         """Whether the rows of `clean` (bool [R]; None: any) among the remembered ones were made anew."""
-        if live is None or live.shape != self.tensor.shape or live.dtype != self.tensor.dtype:
+        if live is None or live.shape != self.shape or live.dtype != self.dtype:
             return True
         chosen = slice(None) if clean is None else clean.to(self.ids.device)[self.ids]
         ids, was = self.ids[chosen], self.values[chosen]
@@ -63,16 +59,10 @@ class _Field:
         one = now.reshape(-1)[0]
         if bool((now == one).all()):
             return bool(one == self.usual) or not bool((was == was.reshape(-1)[0]).all())
-        own = _rows(weights, ids)
-        return now.shape == own.shape and torch.equal(now, own.to(now.device, now.dtype))
-
-    def source(self, live: Tensor) -> Tensor | None:
-        """The restored values, if they still exist."""
-        if self.copy is not None:
-            return self.copy
-        if self.tensor.data_ptr() == live.data_ptr():
-            return None
-        return self.tensor if torch.equal(_rows(self.tensor, self.ids), self.values) else None
+        own = _rows(weights, ids).to(now.device)
+        kept = (own == self.weights[chosen]).all(dim=1)
+        own = own.to(now.dtype)
+        return now.shape == own.shape and bool(kept.any()) and torch.equal(now[kept], own[kept])
 
 
 class _Watched:
@@ -91,15 +81,11 @@ class FirstStep:
     def __init__(self, tables: Iterable[TrackedTable], report: Report) -> None:
         self._report = report
         self._left: list[_Watched] = []
-        room = _COPIED_BYTES
         for table in tables:
             by_owner: dict[int, list[_Field]] = {}
             for name, tensor in table.state_tensors().items():
-                size = tensor.numel() * tensor.element_size()
-                copy = size <= room and tensor.numel() == tensor.shape[0]
-                room -= size if copy else 0
                 nth = int(name.partition("@")[2] or 0)
-                by_owner.setdefault(nth, []).append(_Field(table, name, tensor, copy=copy))
+                by_owner.setdefault(nth, []).append(_Field(table, name, tensor))
             for nth, fields in by_owner.items():
                 if any(field.ids.numel() for field in fields):
                     self._left.append(_Watched(table, table.views[nth].target, fields))
@@ -147,17 +133,14 @@ class FirstStep:
         if len(thrown) < sum(bool(f.ids.numel()) for f in watched.fields):
             thrown = gone  # the last gradient (Adam with beta1 = 0, Rprop) is zero there by right
         for field in thrown:
-            repaired = clean is not None and _put_back(field, live.get(field.name), weights, clean)
             _log.warning(
                 "optimizer state %s of table %s was restored and is gone after the first step: "
-                "the optimizer initialises it again at its first step. %s",
+                "the optimizer initialises it again at its first step, and training continues from new state. Keep the "
+                "flag that it is initialised as a plain attribute of the optimizer or in its state: both are restored",
                 field.name,
                 table.fqn,
-                "It was put back for all rows without a gradient in that step; the others took it from new state"
-                if repaired
-                else "It could not be put back: training goes on from new state",
             )
-            self._report("state_thrown_away", {"table": table.fqn, "field": field.name, "repaired": repaired})
+            self._report("state_thrown_away", {"table": table.fqn, "field": field.name})
         if thrown:
             table.rewritten()
         return bool(thrown)
@@ -176,18 +159,3 @@ def _clean(grad: Tensor) -> Tensor:
     clean = torch.ones(grad.shape[0], dtype=torch.bool, device=grad.device)
     clean[grad._indices()[0]] = False  # noqa: SLF001 - indices() refuses uncoalesced gradients
     return clean
-
-
-def _put_back(field: _Field, live: Tensor | None, weights: Tensor, clean: Tensor) -> bool:
-    if live is None or live.shape != field.tensor.shape or live.dtype != field.tensor.dtype:
-        return False
-    chosen = clean.to(field.ids.device)[field.ids]
-    if not torch.equal(_rows(weights, field.ids[chosen]), field.weights[chosen]):
-        return False  # it moves rows without a gradient, too: what their state should be now is not known
-    source = field.source(live)
-    if source is None:
-        return False
-    at = clean.nonzero().view(-1).to(live.device)
-    with torch.no_grad():
-        live[at] = source[at]
-    return True

@@ -11,7 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deltashard_proto.arena_layout import NEVER, SAVE_AT_STEP, STALL_NS, STEP, URGENT
+from deltashard_proto.arena_layout import (
+    BLOCKED_SINCE_NS,
+    BLOCKED_WHY,
+    NEVER,
+    SAVE_AT_STEP,
+    STALL_NS,
+    STEP,
+    URGENT,
+)
 
 from deltashard.tracking.tracking import Tracking
 
@@ -25,7 +33,9 @@ class StepClock:
         "_ahead",
         "_attention",
         "_blind",
+        "_blocked",
         "_line",
+        "_look_ns",
         "_steps",
         "_wake",
         "moved",
@@ -47,6 +57,8 @@ class StepClock:
         self._blind = not tracking.hooked
         self._line: Any = [0] * 8
         self._ahead = 0
+        self._look_ns = 0
+        self._blocked = 0, 0
         self._attention = True
         self._wake = threading.Event()
 
@@ -56,9 +68,9 @@ class StepClock:
         self.moved = False
         line = self._line
         line[0] = step
-        line[1] = _time_ns()
+        line[1] = now_ns = _time_ns()
         self.whole = self._steps.stepped or self._blind or self._steps.captured
-        return step + self._ahead >= line[3] or self._attention
+        return step + self._ahead >= line[3] or self._attention or now_ns >= self._look_ns
 
     @property
     def stepped(self) -> bool:
@@ -130,8 +142,18 @@ class StepClock:
         """Show how long the last cut held training."""
         self._line[STALL_NS] = int(seconds * 1e9)
 
+    def look_again(self, seconds: float) -> None:
+        """Have the next `tick` find work that comes so much later."""
+        self._look_ns = _time_ns() + int(seconds * 1e9)
+
+    def show_blocked(self, seconds: float, why: int) -> None:
+        """Show for how long a save that is due is blocked, and why (`block_reason.word_of`); 0: none is."""
+        self._blocked = _time_ns() - int(seconds * 1e9) if why else 0, why
+        self._line[BLOCKED_SINCE_NS], self._line[BLOCKED_WHY] = self._blocked
+
     def adopt(self, line: memoryview) -> None:
         """Tick on the control line of an attachment."""
+        line[BLOCKED_SINCE_NS], line[BLOCKED_WHY] = self._blocked
         self._line = line
 
     def show(self) -> None:

@@ -579,7 +579,7 @@ class Tracking:
             optimizers: one optimizer or an iterable of them; wrappers (Lookahead, ...) are looked into. Fused ones are
                 found in the model.
             settings: see `TrackingSettings`.
-            report: told of events that the log tells as well: state_thrown_away (table, field, repaired),
+            report: told of events that the log tells as well: state_thrown_away (table, field),
                 gradient_alive (parameter, optimizer).
             rank: of this process, in a group of `world_size`.
             world_size: with more than one, what every rank holds whole is saved by one of them.
@@ -632,12 +632,6 @@ class Tracking:
         if look:
             self._inventory = discover(self.model, self.settings.tables, find)
         return {name: tensor for name, tensor in self._inventory.dense.items() if name not in self._left_out}
-
-    def signable(self, look: bool) -> list[Tensor]:
-        """What tells whether the program was written: dense tensors, and tables with their state; `look` as above."""
-        dense = self.dense(look=look).values()
-        params = [found.param for found in self._inventory.tables.values()]
-        return [*dense, *params, *(state for table in self.tables for state in table.signable())]
 
     @property
     def saved(self) -> list[TrackedTable]:

@@ -245,6 +245,7 @@ def pinned(rank: int, workdir: Path) -> Any:
             handles["all"].wait(60)
         if step == 9 and rank == 1:
             handles["one"] = program.ckpt.save(pin="one")
+            assert handles["one"].done, "it is known by now that the others do not come"
         if step == 12 and rank == 1:
             handles["after"] = program.ckpt.save()
         if step > 12 and agreed("after" not in handles or handles["after"].cut is not None):

@@ -186,6 +186,7 @@ def test_of_pods_that_are_runs_of_their_own_the_step_is_the_slowest_ones() -> No
         ({"credentials_ok": False}, condition.CREDENTIALS_MISSING),
         ({"store_ok": False}, condition.STORE_UNAVAILABLE),
         ({"saves_failed_in_a_row": 2}, condition.SAVES_FAILING),
+        ({"save_blocked": "ranks differ (rank 3)"}, condition.STALE),
     ],
 )
 def test_what_heartbeats_say_degrades_the_run_and_goes_with_them(said: dict[str, Any], type_: str) -> None:

@@ -147,9 +147,9 @@ def test_an_order_is_off_for_a_reason_that_names_the_rank() -> None:
     assert settled(any_step, {0: ready}, 2, overdue=False) is None
     assert settled(any_step, {0: ready, 1: Ack(limit=9)}, 2, overdue=True) == Verdict(at=9)
     away = "rank 1: the sidecar was away"
-    assert settled(any_step, {1: busy}, 3, overdue=False) == Verdict(at=None, why_off=away)
+    assert settled(any_step, {1: busy}, 3, overdue=False) == Verdict(at=None, why_off=away, rank=1)
     missing = "no answer of ranks 0, 2 in time"
-    assert settled(any_step, {1: ready}, 3, overdue=True) == Verdict(at=None, why_off=missing)
+    assert settled(any_step, {1: ready}, 3, overdue=True) == Verdict(at=None, why_off=missing, rank=0)
     many = settled(any_step, {}, 4096, overdue=True)
     assert many is not None
     assert many.why_off == "no answer of ranks 0, 1, 2, 3, 4, 5, 6, 7 and more in time"
@@ -158,7 +158,7 @@ def test_an_order_is_off_for_a_reason_that_names_the_rank() -> None:
 def test_a_rank_that_stays_is_not_asked_to_go_on() -> None:
     """It waits for a save, or closes: only its own step is one that all can cut."""
     stays, goes = Ack(limit=7, stays=True), Ack(limit=9)
-    off = Verdict(at=None, why_off="rank 0 stands at step 7, rank 1 goes on to step 9")
+    off = Verdict(at=None, why_off="rank 0 stands at step 7, rank 1 goes on to step 9", rank=1)
     assert settled(Proposal(reason="close"), {0: stays, 1: goes}, 3, overdue=False) == off
     assert settled(Proposal(reason="close"), {0: stays, 1: stays}, 2, overdue=False) == Verdict(at=7)
 
@@ -166,7 +166,7 @@ def test_a_rank_that_stays_is_not_asked_to_go_on() -> None:
 def test_an_exact_proposal_means_one_step() -> None:
     exact = Proposal(reason="user", at=7, exact=True)
     assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=7)}, 2, overdue=False) == Verdict(at=7)
-    past = Verdict(at=None, why_off="rank 1 may be past step 7")
+    past = Verdict(at=None, why_off="rank 1 may be past step 7", rank=1)
     assert settled(exact, {0: Ack(limit=7), 1: Ack(limit=8)}, 3, overdue=False) == past
 
 

@@ -1,8 +1,7 @@
-"""What was copied ahead of a cut and is not what was there: who asks is told once, and whether the program is still the same."""
+"""What was copied ahead of a cut and is not what was there is found once."""
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import Future
 
@@ -13,13 +12,12 @@ from deltashard.cut import precopy
 from deltashard.cut.block_writer import BlockWriter, TableCut
 from deltashard.cut.precopy import TableAhead
 from deltashard.save.comparison import Comparison
+from deltashard.save.handle import Flight
 from deltashard.tracking.marks import RowSelection
 from deltashard.tracking.tracking import Tracking
 from torch import nn
 
 from tests.support.trainer.tracking_case import COLUMNS, PLAIN, ROWS
-
-SAYS = "whether rows are in the last checkpoint"
 
 
 class Arena:
@@ -44,7 +42,9 @@ class Program:
         self.tracking.refresh()
         (self.table,) = self.tracking.tables
         self.jobs: list[tuple[Future[None], object]] = []
-        self.comparison = Comparison(self._later, self.tracking.signable)
+        self.found = 0
+        self.snapshot = Flight(cut=1, step=1, reason="timer")
+        self.comparison = Comparison(self._later, found=self._count)
         arena = Arena()
         writer = BlockWriter(arena, block=lambda: 0, send=lambda _m, _b: None, threads=1)
         where = TableCut(
@@ -61,7 +61,10 @@ class Program:
         self.renewed = self.ahead.renewed(where, "all")
         assert self.renewed is not None
         self.tracking.cut_taken(1, "all")
-        self.comparison.begin([(self.table, self.ahead)])
+        self.comparison.begin(self.snapshot, [(self.table, self.ahead)])
+
+    def _count(self) -> None:
+        self.found += 1
 
     def _later(self, job):
         future = Future()
@@ -79,67 +82,45 @@ class Program:
                 future.set_result(None)
 
 
-def test_a_stray_row_is_told_once(monkeypatch, caplog):
-    """The program is still what it was at the cut, so that its rows can be saved instead."""
+def test_a_stray_row_is_found_once(monkeypatch):
+    """The table is found by hashes from then on."""
     program = Program(monkeypatch)
     program.compare()
-    doubt = program.comparison.ask()
-    assert [fault.rows for fault in doubt.faults] == [(5,)]
-    assert (doubt.count, doubt.failed, doubt.moved) == (1, "", "")
-    assert program.comparison.ask() is None
-    program.comparison.say(doubt, "It stays")
-    assert "rows [5] of e.weight are not in the last checkpoint" in caplog.text
+    assert program.found == 1
+    found = program.comparison.result()
+    assert found.snapshot is program.snapshot
+    assert [fault.rows for fault in found.faults] == [(5,)]
+    assert found.count == 1
+    assert "rows [5] of e.weight are not as they were at its step" in str(found)
+    assert program.comparison.result() is None
     assert program.table.tracker == "hashes"
 
 
 def test_nothing_astray_and_nothing_copied_ahead(monkeypatch):
-    """Nobody has to wait, and nothing is said."""
+    """Nobody has to wait, and nothing is reported."""
     program = Program(monkeypatch, strays=False)
     program.compare()
-    assert program.comparison.ask() is None
-    program.comparison.begin([])
-    assert program.comparison.ask() is None
-    assert len(program.jobs) == 1
+    assert program.comparison.result() is None
+    program.comparison.begin(program.snapshot, [])
+    assert program.comparison.result() is None
+    assert (len(program.jobs), program.found) == (1, 0)
 
 
-@pytest.mark.parametrize("how", ["dense", "replaced", "table", "swept"])
-def test_a_program_that_is_not_what_it_was_at_the_cut(monkeypatch, how):
-    """What is live then is perhaps of no step: it is not to be saved as that one."""
-    program = Program(monkeypatch)
-    if how == "dense":
-        with torch.no_grad():
-            program.model["top"].bias.zero_()
-    elif how == "replaced":
-        program.model["top"].weight = nn.Parameter(torch.zeros(1, COLUMNS))
-    elif how == "table":
-        program.compare()
-        program.model["e"] = nn.Embedding(ROWS, COLUMNS)
-    else:
-        program.weight.data.zero_()
-    if how != "table":
-        program.compare()
-    assert "written since" in program.comparison.ask().moved
-
-
-def test_a_comparison_that_failed_is_a_fault_that_is_said_once(monkeypatch, caplog):
-    """It has found nothing, which is not to know that nothing is there; at the end it is said again."""
-    caplog.set_level(logging.WARNING)
+def test_a_comparison_that_failed_is_a_fault(monkeypatch):
+    """It has found nothing, which is not to know that nothing is there."""
     program = Program(monkeypatch, strays=False)
     program.ahead._copies[0].hashes = np.empty(ROWS + 1, np.uint64)
     program.compare()
-    doubt = program.comparison.ask()
-    assert (doubt.count, doubt.faults, doubt.moved) == (1, (), "")
-    for _ in range(2):
-        program.comparison.say(doubt, "The save now has them")
-    assert caplog.text.count(SAYS) == 1
-    assert doubt.failed in caplog.text
-    program.comparison.say(doubt, "It stays", last=True)
-    assert caplog.text.count(SAYS) == 2
+    assert program.found == 1
+    found = program.comparison.result()
+    assert (found.count, found.faults) == (1, ())
+    assert f"could not be compared with the live rows ({found.failed})" in str(found)
 
 
 def test_a_comparison_that_is_not_over_is_not_waited_for_long(monkeypatch):
     """Whoever closes has a bound; what was not begun is not done any more."""
     program = Program(monkeypatch)
-    doubt = program.comparison.ask(time.monotonic())
-    assert "not over in time" in doubt.failed
+    found = program.comparison.result(time.monotonic())
+    assert "not over in time" in found.failed
     assert program.jobs[0][0].cancelled()
+    assert program.found == 0

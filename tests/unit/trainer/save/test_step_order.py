@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from deltashard.save.step_order import OrderWatch
+from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from torch import nn
 
 
-def program() -> tuple[nn.Linear, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR, OrderWatch]:
+def program() -> tuple[
+    nn.Linear, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR, StepClock, OrderWatch
+]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return model, optimizer, scheduler, OrderWatch(Tracking(model, optimizer), {"scheduler": scheduler})
+    tracking = Tracking(model, optimizer)
+    clock = StepClock(tracking)
+    return model, optimizer, scheduler, clock, OrderWatch(tracking, {"scheduler": scheduler}, clock)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -23,7 +28,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def test_a_loop_in_order_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     """Optimizer, scheduler, then the cut."""
-    model, optimizer, scheduler, watch = program()
+    model, optimizer, scheduler, _, watch = program()
     for _ in range(3):
         train(model, optimizer)
         scheduler.step()
@@ -33,7 +38,7 @@ def test_a_loop_in_order_is_left_alone(caplog: pytest.LogCaptureFixture) -> None
 
 def test_a_scheduler_after_step_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """With its name and the rule."""
-    model, optimizer, scheduler, watch = program()
+    model, optimizer, scheduler, _, watch = program()
     for _ in range(3):
         train(model, optimizer)
         watch.arm()
@@ -43,10 +48,24 @@ def test_a_scheduler_after_step_is_said_once(caplog: pytest.LogCaptureFixture) -
 
 def test_a_parameter_written_after_step_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """A dense one: tables have their own checks."""
-    model, optimizer, _, watch = program()
+    model, optimizer, _, _, watch = program()
     train(model, optimizer)
     watch.arm()
     with torch.no_grad():
         model.weight.mul_(0.5)
     train(model, optimizer)
     assert "weight changed between step()" in caplog.text
+
+
+def test_a_scheduler_under_accumulation_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """It moves in every step, before `step()`; the optimizer steps in every second one."""
+    model, optimizer, scheduler, clock, watch = program()
+    for step in range(1, 9):
+        model(torch.ones(1, 2)).sum().backward()
+        if step % 2 == 1:
+            optimizer.step()
+        scheduler.step()
+        clock.tick()
+        if step % 2 == 1:
+            watch.arm()
+    assert caplog.text == ""

@@ -466,9 +466,10 @@ def test_two_trackings_of_one_optimizer_do_not_take_each_other_for_strangers():
 def test_the_look_after_a_cut_leaves_other_hooks_alone():
     """What runs once before the next step must not change the hooks while torch goes through them."""
     from deltashard.save.step_order import OrderWatch
+    from deltashard.tracking.step_clock import StepClock
 
     training, cutter = begin("sgd", "embedding", True)
-    watch = OrderWatch(cutter.tracking, {})
+    watch = OrderWatch(cutter.tracking, {}, StepClock(cutter.tracking))
     watch.arm()
     calls = []
     training.dense.register_step_pre_hook(lambda *_: calls.append(1))

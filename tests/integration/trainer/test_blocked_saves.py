@@ -1,0 +1,118 @@
+"""A save that is due and does not happen is told, with a real sidecar: log, event, `doctor()` and metric say the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from deltashard import SaveFailed
+from deltashard.attach.launcher import runtime_dir
+from deltashard.save.watchdog import LEAST_S
+from deltashard_proto.block_reason import BlockReason
+
+from tests.incidents.toys import Run
+from tests.support.eventually import eventually
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
+
+class Watched(Run):
+    """A run whose watchdog has a clock of its own."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.ahead_s = 0.0
+        super().__init__(folder / "store", metrics_port=0, content_hash=False, grace_s=None, **options)
+        real = self.ckpt._watchdog._now_s
+        self.ckpt._watchdog._now_s = lambda: real() + self.ahead_s
+
+    def later(self, seconds: float) -> None:
+        """So much time has passed, in which nothing was saved; the next step looks."""
+        self.ahead_s += seconds
+        self.ckpt._clock.notice()
+        self.train()
+
+    def blocked_s(self) -> float:
+        """What the sidecar's metric says."""
+        ready = json.loads((runtime_dir(self.ckpt.url, self.name) / "ready.json").read_text())
+        page = urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=60).read()
+        (line,) = [
+            each for each in page.decode().splitlines() if each.startswith("deltashard_save_blocked_seconds ")
+        ]
+        return float(line.split()[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("DELTASHARD_SOCKET", raising=False)
+    return tmp_path
+
+
+def test_an_optimizer_that_was_replaced_is_told_within_a_minute(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The program goes over to an optimizer of its own: no step of those that were given ends any more."""
+    with Watched(folder, every_steps=3) as run:
+        run.train(2)
+        run.save()
+        given = run.tables, run.dense
+        run.tables = torch.optim.SGD([run.model.items.weight], lr=0.1)
+        run.dense = torch.optim.SGD(run.model.head.parameters(), lr=0.1)
+        eventually(lambda: run.train() or run.ckpt._watchdog.blocked, what="a save that is due")
+        assert not run.kinds("save_blocked")
+        said = str(run.ckpt.doctor())
+        assert "no step of an optimizer that the Checkpointer was given" in said
+        run.later(LEAST_S + 1)
+        (facts,) = run.kinds("save_blocked")
+        assert facts["reason"] == BlockReason.ACCUMULATING
+        assert facts["age_s"] > LEAST_S
+        assert "after replacing one, build a new Checkpointer" in caplog.text
+        assert "after replacing one, build a new Checkpointer" in str(run.ckpt.doctor())
+        assert run.blocked_s() > LEAST_S
+        run.later(LEAST_S - 2)
+        assert len(run.kinds("save_blocked")) == 1, "the next warning comes at twice the time"
+        run.later(10)
+        assert len(run.kinds("save_blocked")) == 2
+        run.tables, run.dense = given
+        eventually(lambda: run.train() or run.ckpt._watchdog.blocked is None, what="a save")
+        assert run.blocked_s() == 0
+
+
+def test_state_that_cannot_be_saved_is_named_as_the_reason(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each try fails in the program: no promise that the next one covers it, and close() says where at once."""
+    held: dict[str, object] = {"epoch": 1}
+    run = Watched(folder, every_steps=2, state={"progress": (lambda: dict(held), held.update)})
+    with caplog.at_level(logging.WARNING):
+        run.train(2)
+        held["model"] = run.model
+        eventually(lambda: run.train() or run.ckpt.stats.failures, what="a save that fails")
+        failures = run.ckpt.stats.failures.total()
+        assert "covers its rows" not in caplog.text
+        run.later(LEAST_S + 1)
+        (facts,) = run.kinds("save_blocked")
+        assert "state['progress']" in facts["message"]
+        with pytest.raises(SaveFailed, match=r"is not durable.*state\['progress'\]"):
+            run.ckpt.close(deadline_s=60)
+    assert run.ckpt.stats.failures.total() <= failures + 4, "close() does not try again and again"
+
+
+def test_a_sidecar_that_is_away_is_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot tell that a save is due; the trainer knows the policy."""
+    with Watched(folder, every_s=1.0) as run:
+        run.train(2)
+        run.save()
+        link = run.ckpt._session.link
+        monkeypatch.setattr(type(run.ckpt._launcher), "ensure", lambda self: Path("/nowhere/sidecar.sock"))
+        run.ckpt._session.doubt(link, "for this test")
+        eventually(lambda: run.train() or run.ckpt._attachment.link is None, what="no link")
+        run.later(2)
+        run.later(LEAST_S + 1)
+        (facts,) = run.kinds("save_blocked")
+        assert facts["reason"] == BlockReason.AWAY
+        assert "the sidecar has been away for" in facts["message"]

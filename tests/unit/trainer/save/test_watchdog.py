@@ -1,0 +1,165 @@
+"""A save that is due and does not happen is told: whatever the reason, within a minute or three intervals."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+from deltashard.attach.listener import Listener
+from deltashard.save.wait import MESSAGE, REMEDY
+from deltashard.save.watchdog import INTERVALS, LEAST_S, LOOK_S, Block, Watchdog
+from deltashard.tracking.step_clock import StepClock
+from deltashard.tracking.tracking import Tracking
+from deltashard_proto.arena_layout import BLOCKED_SINCE_NS, BLOCKED_WHY
+from deltashard_proto.block_reason import BlockReason, text_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+
+class Loop:
+    """A training loop of one step a second, by its own clock; what was told of it."""
+
+    def __init__(self, *, every_s: float = 0.0, every_steps: int = 0) -> None:
+        self.now_s = 1000.0
+        self.told: list[tuple[float, dict[str, Any]]] = []
+        self.clock = StepClock(Tracking(nn.Linear(1, 1)))
+        self.line = self.clock._line
+        self.asked = False
+        self.block = Block(reason=BlockReason.ACCUMULATING, message=MESSAGE[BlockReason.ACCUMULATING])
+        self.dog = Watchdog(
+            self.clock,
+            Listener(lambda name, facts: self._tell(name, dict(facts)), lambda: 0),
+            timer=lambda: (every_s, every_steps),
+            now_s=lambda: self.now_s,
+        )
+        self.dog.begin(restored=False)
+
+    def _tell(self, name: str, facts: dict[str, Any]) -> None:
+        assert name == "save_blocked"
+        self.told.append((self.now_s, facts))
+
+    def step(self, times: int = 1, *, takes_s: float = 1.0) -> None:
+        for _ in range(times):
+            self.now_s += takes_s
+            self.clock.tick()
+            self.dog.check(lambda: self.block, asked=self.asked)
+
+    def save(self, *, durable_after: int = 0) -> None:
+        """The snapshot of the last step, durable some steps later."""
+        at = self.clock.step
+        self.dog.taken()
+        self.step(durable_after)
+        self.dog.committed(at)
+
+    def shown(self) -> str:
+        assert bool(self.line[BLOCKED_SINCE_NS]) == bool(self.line[BLOCKED_WHY])
+        return text_of(self.line[BLOCKED_WHY])
+
+
+@pytest.mark.parametrize(
+    ("reason", "rank"), [(each, None) for each in BlockReason] + [(BlockReason.RANKS, 3)]
+)
+def test_whatever_blocks_a_save_is_told_again_at_twice_the_time(
+    reason: BlockReason, rank: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reason, age of the newest checkpoint and remedy: in the log, the event, doctor() and the control line."""
+    loop = Loop(every_steps=10)
+    loop.block = Block(reason=reason, message=MESSAGE[reason], rank=rank)
+    loop.step(10)
+    assert loop.dog.blocked is not None
+    loop.save()
+    with caplog.at_level(logging.WARNING):
+        loop.step(500)
+    assert [at_s - 1020 for at_s, _ in loop.told] == [LEAST_S, 2 * LEAST_S, 4 * LEAST_S, 8 * LEAST_S]
+    first = loop.told[0][1]
+    assert (first["reason"], first["rank"], first["for_s"], first["age_s"]) == (str(reason), rank, 60, 70)
+    said = (
+        f"no save for 60 s since it was due (the newest is 70 s old): {MESSAGE[reason]} -- {REMEDY[reason]}"
+    )
+    assert first["message"] == said
+    assert said in caplog.text
+    assert str(loop.dog.blocked).startswith("no save for 490 s")
+    assert loop.shown() == str(reason) + (" (rank 3)" if rank else "")
+    loop.save()
+    assert loop.dog.blocked is None
+    assert loop.shown() == ""
+
+
+def test_a_run_without_a_checkpoint_says_so() -> None:
+    """Nothing was ever durable; the remedy of what failed goes before that of the reason."""
+    loop = Loop(every_s=30)
+    loop.block = Block(
+        reason=BlockReason.BACK_OFF, message="the last one failed: no room", remedy="free some"
+    )
+    loop.step(200)
+    (_, facts) = loop.told[0]
+    assert (facts["for_s"], facts["age_s"]) == (90, None)
+    assert re.fullmatch(r".*\(there is no checkpoint yet\): .*no room -- free some", facts["message"])
+
+
+def test_what_is_asked_for_is_due_without_a_timer() -> None:
+    """A save() on demand only; nothing is due otherwise."""
+    loop = Loop()
+    loop.step(500)
+    assert loop.dog.blocked is None
+    loop.asked = True
+    loop.step(62)
+    assert len(loop.told) == 1
+    loop.asked = False
+    loop.step()
+    assert loop.dog.blocked is None
+
+
+def test_time_without_steps_blocks_nothing() -> None:
+    """An evaluation of an hour: the save that fell due is taken at the first step after it, and uploads for a while."""
+    loop = Loop(every_s=10)
+    loop.block = Block(reason=BlockReason.FLIGHT, message="")
+    loop.step(takes_s=3600)
+    loop.save(durable_after=30)
+    assert not loop.told
+    loop.step(10)
+    loop.dog.taken()
+    loop.step(takes_s=50)
+    assert not loop.told, "what was taken a moment ago is not blocked"
+    loop.step(takes_s=50)
+    assert loop.told
+
+
+def test_steps_come_here_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sidecar that is stopped asks for nothing: `step()` has work every few seconds all the same."""
+    now_ns = [1]
+    monkeypatch.setattr("deltashard.tracking.step_clock._time_ns", lambda: now_ns[0])
+    loop = Loop(every_s=10)
+    loop.clock.attend()
+    loop.line[3] = 1 << 60
+    loop.step()
+    assert not loop.clock.tick()
+    now_ns[0] += int(LOOK_S * 1e9)
+    assert loop.clock.tick()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    every_s=st.sampled_from([0.0, 5.0, 40.0, 300.0]),
+    every_steps=st.sampled_from([0, 1, 7, 100]),
+    saves=st.lists(st.tuples(st.integers(1, 400), st.integers(0, 20)), max_size=6),
+)
+def test_no_save_for_long_is_always_told_and_prompt_ones_never(
+    every_s: float, every_steps: int, saves: list[tuple[int, int]]
+) -> None:
+    """Whenever saves happen: what passes between two commits is told if, and only if, it is beyond the limit."""
+    loop = Loop(every_s=every_s, every_steps=every_steps)
+    interval_s = min((each for each in (every_s, every_steps) if each), default=None)
+    for pause, durable_after in saves:
+        told, began_s = len(loop.told), loop.now_s - loop.dog._anchor[0]
+        loop.step(pause)
+        loop.save(durable_after=durable_after)
+        waited_s = began_s + pause + durable_after
+        limit_s = max(LEAST_S, INTERVALS * (every_s or every_steps))
+        if interval_s is None or waited_s < interval_s + limit_s:
+            assert len(loop.told) == told
+        elif waited_s > interval_s + limit_s + 2:
+            assert len(loop.told) > told

@@ -1,0 +1,166 @@
+"""Warns when a save that is due does not happen: one rule, whatever the reason.
+
+    due      an interval of the sidecar's policy (seconds or steps) has passed since the newest commit was taken, or a
+             save is asked for and not taken yet
+    blocked  it is due, and nothing became durable since, for three intervals and at least a minute
+
+A blocked save warns with the reason, the age of the newest checkpoint and the remedy, again at twice the time, and so
+on, until a commit. `doctor()` says the same at any time; the event is `save_blocked`; the control line carries it to
+the sidecar, for its metric and the CheckpointRun. The check runs within `step()`: while a program calls no `step()` (it
+evaluates, or hangs) nothing is due. Of several ranks rank 0 watches the timer, each rank what was asked for on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deltashard_proto.block_reason import BlockReason, word_of
+
+from deltashard.attach.listener import Listener
+from deltashard.save.wait import REMEDY
+from deltashard.tracking.step_clock import StepClock
+
+log = logging.getLogger("deltashard")
+
+INTERVALS = 3
+LEAST_S = 60.0
+LOOK_S = 5.0
+"""`step()` comes here so often at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Why a save cannot be taken now."""
+
+    reason: BlockReason
+    message: str
+    remedy: str = ""
+    """Empty: that of the reason."""
+    rank: int | None = None
+    """The one that is missing, of several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockedSave:
+    """A save that is due and did not happen yet."""
+
+    for_s: float
+    age_s: float | None
+    """Of the newest checkpoint; None: there is none of this attempt, nor was one restored."""
+    block: Block
+
+    def __str__(self) -> str:
+        """For people."""
+        age = "there is no checkpoint yet" if self.age_s is None else f"the newest is {self.age_s:.0f} s old"
+        remedy = self.block.remedy or REMEDY[self.block.reason]
+        return f"no save for {self.for_s:.0f} s since it was due ({age}): {self.block.message} -- {remedy}"
+
+
+class Watchdog:
+    """Of one Checkpointer; on the training thread only. `now_s` is a monotonic clock."""
+
+    def __init__(
+        self,
+        clock: StepClock,
+        listener: Listener,
+        *,
+        timer: Callable[[], tuple[float, int]],
+        now_s: Callable[[], float] | None = None,
+    ) -> None:
+        """`timer` gives (seconds, steps) of the policy's interval, 0: none of these."""
+        self._clock = clock
+        self._listener = listener
+        self._timer = timer
+        self._now_s = now_s or time.monotonic
+        self._anchor = self._now_s(), 0
+        """When, and at which step, the newest commit was taken, or the attempt began."""
+        self._commit_s: float | None = None
+        self._taken: dict[int, float] = {}
+        """When snapshots were taken that are not known to be durable, by step."""
+        self._due_s: float | None = None
+        """Since when a save is due; None: none is."""
+        self._limit_s = 0.0
+        self._block: Block | None = None
+        """Why it was not taken at the last check."""
+
+    # What happens to saves.
+
+    def begin(self, *, restored: bool) -> None:
+        """An attempt is open; `restored`: from a checkpoint."""
+        now_s = self._now_s()
+        self._anchor, self._taken = (now_s, self._clock.step), {}
+        self._commit_s = now_s if restored else None
+        self._end()
+
+    def taken(self) -> None:
+        """A snapshot was taken of the step where the clock stands."""
+        self._taken[self._clock.step] = self._now_s()
+
+    def committed(self, step: int) -> None:
+        """The snapshot of `step` is durable."""
+        taken_s = self._taken.get(step, self._now_s())
+        self._taken = {each: at_s for each, at_s in self._taken.items() if each > step}
+        self._anchor, self._commit_s = (taken_s, step), taken_s
+        self._end()
+
+    def _end(self) -> None:
+        self._due_s = self._block = None
+        self._limit_s = 0.0
+        self._clock.show_blocked(0.0, 0)
+
+    # Whether one is due.
+
+    def check(self, block: Callable[[], Block], *, asked: bool, timed: bool = True) -> None:
+        """At a boundary, after it took what it could. `block` says why nothing more; `asked`: a save is asked for."""
+        self._clock.look_again(LOOK_S)
+        now_s = self._now_s()
+        every_s, every_steps = self._timer() if timed else (0.0, 0)
+        anchor_s, anchor_step = self._anchor
+        due = asked or (every_s > 0 and now_s - anchor_s >= every_s)
+        by_steps = every_steps > 0 and self._clock.step - anchor_step >= every_steps
+        if not (due or by_steps):
+            self._due_s = self._block = None
+            return
+        self._block = block()
+        if self._due_s is None:
+            self._due_s = now_s
+            interval_s = every_s or (now_s - anchor_s if by_steps else 0.0)
+            self._limit_s = max(LEAST_S, INTERVALS * interval_s)
+            return
+        newest_s = max(self._taken.values(), default=0.0)
+        young = self._block.reason is BlockReason.FLIGHT and now_s - newest_s < LEAST_S
+        if now_s - self._due_s < self._limit_s or young:
+            return
+        self._limit_s = max(2 * self._limit_s, 2 * (now_s - self._due_s))
+        self._warn()
+
+    @property
+    def blocked(self) -> BlockedSave | None:
+        """The save that is due and did not happen yet; None: there is none."""
+        if self._due_s is None or self._block is None:
+            return None
+        now_s = self._now_s()
+        return BlockedSave(
+            for_s=now_s - self._due_s,
+            age_s=None if self._commit_s is None else now_s - self._commit_s,
+            block=self._block,
+        )
+
+    def _warn(self) -> None:
+        blocked = self.blocked
+        assert blocked is not None
+        block = blocked.block
+        log.warning("%s", blocked)
+        self._clock.show_blocked(blocked.for_s, word_of(block.reason, block.rank))
+        self._listener.emit(
+            "save_blocked",
+            step=self._clock.step,
+            reason=str(block.reason),
+            for_s=blocked.for_s,
+            age_s=blocked.age_s,
+            rank=block.rank,
+            message=str(blocked),
+        )
