@@ -62,8 +62,9 @@ from deltashard_checkpoint.stores.probe import probe
 
 DEFAULT_DEADLINE_S = 120.0
 _HINT_DEADLINE_S = 5.0
-_FOLD_BYTES = 1 << 20
-"""Every entry names the folded state before it, as long as that is smaller; one of n times this size every n-th."""
+_FOLD_BYTES = 64 << 10
+"""Every entry names the folded state before it, as long as that is not twice as large; one of n times this size every
+n-th entry. So a save's share of folded states stays small, however many checkpoints are kept."""
 _DROP_EVERY = 8
 """Slots between looks for folded states that are not needed any more."""
 _LISTINGS = 5
