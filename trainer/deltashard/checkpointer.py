@@ -543,6 +543,7 @@ class Checkpointer:
         weights_only: bool = False,
         renames: Mapping[str, str] | None = None,
         takeover: bool = False,
+        hyperparameters: str = "checkpoint",
     ) -> Restored | None:
         """Open the attempt and bring the newest whole checkpoint back, in place. Call it before the first `step()`.
 
@@ -553,6 +554,9 @@ class Checkpointer:
             weights_only: tables, parameters and buffers only: no optimizer, loader, generators or state.
             renames: stored table name by the model's name for it.
             takeover: go on although the run belongs to another owner.
+            hyperparameters: whose learning rates, weight decay, schedule lengths, `requires_grad` and the like are in
+                force where this script gives others than the script that saved: "checkpoint" or "script". Both values
+                are in `Restored.notes` and in the log. What training itself changed comes from the checkpoint.
 
         Returns:
             None only if nothing was ever committed.
@@ -562,6 +566,7 @@ class Checkpointer:
                 called again.
         """
         self._attempt.refuse_closed("restore()")
+        arguments.check_hyperparameters(hyperparameters)
         wish = Wish(
             which=f"seq:{which}" if isinstance(which, int) else which,
             from_run=from_run,
@@ -569,6 +574,7 @@ class Checkpointer:
             weights_only=weights_only,
             renames=renames or {},
             takeover=takeover,
+            hyperparameters=hyperparameters,
         )
         try:
             return self._restorer.restore(wish)
