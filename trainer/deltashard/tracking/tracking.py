@@ -843,7 +843,7 @@ class Tracking:
 
     def _views(self, inventory: Inventory) -> list[OptimizerView]:
         """Of the optimizers that were handed over, in order, then of the fused ones."""
-        views = views_of(self._handed.now, inventory.names, self.by_key)
+        views = views_of(self._handed.now, inventory.names, self.by_key, inventory.fused)
         return [*views, FusedView(views, inventory)] if inventory.sharded else views
 
     def _attach(self) -> None:
