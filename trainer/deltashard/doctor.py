@@ -127,7 +127,9 @@ def diagnose(
     if contracts:
         saved.append(f"what modules say themselves: {_some(each.name for each in contracts)}")
     if histories:
-        saved.append(f"histories of managed collisions: {_some(n.removeprefix(COLLISIONS) for n in histories)}")
+        saved.append(
+            f"histories of managed collisions: {_some(n.removeprefix(COLLISIONS) for n in histories)}"
+        )
     saved.append(f"state=: {_some(given)}" if given else "no state=")
     if loaders:
         saved.append(f"positions of loaders: {_some(loaders)}")
