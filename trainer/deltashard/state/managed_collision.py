@@ -70,9 +70,8 @@ class _History:
         """Put back what `get` gave; raises `CheckpointMismatch` for another eviction policy."""
         module = self._module
         size, seen = (held["counts"][name] for name in ("_input_history_buffer_size", _COUNTS[2]))
-        names = {
-            info.metadata_name for info in module._eviction_policy.metadata_info if info.is_history_metadata
-        }  # noqa: SLF001
+        kept = module._eviction_policy.metadata_info  # noqa: SLF001
+        names = {info.metadata_name for info in kept if info.is_history_metadata}
         if size >= 0 and names != held["metadata"].keys():
             raise CheckpointMismatch(
                 f"the history has {sorted(held['metadata'])}, its eviction policy keeps {sorted(names)}",

@@ -232,7 +232,6 @@ def test_requires_grad_given_otherwise_is_reported() -> None:
 
 def test_an_optimizer_held_by_a_module_is_adopted_when_the_module_holds_another() -> None:
     """As scripts that keep the optimizer beside the model do."""
-    
     model = torch.nn.Linear(2, 1)
     model.optimizer = torch.optim.Adam(model.parameters())
     handed = HandedOptimizers(model.optimizer, model)
