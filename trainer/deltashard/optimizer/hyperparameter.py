@@ -59,4 +59,4 @@ def _plain(value: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a == b or (a != a and b != b)  # noqa: PLR0124 - both are not a number
+    return bool(a == b or (a != a and b != b))  # noqa: PLR0124 - both are not a number

@@ -87,7 +87,7 @@ def _is_zero(grad: Tensor) -> bool:
 def _chunks(grad: Tensor) -> Iterator[Tensor]:
     # On an accelerator every look waits for the device: one look.
     whole = grad.device.type != "cpu" or not grad.is_contiguous()
-    yield from (grad,) if whole else grad.view(-1).split(_CHUNK)
+    yield from (grad,) if whole else torch.split(grad.view(-1), _CHUNK)
 
 
 def _zeros(param: nn.Parameter, *, sparse: bool) -> Tensor:

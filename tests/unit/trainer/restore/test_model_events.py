@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,8 +25,13 @@ OUTCOMES: collections.Counter[str] = collections.Counter()
 
 
 @pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Small tensors: threads of torch's would only wait for each other on a busy machine."""
     caplog.set_level(logging.CRITICAL)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def trained(plan: Plan, steps: int = STEPS) -> Script:
