@@ -86,8 +86,12 @@ def _is_zero(grad: Tensor) -> bool:
 
 def _chunks(grad: Tensor) -> Iterator[Tensor]:
     # On an accelerator every look waits for the device: one look.
-    whole = grad.device.type != "cpu" or not grad.is_contiguous()
-    yield from (grad,) if whole else torch.split(grad.view(-1), _CHUNK)
+    if grad.device.type != "cpu" or not grad.is_contiguous():
+        yield grad
+        return
+    flat = grad.view(-1)
+    for start in range(0, len(flat), _CHUNK):
+        yield flat[start : start + _CHUNK]
 
 
 def _zeros(param: nn.Parameter, *, sparse: bool) -> Tensor:
