@@ -192,10 +192,11 @@ class Checkpointer:
         self.stats = Stats()
         """Counts of what happened to saves, for people and tests."""
         self._listener = Listener(on_event, self.stats.count_event_error)
+        handed = arguments.optimizers_of(optimizer, model)
         self._program = Program(
             Tracking(
                 model,
-                arguments.optimizers_of(optimizer, model),
+                optimizer if isinstance(optimizer, list | Mapping) else handed,
                 settings=tracking,
                 report=self._tracked,
                 rank=self._rank.number,
@@ -555,6 +556,7 @@ class Checkpointer:
         renames: Mapping[str, str] | None = None,
         takeover: bool = False,
         deadline_s: float = DEADLINE_S,
+        hyperparameters: str = "checkpoint",
     ) -> Restored | None:
         """Open the attempt and bring the newest whole checkpoint back, in place. Call it before the first `step()`.
 
@@ -569,6 +571,9 @@ class Checkpointer:
             takeover: go on although the run belongs to another owner.
             deadline_s: from the first time that the sidecar is gone, in seconds: when it is gone after that, restore()
                 raises RestoreFailed with the reasons so far.
+            hyperparameters: whose learning rates, weight decay, schedule lengths, `requires_grad` and the like are in
+                force where this script gives others than the script that saved: "checkpoint" or "script". Both values
+                are in `Restored.notes` and in the log. What training itself changed comes from the checkpoint.
 
         Returns:
             None only if nothing was ever committed.
@@ -579,6 +584,7 @@ class Checkpointer:
         """
         self._attempt.refuse_closed("restore()")
         arguments.check_seconds("deadline_s", deadline_s, off="leave deadline_s= out for five minutes")
+        arguments.check_hyperparameters(hyperparameters)
         wish = Wish(
             which=f"seq:{which}" if isinstance(which, int) else which,
             from_run=from_run,
@@ -587,6 +593,7 @@ class Checkpointer:
             renames=renames or {},
             takeover=takeover,
             deadline_s=deadline_s,
+            hyperparameters=hyperparameters,
         )
         try:
             return self._restorer.restore(wish)

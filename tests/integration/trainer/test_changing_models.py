@@ -9,6 +9,7 @@ from typing import Any
 import deltashard
 import pytest
 import torch
+from deltashard.errors import CheckpointMismatch
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -141,3 +142,43 @@ def test_a_table_added_and_a_module_replaced_while_training_are_saved(
         train(changing, None, range(8, 10))
         train(resumed, ckpt, range(8, 10))
     same(changing, resumed)
+
+
+def test_a_table_that_grows_and_an_optimizer_that_is_replaced_are_in_the_next_baseline(
+    checkpointer: Callable[[Made], deltashard.Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A restart that builds both so restores them; one that builds them as before is refused, with both shapes."""
+
+    def grown(made: Made) -> None:
+        old = made[0]["films"]
+        made[0]["films"] = nn.Embedding(350, 16, sparse=True)
+        made[0]["films"].weight.data[: len(old.weight)] = old.weight.data
+
+    model, first = made(torch.optim.SparseAdam)
+    held: list[torch.optim.Optimizer] = [first]
+    with checkpointer((model, held)) as ckpt:  # type: ignore[arg-type]  # a list that the script goes on to change
+        assert ckpt.restore() is None
+        train((model, held[0]), ckpt, range(2))
+        ckpt.save().wait(60)
+        grown((model, first))
+        held[0] = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        train((model, held[0]), ckpt, range(2, 4))
+        ckpt.save()
+        train((model, held[0]), ckpt, range(4, 6))
+        commit = ckpt.save().wait(60)
+        assert commit.step == 6
+    assert "an optimizer was replaced while training" in caplog.text
+    assert "films.weight was (300, 16) and is (350, 16)" in caplog.text
+    with (
+        checkpointer(made(torch.optim.Adagrad)) as ckpt,
+        pytest.raises(CheckpointMismatch, match=r"shrank: \[350, 16\] is stored"),
+    ):
+        ckpt.restore()
+    resumed = made(torch.optim.Adagrad)
+    grown(resumed)
+    resumed = resumed[0], torch.optim.Adagrad(resumed[0].parameters(), lr=0.1)
+    with checkpointer(resumed) as ckpt:
+        restored = ckpt.restore()
+        assert restored is not None
+        assert (restored.step, restored.exact, restored.notes) == (6, True, ())
+    same((model, held[0]), resumed)

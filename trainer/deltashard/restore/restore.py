@@ -79,16 +79,19 @@ class Restored:
     """A newer checkpoint exists but is not whole, or may have been lost with a damaged log: see `notes`."""
     notes: tuple[str, ...] = ()
     """Entries lost with the log, what did not match and was let pass (`strict=False`), what differs of this process."""
-    exact: bool | None = None
+    exact: bool = True
+    """Whether all that was restored is bit for bit what the program had at the cut: nothing was rounded or converted,
+    no recovery was partial, and `verified` is not False. What was left out is in `notes`."""
+    verified: bool | None = None
     """Whether content hashes taken at the cut (`content_hash=True`), of rows as they are stored, equal those of the
-    restored state; None: none were recorded."""
+    restored state; None: none were recorded, or none can be compared (another sharding, weights only)."""
     rounded: Mapping[str, str] = field(default_factory=dict)
     """Tables whose weights did not come back bit for bit, and the encoding with the fewest bits that they were stored
     with, such as "q8"; empty: all did."""
     rounded_state: Mapping[str, str] = field(default_factory=dict)
     """Tables of whose optimizer state some did not (`state_encoding="bf16"`), and the type that it was stored in."""
     mode: str = "full"
-    """"partial": survivors of a lost rank kept their rows (`recovery="partial"`), and nothing is exact."""
+    """"partial": survivors of a lost rank kept their rows (`recovery="partial"`), which is not exact."""
     pls: float = 0.0
     """Portion of lost samples of the run so far; 0 unless a recovery was partial."""
     rank_steps: tuple[int, ...] = ()
@@ -106,6 +109,8 @@ class Wish:
     renames: Mapping[str, str]
     takeover: bool
     deadline_s: float
+    hyperparameters: str
+    """"checkpoint" or "script": whose are in force where both scripts gave different ones."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -165,10 +170,14 @@ class Restorer:
         self._base = base
         self._contents = contents
         self._listener = listener
+        self._called = False
 
     def restore(self, wish: Wish) -> Restored | None:
         """See `Checkpointer.restore`."""
         self._refuse_trained()
+        if not self._called:
+            self._called = True
+            self._program.look_at_given()
         assembly = self._opener.assemble(
             which=wish.which,
             from_run=wish.from_run,
@@ -176,6 +185,7 @@ class Restorer:
             weights_only=wish.weights_only,
             renames=sorted(wish.renames.items()),
             takeover=wish.takeover,
+            hyperparameters=wish.hyperparameters,
         )
         retry = self._opener.retry("restore()", wish.deadline_s, RestoreFailed)
         tries = _Tries(assembly=assembly, retry=retry)
@@ -259,17 +269,20 @@ class Restorer:
         if not wish.strict and not weights_only:
             turnover.begin_anew(self._anew(turnover, tries.assembly))
         notes += turnover.notes
+        script = wish.hyperparameters == "script"
         rng: dict[str, Any] | None = None
         crash_point("restore.before_dense")
         notes += targets.notes
         with tries.stage("restored"):
-            notes += blobs.apply_dense(self._program, strict=wish.strict, weights_only=weights_only)
+            notes += blobs.apply_dense(
+                self._program, strict=wish.strict, weights_only=weights_only, script=script
+            )
             for table, ids in delta_rows(targets.placed):
                 self._tracking.reseed(table, ids)
             for table, ids in newer_rows(targets.placed):
                 table.marks.mark(ids.to(table.marks.flags.device))
             if not weights_only:
-                notes += blobs.apply_state(self._program, strict=wish.strict)
+                notes += blobs.apply_state(self._program, strict=wish.strict, script=script)
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
                 rng, told = self._generators(blobs, reply.attempt, strict=wish.strict)
                 notes += told
@@ -285,7 +298,7 @@ class Restorer:
             self._ground.added(road.verdict.pls, road.verdict.recoveries)
         # After a partial recovery no checkpoint is what the model is now: close() saves it, without a step, too.
         self._opener.begin(reply, step=step, resumed=road is None, assembly=tries.assembly)
-        exact = self._compare_content(blobs, weights_only=weights_only, partial=road is not None)
+        verified = self._compare_content(blobs, weights_only=weights_only, partial=road is not None)
         changed = differences(blobs.meta.get("fingerprint", {}), self._program.fingerprint)
         if changed and not weights_only:
             log.warning("bits may differ from the lost process from here on: %s", "; ".join(changed))
@@ -321,7 +334,10 @@ class Restorer:
             chain=received.chain,
             fell_back=bool(tries.excluded) or reply.fell_back or damaged,
             notes=tuple(([tries.damage] if tries.damage else []) + notes + changed),
-            exact=exact,
+            exact=road is None
+            and verified is not False
+            and not (received.rounded or received.rounded_state or targets.notes),
+            verified=verified,
             rounded=received.rounded,
             rounded_state=received.rounded_state,
             mode="full" if road is None else "partial",
@@ -402,12 +418,10 @@ class Restorer:
     def _compare_content(self, blobs: Blobs, *, weights_only: bool, partial: bool) -> bool | None:
         recorded = blobs.own_content
         if self._contents is None and (recorded is None or partial):
-            return False if partial else None
+            return None
         contents = self._contents or Contents()
         restored = contents.restored(self._tracking)
-        if partial:
-            return False
-        if recorded is None or weights_only:
+        if recorded is None or weights_only or partial:
             return None
         tables = self._tracking.inventory.elsewhere.keys() | {table.fqn for table in self._tracking.tables}
         elsewhere = resharded(recorded, restored, tables)

@@ -6,7 +6,8 @@ import logging
 
 import pytest
 import torch
-from deltashard.optimizer.optimizer_state import field_kind
+from deltashard.errors import StateError
+from deltashard.optimizer.optimizer_state import field_kind, views_of
 from deltashard.state.value import decode_value, encode_value
 from deltashard.tracking.tracking import Tracking, TrackingSettings
 from deltashard_checkpoint.errors import UserError
@@ -496,3 +497,20 @@ def test_few_trained_rows_of_a_large_table_are_found_too(caplog):
         stepped(model, optimizer, torch.arange(200, 300))
     tracking.close()
     assert "initialises it again" in caplog.text
+
+
+def test_parameters_that_a_kernel_updates_are_no_part_of_an_optimizer():
+    """TorchRec's scripts give an optimizer all of a model's: nothing of a shard is stored, until it is stepped."""
+    dense, shard = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4, 2))
+    optimizer = torch.optim.Adam([dense, shard])
+    (view,) = views_of([optimizer], {dense: "top"}, (), {shard})
+    tree = view.capture()
+    assert (tree["groups"][0]["params"], tree["orphans"]) == (["top"], {})
+    other = torch.optim.Adam([dense, nn.Parameter(torch.ones(1, 2))])  # another rank's shard
+    (view,) = views_of([other], {dense: "top"}, (), {other.param_groups[0]["params"][1]})
+    assert view.restore(detached(tree)) == []
+    shard.grad = torch.ones(4, 2)
+    optimizer.step()
+    (view,) = views_of([optimizer], {dense: "top"}, (), {shard})
+    with pytest.raises(StateError, match="sharded table, which its kernel updates already"):
+        view.capture()
