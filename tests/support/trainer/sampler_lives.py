@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 from deltashard import ResumableSampler
-from deltashard.loader.deal import Turnover
+from deltashard.errors import CheckpointMismatch
+from deltashard.loader.registry import LoaderRegistry, OnChange
+from deltashard.loader.sharding import ResumePositions
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.state.rng import capture_globals
 from deltashard.state.value import decode_value, encode_value
@@ -82,7 +84,8 @@ class Rank:
             rank=rank,
             world_size=life.world,
         )
-        self.loader = WrappedLoader(
+        self.registry = LoaderRegistry(self.steps)
+        self.loader = self.registry.wrap(
             DataLoader(
                 self.data,
                 batch_size=life.batch_size,
@@ -91,7 +94,6 @@ class Rank:
                 num_workers=life.workers,
                 persistent_workers=life.persistent,
             ),
-            clock=self.steps,
             **options,
         )
         self._run = _trained(self.loader, self.seen, self.steps)
@@ -109,7 +111,11 @@ class Rank:
 
     def tree(self) -> dict[str, Any]:
         """As a checkpoint would hold it."""
-        return decode_value(encode_value(self.loader.capture()).to_bytes())
+        return decode_value(encode_value(self.registry.capture()[1]).to_bytes())["loader"]
+
+    def resume(self, tree: dict[str, Any], on_change: OnChange = "refuse") -> list[str]:
+        """Where `tree` stood."""
+        return self.registry.resume({"loader": tree}, capture_globals(), step=self.steps.now, on_change=on_change)
 
 
 def _trained(loader: WrappedLoader, seen: dict[int, list[int]], steps: StepCount) -> Iterator[bool]:
@@ -129,10 +135,10 @@ def handed_over(trees: list[dict[str, Any]], rank: int, world: int) -> dict[str,
     if saved == world:
         return trees[rank]
     mine = {0: trees[0]} | {peer: trees[peer] for peer in range(rank, saved, world)}
-    found = Turnover({"loader": mine.get(rank) or mine[0]})
+    found = ResumePositions({"loader": mine.get(rank) or mine[0]})
     found.take_over("loader", mine, rank=rank, saved=saved, world=world)
     if found.refused:
-        raise found.refused["loader"]
+        raise CheckpointMismatch(found.refused["loader"])
     return found.positions["loader"]
 
 
@@ -141,7 +147,7 @@ def resume(data: Data, life: Life, trees: list[dict[str, Any]], **options: Any) 
     ranks = [Rank(data, life, rank, **options) for rank in range(life.world)]
     for rank, each in enumerate(ranks):
         if trees:
-            each.loader.resume(handed_over(trees, rank, life.world), capture_globals())
+            each.resume(handed_over(trees, rank, life.world))
     return ranks
 
 
