@@ -25,6 +25,10 @@ class LoopCheck:
         """Epochs that the loop ended itself: after so many batches, so many running."""
         self._resumed_length = 0
 
+    def shorter_than_step(self, count: int) -> bool:
+        """Whether so many batches were too few for a step."""
+        return count < self._most
+
     @property
     def per_step(self) -> int:
         """Batches of one step, at most."""
@@ -49,7 +53,7 @@ class LoopCheck:
             if self._count == 1 and step == self._step + 1:
                 self._report("ahead", batches=self._before_first)
             self._before_first = -1
-        self._count = self._count + 1 if same_step else 1
+        self._count = self._count + 1 if same_step and not first else 1
         self._step = step
         if made.resumed:
             self._resumed_length = made.mark.delivered

@@ -145,7 +145,7 @@ class LoaderRegistry:
         if not used or any(loader.ahead(now) for loader in used):
             return
         self._delivered_at = now
-        self.report(used[0], "no batch")
+        self.report(used[0].name, "no batch")
 
     # Restores
 
@@ -230,14 +230,14 @@ class LoaderRegistry:
 
     # Reports
 
-    def report(self, loader: WrappedLoader, kind: str, **facts: object) -> None:
+    def report(self, name: str, kind: str, /, *, strict: bool = False, **facts: object) -> None:
         """A warning, see `message`: once in a process, of a kind that lasts once in a run. With `strict` an error."""
         what, remedy = MESSAGES[kind]
         what = what.format(**facts)
-        if loader.strict and kind in STRICT:
-            raise CheckpointMismatch(what, where=f"loader {loader.name!r}", remedy=remedy)
-        if (loader.name, kind) not in self._reported:
-            text = self._reported[loader.name, kind] = f"loader {loader.name!r}: {what}. {remedy}"
+        if strict and kind in STRICT:
+            raise CheckpointMismatch(what, where=f"loader {name!r}", remedy=remedy)
+        if (name, kind) not in self._reported:
+            text = self._reported[name, kind] = f"loader {name!r}: {what}. {remedy}"
             log.warning("%s", text)
 
     def note(self, text: str) -> None:

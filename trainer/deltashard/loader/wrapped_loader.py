@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deltashard.errors import CheckpointMismatch, UserError
@@ -70,11 +71,12 @@ class WrappedLoader:
         """
         self.loader = loader
         self.name = name
-        self.strict = strict
         self._registry = registry
         self._access = LoaderAccess(loader, skip=skip, shared=shared)
         self._pipelined = pipelined
         self._shared = shared
+        # Not a method of this one: in a cycle it would be the collector's to end its workers.
+        self._report = partial(registry.report, name, strict=strict)
         self._check = LoopCheck(self._report, pipelined=pipelined)
         self._state = PassState.NONE
         self._epoch = 0
@@ -582,7 +584,7 @@ class WrappedLoader:
             return
         self._happen(PassEvent.STOPPED)
         made.ended_at = now
-        short = made.resumed and made.handed < max(1, self._check.per_step)
+        short = made.resumed and self._check.shorter_than_step(made.handed)
         if made.resumed and not made.handed:
             registry.turns += 1
             registry.ended_turn = registry.turns
@@ -596,9 +598,6 @@ class WrappedLoader:
         if self._pipelined:
             with registry.lock:
                 self._queue.append(_Place(None, made.epoch + 1))
-
-    def _report(self, kind: str, **facts: object) -> None:
-        self._registry.report(self, kind, **facts)
 
     def _happen(self, event: PassEvent) -> None:
         self._state = after(self._state, event)

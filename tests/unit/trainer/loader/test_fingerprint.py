@@ -13,6 +13,8 @@ from deltashard.loader.fingerprint import fingerprint
 
 @dataclass
 class Bag:
+    """An object of a user's."""
+
     values: Any
     names: list[str]
 
@@ -28,7 +30,7 @@ def batches() -> list[Any]:
         {"a": torch.ones(2), "b": ["x", 1, 2.5, b"c"]},
         (torch.ones(2), [torch.zeros(2)]),
         Bag(torch.ones(3), ["u", "v"]),
-        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,)),
+        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,), check_invariants=True),
         torch.tensor([1 + 2j]).conj(),
     ]
 
