@@ -138,6 +138,8 @@ class Outcome(NamedTuple):
     warnings: list[str]
     """On the way, and notes of the restore."""
     infos: list[str]
+    delivered: list[int]
+    """Of the loaders, in their epochs, at the cut."""
 
     @property
     def exact(self) -> bool:
@@ -158,7 +160,8 @@ def resumed(
         assert lost.cut is not None
         again = World(99, cut_at=at, end=end, cut=lost.cut, on_change=on_change)
         run(after or program, again)
-    return Outcome(lost.log[at:], again.log, heard.texts + again.notes, heard.infos)
+    delivered = [tree["delivered"] for tree in decode_value(lost.cut.positions).values()]
+    return Outcome(lost.log[at:], again.log, heard.texts + again.notes, heard.infos, delivered)
 
 
 def run(program: Program, world: World) -> None:

@@ -68,6 +68,7 @@ class Stream(IterableDataset[Any]):
 
     def __init__(self, augmentation: str) -> None:
         self.items = Items(augmentation)
+        self.own = self.items.own
 
     def __iter__(self) -> Iterator[float]:
         info = torch.utils.data.get_worker_info()
@@ -184,6 +185,11 @@ def ahead(batches: Any, count: int) -> Iterator[Any]:
 @settings(max_examples=int(os.environ.get("DELTASHARD_PROGRAMS", "30")))
 @given(drawn=programs())
 def test_any_loader_program_resumes_exactly_or_it_is_told(drawn: Drawn) -> None:
-    """Whatever is put together. What depends on the time is never compared: it differs without a restart, too."""
+    """Whatever is put together.
+
+    What no generator tells (a count of reads, the time) is compared with the last batch of the epoch: at the beginning
+    of one there is none.
+    """
     outcome = resumed(program(drawn), drawn.kill, drawn.kill + 40)
-    assert outcome.exact or outcome.warnings or drawn.augmentation == "time"
+    hidden = drawn.augmentation in ("count", "time") and not any(outcome.delivered)
+    assert outcome.exact or outcome.warnings or hidden
