@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from deltashard.errors import StateError, UserError
 from deltashard.loader.fingerprint import fingerprint
 from deltashard.loader.generator import capture, own_generators, same
-from deltashard.loader.position import LoaderPass, Position, SkippingSampler
+from deltashard.loader.position import LoaderPass, Mark, Position, SkippingSampler
 from deltashard.loader.resumable_sampler import resumable_of
 from deltashard.loader.sharding import batches_after, order_of
 from deltashard.state.value import Stateful, decode_value
@@ -130,9 +130,12 @@ class LoaderAccess:
         if self.torch:
             iter(self.loader)  # takes the state; the iterator of the pass itself begins a new epoch
 
-    def length(self) -> int | None:
-        """Batches of an epoch; None: unknown."""
-        return self._length(self.loader)
+    def is_over(self, made: LoaderPass, mark: Mark) -> bool:
+        """Whether nothing of the epoch is left after `mark` for a further batch."""
+        if self.kind == "sampler" and made.order is not None:
+            rest: Any = batches_after(self.loader, made.order, mark.samples)
+            return len(rest) == 0
+        return made.base is None and mark.delivered == self._length(self.loader)
 
     @staticmethod
     def _length(sized: Any) -> int | None:

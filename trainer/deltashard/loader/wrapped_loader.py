@@ -8,26 +8,23 @@ resumed pass seeks that mark (`seek`).
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from deltashard.errors import CheckpointMismatch, UserError
 from deltashard.loader import generator
 from deltashard.loader.fingerprint import fingerprint
 from deltashard.loader.lifecycle import PassEvent, PassState, Saved, after, saved_in
 from deltashard.loader.loader_access import GUARANTEES, LoaderAccess, Skip
+from deltashard.loader.loader_state import LoaderState
 from deltashard.loader.loop_check import LoopCheck
-from deltashard.loader.message import in_words
+from deltashard.loader.nesting import Nesting
+from deltashard.loader.place import DeliveryQueue, Place
 from deltashard.loader.position import LoaderPass, Mark, Position
 from deltashard.loader.seek import END, Seek
-from deltashard.loader.sharding import batches_after
-from deltashard.state.value import encode_value
 
 if TYPE_CHECKING:
     from deltashard.loader.registry import LoaderRegistry, OnChange
@@ -36,17 +33,6 @@ log = logging.getLogger("deltashard")
 
 _TRIED_BATCHES = 8
 """So many first batches show whether fetching draws random numbers in this process."""
-_ANCHOR_S, _ANCHOR_COSTS = 1.0, 100.0
-"""A stateful loader is asked for its state once a second, or after so many times what asking costs."""
-
-
-class _Place(NamedTuple):
-    """What a cut saves: a mark inside a pass, or (`made` is None) the beginning of an epoch."""
-
-    made: LoaderPass | None
-    epoch: int
-    mark: Mark = Mark()
-    in_use: bool = False
 
 
 class WrappedLoader:
@@ -80,7 +66,8 @@ class WrappedLoader:
         self._check = LoopCheck(self._report, pipelined=pipelined)
         self._state = PassState.NONE
         self._epoch = 0
-        self._pass: LoaderPass | None = None
+        self.newest: LoaderPass | None = None
+        """The newest pass."""
         self._first_turn: int | None = None
         """When it was iterated first since the restore."""
         self._pending: Position | None = None
@@ -89,23 +76,16 @@ class WrappedLoader:
         self._replaced = False
         # The step boundary: where the loader stood when a batch was first asked for after step `_moved_at`.
         self._moved_at = -1
-        self._boundary: _Place | None = None
+        self._boundary: Place | None = None
         self._boundary_own: Mapping[str, Any] | None = None
         self._ended_at = -1
         """After this step the pass was found at its end, and nothing was delivered."""
         self._unstepped: tuple[int, int] | None = None
         """(steps, events) at the end of a pass without a step: one taken before any other event belongs to it."""
         self._draws, self._tried = False, 0
-        # Pipelined: every delivery that is not consumed yet, oldest first, after the one that is.
-        self._queue: deque[_Place] = deque([_Place(None, 0)])
-        self._consumed_at = registry.clock()
-        self._nested: set[str] | None = None
-        """Loaders that make one pass for each batch of this one; None: not seen yet."""
-        self.passes_within: dict[str, int] = {}
-        """Passes of others since the last delivery."""
-        self._delivered_event = 0
-        self._anchor_due = 0.0
-        self._end_state: bytes | None = None
+        self._queue = DeliveryQueue(0, step=registry.clock())
+        self.nesting = Nesting(self._report)
+        self._own_state = LoaderState(self._access, self._report)
         if self._access.workers and not getattr(loader, "in_order", True):
             self._report("in_order")
 
@@ -121,21 +101,16 @@ class WrappedLoader:
     def delivered(self) -> int:
         """Batches of this epoch that were delivered to the loop."""
         self._use_up()
-        if self._pending is not None and (self._pass is None or not self.open):
+        if self._pending is not None and (self.newest is None or not self.open):
             return self._pending.delivered - self._pending.in_use
-        made = self._pass
+        made = self.newest
         inside = made is not None and saved_in(self._state, **self._facts()) is Saved.INSIDE
         return made.mark.delivered if made is not None and inside else 0
 
     @property
     def iterated(self) -> bool:
         """Whether a pass has begun."""
-        return self._pass is not None
-
-    @property
-    def newest(self) -> LoaderPass | None:
-        """The newest pass."""
-        return self._pass
+        return self.newest is not None
 
     @property
     def open(self) -> bool:
@@ -151,7 +126,7 @@ class WrappedLoader:
     @property
     def guarantee(self) -> str:
         """Kind of the loader, and what a resumed run gets, in words."""
-        made, access = self._pass, self._access
+        made, access = self.newest, self._access
         text = f"{access.kind}: {GUARANTEES[access.kind]}"
         if access.workers_drew:
             text += "; its workers draw random numbers, so all batches of the epoch are read again"
@@ -171,11 +146,11 @@ class WrappedLoader:
         """Continue where `old`, wrapped under this name before, has ended: the same data, made again."""
         old._replaced = True
         self._epoch, self._check.total = old._settled(ended=True), old._check.total
-        self._queue[0] = _Place(None, self._epoch)
+        self._queue = DeliveryQueue(self._epoch, step=self._registry.clock())
 
     def ahead(self, now: int) -> bool:
         """Whether steps until `now` were on batches that a pipeline fetched before."""
-        return self._pipelined and len(self._queue) - 1 >= now - self._consumed_at
+        return self._pipelined and self._queue.covers(now)
 
     # Restores
 
@@ -191,8 +166,8 @@ class WrappedLoader:
         """
         saved, access = Position.of(tree, self.name), self._access
         own = generator.own_generators(self.loader, {})
-        self._epoch, self._end_state = saved.epoch, saved.end_state
-        self._nested = None if saved.nested is None else set(saved.nested)
+        self._epoch, self._own_state.at_end = saved.epoch, saved.end_state
+        self.nesting.inner = None if saved.nested is None else set(saved.nested)
         self._check.resume(saved.per_step, saved.total)
         self._moved_at = -1
         why = access.mismatch(saved)
@@ -218,25 +193,15 @@ class WrappedLoader:
                     saved = replace(saved, fingerprint=None, first=None, indices=None)
                 self._pending = saved
                 self._happen(PassEvent.RESTORED)
-            elif access.kind == "stateful" and self._end_state is not None:
-                self._load_end_state(self._end_state, own)
-            other = [name for name, seed in self._seeds.items() if saved.seeds.get(name, seed) != seed]
-            if other:
+            else:
+                self._own_state.load(own, epoch=self._epoch)
+            if other := [name for name, seed in self._seeds.items() if saved.seeds.get(name, seed) != seed]:
                 self._registry.note(
                     f"loader {self.name!r}: {', '.join(other)} was seeded with another number than before the restart; "
                     "the order of the checkpoint continues"
                 )
-        self._queue = deque([_Place(None, self._epoch)])
+        self._queue = DeliveryQueue(self._epoch, step=self._registry.cut_at)
         self._first_turn = None
-
-    def _load_end_state(self, state: bytes, own: Mapping[str, Any]) -> None:
-        """What that draws is put back."""
-        before = generator.capture(own)
-        try:
-            self._access.load_state(state)
-        except Exception as error:  # noqa: BLE001 - the library's
-            self._report("refused", error=in_words(error), epoch=self._epoch, batch=0)
-        generator.apply(before, own)
 
     # Cuts
 
@@ -247,28 +212,23 @@ class WrappedLoader:
             return self._pending
         now = self._registry.clock()
         if self._pipelined:
-            self._consume(now)
-            place = self._queue[0]
-            if (
-                place.made is None and len(self._queue) > 1
-            ):  # the next epoch has begun: deliver its first batch again
-                place = self._queue[1]._replace(in_use=True)
+            place = self._queue.used(now)
         elif self.moved and self._boundary is not None:
             place = self._boundary
         else:
             place = self._place()
         return self._position_of(place)
 
-    def _position_of(self, place: _Place) -> Position:
+    def _position_of(self, place: Place) -> Position:
         made, mark, access = place.made, place.mark, self._access
         own = generator.own_generators(self.loader, {})
         common: dict[str, Any] = {
             "epoch": place.epoch,
             "own": (self._boundary_own if self.moved else None) or generator.capture_each(own),
             "seeds": generator.seeds(own),
-            "end_state": self._end_state,
+            "end_state": self._own_state.at_end,
             "kind": access.kind,
-            "nested": None if self._nested is None else sorted(self._nested),
+            "nested": None if self.nesting.inner is None else sorted(self.nesting.inner),
             "per_step": self._check.per_step,
             "total": self._check.total,
             "reported": self._registry.reported_of(self.name),
@@ -276,7 +236,10 @@ class WrappedLoader:
         }
         if made is None or not mark.delivered:
             return Position(**common)
-        in_use = place.in_use or (not self._pipelined and self._in_use(made))
+        in_use = place.in_use
+        if not self._pipelined and self.open and made is self.newest:
+            others = [(other.name, other.newest) for other in self._registry.open_others(self)]
+            in_use = self.nesting.in_use(made, others)
         return Position(
             **common,
             delivered=mark.delivered,
@@ -292,26 +255,20 @@ class WrappedLoader:
             workers_drew=access.workers_drew,
             identity=access.identity(),
             in_use=in_use,
-            over=not in_use and self._is_over(made, mark),
+            over=not in_use and access.is_over(made, mark),
             order=made.order,
             base=made.base,
         )
 
-    def _is_over(self, made: LoaderPass, mark: Mark) -> bool:
-        if self._access.kind == "sampler" and made.order is not None:
-            rest: Any = batches_after(self.loader, made.order, mark.samples)
-            return len(rest) == 0
-        return made.base is None and mark.delivered == self._access.length()
-
-    def _place(self, *, ended: bool = False) -> _Place:
+    def _place(self, *, ended: bool = False) -> Place:
         """Where it stands now; `ended`: another pass begins."""
-        made = self._pass
+        made = self.newest
         if made is None or ended or saved_in(self._state, **self._facts()) is not Saved.INSIDE:
-            return _Place(None, self._settled(ended=ended))
-        return _Place(made, made.epoch, made.mark)
+            return Place(None, self._settled(ended=ended))
+        return Place(made, made.epoch, made.mark)
 
     def _facts(self) -> dict[str, bool]:
-        made, now = self._pass, self._registry.clock()
+        made, now = self.newest, self._registry.clock()
         if made is None:
             return {"was_epoch": False, "stepped_since": False}
         if self._state is PassState.EXHAUSTED:
@@ -325,7 +282,7 @@ class WrappedLoader:
 
     def _settled(self, *, ended: bool = False) -> int:
         """The epoch of the next batch; `ended`: another pass begins."""
-        made = self._pass
+        made = self.newest
         if made is None:
             return self._epoch
         state, facts = self._state, self._facts()
@@ -335,34 +292,10 @@ class WrappedLoader:
 
     def _use_up(self) -> None:
         """A restored position is used up by the first step of a pass that sought it."""
-        made = self._pass
+        made = self.newest
         used = made is not None and made.resumed and self._registry.clock() > made.begun_at
         if self._pending is not None and used:
             self._pending = None
-
-    def _consume(self, now: int) -> None:
-        """Pipelined: each step uses one delivery; the end of an epoch is used with its last batch."""
-        queue = self._queue
-        while self._consumed_at < now and len(queue) > 1:
-            queue.popleft()
-            self._consumed_at += 1
-            while len(queue) > 1 and queue[1].made is None:
-                queue.popleft()
-        self._consumed_at = now
-
-    def _in_use(self, made: LoaderPass) -> bool:
-        """Whether a pass over another loader, begun after this one's last batch, goes on within that batch."""
-        if not self.open or made is not self._pass:
-            return False
-        for other in self._registry.open_others(self):
-            inner = other.newest
-            if inner is None or inner.begun_event < self._delivered_event or not inner.handed:
-                continue
-            if inner.handed > 1 or other.name in (self._nested or ()):
-                return True
-            if made.mark.delivered == 1 and self._nested is None:
-                self._report("first", other=other.name)
-        return False
 
     # Passes
 
@@ -404,15 +337,15 @@ class WrappedLoader:
                     self._deliver(made, batch, before)
                 yield batch
         finally:
-            if made is self._pass and self.open:
+            if made is self.newest and self.open:
                 made.ended_at = registry.clock()
                 self._happen(PassEvent.DROPPED)
-                self._keep_end_state()
+                self._own_state.pass_ended()
 
     def _leave_restored(self) -> None:
         """A `zip` over this loader ended at once, at the end of another one: it left this one's restored pass."""
         if self._pending is not None:
-            self._epoch, self._pending, self._pass = self._pending.epoch + 1, None, None
+            self._epoch, self._pending, self.newest = self._pending.epoch + 1, None, None
         self._first_turn = None
 
     def _may_draw(self, made: LoaderPass) -> bool:
@@ -423,7 +356,7 @@ class WrappedLoader:
 
     def _ask(self, own: Mapping[str, Any], *, begins: bool = False) -> Mapping[str, Any] | None:
         """A batch is asked for: the step boundary ends here. Returns generators, where they were captured."""
-        registry, made = self._registry, self._pass
+        registry, made = self._registry, self.newest
         now = registry.clock()
         draws = begins or made is None or self._may_draw(made)
         first = self._moved_at != now
@@ -442,22 +375,21 @@ class WrappedLoader:
         return captured
 
     def _begin(self, own: Mapping[str, Any]) -> LoaderPass:
-        registry, old = self._registry, self._pass
+        registry, old = self._registry, self.newest
         self._use_up()
         if old is not None and self.open:  # its iterator is kept somewhere
             old.ended_at = registry.clock()
         made = self._fresh(own) if self._pending is None else self._sought(self._pending, own)
         self._happen(PassEvent.BEGUN)
-        self._pass, self._unstepped, self._ended_at = made, None, -1
+        self.newest, self._unstepped, self._ended_at = made, None, -1
         registry.events += 1
         made.begun_event = registry.events
         for other in registry.open_others(self):
-            within = other.passes_within
-            within[self.name] = within.get(self.name, 0) + 1
+            other.nesting.other_begun(self.name)
         return made
 
     def _fresh(self, own: Mapping[str, Any]) -> LoaderPass:
-        registry, access, old = self._registry, self._access, self._pass
+        registry, access, old = self._registry, self._access, self.newest
         start = generator.capture(own)
         if old is None:
             registry.note_draws(self.name, start["globals"])
@@ -472,13 +404,13 @@ class WrappedLoader:
             order=access.order(self._epoch),
         )
         if access.kind == "stateful":
-            made.anchors.append((0, self._end_state, start))
+            made.anchors.append((0, self._own_state.at_end, start))
         access.open(made)
         return made
 
     def _sought(self, position: Position, own: Mapping[str, Any]) -> LoaderPass:
         """A pass that begins at a restored position; what drawing its last batch again moves is put back."""
-        registry, access, old = self._registry, self._access, self._pass
+        registry, access, old = self._registry, self._access, self.newest
         if old is not None and old.resumed and old.handed:
             log.info(
                 "loader %r: a pass after restore() took no step: it began where training continues, not at "
@@ -512,7 +444,7 @@ class WrappedLoader:
         if found.restart:
             made.mark, made.first, made.resumed = Mark(), None, False
             made.anchors = [(0, None, position.start)]
-            self._pending, self._boundary = None, _Place(None, made.epoch)
+            self._pending, self._boundary = None, Place(None, made.epoch)
             made.held = [found.batch]
         elif position.in_use and found.batch is not END:
             made.held = [found.batch]
@@ -533,54 +465,27 @@ class WrappedLoader:
         return made
 
     def _deliver(self, made: LoaderPass, batch: Any, before: Mapping[str, Any] | None) -> None:
-        registry, access, mark = self._registry, self._access, made.mark
-        if made is not self._pass:
+        registry, mark = self._registry, made.mark
+        if made is not self.newest:
             self._report("twice")
         number, printed = mark.delivered + 1, fingerprint(batch)
         indices = None if made.sampler is None else made.sampler.entry(number)
         samples = len(indices) if isinstance(indices, (list, tuple)) else int(indices is not None)
         shares = 1 if made.order is None else int(made.order["world"])
-        if access.kind == "stateful":
-            self._anchor(made, number)
+        self._own_state.anchor(made, number)
         made.mark = Mark(number, mark.samples + samples * shares, samples, printed, indices, before)
         made.first = printed if number == 1 else made.first
         made.handed += 1
         registry.delivered()
-        if made.handed > 1:
-            open_ones = {other.name for other in registry.open_others(self)}
-            inner = self.passes_within.keys() - open_ones or not self.passes_within
-            self._nested = {name for name, n in self.passes_within.items() if n == 1} if inner else set()
-        self.passes_within, self._delivered_event = {}, registry.events
+        self.nesting.delivered(made, registry.events, {other.name for other in registry.open_others(self)})
         self._check.delivered(made, registry.clock())
         if self._pipelined:
-            self._consume(registry.clock())
-            self._queue.append(_Place(made, made.epoch, made.mark))
-
-    def _anchor(self, made: LoaderPass, number: int) -> None:
-        """A stateful loader's state behind batch `number`; three are kept."""
-        began = time.perf_counter()
-        if began < self._anchor_due and number > 1:
-            return
-        try:
-            state = encode_value(self.loader.state_dict()).to_bytes()
-        except Exception as error:  # noqa: BLE001 - the user's, or a library's that cannot
-            if len(made.anchors) < 2:
-                self._access.kind = self._access.fallback
-            self._report("no state", error=in_words(error))
-            return
-        made.anchors = [made.anchors[0], *made.anchors[1:][-1:], (number, state, generator.capture({}))]
-        now = time.perf_counter()
-        self._anchor_due = now + max(_ANCHOR_S, _ANCHOR_COSTS * (now - began))
-
-    def _keep_end_state(self) -> None:
-        if self._access.kind == "stateful":
-            with contextlib.suppress(Exception):
-                self._end_state = encode_value(self.loader.state_dict()).to_bytes()
+            self._queue.add(Place(made, made.epoch, made.mark), step=registry.clock())
 
     def _exhausted(self, made: LoaderPass) -> None:
         registry = self._registry
         now = registry.clock()
-        if made is not self._pass:
+        if made is not self.newest:
             return
         self._happen(PassEvent.STOPPED)
         made.ended_at = now
@@ -594,10 +499,10 @@ class WrappedLoader:
             self._ended_at = now
         if made.was_epoch:
             self._pending = None
-            self._keep_end_state()
+            self._own_state.pass_ended()
         if self._pipelined:
             with registry.lock:
-                self._queue.append(_Place(None, made.epoch + 1))
+                self._queue.add(Place(None, made.epoch + 1), step=now)
 
     def _happen(self, event: PassEvent) -> None:
         self._state = after(self._state, event)
