@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from deltashard.attach.rank import Rank
-from deltashard.loader.shelf import LoaderShelf
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
 from deltashard.restore.blob import Blobs
 from deltashard.restore.model_target import ModelTargets
@@ -82,7 +82,7 @@ class Script:
         self.tracking = Tracking(self.model, self.optimizers)
         state = {} if self.scheduler is None else {"scheduler": self.scheduler}
         self.program = Program(self.tracking, state)
-        self.capture = Capture(self.program, LoaderShelf(lambda: 0), rank=Rank())
+        self.capture = Capture(self.program, LoaderRegistry(lambda: 0), rank=Rank())
 
     def rebuilt(self, until: int) -> Script:
         """The script that restores, with the structure that this one has before step `until`."""

@@ -199,11 +199,16 @@ def survived(rank: int, workdir: Path, until: str, save_at: str = "0", kill_at: 
 
 
 def resumed(
-    rank: int, workdir: Path, until: str, weights_only: str = "", strict: str = "yes", data: str = "dealt"
+    rank: int,
+    workdir: Path,
+    until: str,
+    weights_only: str = "",
+    loaders: Any = "restart",
+    data: str = "dealt",
 ) -> Any:
     """Restore, train to the end, close."""
     program = Program(rank, workdir, data=data)
-    restored = program.ckpt.restore(weights_only=bool(weights_only), strict=bool(strict))
+    restored = program.ckpt.restore(weights_only=bool(weights_only), loaders=loaders)
     at = program.ckpt.steps
     program.train(int(until))
     program.ckpt.close()

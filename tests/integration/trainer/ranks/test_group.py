@@ -135,10 +135,10 @@ def test_an_epoch_goes_on_in_another_world(run: Run, tmp_path: Path, data: str) 
     left = [180 if data == "shared" else 160, 120]
     for ranks, before, number, rest in ((by_two, 4, 2, left[0]), (by_three, 2, 3, left[1])):
         goes_on = (
-            f"loader 'loader' goes on at batch {20 - rest // 12}, as on {before} ranks"
+            f"loader 'loader' resumes at batch {20 - rest // 12}, as on {before} ranks"
             if data == "shared"
-            else f"loader 'loader' was within epoch 0 when {before} ranks saved: what is left of it, {rest} samples, is "
-            f"dealt out to {number}"
+            else f"loader 'loader' was within epoch 0 when {before} ranks saved: the {rest} samples that are left of it are "
+            f"shared among {number}; its last batch is not compared"
         )
         assert all(goes_on in rank["restored"]["notes"] for rank in ranks)
     # Rank 2 has rank 0's position, and numbers of its own, from its first batch on.
@@ -150,19 +150,20 @@ def test_an_epoch_goes_on_in_another_world(run: Run, tmp_path: Path, data: str) 
     assert len(after) == len(set(after)) == 2 * 3 * 4
 
 
-def test_an_epoch_under_way_is_not_dealt_out_anew_silently(run: Run, tmp_path: Path) -> None:
-    """Each rank draws an order of its own: nobody can tell which samples were used up."""
+def test_an_epoch_whose_rest_is_unknown_begins_again_or_is_refused(run: Run, tmp_path: Path) -> None:
+    """Each rank draws an order of its own: it is unknown which samples were used up."""
     run(tmp_path, 2, "resumed", until=8, data="own")
-    for said in run(tmp_path, 3, "resumed", until=10, data="own"):
+    for said in run(tmp_path, 3, "resumed", until=10, loaders="refuse", data="own"):
         assert said["error"] in ("CheckpointMismatch", "RestoreFailed")
-        assert "within an epoch when 2 ranks saved, and there are 3 now" in said["what"]
-        assert "restore(strict=False)" in said["remedy"]
-    zero, _, two = run(tmp_path, 3, "resumed", until=10, strict="", data="own")
+        assert "when 2 ranks saved, and there are 3 now" in said["what"]
+        assert 'restore(loaders="restart")' in said["remedy"]
+    zero, _, two = run(tmp_path, 3, "resumed", until=10, data="own")
     assert zero["restored"]["step"] == two["restored"]["step"] == 8
-    anew = "loader 'loader' was within an epoch when 2 ranks saved, and begins it anew"
-    assert zero["restored"]["notes"] == [anew]
+    again = "loader 'loader' cannot resume within epoch"
+    (note,) = zero["restored"]["notes"]
+    assert note.startswith(again)
     told = "; ".join(two["restored"]["notes"])
-    assert anew in told
+    assert again in told
     assert "rank 2 was not in the group that saved: it has rank 0's state['scheduler']" in told
     assert "its random numbers are drawn anew" in told
 

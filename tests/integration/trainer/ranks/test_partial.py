@@ -234,7 +234,7 @@ def check_full(said: list[Any], workdir: Path, why: str) -> None:
 def test_another_world_goes_back(run: Run, crashed: Path) -> None:
     back_then(crashed)
     for each in run(crashed, 2, "train", until=4):
-        assert each["error"] == "CheckpointMismatch"  # its loader was within an epoch, as ever
+        assert any("cannot resume within epoch" in note for note in each["notes"])  # of its loader, as ever
     log = (crashed / "log-0").read_text().rpartition("begins anew")[2]
     assert "it is of 4 ranks, and there are 2" in log
 

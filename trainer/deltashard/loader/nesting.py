@@ -1,0 +1,45 @@
+"""Passes over other loaders within one batch of a loader: whether that batch is still in use at a cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from deltashard.loader.position import LoaderPass
+
+
+class Nesting:
+    """Of one loader.
+
+    A pass begun within a batch, still open, is nested if it delivered more than once, or if each earlier batch had one.
+    """
+
+    def __init__(self, report: Callable[..., None]) -> None:
+        """`report` takes the kind of a message and its fields."""
+        self._report = report
+        self.inner: set[str] | None = None
+        """Loaders that make one pass for each batch of this one; None: not seen yet."""
+        self._begun: dict[str, int] = {}
+        """Passes of others since the last delivery."""
+        self._delivered_event = 0
+
+    def other_begun(self, name: str) -> None:
+        """A pass over another loader begins while this one's is open."""
+        self._begun[name] = self._begun.get(name, 0) + 1
+
+    def delivered(self, made: LoaderPass, event: int, open_names: set[str]) -> None:
+        """`made` delivered a batch; `open_names`: other loaders with a pass under way."""
+        if made.handed > 1:
+            ended = self._begun.keys() - open_names or not self._begun
+            self.inner = {name for name, passes in self._begun.items() if passes == 1} if ended else set()
+        self._begun, self._delivered_event = {}, event
+
+    def in_use(self, made: LoaderPass, others: Iterable[tuple[str, LoaderPass | None]]) -> bool:
+        """Whether the last batch of `made` is still in use; `others`: the newest passes of open loaders, by name."""
+        for name, inner in others:
+            if inner is None or inner.begun_event < self._delivered_event or not inner.handed:
+                continue
+            if inner.handed > 1 or name in (self.inner or ()):
+                return True
+            if made.mark.delivered == 1 and self.inner is None:
+                self._report("first", other=name)
+        return False
