@@ -12,9 +12,9 @@ from deltashard_checkpoint.format.object_key import is_index_key, run_key
 from deltashard_checkpoint.log.chain import prefixes_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import prefix_of
+from deltashard_checkpoint.log.repair import repair as repair_log
+from deltashard_checkpoint.log.repair import salvage
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.maintenance.repair import repair as repair_log
-from deltashard_checkpoint.maintenance.repair import salvage
 from deltashard_checkpoint.stores.abc import Store, StoreUnavailable
 from deltashard_checkpoint.whole_run.remains import Remains, remains
 from rich.text import Text

@@ -161,10 +161,19 @@ class Housekeeping:
             done = collect(log, grace_s=settings.gc_grace_s, deadline_s=ROUND_DEADLINE_S)
             return f"{done.objects} objects, {done.bytes} bytes" if done.objects else None
 
+        self._step("look", lambda: self._look(log, attempt))
         self._step("retire", retire)
         self._step("gc", gc)
         self._sweep()
         self.rounds += 1
+
+    def _look(self, log: RunLog, attempt: int) -> None:
+        """At the newest checkpoint's chain; each rank of many looks at its own before it commits."""
+        state = log.refresh(deadline_s=ROUND_DEADLINE_S)
+        newest = state.newest() if state.attempt == attempt else None
+        if newest is not None and newest.listed is None and not self._run.chains.broken(state, newest.seq):
+            manifests = self._run.manifests_of(log.run)
+            self._run.chains.look(state, newest.seq, manifests=manifests, deadline_s=ROUND_DEADLINE_S)
 
     def _sweep(self) -> None:
         budget_bytes = self._run.settings.cache_total_bytes

@@ -19,7 +19,7 @@ from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.log import chain as lineages
 from deltashard_checkpoint.log import commit_log, folded_state, replay, run_state
 from deltashard_checkpoint.log.entry import Retired, Sealed, entry_key
-from deltashard_checkpoint.log.listing import Listing
+from deltashard_checkpoint.log.listing import Hint, Listing
 from deltashard_checkpoint.log.manifest import Manifest
 from deltashard_checkpoint.maintenance import garbage_collection, retention
 from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
@@ -110,7 +110,7 @@ def _collect_and_trim(log: commit_log.RunLog, **options: Any) -> garbage_collect
 
 
 def _begin_at_hint(self: commit_log.RunLog, known: int) -> run_state.RunState:
-    tip = max(self._hint()[1], known)
+    tip = max(self.hint().seq, known)
     if tip < 0 or self._exists(tip + 1):
         return _begin(self, known)
     return replay.fold(run_state.RunState(run=self.run), self._read(range(tip + 1)))
@@ -129,8 +129,8 @@ def _listed_to_the_gap(self: commit_log.RunLog, first: int) -> Listing:
     return replace(seen, seqs=seqs)
 
 
-def _no_hint(self: commit_log.RunLog) -> tuple[int, int]:
-    return -1, -1
+def _no_hint(self: commit_log.RunLog) -> Hint:
+    return Hint()
 
 
 _begin, _listed = commit_log.RunLog._begin, commit_log.RunLog.listed
@@ -414,13 +414,13 @@ MUTANTS = (
         name="tip: the first 404",
         rule="a 404 never proves the tip",
         marked=True,
-        patches=((commit_log.RunLog, "listed", _listed_by_get), (commit_log.RunLog, "_hint", _no_hint)),
+        patches=((commit_log.RunLog, "listed", _listed_by_get), (commit_log.RunLog, "hint", _no_hint)),
     ),
     Mutant(
         name="tip: a gap is the end",
         rule="a gap is an error",
         marked=True,
-        patches=((commit_log.RunLog, "listed", _listed_to_the_gap), (commit_log.RunLog, "_hint", _no_hint)),
+        patches=((commit_log.RunLog, "listed", _listed_to_the_gap), (commit_log.RunLog, "hint", _no_hint)),
     ),
     Mutant(
         name="covers: log order instead",

@@ -86,20 +86,35 @@ def written(
     )
 
 
-def save_two_ranks(directory: Path, log: RunLog) -> None:
-    """A new attempt of two ranks, half of the table each, and their first checkpoint: all rows, of step 5."""
-    halves = [replace(BOX, row_stop=ROWS // 2), replace(BOX, row_start=ROWS // 2)]
-    layout = Layout.of(2, {TABLE.fqn: (ROWS, COLUMNS)}, {rank: [half] for rank, half in enumerate(halves)})
+HALVES = (replace(BOX, row_stop=ROWS // 2), replace(BOX, row_start=ROWS // 2))
+
+
+def layout_of_two() -> Layout:
+    """Two ranks, half of the table each."""
+    return Layout.of(2, {TABLE.fqn: (ROWS, COLUMNS)}, {rank: [half] for rank, half in enumerate(HALVES)})
+
+
+def save_two_ranks(directory: Path, log: RunLog, step: int = 5) -> int:
+    """A new attempt of two ranks, and their first checkpoint: all rows; its seq."""
+    layout = layout_of_two()
     attempt = attempts.open_attempt(log, owner="me", world_size=2, layout=layout.data).attempt
     reports = [
         written(
-            directory, log, attempt, 1, 5, np.arange(half.row_start, half.row_stop), None, rank=rank, box=half
+            directory,
+            log,
+            attempt,
+            1,
+            step,
+            np.arange(half.row_start, half.row_stop),
+            None,
+            rank=rank,
+            box=half,
         )
-        for rank, half in enumerate(halves)
+        for rank, half in enumerate(HALVES)
     ]
-    commit.commit_parts(
-        log, attempt=attempt, cut=1, step=5, world_size=2, reports=reports, layout=layout.digest
-    )  # fmt: skip
+    return commit.commit_parts(
+        log, attempt=attempt, cut=1, step=step, world_size=2, reports=reports, layout=layout.digest
+    ).seq  # fmt: skip
 
 
 def prepare(directory: Path) -> None:

@@ -9,7 +9,7 @@
        5  checkpoint since 4, q2 with an exponent (compacted)         15  checkpoint of attempt 10, which counts for nothing
        6  checkpoint since 5, q3, bf16 state                          16  attempt, resumes from 14, voids 15
        7  compact of 5                                                17  checkpoint, all rows, tables cut by columns
-       8  retire of 3                                                 18  retire of what 12 and 15 spoke of
+       8  retire of 3                                                 18  retire of a cut that failed
        9  reclaim                                                     19  checkpoint since 17, other rows in each shard
                                                                       20  checkpoint: rank 0 since 19, rank 1 all its rows
 
@@ -37,7 +37,7 @@ from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.frame import FrameKind, parse_frame
 from deltashard_checkpoint.format.frame_encoder import EncodedFrame
 from deltashard_checkpoint.format.layout import Layout
-from deltashard_checkpoint.format.object_key import new_token
+from deltashard_checkpoint.format.object_key import new_token, pack_key
 from deltashard_checkpoint.format.row_block import EncodeOptions, RowBlock
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log import folded_state
@@ -506,6 +506,10 @@ def _write(w: Writer) -> None:
         for held in boxes
     ]  # fmt: skip
     base = w.save(shares, everything=True)
+    # What 12 and 15 spoke of stays as long as the attempt lives that left them behind; what it failed to save goes.
+    w.store.put(
+        f"{RUN}/{pack_key(attempt=w.attempt, cut=0, rank=0, token='feedfeedfeedfeed', n=0)}", b"failed"
+    )
     w.pass_to("retention of what never counted")
     append_retirement(
         w.log, Retention(keep_last=99), debris=garbage_collection.debris(w.log, w.log.refresh())

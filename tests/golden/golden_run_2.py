@@ -22,7 +22,8 @@ from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.format.schema import Box, FieldSpec, TableSchema
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.maintenance.repair import repair, salvage
+from deltashard_checkpoint.log.folded_state import fold_key
+from deltashard_checkpoint.log.repair import repair, salvage
 
 from tests.golden.golden_run import Held, Share, Writer, blank, fixed_tokens, written
 from tests.support.checkpoint.sample import box
@@ -59,6 +60,8 @@ def _write(w: Writer) -> None:
         values[6, :CUT] = alone[name]
     second = _save(w, first, (both, more), newest=(6,))
     w.rot(rotten)
+    covering = [name for name in w.log.listed().folds if name.seq >= rotten]
+    w.store.delete([w.log.key(fold_key(name)) for name in covering])
     w.pass_to("repair")
     log = RunLog(w.store, w.run, clocks=w.clocks, readers=1)
     repair(log, salvage(log))

@@ -18,7 +18,6 @@ out by a probe before the first append, and refused.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +33,6 @@ from deltashard_checkpoint.errors import EnvironmentFault, FormatError, Unsuppor
 from deltashard_checkpoint.format.object_key import new_token, run_key, validate_run
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.entry import (
-    Checkpoint,
     Entry,
     FoldName,
     Sealed,
@@ -43,7 +41,7 @@ from deltashard_checkpoint.log.entry import (
     named_fold,
 )
 from deltashard_checkpoint.log.entry_codec import parse, seal
-from deltashard_checkpoint.log.listing import REMOVAL_SLOT, Listing, hinted, listing
+from deltashard_checkpoint.log.listing import REMOVAL, Hint, Listing, listing
 from deltashard_checkpoint.log.replay import EntryRefused, VoidedBehind, advance, fold, void_slots
 from deltashard_checkpoint.log.run_state import RunState, Slot, Unreadable
 from deltashard_checkpoint.stores.abc import (
@@ -58,10 +56,11 @@ from deltashard_checkpoint.stores.probe import probe
 
 DEFAULT_DEADLINE_S = 120.0
 _HINT_DEADLINE_S = 5.0
-_HINT_EVERY = 8
-_FOLD_EVERY = 8
-_RAREST_FOLD = 128
-"""So many slots after the last one a folded state is put anew; the first as soon as there is a checkpoint."""
+_FOLD_BYTES = 64 << 10
+"""Every entry names the folded state before it, as long as that is not twice as large; one of n times this size every
+n-th entry. So a save's share of folded states stays small, however many checkpoints are kept."""
+_DROP_EVERY = 8
+"""Slots between looks for folded states that are not needed any more."""
 _LISTINGS = 5
 """A listing with a gap is asked for again so many times before the gap is believed."""
 _READS = 8
@@ -125,7 +124,8 @@ class RunLog:
         self._state = RunState(run=run)
         self._folds: tuple[FoldName, ...] = ()
         """The newest two that the log vouches for, as far as this handle knows."""
-        self._fold_failed = -_RAREST_FOLD
+        self._fold_bytes = 0
+        """Size of the newest that this handle put or read."""
         self._lock = threading.RLock()
 
     def key(self, key: str) -> str:
@@ -135,8 +135,13 @@ class RunLog:
     def fork(self) -> RunLog:
         """Another handle on this log that begins with what this one knows: waiting in one never delays the other."""
         other = RunLog(self.store, self.run, clocks=self.clocks, readers=self._readers)
-        other._state, other._folds = self._state, self._folds
+        other._state, other._folds, other._fold_bytes = self._state, self._folds, self._fold_bytes
         return other
+
+    def forget(self) -> None:
+        """Begin as a new handle does: what this one knows may be of entries that are lost."""
+        with self._lock:
+            self._state, self._folds, self._fold_bytes = RunState(run=self.run), (), 0
 
     @property
     def concurrent(self) -> bool:
@@ -183,11 +188,11 @@ class RunLog:
         if state.tip < 0 or state.stopped is not None:  # what stopped the fold may have been mended meanwhile
             self._state = self._begin(max(state.tip, -1))
             return self._state
-        fold_seq, floor = self._hint() if heed_hint else (-1, -1)
-        if fold_seq > state.tip:  # what lies between need not be read
+        hint = self.hint() if heed_hint else Hint()
+        if hint.fold > state.tip:  # what lies between need not be read
             self._state = self._begin(state.tip)
             return self._state
-        slots = self._read(range(state.tip + 1, self._list(state.tip, floor).tip + 1))
+        slots = self._read(range(state.tip + 1, self._list(state.tip, hint.seq).tip + 1))
         try:
             state = fold(state, slots)
         except VoidedBehind:
@@ -207,10 +212,10 @@ class RunLog:
         From the newest fold that the log vouches for, else from genesis. HINT says where the listing may begin, and how
         far it must go.
         """
-        fold_seq, floor = self._hint()
-        floor = max(floor, known)
-        if fold_seq > 0:
-            some = self.listed(fold_seq)
+        hint = self.hint()
+        floor = max(hint.seq, known)
+        if hint.fold > 0:
+            some = self.listed(hint.fold)
             if some.seqs and some.tip >= floor and (state := self._from_fold(some)) is not None:
                 return state
         whole = self._list(-1, floor, from_fold=True)
@@ -257,6 +262,7 @@ class RunLog:
                 data = self.store.get(self.key(where))
             except ObjectNotFound:
                 raise StoreUnavailable("a listed fold is not found", where=where) from None
+            self._fold_bytes = len(data)
             try:
                 return folded_state.load(data, self.run, name)
             except FormatError:
@@ -271,12 +277,12 @@ class RunLog:
             if (name := _names(slot)) is not None:
                 self._folds = tuple(sorted({*self._folds, name})[-2:])
 
-    def _hint(self) -> tuple[int, int]:
-        """(slot of a fold, a slot that exists), as HINT has it; -1 for what it does not say."""
+    def hint(self) -> Hint:
+        """What HINT says; store errors are raised."""
         try:
-            return hinted(self.store.get(self.key("log/HINT")))
+            return Hint.of(self.store.get(self.key("log/HINT")))
         except ObjectNotFound:
-            return -1, -1
+            return Hint()
 
     def _list(self, known: int, floor: int = -1, *, from_fold: bool = False) -> Listing:
         """The slots from `known` on (all from -1), none of which is missing; `from_fold`: unless behind a fold.
@@ -443,8 +449,8 @@ class RunLog:
 
     def _is_removed(self) -> bool:
         """Whether nothing is left of the log, or a removal says that it goes."""
-        _, hinted_seq = self._hint()
-        return hinted_seq == REMOVAL_SLOT or (hinted_seq < 0 and not self.listed().seqs)
+        hint = self.hint()
+        return hint == REMOVAL or (hint.seq < 0 and not self.listed().seqs)
 
     def removed(self) -> LogRemoved:
         """The error of a writer whose run is not there any more."""
@@ -492,38 +498,36 @@ class RunLog:
         return isinstance(slot, Sealed) and slot.data == sealed.data
 
     def _put_fold(self, state: RunState) -> FoldName | None:
-        """Best effort: the folded `state`, when one is due, for the next entry to name."""
-        if state.stopped is not None or not state.checkpoints:
-            return None
-        newest = self._folds[-1].seq if self._folds else -_RAREST_FOLD
-        every = min(_RAREST_FOLD, max(_FOLD_EVERY, len(state.checkpoints) // 4))  # as rare as it is large
-        if state.tip - max(newest, self._fold_failed) < every:
+        """Best effort: the folded `state`, for the next entry to name.
+
+        IMPORTANT: with it a reader needs no entry before the next one. Rot or loss of any entry but the newest costs
+        nothing.
+        """
+        newest = self._folds[-1].seq if self._folds else -1
+        if state.stopped is not None or state.tip - newest < max(1, self._fold_bytes // _FOLD_BYTES):
             return None
         # An entry needs no fold: it is not lost for this.
         with suppress(Exception), deadline(_HINT_DEADLINE_S):
             data = folded_state.dump(state)
             name = folded_state.name_of(state, data)
             self.store.put(self.key(folded_state.fold_key(name)), data)
+            self._fold_bytes = len(data)
             return name
-        self._fold_failed = state.tip
         return None
 
     def _leave_hint(self, sealed: Sealed) -> None:
         """Best effort: HINT, and folds that are not needed any more go. Losing either costs a cold reader time."""
-        seq, name = sealed.entry.seq, named_fold(sealed.entry)
+        seq = sealed.entry.seq
         self._learn_folds([sealed])
-        if name is None and seq % _HINT_EVERY and not isinstance(sealed.entry, Checkpoint):
-            return
         # IMPORTANT: the entry is durable. Whatever goes wrong from here on must not look as if it were not.
         with suppress(Exception), deadline(_HINT_DEADLINE_S):
-            self.leave_hint(fold_seq=self._folds[-1].seq if self._folds else -1, seq=seq)
-            if name is not None:
+            self.leave_hint(Hint(fold=self._folds[-1].seq if self._folds else -1, seq=seq))
+            if seq % _DROP_EVERY == 0:
                 self._drop_folds()
 
-    def leave_hint(self, *, fold_seq: int, seq: int) -> None:
-        """Say that slot `seq` is taken, and which folded state (or -1) is the newest; store errors are raised."""
-        hint = json.dumps({"fold": fold_seq, "seq": seq}, separators=(",", ":"))
-        self.store.put(self.key("log/HINT"), hint.encode())
+    def leave_hint(self, hint: Hint) -> None:
+        """Put `log/HINT`; store errors are raised."""
+        self.store.put(self.key("log/HINT"), hint.data)
 
     def _drop_folds(self) -> None:
         """Folded states grow with the run: those older than the last two that the log vouches for must not add up."""

@@ -69,6 +69,7 @@ def dump(state: RunState) -> bytes:
         "retired": [[prefix, seq] for prefix, seq in sorted(state.retired.items())],
         "compactions_from": state.compactions_from,
         "committed": state.committed,
+        "keeps": state.keeps,
         **_told(state),
     }
     return canonical({**document, "hash": hashlib.sha256(canonical(document)).hexdigest()})
@@ -130,13 +131,14 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
         layouts[r.as_integer(opened, "layout")] = r.as_text(layout, "layout", _LAYOUT)
     attempts = {}
     for item in r.items("attempts"):
-        number, *rest = r.as_list(item, "attempt", 7)
+        opened, *rest = r.as_list(item, "attempt", 7)
+        number = r.as_integer(opened, "attempt")
         world_size, *optional = (None if n is None else r.as_integer(n, "attempt") for n in rest)
         if world_size is None:
             r.fail("attempt without a world size")
         resumes_from, resumes_attempt, last_cut, last_seq, last_step = optional
         workload, pod = openers.get(number, ("", ""))
-        attempts[r.as_integer(number, "attempt")] = Attempt(
+        attempts[number] = Attempt(
             world_size=world_size,
             resumes_from=resumes_from,
             resumes_attempt=resumes_attempt,
@@ -173,13 +175,37 @@ def load(data: bytes, run: str, name: FoldName) -> RunState:
         retired=retired,
         compactions_from=r.integer("compactions_from"),
         committed=r.integer("committed"),
+        keeps=r.nullable("keeps"),
         words=words,
         aside=frozenset(aside),
     )
     if version != _format_of(state):
         r.fail("a fold that says this has another format")
     r.end()
+    if (why := _contradiction(state)) is not None:
+        r.fail(why)
     return state
+
+
+def _contradiction(state: RunState) -> str | None:
+    """What no log leads to, and what readers of a state rely on; None: nothing."""
+    live = state.checkpoints
+    if state.attempt is not None and state.attempt not in state.attempts:
+        return "the newest attempt was never opened"
+    for number, opened in state.attempts.items():
+        resumed = (opened.resumes_from, opened.resumes_attempt)
+        if any(seq is not None and seq >= number for seq in resumed):
+            return "an attempt resumes from what came after it"
+    if any(each.attempt not in state.attempts for each in live.values()):
+        return "a checkpoint of an attempt that was never opened"
+    if any(covers >= seq for seq, each in live.items() for covers in each.covered):
+        return "a checkpoint covers what came after it"
+    if not all(live.keys() >= set(c.covered) for seq, c in live.items() if seq not in state.compactions):
+        return "a checkpoint covers one that is not live"
+    said = {word.checkpoint for word in state.words.values()} - {None}
+    if not live.keys() >= state.compactions.keys() | state.aside | said:
+        return "it speaks of a checkpoint that is not live"
+    return None
 
 
 def _prefixes(r: Reader, key: str) -> dict[str, int]:

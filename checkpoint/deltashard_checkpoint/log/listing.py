@@ -5,23 +5,50 @@ A log is dense: a slot that is missing below one that is there is a gap, and nev
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from deltashard_checkpoint.format.canonical_json import canonical
 from deltashard_checkpoint.log.entry import FoldName, seq_of
 from deltashard_checkpoint.log.folded_state import fold_of
 
-_HINT = re.compile(rb'\{"fold":(-1|\d{1,15}),"seq":(\d{1,15})\}')
+_HINT = re.compile(
+    rb'\{"fold":(-1|\d{1,15}),"hash":"([0-9a-f]{32})","seq":(-1|\d{1,15}),"whole":(true|false)\}'
+)
 
-REMOVAL_SLOT = 10**14
-"""The slot that HINT of a run under removal names: 15 digits, and beyond any log."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """What `log/HINT` says; -1: nothing."""
+
+    fold: int = -1
+    """Slot of the newest folded state."""
+    seq: int = -1
+    """A slot that is taken."""
+    whole: bool = True
+    """False: a copy or a removal is under way, and what is there must not be taken for a run."""
+
+    @classmethod
+    def of(cls, data: bytes) -> Hint:
+        """HINT with these bytes. Bytes without their own hash say nothing: rot must not make up a slot."""
+        match = _HINT.fullmatch(data[:200])
+        if match is None:
+            return cls()
+        found = cls(fold=int(match[1]), seq=int(match[3]), whole=match[4] == b"true")
+        return found if found.data == data else cls()
+
+    @property
+    def data(self) -> bytes:
+        """Its bytes in the store."""
+        said = {"fold": self.fold, "seq": self.seq, "whole": self.whole}
+        digest = hashlib.sha256(canonical(said)).hexdigest()[:32]
+        return canonical({**said, "hash": digest})
 
 
-def hinted(data: bytes) -> tuple[int, int]:
-    """(slot of a folded state, a slot that exists), as HINT's bytes have it; -1 for what they do not say."""
-    match = _HINT.fullmatch(data[:100])
-    return (-1, -1) if match is None else (int(match[1]), int(match[2]))
+REMOVAL = Hint(seq=10**14, whole=False)
+"""HINT of a run under removal: its slot is beyond any log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

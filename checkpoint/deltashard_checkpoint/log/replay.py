@@ -119,7 +119,11 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 layout=entry.layout,
             )
             return replace(
-                state, owner=entry.owner, attempt=entry.seq, attempts={**state.attempts, entry.seq: opened}
+                state,
+                owner=entry.owner,
+                attempt=entry.seq,
+                attempts={**state.attempts, entry.seq: opened},
+                keeps=entry.seq if entry.voids is not None else _still_kept(state),
             )
         case Checkpoint():
             opened = replace(
@@ -166,7 +170,16 @@ def advance(state: RunState, sealed: Sealed) -> RunState:
                 retired={prefix: seq for prefix, seq in state.retired.items() if prefix not in forgotten},
                 compactions_from=max([state.compactions_from, *(slot + 1 for slot in begun)]),
             )
+        case Repaired():
+            return replace(state, keeps=entry.seq)
     return state
+
+
+def _still_kept(state: RunState) -> int | None:
+    """`keeps` behind one more attempt: restarts that never committed do not count."""
+    newest = -1 if state.attempt is None else state.attempt
+    committed = newest >= 0 and state.attempts[newest].last_seq is not None
+    return None if state.keeps is not None and newest >= state.keeps and committed else state.keeps
 
 
 def _rewound(state: RunState, entry: Rewound) -> RunState:
@@ -339,6 +352,25 @@ def _judge_retire(state: RunState, entry: Retired) -> None:
         place = cut_of(prefix)
         if place is not None and not over(state, *place):
             raise _refused(entry, f"it names {prefix}, whose cut may still be committed")
+        if kept_back(state, prefix):
+            raise _refused(entry, f"it names {prefix}, which may be of an entry that was given up")
+
+
+def kept_back(state: RunState, prefix: str) -> bool:
+    """Whether a prefix may be of an entry that the newest attempt, or a repair before it, gave up.
+
+    A person who finds the entry in a copy, or mends it, must find its data, too.
+    """
+    if state.keeps is None or prefix in state.superseded:
+        return False
+    place = cut_of(prefix)
+    begun = compaction_slot(prefix) if place is None else place[0]
+    if begun is not None and begun >= state.keeps:
+        return False
+    return all(
+        prefix not in state.checkpoints[seq].prefixes and prefix not in chain.prefixes_of(state, seq)
+        for seq in state.checkpoints
+    )
 
 
 def forgettable(state: RunState, through: int) -> frozenset[str]:

@@ -78,6 +78,10 @@ class RunState:
     """What people said of pinned names, as far as it still counts."""
     aside: frozenset[int] = frozenset()
     """Live checkpoints that a rewind has set aside: none of them is the newest, or what a restore falls back to."""
+    keeps: int | None = None
+    """Slot of the attempt or repair that gave entries up, until another attempt is opened behind its first commit.
+
+    Until then nothing older that may be of those entries is named by a retire entry (`replay.kept_back`)."""
     listings: Mapping[int, PartList] = field(default_factory=dict, compare=False)
     """Parts of live checkpoints that a manifest lists, by seq, as far as they were read (`log.manifest`).
 

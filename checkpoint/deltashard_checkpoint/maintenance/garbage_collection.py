@@ -28,7 +28,7 @@ from deltashard_checkpoint.errors import CorruptObject
 from deltashard_checkpoint.log.chain import live_prefixes
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
 from deltashard_checkpoint.log.entry import Entry, Reclaimed, cut_of, entry_key, prefix_of
-from deltashard_checkpoint.log.replay import forgettable, over
+from deltashard_checkpoint.log.replay import forgettable, kept_back, over
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
 from deltashard_checkpoint.write.attempt import CLOSING_WAIT_S, marked_attempt
@@ -223,6 +223,8 @@ def why_not_debris(
 
     `quiet_s`: seconds since the last object was put there, of a compaction.
     """
+    if kept_back(state, prefix):
+        return "it may be of a log entry that was given up: kept until the next attempt"
     place = cut_of(prefix)
     if place is None:
         if quiet_s >= patience_s:

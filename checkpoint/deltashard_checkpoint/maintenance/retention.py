@@ -20,7 +20,7 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.log.chain import closure, prefixes_of, written_closure
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Entry, Retired, cut_of
-from deltashard_checkpoint.log.replay import over
+from deltashard_checkpoint.log.replay import kept_back, over
 from deltashard_checkpoint.log.run_state import RunState
 
 EVERYTHING = 1 << 62
@@ -144,7 +144,7 @@ def _retirement(state: RunState, keep: AbstractSet[int], debris: Iterable[str]) 
             prefixes |= {part.prefix for part in state.compactions[seq].parts}
     for prefix in debris:
         place = cut_of(prefix)
-        if place is None or over(state, *place):
+        if (place is None or over(state, *place)) and not kept_back(state, prefix):
             prefixes.add(prefix)
     prefixes -= live
     prefixes -= {prefix for prefix, seq in state.superseded.items() if seq in reading}

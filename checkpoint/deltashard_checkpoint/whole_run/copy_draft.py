@@ -16,13 +16,11 @@ from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.chain import closure, parts_of
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog, stopped
 from deltashard_checkpoint.log.entry import Sealed, seq_of
-from deltashard_checkpoint.log.listing import hinted
 from deltashard_checkpoint.log.manifest import Manifests
 from deltashard_checkpoint.log.replay import fold
 from deltashard_checkpoint.log.run_state import RunState, Slot
 from deltashard_checkpoint.maintenance.word import chosen
 from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
-from deltashard_checkpoint.stores.abc import ObjectNotFound
 from deltashard_checkpoint.whole_run import transcript
 from deltashard_checkpoint.whole_run.transcript import Numbers
 
@@ -194,8 +192,5 @@ def _promised(target: RunLog, there: Mapping[str, int]) -> int | None:
     """The slot with which the log of a copy under way is to end; None: nothing is promised yet."""
     if "log/HINT" not in there:
         return None
-    try:
-        _, said = hinted(target.store.get(target.key("log/HINT")))
-    except ObjectNotFound:
-        return None
+    said = target.hint().seq
     return None if said < 0 else said

@@ -12,9 +12,8 @@ from deltashard_checkpoint.errors import CorruptObject, FormatError
 from deltashard_checkpoint.log.entry import entry_key, is_copied, prefix_of, seq_of
 from deltashard_checkpoint.log.entry_codec import parse
 from deltashard_checkpoint.log.folded_state import fold_of
-from deltashard_checkpoint.log.listing import hinted, listing
+from deltashard_checkpoint.log.listing import REMOVAL, Hint, listing
 from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
-from deltashard_checkpoint.whole_run.removal import BARRIER
 from deltashard_checkpoint.write.attempt import marked_attempt
 
 
@@ -48,11 +47,12 @@ def remains(store: Store, root: str) -> Remains | None:
         hint: bytes | None = store.get(f"{root}log/HINT")
     except ObjectNotFound:
         hint = None
-    if hint == BARRIER:
+    said = Hint() if hint is None else Hint.of(hint)
+    if said == REMOVAL:
         return Remains.REMOVING
     seen = listing((info.key[len(root) :] for info in store.list(f"{root}log/")), 0)
     if seen.seqs:
-        whole = hint is None or (seen.hole(-1) is None and seen.tip >= hinted(hint)[1])
+        whole = hint is None or (seen.hole(-1) is None and seen.tip >= said.seq)
         return None if whole or not _of_a_copy(store, root, (seen.seqs[0], seen.tip)) else Remains.COPYING
     if hint is not None or seen.folds:
         return Remains.LOGLESS

@@ -24,14 +24,12 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.object_key import RESERVED
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key, seq_of
-from deltashard_checkpoint.log.listing import REMOVAL_SLOT
+from deltashard_checkpoint.log.listing import REMOVAL
 from deltashard_checkpoint.stores.abc import ObjectInfo, ObjectNotFound
 
 _BATCH = 1000
 _ROUNDS = 8
 """Of what others write meanwhile; who goes on longer is a trainer that should have been ended."""
-BARRIER = b'{"fold":-1,"seq":%d}' % REMOVAL_SLOT
-"""HINT of a run under removal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +52,7 @@ def content(log: RunLog) -> Content:
 
 def removing(log: RunLog) -> bool:
     """Whether a removal of this run was begun."""
-    return _hint(log) == BARRIER
+    return log.hint() == REMOVAL
 
 
 class WentOn(UserError):
@@ -73,7 +71,7 @@ def remove(
     """
     hint = None if through is None else _hint(log)
     # IMPORTANT: before anything goes. From here on nobody takes what is left for a run.
-    log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
+    log.leave_hint(REMOVAL)
     crash_point("rm.after_barrier")
     if through is not None and (newer := _behind(log, through)) is not None:
         if hint is not None:
@@ -103,7 +101,7 @@ def remove(
     for _ in range(_ROUNDS):
         # IMPORTANT: the barrier stands while data goes. A writer that read the log before it may have put its own HINT.
         if not removing(log):
-            log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
+            log.leave_hint(REMOVAL)
         if not drop(_but_hint(log)):
             break
     for folder in RESERVED:
@@ -113,7 +111,7 @@ def remove(
         crash_point("rm.before_hint")
         log.store.delete([log.key("log/HINT")])
         crash_point("rm.after_hint")
-        gone.append(len(BARRIER))
+        gone.append(len(REMOVAL.data))
         left = sum(1 for _ in _every(log))
     return Content(objects=len(gone), bytes=sum(gone), left=left)
 

@@ -29,6 +29,7 @@ from deltashard_checkpoint.format.index import Place
 from deltashard_checkpoint.format.layout import Layout, layout_key
 from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, RunLog
 from deltashard_checkpoint.log.entry import Sealed, entry_key, seq_of
+from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.manifest import Manifest, manifest_key
 from deltashard_checkpoint.log.part_list import PartList
 from deltashard_checkpoint.stores.abc import ObjectExists, ObjectNotFound
@@ -302,7 +303,7 @@ def _put_log(made: Draft, log: Sequence[bytes], missing: Sequence[int]) -> None:
     if first == 0 and _genesis_of_others(target, log[0]):
         raise _taken(target, 0)  # data may have taken hours: somebody began a run of this name
     # IMPORTANT: HINT first. It is what keeps everyone away from a log that is not whole yet.
-    target.leave_hint(fold_seq=-1, seq=len(log) - 1)
+    target.leave_hint(Hint(seq=len(log) - 1, whole=False))
     crash_point("cp.after_hint")
 
     def put(seq: int) -> None:
@@ -334,6 +335,7 @@ def _put_log(made: Draft, log: Sequence[bytes], missing: Sequence[int]) -> None:
     for seq in later[1:][-1:]:
         put(seq)
     crash_point("cp.after_last_entry")
+    target.leave_hint(Hint(seq=len(log) - 1))
 
 
 def _genesis_of_others(target: RunLog, mine: bytes) -> bool:

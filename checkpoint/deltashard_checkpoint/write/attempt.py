@@ -22,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 
@@ -31,7 +32,14 @@ from deltashard_checkpoint.errors import CorruptObject, EnvironmentFault, UserEr
 from deltashard_checkpoint.format.layout import Layout
 from deltashard_checkpoint.format.object_key import validate_new_run
 from deltashard_checkpoint.log.chain import CheckpointNotFound, closure, those_live
-from deltashard_checkpoint.log.commit_log import DEFAULT_DEADLINE_S, LogStopped, RunLog, stopped
+from deltashard_checkpoint.log.commit_log import (
+    DEFAULT_DEADLINE_S,
+    LogGap,
+    LogRemoved,
+    LogStopped,
+    RunLog,
+    stopped,
+)
 from deltashard_checkpoint.log.entry import (
     AttemptOpened,
     Checkpoint,
@@ -43,8 +51,9 @@ from deltashard_checkpoint.log.entry import (
     voiding_writer,
 )
 from deltashard_checkpoint.log.entry_codec import TOLD_FORMAT
+from deltashard_checkpoint.log.repair import LogMovedOn, NothingToRepair, Salvage, repair, salvage
 from deltashard_checkpoint.log.run_state import RunState
-from deltashard_checkpoint.stores.abc import ObjectExists, StoreUnavailable
+from deltashard_checkpoint.stores.abc import ObjectNotFound, StoreUnavailable
 from deltashard_checkpoint.write.commit import FencedError, TakenOver
 
 _MARKER = re.compile(r"closing/(\d{20})/[0-9a-z-]{1,64}", re.ASCII)
@@ -155,7 +164,7 @@ def open_attempt(
         owner=owner, workload=workload, pod=pod, took_part=took_part, world_size=world_size, which=which,
         excluded=tuple(exclude), takeover=takeover, layout="" if kept is None else kept.digest, knows=knows,
     )  # fmt: skip
-    state, marked = _look(log, closing_wait_s, deadline_s)
+    state, marked, mended = _look(log, opener, closing_wait_s, deadline_s)
     if state.tip < 0:
         validate_new_run(log.run)
         log.append(
@@ -187,6 +196,8 @@ def open_attempt(
     before, resume = chosen[0]
     newest = before.newest()
     voided = None if before.stopped is None else (before.stopped.seq, sealed.entry.seq)
+    if mended is not None:
+        voided = (min(mended.lost, default=mended.state.tip + 1), mended.state.tip + 1)
     return Opened(
         attempt=sealed.entry.seq,
         resume=resume,
@@ -195,7 +206,16 @@ def open_attempt(
         fell_back=(bool(opener.excluded) and newest is not None and newest != resume)
         or (voided is not None and which == "latest"),
         voided=voided,
-        damage=before.damage() or "",
+        damage=(before.damage() or "") if mended is None else _told(mended),
+    )
+
+
+def _told(mended: Salvage) -> str:
+    """What to say of a log that this attempt has repaired."""
+    lost = ", ".join(map(str, mended.lost)) or "the newest"
+    newest = mended.state.newest()
+    return f"{mended.damage}; it was repaired: log entry {mended.state.tip + 1} goes on without {lost}, " + (
+        "without any checkpoint" if newest is None else f"with checkpoint {newest.seq} (step {newest.step})"
     )
 
 
@@ -286,15 +306,15 @@ def _layout_of(data: bytes, world_size: int) -> Layout:
 
 
 def _put_layout(log: RunLog, layout: Layout, deadline_s: float) -> None:
-    """Put the layout unless it is there: it may be large, and most attempts keep that of the one before."""
+    """Put the layout unless it is there, and whole: every checkpoint of its ranks needs it."""
     patience = log.patience(deadline_s)
     crash_point("layout.before_put")
     while True:
         try:
-            if not any(info.key == log.key(layout.key) for info in log.store.list(log.key(layout.key))):
-                log.store.put_if_absent(log.key(layout.key), layout.data)
-        except ObjectExists:
-            pass
+            with suppress(ObjectNotFound):
+                if log.store.get(log.key(layout.key)) == layout.data:
+                    break
+            log.store.put(log.key(layout.key), layout.data)
         except StoreUnavailable:
             if not patience.pause():
                 raise
@@ -351,17 +371,67 @@ def unmark_closing(log: RunLog, attempt: int, name: str) -> None:
     log.store.delete([log.key(closing_key(attempt, name))])
 
 
-def _look(log: RunLog, closing_wait_s: float, deadline_s: float) -> tuple[RunState, bool]:
-    """(the log's state, whether a save of a terminating pod may still upload), asked for at once where that may be.
+def _look(
+    log: RunLog, opener: _Opener, closing_wait_s: float, deadline_s: float
+) -> tuple[RunState, bool, Salvage | None]:
+    """(the log's state, whether a save of a terminating pod may still upload, what the log was repaired to).
 
-    It does not matter which answer is older: a save that ends in between has the slot that the opener tries for.
+    Asked for at once where that may be. It does not matter which answer is older: a save that ends in between has the
+    slot that the opener tries for.
     """
     if not log.concurrent:
-        state = log.refresh(deadline_s=deadline_s, heed_hint=True)
-        return state, _closing(log, closing_wait_s)
+        state, mended = _mended(log, opener, deadline_s)
+        return state, _closing(log, closing_wait_s), mended
     with ThreadPoolExecutor(1, thread_name_prefix="closing") as pool:
         marked = pool.submit(copy_context().run, _closing, log, closing_wait_s)
-        return log.refresh(deadline_s=deadline_s, heed_hint=True), marked.result()
+        state, mended = _mended(log, opener, deadline_s)
+        return state, marked.result(), mended
+
+
+def _mended(log: RunLog, opener: _Opener, deadline_s: float) -> tuple[RunState, Salvage | None]:
+    """The log's state, and what the log was repaired to if it had to be: it is as damaged as any other one's.
+
+    IMPORTANT: before slots are made void. A repair reads on behind what is bad; where it keeps a newer checkpoint than
+    the entries before the bad one do, or where entries are missing, it is what the attempt goes on from.
+
+    Raises `LogGap` where nothing is left, and where a copy or a removal is under way; and what `_Opener.check` and
+    `_Opener.resume_point` raise.
+    """
+    patience = log.patience(deadline_s)
+    while True:
+        gap: LogGap | None = None
+        newest: Checkpoint | None = None
+        try:
+            state = log.refresh(deadline_s=patience.left_s, heed_hint=True)
+        except LogGap as error:
+            if isinstance(error, LogRemoved) or not log.hint().whole:
+                raise
+            gap = error
+        else:
+            if state.stopped is None or not state.stopped.voidable:
+                return state, None
+            newest = state.newest()
+        try:
+            found = salvage(log, deadline_s=patience.left_s)
+        except NothingToRepair:
+            if gap is not None:
+                raise gap from None
+            return log.state, None
+        better = found.state.newest()
+        if gap is not None and better is None and opener.which == "latest":
+            raise gap  # what is lost may have been the only checkpoint: the run is not begun anew unasked
+        if gap is None and (better is None or (newest is not None and better.seq <= newest.seq)):
+            return log.state, None
+        opener.check(found.state)
+        opener.resume_point(found.state)
+        try:
+            repair(log, found, deadline_s=patience.left_s)
+        except LogMovedOn:
+            if patience.pause():
+                continue
+            raise
+        log.forget()
+        return log.refresh(deadline_s=patience.left_s), found
 
 
 def wait_for_closing(log: RunLog, *, bound_s: float) -> float:

@@ -78,6 +78,8 @@ class PartStats:
     frames: int
     common_blobs: bool
     """Whether there are blobs for all ranks among it."""
+    packs: tuple[str, ...]
+    """Their keys, relative to the run's root."""
 
 
 @dataclass(slots=True)
@@ -380,6 +382,7 @@ class PartWriter:
             encodings=index.encodings,
             frames=len(places),
             common_blobs=bool(common_blobs(index.blobs)),
+            packs=tuple(pack.key for pack in index.packs),
         )
         return Part(rank=t.rank, index_key=key, boxes=t.boxes, stored_bytes=stored_bytes, covers=t.covers)
 

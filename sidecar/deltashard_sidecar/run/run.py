@@ -51,6 +51,7 @@ from deltashard_proto.v1 import trainer_pb2 as pb
 
 from deltashard_sidecar.policy import Policy
 from deltashard_sidecar.run.bit_choice import BitChoice, Ranks
+from deltashard_sidecar.run.chain_watch import ChainWatch
 from deltashard_sidecar.run.identity import identity, numbered
 from deltashard_sidecar.run.measured_rate import MeasuredRates
 from deltashard_sidecar.run.participation import Participation
@@ -179,6 +180,7 @@ class Run:
         self.metrics = metrics
         self._shared = SharedReads()
         self.searches = Searches(settings.search)
+        self.chains = ChainWatch(self.store, metrics=metrics, log=log)
         self.bits = BitChoice(metrics=metrics, log=log)
         self._logger = log
         self._lock = threading.Lock()
@@ -471,11 +473,16 @@ class Run:
         commit = begin.since_commit_seq if begin.HasField("since_commit_seq") else None
         base = begin.since_baseline_seq if begin.HasField("since_baseline_seq") else None
         covers: int | None = None
+
         # IMPORTANT: a cut may only lean on what the trainer vouches for *and* the log shows as live in this attempt's
-        # lineage. Anything else is a whole baseline: more bytes, never a lost row.
-        if decision != "full" and base is not None and may_cover(state, attempt, base):
+        # lineage, and whose objects were there at the last look. Anything else is a whole baseline: more bytes, never a
+        # lost row.
+        def leans(seq: int) -> bool:
+            return may_cover(state, attempt, seq) and not self.chains.broken(state, seq)
+
+        if decision != "full" and base is not None and leans(base):
             covers = base
-        if decision == "since_commit" and commit is not None and may_cover(state, attempt, commit):
+        if decision == "since_commit" and commit is not None and leans(commit):
             covers = commit
         turn: Turn | None = None
         if (
@@ -484,7 +491,7 @@ class Run:
             and not begin.full
             and commit is not None
             and commit != base
-            and may_cover(state, attempt, commit)
+            and leans(commit)
         ):
             turn = self._rebases(state, commit, history, policy, decision)
             covers = covers if turn is None else commit

@@ -18,6 +18,7 @@ from deltashard_checkpoint.errors import DeltashardError
 from deltashard_checkpoint.format.frame_encoder import encode_blob, encode_rows, frame_bound
 from deltashard_checkpoint.format.row_block import EncodeOptions
 from deltashard_checkpoint.log.commit_log import LogRemoved
+from deltashard_checkpoint.log.entry import Part
 from deltashard_checkpoint.vocabulary import INCREMENTS_KEY, PLS_KEY, PRECISION_KEY, encoding_named
 from deltashard_checkpoint.write.commit import Committed, PartReport, commit_parts, give_up
 from deltashard_checkpoint.write.part_writer import PartTarget, PartWriter
@@ -139,6 +140,7 @@ class PartSink:
         stats = self._writer.stats
         assert stats is not None
         self._run.measured.slowed(stats.raw_bytes, sealed.slower_s)
+        self._look(part, stats.packs, deadline_s)
         if stats.rows != sealed.rows:
             raise BadBatch(f"{sealed.rows} rows were sealed, {stats.rows} arrived", where="seal")
         report = PartReport(
@@ -162,6 +164,30 @@ class PartSink:
         self._run.metrics.lost(committed.entry.metadata.get(PLS_KEY, "0"))
         # Ranks may have covered different checkpoints: a trainer hears what its own part is.
         return commit_message(committed.entry, baseline=part.covers is None)
+
+    def _look(self, part: Part, packs: Sequence[str], deadline_s: float) -> None:
+        """Durable means restorable: what the part builds on must be there, and so must the part where none does.
+
+        Raises `ChainGone`, and store errors.
+        """
+        chains, covers, rank = self._run.chains, part.covers, self._who.rank
+        chains.wrote(part.index_key, packs)
+        last = self._cut.urgent or self._cut.reason == "close"
+        if covers is not None and not last and not chains.due(rank):
+            return
+        state = self._log.state
+        if covers is not None and covers not in state.checkpoints:
+            return  # the commit will refuse it
+        chains.look(
+            state,
+            covers,
+            manifests=self._run.manifests_of(self._log.run),
+            boxes=self._who.boxes,
+            rank=rank,
+            alone=self._alone,
+            also=(part.index_key,),
+            deadline_s=deadline_s,
+        )
 
     def _committed(self, report: PartReport, deadline_s: float) -> Committed:
         """The cut in the log, with the parts of this pod's other ranks."""

@@ -168,6 +168,11 @@ class Metrics:
             "Attempts opened on a commit log that could not be followed to its end: commits may be lost",
             registry=r,
         )
+        self.chain_broken = Counter(
+            "deltashard_chain_broken",
+            "Looks at what the newest checkpoint is read from that found objects missing: the next save is a baseline",
+            registry=r,
+        )
         self.housekeeping = Counter(
             "deltashard_housekeeping",
             "Rounds of retention, gc and compaction",

@@ -227,7 +227,8 @@ def test_a_broken_index(cli: Cli, url: str, run: WrittenRun) -> None:
 
 def test_a_gap_in_the_log(cli: Cli, file_url: str, file_run: WrittenRun) -> None:
     """An entry that vanished: exit 1 and the slot's name, from every command."""
-    file_run.store.delete([f"{RUN}/{entry_key(3)}"])
+    folds = [info.key for info in file_run.store.list(f"{RUN}/log/fold-")]
+    file_run.store.delete([f"{RUN}/{entry_key(3)}", *folds])
     found = answer(cli, "verify", "--run", RUN, file_url)
     assert found["ok"] is False
     assert "log entry 3 is missing" in found["problems"][0]["what"]

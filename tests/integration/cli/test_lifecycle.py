@@ -12,7 +12,7 @@ from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import LogGap, LogWentBack, RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.listing import REMOVAL_SLOT
+from deltashard_checkpoint.log.listing import REMOVAL
 from deltashard_checkpoint.restore.checkpoint_reader import Snapshot, read_checkpoint
 from deltashard_checkpoint.stores.abc import Store
 from deltashard_checkpoint.stores.file import FileStore
@@ -98,27 +98,27 @@ def test_log_shows_what_each_entry_says(cli: Cli, url: str, tmp_path: Path) -> N
 
 def test_log_of_a_damaged_log_shows_all_that_can_be_read(cli: Cli, file_url: str, tmp_path: Path) -> None:
     store = chain(file_url, tmp_path).store
-    store.put(f"{RUN}/{entry_key(3)}", b"rotten")
+    store.put(f"{RUN}/{entry_key(4)}", b"rotten")
     code, text = cli("log", at(file_url), "--json")
     assert code == 1
     found = json.JSONDecoder().raw_decode(text)[0]
     assert [(line["kind"], line["counts"]) for line in found["lines"]] == [
-        ("genesis", True), ("attempt", True), ("checkpoint", True), ("unreadable", False), ("checkpoint", False),
+        ("genesis", True), ("attempt", True), ("checkpoint", True), ("checkpoint", True), ("unreadable", False),
     ]  # fmt: skip
-    assert "cannot be followed past entry 3" in found["warning"]
+    assert "cannot be followed past entry 4" in found["warning"]
     before = keys(store)
     there = f"file://{tmp_path}/there"
     for command in (
         ("pin", at(file_url), "a", "-c", "2"), ("unpin", at(file_url), "best"), ("retire", at(file_url), "-c", "2"),
         ("rewind", at(file_url), "-c", "2", "--ended"), ("cp", at(file_url), there), ("cp", at(file_url), there, "-c", "2"),
     ):  # fmt: skip
-        assert "cannot be followed past entry 3" in refused(cli, *command, code=1)
+        assert "cannot be followed past entry 4" in refused(cli, *command, code=1)
     assert keys(store) == before
     # An attempt that leaves it behind makes it void, and the log is healthy again.
     open_attempt(RunLog(store, RUN), owner="tests")
     lines = answer(cli, "log", at(file_url))["lines"]
-    assert [line["counts"] for line in lines] == [True, True, True, False, False, True]
-    assert "makes 3 to 4 void" in lines[5]["says"]
+    assert [line["counts"] for line in lines] == [True, True, True, True, False, True]
+    assert "makes 4 to 4 void" in lines[5]["says"]
 
 
 def test_log_of_a_log_with_a_gap(cli: Cli, file_url: str, tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_rm_of_what_a_removal_or_a_copy_left(cli: Cli, file_url: str, tmp_path: 
     """Cut short anywhere; what is left is no run for anybody, and goes when rm is called again."""
     written = chain(file_url, tmp_path)
     log = RunLog(written.store, RUN)
-    log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
+    log.leave_hint(REMOVAL)
     with pytest.raises(LogGap):
         RunLog(written.store, RUN).refresh(deadline_s=0.1)
     written.store.delete([info.key for info in written.store.list(f"{RUN}/log/0")])

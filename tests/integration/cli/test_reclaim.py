@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.entry import entry_key
-from deltashard_checkpoint.log.listing import REMOVAL_SLOT
+from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.stores.url import open_store
 from deltashard_checkpoint.write.attempt import open_attempt
 
@@ -137,7 +137,7 @@ def test_the_last_word_fits_a_kubelet(cli: Cli, file_url: str, tmp_path: Path) -
 def test_a_removal_that_was_cut_short_goes_on(cli: Cli, file_url: str, tmp_path: Path) -> None:
     trained(file_url, tmp_path / "w")
     log = RunLog(open_store(file_url), RUN)
-    log.leave_hint(fold_seq=-1, seq=REMOVAL_SLOT)
+    log.leave_hint(REMOVAL)
     for info in list(log.store.list(f"{RUN}/log/0")):
         log.store.delete([info.key])
     assert reclaim(cli, file_url)["removed"] == [RUN]
@@ -152,13 +152,13 @@ def test_who_opens_it_while_it_is_looked_at_keeps_it(
     trained(file_url, tmp_path / "w")
     barrier = RunLog.leave_hint
 
-    def opened_before(self: RunLog, **words: int) -> None:
-        if words["seq"] == REMOVAL_SLOT:
+    def opened_before(self: RunLog, said: Hint) -> None:
+        if said == REMOVAL:
             monkeypatch.setattr(RunLog, "leave_hint", barrier)
             open_attempt(RunLog(open_store(file_url), RUN), owner="tests", workload="uid-of-another")
             if not hint:
                 self.store.delete([self.key("log/HINT")])
-        barrier(self, **words)
+        barrier(self, said)
 
     monkeypatch.setattr(RunLog, "leave_hint", opened_before)
     assert "it goes on" in reclaim(cli, file_url)["kept"][0]["why"]

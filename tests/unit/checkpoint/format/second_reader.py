@@ -218,13 +218,28 @@ class Run:
         return {(int(slot), digest) for slot, digest in named}, void
 
 
+def hinted(data):
+    """The slot that HINT says is taken; 0 if it is none."""
+    try:
+        said = json.loads(data)
+        digest = hashlib.sha256(
+            CANONICAL({k: said[k] for k in ("fold", "seq", "whole")}).encode()
+        ).hexdigest()
+        need(CANONICAL({**said, "hash": digest[:32]}).encode() == data, "no HINT")
+        return said["seq"]
+    except (ValueError, KeyError, TypeError, Refused):
+        return 0
+
+
 def read_run(path):
     """Judge the log of a run: from the newest folded state that holds, or else from genesis."""
     log = {p.name: p for p in Path(path, "log").iterdir()}
     slots = {int(name[:20]) for name in log if re.fullmatch(r"\d{20}\.json", name)}
-    hint = re.search(rb'"seq":(\d+)\}$', log["HINT"].read_bytes() if "HINT" in log else b"")
     tip = max(slots, default=-1)
-    need(slots and tip >= (int(hint[1]) if hint else 0), "the log has lost its newest entries")
+    need(
+        slots and tip >= hinted(log["HINT"].read_bytes() if "HINT" in log else b""),
+        "the log has lost its end",
+    )
     for name in sorted((name for name in log if name.startswith("fold-")), reverse=True):
         slot, digest, data = int(name[5:25]), name[26:58], log[name].read_bytes()
         try:

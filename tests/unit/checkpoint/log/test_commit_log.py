@@ -1,24 +1,32 @@
 """The shell around the fold: where the tip is, who won a slot, and what happens when the store misbehaves."""
 
 import hashlib
+import itertools
 import json
 import threading
 from dataclasses import replace
 
 import pytest
-from deltashard_checkpoint.errors import CorruptObject, ForeignObject, UnsupportedVersion
+from deltashard_checkpoint.errors import CorruptObject, ForeignObject, FormatError, UnsupportedVersion
 from deltashard_checkpoint.format.canonical_json import canonical
+from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import commit_log, folded_state
+from deltashard_checkpoint.log.chain import chain, lineage
 from deltashard_checkpoint.log.commit_log import AppendUnknown, LogGap, LogStopped, RunLog
-from deltashard_checkpoint.log.entry import FoldName, Genesis, Sealed, entry_key
+from deltashard_checkpoint.log.entry import FoldName, Genesis, Sealed, entry_key, named_fold
 from deltashard_checkpoint.log.entry_codec import seal
+from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.replay import EntryRefused
 from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.maintenance.retention import Retention, retire
 from deltashard_checkpoint.stores.abc import AccessDenied, ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.faulty import Fault, FaultyStore
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write.attempt import open_attempt
 from deltashard_checkpoint.write.commit import Sayings, _Commit
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.checkpoint.run_builder import Run, Time, resealed
 
@@ -131,7 +139,7 @@ def test_a_gap_is_an_error_for_every_reader_and_nobody_writes_into_it():
     run = Run()
     attempt = run.open().attempt
     run.commit(attempt, 1)
-    run.memory.delete(["job/" + entry_key(1)])
+    run.memory.delete(["job/" + entry_key(1), *folds_of(run)])
     for reader in (run.reader(), run.log):
         if reader is run.log:
             run.memory.delete(["job/" + entry_key(2)])
@@ -162,9 +170,9 @@ def test_a_hint_that_is_old_or_rotten_costs_nothing_but_time():
     for hint in (
         b"",
         b"junk",
-        b'{"fold":-1,"seq":1}',
-        b'{"fold":7,"seq":2}',
-        b'{"fold":2,"seq":0}',
+        Hint(fold=-1, seq=1).data,
+        Hint(fold=7, seq=2).data,
+        Hint(fold=2, seq=0).data,
         b"\xff" * 9999,
     ):
         run.memory.put("job/log/HINT", hint)
@@ -175,7 +183,7 @@ def test_a_listing_that_is_older_than_the_hint_is_not_believed():
     run = Run()
     attempt = run.open().attempt
     run.commit(attempt, 1)
-    run.memory.put("job/log/HINT", b'{"fold":-1,"seq":2}')
+    run.memory.put("job/log/HINT", Hint(fold=-1, seq=2).data)
 
     class Stale(MemoryStore):
         def list(self, prefix, *, start_after=""):
@@ -209,7 +217,7 @@ def test_a_fold_is_the_same_state_and_counts_for_nothing_when_it_does_not_fit(mo
     reader = run.reader()
     monkeypatch.setattr(reader, "read_slot", lambda seq: reads.append(seq) or RunLog.read_slot(reader, seq))
     assert reader.refresh() == truth
-    assert len(reads) <= commit_log._FOLD_EVERY + 1
+    assert reads == [truth.tip]
     other = canonical({**json.loads(whole), "owner": "us"})
     for bad in (
         b"",
@@ -232,7 +240,7 @@ def test_a_fold_that_nothing_names_counts_for_nothing():
         lie = replace(truth, tip=seq, tip_hash=run.log.read_slot(seq).hash, owner="them", checkpoints={})
         data = folded_state.dump(lie)
         run.memory.put("job/" + folded_state.fold_key(folded_state.name_of(lie, data)), data)
-        run.memory.put("job/log/HINT", b'{"fold":%d,"seq":%d}' % (seq, truth.tip))
+        run.memory.put("job/log/HINT", Hint(fold=seq, seq=truth.tip).data)
         assert run.reader().refresh() == truth
 
 
@@ -275,31 +283,49 @@ def test_what_became_of_old_entries_does_not_matter_once_a_fold_is_behind_them(d
     assert run.reader().refresh() == run.log.state
 
 
-def test_the_first_fold_comes_with_the_second_checkpoint():
+@pytest.mark.parametrize("lost", [b"rotten", None])
+def test_a_reader_needs_no_entry_but_the_newest(lost):
+    """Each names the folded state before it, from the second entry on."""
     run = Run()
     attempt = run.open().attempt
-    first = run.commit(attempt, 1)
-    assert not folds_of(run)
-    newest = run.commit(attempt, 2)
-    assert len(folds_of(run)) == 1
-    for seq in range(first + 1):
-        run.memory.put("job/" + entry_key(seq), b"rotten")
-    assert run.reader().refresh().newest().seq == newest
+    for cut in range(1, 30):
+        newest = run.commit(attempt, cut)
+        before = {f"job/{entry_key(seq)}": run.memory.get("job/" + entry_key(seq)) for seq in range(newest)}
+        for key in before:
+            run.memory.delete([key]) if lost is None else run.memory.put(key, lost)
+        assert run.reader().refresh() == run.log.state
+        for key, data in before.items():
+            run.memory.put(key, data)
+    assert len(folds_of(run)) <= commit_log._DROP_EVERY + 1
+
+
+def test_a_large_folded_state_is_named_as_seldom_as_it_is_large(monkeypatch):
+    """So that an entry's share of it stays what a small one costs."""
+    monkeypatch.setattr(commit_log, "_FOLD_BYTES", 1000)
+    run = Run()
+    attempt = run.open().attempt
+    named = [run.log.read_slot(run.commit(attempt, cut)).entry for cut in range(1, 60)]
+    slots = [name.seq for entry in named if (name := named_fold(entry)) is not None]
+    gaps = [after - before for before, after in itertools.pairwise(slots)]
+    assert gaps == sorted(gaps)
+    assert (gaps[0], gaps[-1] > 8) == (1, True)
+    assert run.reader().refresh() == run.log.state
 
 
 def test_what_follows_a_fold_is_still_judged():
-    """Rot between the fold and the entry that names it: an older fold, then, or none."""
+    """Rot of the entry that names the newest fold: an older fold, then, or none."""
     run = Run()
     attempt = run.open().attempt
     seqs = [run.commit(attempt, cut) for cut in range(1, 12)]
-    older, newer = (int(key.split("-")[1]) for key in folds_of(run))
-    run.memory.put("job/" + entry_key(newer + 1), b"rotten")
-    state = run.reader().refresh()
-    assert (state.stopped.seq, state.newest().seq, state.tip) == (newer + 1, newer, seqs[-1])
-    run.memory.delete(["job/" + entry_key(newer - 1)])
-    with pytest.raises(LogGap, match=f"entry {newer - 1} is missing"):
+    tip = seqs[-1]
+    run.memory.put("job/" + entry_key(tip), b"rotten")
+    for _ in range(2):
+        state = run.reader().refresh()
+        assert (state.stopped.seq, state.newest().seq, state.tip) == (tip, tip - 1, tip)
+        run.memory.delete(["job/" + entry_key(tip - 2)])
+    run.memory.delete(folds_of(run))
+    with pytest.raises(LogGap, match=f"entry {tip - 2} is missing"):
         run.reader().refresh()
-    assert older < newer - 1
 
 
 def test_a_fold_is_no_condition_of_an_entry():
@@ -346,7 +372,76 @@ def test_folds_are_read_strictly():
                     load(resealed({**document, key: bad}))
                 except (CorruptObject, ForeignObject, UnsupportedVersion):
                     continue
-                assert key in {"owner", "tip_hash"}
+                assert key in {"owner", "tip_hash"} or (key, bad) == ("keeps", None)
+
+
+def places_in(value: object, path: tuple = ()) -> list[tuple]:
+    """The path of every value in a JSON document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, each in inner for place in places_in(each, (*path, key)))]
+
+
+def replaced(value: object, path: tuple, by: object) -> object:
+    if not path:
+        return by
+    changed = value.copy()
+    changed[path[0]] = replaced(value[path[0]], path[1:], by)
+    return changed
+
+
+@pytest.fixture(scope="module")
+def rich_state():
+    """Of a run in which everything happened that a folded state speaks of."""
+    run = Run()
+    first = run.open(workload="a", pod="b").attempt
+    base, delta = run.commit(first, 1, pins=("p",)), None
+    delta = run.commit(first, 2, base)
+    run.compacted(delta)
+    word.pin(run.log, "kept", f"{delta}", ended=True)
+    run.commit(first, 3)
+    word.rewind(run.log, f"{delta}", ended=True)
+    second = run.open(workload="c").attempt
+    run.commit(second, 1, delta)
+    run.retire((), [cut_prefix(first, 0)])
+    return run.log.state
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 12) | st.floats(0, 9) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(data=st.data())
+def test_a_hostile_fold_is_rejected_by_name_or_can_be_worked_with(rich_state, data):
+    """Any value of it replaced, under hashes that fit: no raw error, and no walk that does not end."""
+    document = json.loads(folded_state.dump(rich_state))
+    place = data.draw(st.sampled_from([path for path in places_in(document) if path and path[0] != "hash"]))
+    changed = resealed(replaced(document, place, data.draw(JSON_VALUES)))
+    name = FoldName(rich_state.tip, hashlib.sha256(changed).hexdigest()[:32])
+    try:
+        state = folded_state.load(changed, "job", name)
+    except FormatError:
+        return
+    retire(state, Retention(keep_last=1))
+    assert state.pinned.keys() <= {"p", "kept", *(n for n in state.words)}
+    for seq in state.checkpoints:
+        chain(state, seq)
+    for attempt in state.attempts:
+        list(lineage(state, attempt))
+
+
+@pytest.mark.parametrize(
+    "member", ["openers", "layouts", "attempts", "superseded", "retired", "pins", "aside"]
+)
+@pytest.mark.parametrize("bad", [{"a": {}}, [[{}, "", ""]], [{}], [[[], 1, 1]], [[{}] * 7]])
+def test_a_fold_with_objects_in_place_of_numbers_is_corrupt(rich_state, member, bad):
+    document = json.loads(folded_state.dump(rich_state))
+    changed = resealed({**document, member: bad})
+    name = FoldName(rich_state.tip, hashlib.sha256(changed).hexdigest()[:32])
+    with pytest.raises(CorruptObject):
+        folded_state.load(changed, "job", name)
 
 
 def test_bad_bytes_stop_the_fold_there_and_nothing_builds_on_them():

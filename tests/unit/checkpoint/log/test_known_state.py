@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from deltashard_checkpoint.log.commit_log import LogGap, RunLog
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.listing import REMOVAL, Hint
 from deltashard_checkpoint.stores.abc import ObjectInfo
 from deltashard_checkpoint.stores.memory import MemoryStore
-from deltashard_checkpoint.whole_run.removal import BARRIER
 from deltashard_checkpoint.write.attempt import open_attempt
 
 from tests.support.checkpoint.run_builder import Run
@@ -91,7 +91,7 @@ def test_newest_entries_that_are_gone_are_a_gap_for_who_knew_less() -> None:
 def test_nobody_opens_a_run_that_is_being_removed() -> None:
     run, known, _ = known_and_further(3)
     before = {info.key for info in run.memory.list("")}
-    run.memory.put("job/log/HINT", BARRIER)
+    run.memory.put("job/log/HINT", REMOVAL.data)
     with pytest.raises(LogGap):
         opened(known)
     assert {info.key for info in run.memory.list("")} == before
@@ -102,10 +102,10 @@ def test_nobody_opens_a_run_that_is_being_removed() -> None:
     [
         b"",
         b"nonsense",
-        b'{"fold":-1,"seq":1}',
-        b'{"fold":3,"seq":3}',
-        b'{"fold":9,"seq":4}',
-        b'{"fold":900,"seq":4}',
+        Hint(fold=-1, seq=1).data,
+        Hint(fold=3, seq=3).data,
+        Hint(fold=9, seq=4).data,
+        Hint(fold=900, seq=4).data,
     ],
 )
 @pytest.mark.parametrize("commits", [1, 30])

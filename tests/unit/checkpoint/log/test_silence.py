@@ -13,7 +13,6 @@ from deltashard_checkpoint.format.object_key import (
     compaction_token,
     validate_new_run,
 )
-from deltashard_checkpoint.log import commit_log
 from deltashard_checkpoint.log.chain import CheckpointNotFound
 from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, LogWentBack, RunLog
 from deltashard_checkpoint.log.entry import entry_key, voided_digest
@@ -37,7 +36,7 @@ def test_what_a_newer_version_wrote_is_never_left_behind(change):
     attempt = run.open().attempt
     for cut in (1, 2, 3):
         run.commit(attempt, cut)
-    key = "job/" + entry_key(3)
+    key = "job/" + entry_key(4)
     data = resealed({**json.loads(run.memory.get(key)), **change})
     run.memory.put(key, data)
     before = {info.key for info in run.memory.list("job/log/")}
@@ -89,8 +88,7 @@ class NoCaches(MemoryStore):
 
 
 @pytest.mark.parametrize("error", [AccessDenied("no"), ValueError("what nobody foresaw")])
-def test_an_entry_that_is_durable_is_not_reported_as_failed(error, monkeypatch):
-    monkeypatch.setattr(commit_log, "_FOLD_EVERY", 1)
+def test_an_entry_that_is_durable_is_not_reported_as_failed(error):
     store = NoCaches()
     store.error = error
     run = Run(store)
@@ -117,7 +115,7 @@ def test_an_emptied_log_is_a_gap_and_not_a_new_run():
     run.log = run.reader()
     with pytest.raises(LogGap, match="the newest entries are gone"):
         run.open()
-    assert [info.key for info in run.memory.list("job/log/")] == ["job/log/HINT"]
+    assert not list(run.memory.list("job/log/0"))
 
 
 @pytest.mark.parametrize("name", [*sorted(RESERVED), "exp/cache", "team/exp/log", "exp/data/x"])

@@ -11,6 +11,7 @@ from deltashard_checkpoint.errors import InvalidCheckpoint
 from deltashard_checkpoint.log.chain import closure
 from deltashard_checkpoint.log.commit_log import LogStopped, RunLog
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.maintenance import garbage_collection, retention, word
 from deltashard_checkpoint.maintenance.holder import holder
 from deltashard_checkpoint.stores.file import FileStore
@@ -127,7 +128,7 @@ def test_a_copy_begins_anew_when_the_source_lets_something_go(store, tmp_path):
     # A copy whose log was under way is promised a moment; what it needs of that must be there.
     tool = RunLog(store, "run-3")
     half = RunLog(store, "half")
-    half.leave_hint(fold_seq=-1, seq=tool.refresh().tip)
+    half.leave_hint(Hint(seq=tool.refresh().tip, whole=False))
     retention.append_retirement(tool, retention.Retention(keep_last=1, keep_pins=False))
     garbage_collection.collect(tool, grace_s=0.0)
     with pytest.raises(copy_draft.SourceLetGo, match="let go since"):

@@ -1,12 +1,17 @@
 """Opening attempts: who is fenced, what is resumed, who may own a run."""
 
 import pytest
-from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.errors import DeltashardError, UserError
 from deltashard_checkpoint.format.layout import Layout
+from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log import folded_state
 from deltashard_checkpoint.log.chain import CheckpointNotFound, may_cover
-from deltashard_checkpoint.log.commit_log import LogStopped
+from deltashard_checkpoint.log.commit_log import LogGap, LogStopped, LogWentBack
 from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.listing import REMOVAL, Hint
+from deltashard_checkpoint.log.replay import EntryRefused
+from deltashard_checkpoint.maintenance.garbage_collection import collect, data_objects, debris
+from deltashard_checkpoint.maintenance.retention import Retention, append_retirement
 from deltashard_checkpoint.stores.abc import ConditionalPutUnsupported, StoreUnavailable
 from deltashard_checkpoint.stores.memory import MemoryStore
 from deltashard_checkpoint.write import attempt as attempts
@@ -169,14 +174,13 @@ def test_an_unreadable_entry_is_left_behind_by_the_next_attempt_loudly():
     first = run.open().attempt
     good = run.commit(first, 1)
     run.commit(first, 2)
-    run.commit(first, 3)
     run.memory.put("job/" + entry_key(3), b"rotten")
     run.log = run.reader()
     opened = run.open()
     assert opened.resume.seq == good
-    assert (opened.voided, opened.fell_back) == ((3, 5), True)
+    assert (opened.voided, opened.fell_back) == ((3, 4), True)
     assert opened.damage.startswith("the log cannot be followed past entry 3: ")
-    assert "entries 3 to 4 count for nothing" in opened.damage
+    assert "entry 3 counts for nothing" in opened.damage
     for log in (run.log, run.reader()):
         state = log.refresh()
         assert state.stopped is None
@@ -205,9 +209,108 @@ def test_an_unreadable_first_entry_is_refused_by_name():
     run = Run()
     run.open()
     run.memory.put("job/" + entry_key(0), b"rotten")
+    assert run.open().attempt == 2, "the next entry names a folded state"
+    run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
     run.log = run.reader()
     with pytest.raises(LogStopped, match="first entry"):
         run.open()
+
+
+def without_folds(run: Run) -> None:
+    run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
+
+
+@pytest.mark.parametrize("damage", ["rot", "loss"])
+@pytest.mark.parametrize("kind", ["checkpoint", "retire", "compact", "attempt"])
+def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, damage):
+    """Two faults at once: an entry, and the folded states that would make it harmless."""
+    run = Run()
+    first = run.open().attempt
+    base = run.commit(first, 1)
+    bad = {
+        "checkpoint": lambda: run.commit(first, 2),
+        "retire": lambda: run.retire((), [cut_prefix(first, 0)]),
+        "compact": lambda: run.compacted(base) or run.log.state.tip,
+        "attempt": lambda: run.open().attempt,
+    }[kind]()
+    attempt = run.log.state.attempt
+    last = [run.commit(attempt, cut) for cut in (3, 4)][-1]
+    without_folds(run)
+    key = "job/" + entry_key(bad)
+    run.memory.delete([key]) if damage == "loss" else run.memory.put(key, b"rotten")
+    run.log = run.reader()
+    opened = run.open()
+    assert (opened.resume.seq, opened.voided, opened.fell_back) == (last, (bad, last + 1), True)
+    assert f"log entry {last + 1} goes on without {bad}" in opened.damage
+    after = run.commit(opened.attempt, 1, last)
+    assert run.reader().refresh().newest().seq == after
+    assert run.open().damage == ""
+
+
+def test_a_lost_tip_costs_itself():
+    run = Run()
+    first = run.open().attempt
+    good, lost = run.commit(first, 1), run.commit(first, 2)
+    run.memory.delete(["job/" + entry_key(lost)])
+    living, run.log = run.log, run.reader()
+    opened = run.open()
+    assert (opened.resume.seq, opened.voided, opened.fell_back) == (good, (lost, lost), True)
+    assert "newest entries are gone" in opened.damage
+    run.log = living
+    with pytest.raises(LogWentBack):
+        run.commit(first, 3)
+    assert run.reader().refresh().newest().seq == good
+
+
+@pytest.mark.parametrize("hint", [REMOVAL, Hint(seq=9, whole=False)])
+def test_what_a_copy_or_a_removal_leaves_is_never_repaired(hint):
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    run.log.leave_hint(hint)
+    before = {info.key: run.memory.get(info.key) for info in run.memory.list("")}
+    run.log = run.reader()
+    with pytest.raises(LogGap):
+        run.open()
+    assert {info.key: run.memory.get(info.key) for info in run.memory.list("")} == before
+
+
+def test_a_repair_by_an_attempt_asks_who_it_is_first():
+    run = Run()
+    run.commit(run.open().attempt, 1)
+    run.memory.delete(["job/" + entry_key(2)])
+    before = {info.key for info in run.memory.list("")}
+    run.log = run.reader()
+    with pytest.raises(DeltashardError):  # nothing is left, and another's run is not begun anew
+        run.open(owner="you")
+    assert {info.key for info in run.memory.list("")} == before
+
+
+@pytest.mark.parametrize("how", ["void", "repair"])
+def test_what_was_given_up_keeps_its_data_while_the_attempt_lives(how):
+    """A person may find the entry in a copy. Attempts that never commit do not count; the next that did lets it go."""
+    run = Run()
+    first = run.open().attempt
+    base, lost = run.commit(first, 1), run.commit(first, 2)
+    key = "job/" + entry_key(lost)
+    run.memory.put(key, b"rotten") if how == "void" else run.memory.delete([key])
+    run.log = run.reader()
+    again = [run.open().attempt for _ in range(2)][-1]
+
+    def dead() -> set[str]:
+        state = run.log.refresh()
+        append_retirement(run.log, Retention(keep_last=1), debris=debris(run.log, state))
+        collect(run.log, grace_s=0.0)
+        return {cut_prefix(first, 2)} - {prefix for prefix, _ in data_objects(run.log)}
+
+    for cut in (1, 2, 3):
+        run.commit(again, cut)
+        assert not dead()
+    assert base not in run.log.state.checkpoints, "retention goes on"
+    with pytest.raises(EntryRefused, match="given up"):
+        run.retire((), [cut_prefix(first, 2)])
+    assert run.reader().refresh() == run.log.state
+    run.open()
+    assert dead()
 
 
 def test_a_reader_that_had_folded_a_voided_entry_folds_again():
@@ -318,8 +421,9 @@ HALVES = Layout.of(2, {"t": (8, 2)}, {0: [rows(0, 4)], 1: [rows(4, 8)]})
 def test_a_layout_is_durable_before_the_attempt_that_names_it_and_is_put_once():
     run = Run()
     puts: list[str] = []
-    put = run.memory.put_if_absent
-    run.memory.put_if_absent = lambda key, data: (puts.append(key), put(key, data))[1]
+    for name in ("put", "put_if_absent"):
+        put = getattr(run.memory, name)
+        setattr(run.memory, name, lambda key, data, put=put: (puts.append(key), put(key, data))[1])
     for _ in range(2):
         opened = run.open(world_size=2, layout=HALVES.data)
         assert opened.state.attempts[opened.attempt].layout == HALVES.digest
@@ -343,7 +447,7 @@ def test_an_attempt_of_any_layout_resumes_from_any_other():
 def test_a_store_that_fails_for_a_moment_does_not_fail_the_layout():
     run = Run()
     failing = [True]
-    put = run.memory.put_if_absent
+    put = run.memory.put
 
     def once(key: str, data: bytes) -> None:
         if "/layout/" in key and failing:
@@ -351,6 +455,6 @@ def test_a_store_that_fails_for_a_moment_does_not_fail_the_layout():
             raise StoreUnavailable("away", where=key)
         put(key, data)
 
-    run.memory.put_if_absent = once
+    run.memory.put = once
     assert run.open(world_size=2, layout=HALVES.data).attempt == 1
     assert not failing

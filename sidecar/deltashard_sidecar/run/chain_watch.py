@@ -1,0 +1,161 @@
+"""Looks at whether the objects that a checkpoint is read from are still in the store.
+
+A delta restores only with all that its chain reads. Something else than this run may delete objects: a lifecycle rule
+of the bucket, a cleaning script, a hand. So before a cut is committed its chain is looked at: at a baseline, at the
+last save of a trainer, and when the last look is older than `LOOK_EVERY_S`; housekeeping looks, too. A checkpoint with
+missing objects is not built upon any more: the cut fails as an abandoned one does, and the next one is a baseline.
+
+A look is one LIST of `data/` for a trainer that is alone. A rank of many asks for each object of its own parts: a LIST
+would show it those of all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+
+from deltashard_checkpoint.errors import InvalidCheckpoint
+from deltashard_checkpoint.format.layout import layout_key
+from deltashard_checkpoint.format.object_key import cut_prefix, run_key
+from deltashard_checkpoint.format.schema import Box
+from deltashard_checkpoint.log.chain import chain, closure, prefixes_of
+from deltashard_checkpoint.log.entry import Part, prefix_of
+from deltashard_checkpoint.log.manifest import Manifests, manifest_key
+from deltashard_checkpoint.log.run_state import RunState
+from deltashard_checkpoint.restore.checkpoint_reader import load_indexes
+from deltashard_checkpoint.stores.abc import ObjectNotFound, Store
+from deltashard_checkpoint.stores.deadline import deadline
+from deltashard_checkpoint.write.commit import Abandoned
+
+from deltashard_sidecar.telemetry.metric import Metrics
+from deltashard_sidecar.telemetry.structured_logging import Logger
+
+LOOK_EVERY_S = 600.0
+
+
+class ChainGone(Abandoned):
+    """What a cut was to be built upon cannot be restored any more."""
+
+
+class ChainWatch:
+    """What is known of the chains of one run. Thread-safe."""
+
+    def __init__(self, store: Store, *, metrics: Metrics, log: Logger) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._log = log
+        self._lock = threading.Lock()
+        self._packs: dict[str, tuple[str, ...]] = {}
+        """By index key, relative to the run's root: what an index names never changes."""
+        self._looked_s: dict[int, float] = {}
+        self._gone: frozenset[str] = frozenset()
+        """Prefixes under which objects are missing."""
+
+    def wrote(self, index_key: str, packs: Iterable[str]) -> None:
+        """This process has put an index of these packs: it need not be read for a look."""
+        with self._lock:
+            self._packs[index_key] = tuple(packs)
+
+    def broken(self, state: RunState, seq: int) -> bool:
+        """Whether objects that checkpoint `seq` is read from are known to be missing. No store is asked."""
+        with self._lock:
+            gone = self._gone
+        return bool(gone) and any(prefixes_of(state, each) & gone for each in closure(state, (seq,)))
+
+    def due(self, rank: int) -> bool:
+        """Whether the last look of this rank is too old to call a delta durable without another one."""
+        with self._lock:
+            return time.monotonic() - self._looked_s.get(rank, -LOOK_EVERY_S) >= LOOK_EVERY_S
+
+    def look(
+        self,
+        state: RunState,
+        seq: int | None,
+        *,
+        manifests: Manifests,
+        boxes: Iterable[Box] | None = None,
+        rank: int = 0,
+        alone: bool = True,
+        also: Iterable[str] = (),
+        deadline_s: float,
+    ) -> None:
+        """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at the objects of the index `also`.
+
+        Raises `ChainGone` where something is missing, and store errors.
+        """
+        try:
+            with deadline(deadline_s):
+                missing = self._missing(state, seq, tuple(also), manifests, boxes, alone, deadline_s)
+        except InvalidCheckpoint as error:  # a manifest, a layout or an index that is there, and bad
+            assert seq is not None
+            missing = dict.fromkeys((error.where,), min(prefixes_of(state, seq)))
+        with self._lock:
+            self._looked_s[rank] = time.monotonic()
+            known = {prefix for each in state.checkpoints for prefix in prefixes_of(state, each)}
+            self._gone = (self._gone & known) | set(missing.values())
+        if not missing:
+            return
+        self._metrics.chain_broken.inc()
+        first, count = min(missing), len(missing)
+        self._log.error("chain.broken", seq=seq, missing=count, first=first)
+        whose = "this save" if seq is None else f"the chain of checkpoint {seq}"
+        raise ChainGone(
+            f"{count} objects of {whose} are missing from the store or damaged, the first is {first}",
+            where=f"{self._store.url}/{state.run}",
+            remedy="the next save is a baseline and builds on nothing. Find what deletes below data/: a lifecycle rule "
+            "of the bucket, a cleaning script",
+        )
+
+    def _missing(
+        self,
+        state: RunState,
+        seq: int | None,
+        also: tuple[str, ...],
+        manifests: Manifests,
+        boxes: Iterable[Box] | None,
+        alone: bool,
+        deadline_s: float,
+    ) -> dict[str, str]:
+        """Objects, relative to the run's root, that should be there and are not; with the prefix that needs each."""
+        there = {info.key for info in self._store.list(run_key(state.run, "data/"))} if alone else set()
+
+        def gone(wanted: Mapping[str, str]) -> dict[str, str]:
+            return {
+                key: prefix for key, prefix in wanted.items() if not self._is_there(state.run, key, there)
+            }
+
+        read = () if seq is None else closure(state, (seq,))
+        documents = {}
+        for entry in map(state.checkpoints.__getitem__, read):
+            if (listed := entry.listed) is not None:
+                prefix = cut_prefix(entry.attempt, entry.cut)
+                documents[manifest_key(entry.attempt, entry.cut, listed.manifest)] = prefix
+                documents[layout_key(listed.layout)] = prefix
+        if missing := gone(documents):
+            return missing
+        parts: tuple[Part, ...] = ()
+        if seq is not None:
+            parts = tuple(
+                link.part for link in chain(manifests.listing(state, read), seq, boxes, strict=False)
+            )
+        indexes = {key: prefix_of(key) for key in (*(part.index_key for part in parts), *also)}
+        if missing := gone(indexes):
+            return missing
+        with self._lock:
+            unread = [part for part in parts if part.index_key not in self._packs]
+        for key, index in load_indexes(self._store, state.run, unread, deadline_s=deadline_s).items():
+            self.wrote(key, (pack.key for pack in index.packs))
+        with self._lock:
+            return gone({pack: indexes[key] for key in indexes for pack in self._packs.get(key, ())})
+
+    def _is_there(self, run: str, key: str, listed: AbstractSet[str]) -> bool:
+        """A listing may be stale: only an object that is asked for and not found is missing."""
+        where = run_key(run, key)
+        if where not in listed:
+            try:
+                self._store.head(where)
+            except ObjectNotFound:
+                return False
+        return True

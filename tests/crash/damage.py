@@ -1,0 +1,291 @@
+"""Stores damaged one object at a time, and what a plain restart makes of each: `python -m tests.crash.damage`.
+
+A run with compaction, retention, gc, a restart and a pin is written in memory, and one of two ranks beside it. Then, for
+every object of every slot and every kind of damage, a fresh process restarts the run as a sidecar does: it opens an
+attempt, restores what that names, excludes what turns out to be bad and opens again. Compared are the checkpoint that
+came back with the newest one whose objects and entry are whole, and with what `deltashard repair` would have kept.
+
+Writes docs/measured/damage.json and the table in docs/damage.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from deltashard_checkpoint.cache.pack_cache import PackCache
+from deltashard_checkpoint.errors import DeltashardError, InvalidCheckpoint
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.entry import entry_key
+from deltashard_checkpoint.log.repair import NothingToRepair, salvage
+from deltashard_checkpoint.maintenance import compaction, garbage_collection, retention, row_mover, word
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.write import attempt as attempts
+
+from tests.crash import log_victim
+from tests.crash.log_victim import ROWS, TABLE
+
+RUN = "job"
+ROOT = Path(__file__).parents[2]
+MEASURED = ROOT / "docs/measured/damage.json"
+PAGE = ROOT / "docs/damage.md"
+Objects = dict[str, bytes]
+
+
+def _flipped(data: bytes, place: float) -> bytes:
+    at = min(len(data) - 1, int(len(data) * place))
+    return data[:at] + bytes((data[at] ^ 0x10,)) + data[at + 1 :] if data else b"\0"
+
+
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
+    "deleted": lambda data, other: None,
+    "emptied": lambda data, other: b"",
+    "truncated": lambda data, other: data[: len(data) // 2],
+    "bit flipped": lambda data, other: _flipped(data, 0.5),
+    "bit flipped at the end": lambda data, other: _flipped(data, 1.0),
+    "replaced by another": lambda data, other: other,
+}
+"""What may become of an object's bytes; `other` are those of another object of its kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """A run as it lies in a store."""
+
+    name: str
+    objects: Objects
+    expected: dict[int, np.ndarray]
+    """Weights [rows, columns] of each checkpoint, by its slot."""
+    ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one damage did. Checkpoints are slots; None: none."""
+
+    story: str
+    kind: str
+    """Of the object."""
+    damage: str
+    key: str
+    newest: int
+    """The newest checkpoint before the damage."""
+    possible: int | None
+    """The newest that can be restored from what is left."""
+    repair: int | None
+    """The newest that `deltashard repair` keeps and that restores; None also where it has nothing to do."""
+    back: int | None
+    """What a plain restart came back to."""
+    reported: bool
+    """Whether the restart reported the damage."""
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing more could have come back, and a loss is reported."""
+        if self.back is None:
+            return self.possible is None and self.repair is None and bool(self.error)
+        least = max(self.possible or 0, self.repair or 0)
+        return self.back >= least and (self.back == self.newest or self.reported)
+
+
+def kind_of(key: str) -> str:
+    """The kind of an object, by its key below the run."""
+    if key.startswith("log/"):
+        return {"H": "HINT", "f": "folded state"}.get(key[4], "log entry")
+    if key.startswith("layout/"):
+        return "layout"
+    return "report" if "/part/" in key else key.rpartition(".")[2]
+
+
+def stories(directory: Path) -> Iterator[Story]:
+    """A run of one rank in which everything happens, ending in each kind of entry; and one of two ranks."""
+    store, expected, step = MemoryStore(), dict[int, np.ndarray](), 0
+    log, weights = _log(store), np.zeros((ROWS, log_victim.COLUMNS), np.float32)
+    for life in range(3):
+        opened = attempts.open_attempt(log, owner="me", closing_wait_s=0.0)
+        covers: int | None = None
+        for cut in range(1, 7):
+            step += 1
+            rows = np.arange(ROWS) if cut == 1 else np.arange(step % 8, ROWS, 8)
+            weights[rows] = log_victim.values(step, rows)
+            if life == 2 and cut == 1:
+                yield Story("ends in an attempt", _objects(store), dict(expected))
+            covers = log_victim.save(directory, log, opened.attempt, cut, step, rows, covers)
+            expected[covers] = weights.copy()
+            if cut == 4:
+                if life == 2:
+                    yield Story("ends in a checkpoint", _objects(store), dict(expected))
+                with PackCache(directory / f"compaction-{step}", budget_bytes=64 << 20) as cache:
+                    compaction.compact(log, covers, row_mover.mover(cache))
+                if life == 2:
+                    yield Story("ends in a compaction", _objects(store), dict(expected))
+                retention.append_retirement(log, retention.Retention(keep_last=2))
+                if life == 2:
+                    yield Story("ends in a retirement", _objects(store), dict(expected))
+                garbage_collection.collect(log, grace_s=0.0, forget_at=1)
+        word.pin(log, "kept", f"{covers}", ended=True)
+    yield Story("ends in a pin", _objects(store), dict(expected))
+    store = MemoryStore()
+    log = _log(store)
+    expected = {
+        log_victim.save_two_ranks(directory, log, step): log_victim.values(step, np.arange(ROWS))
+        for step in (5, 6)
+    }
+    yield Story("two ranks", _objects(store), expected, ranks=2)
+
+
+def _log(store: MemoryStore) -> RunLog:
+    return RunLog(store, RUN, readers=1)
+
+
+def _store(objects: Objects) -> MemoryStore:
+    store = MemoryStore()
+    for key, data in objects.items():
+        store.put(key, data)
+    return store
+
+
+def _objects(store: MemoryStore) -> Objects:
+    return {info.key: store.get(info.key) for info in store.list("")}
+
+
+def restored(store: MemoryStore, story: Story, seq: int) -> int:
+    """Restore a checkpoint, and compare every bit; its slot. Raises `InvalidCheckpoint`, and `AssertionError`."""
+    found = read_checkpoint(store, RUN, f"seq:{seq}").tables[TABLE.fqn].weights
+    np.testing.assert_array_equal(found, story.expected[seq])
+    return seq
+
+
+def restart(store: MemoryStore, story: Story) -> tuple[int, bool]:
+    """(checkpoint, whether damage was reported) of a process that begins anew on this store."""
+    excluded: set[int] = set()
+    reported = False
+    while True:
+        opened = attempts.open_attempt(
+            _log(store),
+            owner="me",
+            world_size=story.ranks,
+            layout=log_victim.layout_of_two().data if story.ranks == 2 else None,
+            exclude=excluded,
+            closing_wait_s=0.0,
+            deadline_s=0.0,
+        )
+        reported |= opened.fell_back or bool(opened.damage)
+        assert opened.resume is not None, "the run began anew"
+        try:
+            return restored(store, story, opened.resume.seq), reported
+        except InvalidCheckpoint:
+            excluded.add(opened.resume.seq)
+
+
+def outcomes(
+    story: Story, *, chosen: Callable[[str], bool] = lambda _key: True, every: int = 1
+) -> Iterator[Outcome]:
+    """Every object of a `chosen` key with every damage, one at a time; `every`: of that many cases the first."""
+    newest = _log(_store(story.objects)).refresh().newest()
+    assert newest is not None
+    by_kind: dict[str, list[str]] = {}
+    for key in story.objects:
+        by_kind.setdefault(kind_of(key.removeprefix(f"{RUN}/")), []).append(key)
+    cases = [
+        (kind, damage, key, keys[place - 1])
+        for kind, keys in by_kind.items()
+        for place, key in enumerate(keys)
+        for damage in DAMAGES
+        if chosen(key)
+    ]
+    for kind, damage, key, other in cases[::every]:
+        data = DAMAGES[damage](story.objects[key], story.objects[other])
+        if data == story.objects[key]:
+            continue
+        objects = {name: held for name, held in story.objects.items() if name != key}
+        if data is not None:
+            objects[key] = data
+        yield _outcome(story, objects, kind, damage, key.removeprefix(f"{RUN}/"), newest.seq)
+
+
+def _outcome(story: Story, objects: Objects, kind: str, damage: str, key: str, newest: int) -> Outcome:
+    repair: int | None = None
+    with suppress(NothingToRepair):
+        repair = _restorable(story, objects, salvage(_log(_store(objects)), deadline_s=0.0).state.checkpoints)
+    back, reported, error = None, False, ""
+    try:
+        back, reported = restart(_store(objects), story)
+    except (DeltashardError, AssertionError) as raised:
+        error = f"{type(raised).__name__}: {raised}"[:300]
+    possible = _possible(story, objects, key)
+    return Outcome(story.name, kind, damage, key, newest, possible, repair, back, reported, error)
+
+
+def _possible(story: Story, objects: Objects, key: str) -> int | None:
+    """The newest checkpoint that the undamaged log restores with the objects that are left.
+
+    Without the newest entry, where that is the damaged one: nothing else says what it said. A layout is with the ranks
+    that restart.
+    """
+    whole = {name: data for name, data in story.objects.items() if "/log/" in name or "/layout/" in name}
+    state = _log(_store(story.objects)).refresh()
+    live = [seq for seq in state.checkpoints if key != entry_key(state.tip) or seq < state.tip]
+    return _restorable(story, {**objects, **whole}, live)
+
+
+def _restorable(story: Story, objects: Objects, seqs: Iterable[int]) -> int | None:
+    """The newest of these checkpoints that these objects restore."""
+    store = _store(objects)
+    for seq in sorted(seqs, reverse=True):
+        with suppress(DeltashardError):
+            return restored(store, story, seq)
+    return None
+
+
+def table(found: Iterable[Outcome]) -> str:
+    """Markdown: a row for each kind of object."""
+    kinds: dict[str, list[Outcome]] = {}
+    for each in found:
+        kinds.setdefault(each.kind, []).append(each)
+    lines = [
+        "| damaged object | cases | newest checkpoint comes back | an older one does: nothing newer could, reported | other |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for kind, cases in kinds.items():
+        same = sum(case.good and case.back == case.newest for case in cases)
+        older = sum(case.good and case.back != case.newest for case in cases)
+        lines.append(f"| {kind} | {len(cases)} | {same} | {older} | {len(cases) - same - older} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run all, write the figures and the table."""
+    found: list[Outcome] = []
+    with tempfile.TemporaryDirectory() as name:
+        for story in stories(Path(name)):
+            folder = "" if story.name in {"ends in a pin", "two ranks"} else "/log/"
+            found += outcomes(story, chosen=lambda key, folder=folder: folder in key)
+            print(f"{story.name}: {len(story.objects)} objects, {len(found)} cases so far")
+    bad = [case for case in found if not case.good]
+    for case in bad:
+        print("NOT GOOD", case)
+    counts = Counter((case.kind, case.damage, case.back == case.newest, case.good) for case in found)
+    rows = [
+        {"kind": kind, "damage": damage, "newest": same, "good": good, "cases": n}
+        for (kind, damage, same, good), n in sorted(counts.items())
+    ]
+    MEASURED.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    begin, end = "<!-- table -->\n", "<!-- end -->"
+    page = PAGE.read_text()
+    head, tail = page.partition(begin)[0], page.partition(end)[2]
+    PAGE.write_text(f"{head}{begin}\n{table(found)}\n\n{end}{tail}")
+    sys.exit(f"{len(bad)} of {len(found)} cases lost more than they had to" if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""A store damaged one object at a time: a plain restart brings back the newest checkpoint that is left, and reports."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from tests.crash import damage
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory):
+    return list(damage.stories(tmp_path_factory.mktemp("stories")))
+
+
+def test_nothing_is_lost_that_need_not_be(stories):
+    """Every eleventh case: eleven is prime to the kinds of damage, so every kind of each kind of object is among them."""
+    found = [case for story in stories for case in damage.outcomes(story, every=11)]
+    assert [case for case in found if not case.good] == []
+    kinds = Counter(case.kind for case in found)
+    assert kinds.keys() >= {
+        "log entry",
+        "folded state",
+        "HINT",
+        "index",
+        "pack",
+        "manifest",
+        "layout",
+        "report",
+    }
+
+
+def test_a_housekeeping_entry_at_the_end_costs_its_own_effect_only(stories):
+    """The newest commit comes back, whatever becomes of the compaction, retirement or pin behind it."""
+    for story in stories:
+        newest = max(story.expected)
+        if story.ranks == 1 and story.name != "ends in a checkpoint":
+            tip = max(key for key in story.objects if "/log/0" in key)
+            cases = list(damage.outcomes(story, chosen=tip.__eq__))
+            assert len(cases) == len(damage.DAMAGES)
+            assert {case.back for case in cases} == {newest}, story.name
+
+
+def test_the_page_is_what_was_measured():
+    rows = json.loads(damage.MEASURED.read_text())
+    assert all(row["good"] for row in rows)
+    page = damage.PAGE.read_text()
+    for kind in sorted({row["kind"] for row in rows}):
+        cases = sum(row["cases"] for row in rows if row["kind"] == kind)
+        same = sum(row["cases"] for row in rows if row["kind"] == kind and row["newest"])
+        assert f"| {kind} | {cases} | {same} | {cases - same} | 0 |" in page

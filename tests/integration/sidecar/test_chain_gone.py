@@ -1,0 +1,54 @@
+"""Objects that a delta builds on disappear under a living run: noticed before a save that leans on them is durable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.stores.url import open_store
+
+from tests.support.eventually import eventually
+from tests.support.fake_trainer import Model, Trainer, same, sidecar
+
+
+@pytest.mark.parametrize("noticed_by", ["the last save", "housekeeping"])
+def test_a_swept_base_is_noticed_and_the_next_save_builds_on_nothing(
+    tmp_path: Path, url: str, noticed_by: str
+) -> None:
+    housekeeping_s = 0.05 if noticed_by == "housekeeping" else -1
+    with sidecar(
+        tmp_path,
+        url,
+        encoding="fp32",
+        differential="consecutive",
+        housekeeping_s=housekeeping_s,
+        metrics_port=0,
+    ) as process:
+        trainer = Trainer(process.socket, Model())
+        trainer.open()
+        base = trainer.save_and_commit()
+        trainer.model.train()
+        assert not trainer.save_and_commit().baseline
+        log = RunLog(open_store(url), "run")
+        prefix = log.refresh().checkpoints[base.seq].parts[0].prefix
+        log.store.delete([info.key for info in log.store.list(f"run/{prefix}") if info.key.endswith(".pack")])
+        trainer.model.train()
+        if noticed_by == "housekeeping":
+            trainer.save_and_commit()  # no look is due yet
+            eventually(lambda: "deltashard_chain_broken_total 1.0" in process.metrics_page())
+        else:
+            number = trainer.save(reason="close")
+            failure = eventually(lambda: trainer.failures.get(number))
+            assert failure.cause == "abandoned"
+            assert "the next save is a baseline" in failure.message
+            assert prefix in failure.message
+        trainer.model.train()
+        last = trainer.save_and_commit()
+        assert last.baseline
+        trainer.close()
+        again = Trainer(process.socket, Model())
+        again.model.wipe()
+        again.restore(again.open().resume_seq)
+        assert same(again.model.state(), trainer.model.state())
+        again.close()

@@ -1,0 +1,329 @@
+"""Damaged logs: what `verify` sees, what `repair` keeps and refuses, what `scan` finds without a log."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from deltashard_checkpoint.errors import UserError
+from deltashard_checkpoint.format.layout import Layout
+from deltashard_checkpoint.log import folded_state
+from deltashard_checkpoint.log import repair as repairs
+from deltashard_checkpoint.log.commit_log import LogGap, LogStopped
+from deltashard_checkpoint.log.entry import Checkpoint, Repaired, entry_key
+from deltashard_checkpoint.log.manifest import manifest_key
+from deltashard_checkpoint.log.repair import NothingToRepair, repair, salvage
+from deltashard_checkpoint.maintenance import word
+from deltashard_checkpoint.restore.checkpoint_reader import read_checkpoint
+from deltashard_checkpoint.write import attempt as attempts
+from deltashard_checkpoint.write.commit import commit_parts
+from deltashard_cli.main import cli, exit_code
+
+from tests.crash import log_victim
+from tests.crash.log_victim import ROWS, log_of, save, values
+from tests.support.checkpoint.run_builder import Run, resealed, rows
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """Checkpoints on two chains, and so many saves since that folded states are behind them."""
+    directory = tmp_path_factory.mktemp("run")
+    log_victim.prepare(directory)
+    log = log_of(directory)
+    attempt, rows = log.refresh().attempt, np.arange(ROWS)
+    base = save(directory, log, attempt, 5, 5, rows, None)
+    for cut in range(6, 14):
+        save(directory, log, attempt, cut, cut, rows[:4], base)
+    return directory
+
+
+@pytest.fixture
+def stored(prepared, tmp_path):
+    shutil.copytree(prepared, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def run_cli(*arguments: object) -> tuple[int, dict]:
+    done = CliRunner().invoke(cli, [*map(str, arguments), "--json"])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        return exit_code(done.exception), {"error": str(done.exception)}
+    return done.exit_code, json.loads(done.stdout)
+
+
+def everything(directory) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted((directory / "store").rglob("*")) if p.is_file()}
+
+
+def entry_file(directory, seq: int):
+    return directory / "store" / "job" / entry_key(seq)
+
+
+def uncover(directory, seq: int):
+    """The file of a slot, with no folded state left that makes its loss harmless."""
+    for path in (directory / "store" / "job" / "log").glob("fold-*"):
+        if int(path.name.split("-")[1]) >= seq:
+            path.unlink()
+    return entry_file(directory, seq)
+
+
+def test_verify_judges_a_fold_by_its_content(stored):
+    """One whose slot and hashes fit, that an entry names, and that says something else."""
+    url = stored / "store" / "job"
+    code, found = run_cli("verify", url)
+    assert (code, found["problems"]) == (0, [])
+    log = log_of(stored)
+    state = log.refresh()
+    newest = max(state.checkpoints)
+    lie = replace(state, checkpoints={seq: c for seq, c in state.checkpoints.items() if seq != newest})
+    data = folded_state.dump(lie)
+    name = folded_state.name_of(lie, data)
+    log.store.put(log.key(folded_state.fold_key(name)), data)
+    log._put_fold = lambda _: name
+    save(stored, log, state.attempt, 14, 14, np.arange(ROWS), None)
+    code, found = run_cli("verify", url)
+    assert code == 1
+    assert [p["object"] for p in found["problems"]] == [folded_state.fold_key(name)]
+    assert "not that of the entries before it" in found["problems"][0]["what"]
+    assert newest in found["checkpoints"]
+
+
+def test_a_living_run_takes_folds_away_while_verify_reads(stored, monkeypatch):
+    """Listed, and gone when it is read, because newer ones were written: no fault of the run or of the store."""
+    load = repairs.RunLog.load_fold
+    gone = []
+
+    def take_and_load(log, name):
+        if not gone and name != max(log.listed().folds):
+            log.store.delete([log.key(folded_state.fold_key(name))])
+            gone.append(name)
+        return load(log, name)
+
+    monkeypatch.setattr(repairs.RunLog, "load_fold", take_and_load)
+    code, found = run_cli("verify", stored / "store" / "job")
+    assert gone
+    assert (code, found["problems"]) == (0, [])
+
+
+@pytest.mark.parametrize("damage", ["rot", "loss"])
+def test_verify_says_what_is_bad_behind_a_fold_and_the_run_goes_on(stored, damage):
+    if damage == "rot":
+        entry_file(stored, 3).write_bytes(b"rotten")
+    else:
+        entry_file(stored, 3).unlink()
+    code, found = run_cli("verify", stored / "store" / "job")
+    assert code == 1
+    assert [p["object"] for p in found["problems"]] == [entry_key(3)]
+    assert "readers begin with a folded state" in found["problems"][0]["what"]
+    assert attempts.open_attempt(log_of(stored), owner="me").resume.step == 13
+
+
+@pytest.mark.parametrize("damage", ["rot", "loss", "end"])
+def test_a_repair_keeps_all_that_does_not_need_what_is_lost(stored, damage):
+    """A delta of the newest slots; all others, before and after it, stay."""
+    log = log_of(stored)
+    tip = log.refresh().tip
+    truth = dict(log.state.checkpoints)
+    lost = tip if damage == "end" else tip - 1
+    if damage == "rot":
+        uncover(stored, lost).write_bytes(b"rotten")
+    else:
+        uncover(stored, lost).unlink()
+    url = stored / "store" / "job"
+    before = everything(stored)
+    code, planned = run_cli("repair", url, "--dry-run")
+    assert (code, planned["entry"], everything(stored)) == (0, None, before)
+    code, found = run_cli("repair", url)
+    assert code == 0
+    assert found["kept"] == planned["kept"] == sorted(truth.keys() - {lost})
+    after = everything(stored)
+    assert {k: v for k, v in after.items() if k in before and "HINT" not in k} == {
+        k: v for k, v in before.items() if "HINT" not in k
+    }
+    assert len(after) == len(before) + (1 if damage == "end" else 2)  # the fold before the end was there
+    opened = attempts.open_attempt(log_of(stored), owner="me")
+    assert (opened.resume.seq, opened.voided) == (max(found["kept"]), None)
+    weights = read_checkpoint(log_of(stored).store, "job").tables["items"].weights
+    expected = values(5, np.arange(ROWS))
+    expected[:4] = values(opened.resume.step, np.arange(4))
+    np.testing.assert_array_equal(weights, expected)
+    log = log_of(stored)
+    for cut in range(20):
+        save(stored, log, opened.attempt, cut, 20 + cut, np.arange(ROWS), None)
+    assert log_of(stored).refresh() == log.state
+    code, found = run_cli("verify", url)
+    assert (code, found["problems"]) == (0, [])
+
+
+def test_a_repair_twice_changes_nothing(stored):
+    uncover(stored, log_of(stored).refresh().tip - 1).write_bytes(b"rotten")
+    assert run_cli("repair", stored / "store" / "job")[0] == 0
+    before = everything(stored)
+    code, found = run_cli("repair", stored / "store" / "job")
+    assert (code, everything(stored)) == (2, before)
+    assert "the log is healthy" in found["error"]
+
+
+def test_a_repair_keeps_what_people_said_of_what_it_keeps(stored):
+    """A pinned checkpoint and one that was set aside are gone, and so is an entry: words of these go with them."""
+    log = log_of(stored)
+    live = sorted(log.refresh().checkpoints)
+    kept, aside, newest = live[-3:]
+    word.pin(log, "kept", f"{kept}")
+    word.pin(log, "gone", f"{aside}")
+    word.rewind(log, f"{kept}", ended=True)
+    lost = log.store
+    lost.delete([log.key(log.state.checkpoints[aside].parts[0].index_key)])
+    uncover(stored, log.state.tip - 1).write_bytes(b"rotten")
+    assert run_cli("repair", stored / "store" / "job")[0] == 0
+    state = log_of(stored).refresh()
+    assert aside not in state.checkpoints
+    assert (state.pinned, state.aside, state.newest().seq) == ({"kept": kept}, {newest}, kept)
+    assert run_cli("verify", stored / "store" / "job", "-c", f"{kept}")[0] in {0, 1}
+    assert attempts.open_attempt(log_of(stored), owner="me").resume.seq == kept
+
+
+@pytest.mark.parametrize("where", ["store/job", "store", ".", "store/job/log", "store/job/data"])
+def test_a_repair_of_what_needs_none_or_is_no_run_is_refused(stored, where):
+    before = everything(stored)
+    for damaged in (False, True):
+        if damaged and where != "store/job":
+            entry_file(stored, log_of(stored).refresh().tip - 1).write_bytes(b"rotten")
+            before = everything(stored)
+        code, found = run_cli("repair", stored / where)
+        assert (code, everything(stored)) == (2, before), found
+
+
+def test_a_repair_is_for_the_run_whose_log_it_is(stored):
+    (stored / "store").rename(stored / "outer")
+    (stored / "store").mkdir()
+    (stored / "outer" / "job").rename(stored / "store" / "other")
+    log = repairs.RunLog(log_of(stored).store, "other")
+    (stored / "store" / "other" / entry_key(12)).write_bytes(b"rotten")
+    with pytest.raises(UserError, match="log of run 'job', not of 'other'"):
+        salvage(log)
+
+
+def test_an_early_entry_lost_before_any_fold():
+    """Genesis, and the attempt: what the others say is enough."""
+    for lost in ((0,), (1,), (0, 1), (1, 2)):
+        run = Run()
+        attempt = run.open().attempt
+        first = run.commit(attempt, 1)
+        run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
+        second = run.commit(attempt, 2)
+        run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
+        run.memory.delete(["job/" + entry_key(seq) for seq in lost])
+        with pytest.raises(LogGap):
+            run.reader().refresh()
+        found = salvage(run.reader())
+        assert found.lost == lost
+        repair(run.reader(), found)
+        run.log = run.reader()
+        opened = run.open(takeover=lost == (0, 1))  # nobody is left to say whose it was
+        assert opened.resume.seq == second
+        assert (first in opened.state.checkpoints) == (first not in lost)
+        assert run.commit(opened.attempt, 1, second)
+
+
+def test_a_run_of_many_ranks_is_repaired_from_its_entries_and_manifests():
+    """A lost attempt's layout is that of its first commit; a checkpoint without its manifest or layout is not kept."""
+    halves = [rows(0, 4), rows(4, 8)]
+    layout = Layout.of(2, {"t": (8, 2)}, dict(enumerate([half] for half in halves)))
+
+    def commit(run: Run, attempt: int, cut: int, covers: int | None = None) -> Checkpoint:
+        run.step += 1
+        return commit_parts(
+            run.log, attempt=attempt, cut=cut, step=run.step, world_size=2, layout=layout.digest,
+            reports=[run.report(attempt, cut, covers, rank=rank, boxes=[half]) for rank, half in enumerate(halves)],
+        ).entry  # fmt: skip
+
+    for gone in ("nothing", "manifest", "layout"):
+        run = Run()
+        attempt = run.open(world_size=2, layout=layout.data).attempt
+        first = commit(run, attempt, 1)
+        second = commit(run, attempt, 2)
+        third = commit(run, attempt, 3, first.seq)
+        run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
+        run.memory.delete(["job/" + entry_key(attempt)])
+        if gone == "manifest":
+            key = manifest_key(attempt, first.cut, first.listed.manifest)
+            run.memory.delete([f"job/{key}"])
+        elif gone == "layout":
+            run.memory.delete([f"job/{layout.key}"])
+            with pytest.raises(NothingToRepair, match="no checkpoint could be kept"):
+                salvage(run.reader())
+            continue
+        found = salvage(run.reader())
+        left = [second] if gone == "manifest" else [first, second, third]
+        assert sorted(found.state.checkpoints) == [entry.seq for entry in left]
+        assert found.state.attempts[attempt].layout == layout.digest
+        assert found.state.attempts[attempt].world_size == 2
+        repair(run.reader(), found)
+        run.log = run.reader()
+        opened = run.open(world_size=2, layout=layout.data)
+        assert opened.resume == left[-1]
+        assert commit(run, opened.attempt, 1, left[-1].seq).covers == (left[-1].seq,)
+
+
+def test_what_stands_on_a_lost_checkpoint_is_lost_with_it():
+    run = Run()
+    attempt = run.open().attempt
+    whole, base = run.commit(attempt, 1), run.commit(attempt, 2)
+    delta = run.commit(attempt, 3, base)
+    run.memory.delete([info.key for info in run.memory.list("job/log/fold-")])
+    run.memory.put("job/" + entry_key(base), b"rotten")
+    found = salvage(run.reader())
+    assert (sorted(found.state.checkpoints), found.lost) == ([whole], (base, delta))
+
+
+def test_checkpoints_whose_objects_are_gone_are_not_kept():
+    run = Run()
+    attempt = run.open().attempt
+    base = run.commit(attempt, 1)
+    delta = run.commit(attempt, 2, base)
+    whole = run.commit(attempt, 3)
+    last = run.commit(attempt, 4)
+    run.memory.put("job/" + entry_key(last), b"rotten")
+    run.memory.delete([f"job/{run.log.state.checkpoints[base].parts[0].index_key}"])
+    found = salvage(run.reader())
+    assert (sorted(found.state.checkpoints), found.dropped) == ([whole], (base, delta))
+    run.memory.delete([info.key for info in run.memory.list("job/data/")])
+    with pytest.raises(NothingToRepair, match="no checkpoint could be kept"):
+        salvage(run.reader())
+
+
+def test_a_newer_entry_is_passed_over_only_when_that_is_said():
+    run = Run()
+    attempt = run.open().attempt
+    seqs = [run.commit(attempt, cut) for cut in (1, 2, 3)]
+    key = "job/" + entry_key(seqs[-1])
+    run.memory.put(key, resealed({**json.loads(run.memory.get(key)), "surprise": 1}))
+    with pytest.raises(LogStopped, match="does not know"):
+        salvage(run.reader())
+    found = salvage(run.reader(), even_newer=True)
+    seq = repair(run.reader(), found)
+    entry = run.reader().read_slot(seq).entry
+    assert (type(entry), entry.lost) == (Repaired, (seqs[-1],))
+    assert run.reader().refresh().newest().seq == seqs[-2]
+
+
+def test_scan_finds_saves_without_a_log(stored):
+    url = stored / "store" / "job"
+    code, found = run_cli("scan", url)
+    assert code == 1, "the litter of an older process is no whole save"
+    truth = {(one["attempt"], one["cut"]): one for one in found["saves"]}
+    live = sorted(log_of(stored).refresh().checkpoints)
+    assert sorted(one["seq"] for one in truth.values() if one["seq"] is not None) == live
+    assert [one["cut"] for one in truth.values() if not one["whole"]] == [0]
+    shutil.rmtree(url / "log")
+    pack = next((url / "data").rglob("*00000012/*.pack"))
+    pack.write_bytes(pack.read_bytes()[:-1])
+    before = everything(stored)
+    code, found = run_cli("scan", url)
+    assert (code, everything(stored)) == (1, before)
+    bad = {one["cut"]: one["problems"] for one in found["saves"] if not one["whole"]}
+    assert sorted(bad) == [0, 12]
+    assert "bytes of" in bad[12][0]
+    assert {one["step"] for one in found["saves"] if one["whole"]} >= {5, 13}

@@ -1,0 +1,118 @@
+"""Looks at whether what a checkpoint is read from is still in the store."""
+
+import numpy as np
+import pytest
+import structlog
+from deltashard_checkpoint.log.chain import parts_of
+from deltashard_checkpoint.log.commit_log import RunLog
+from deltashard_checkpoint.log.manifest import Manifests
+from deltashard_checkpoint.stores.memory import MemoryStore
+from deltashard_checkpoint.write.attempt import open_attempt
+from deltashard_sidecar.run import chain_watch
+from deltashard_sidecar.run.chain_watch import LOOK_EVERY_S, ChainGone, ChainWatch
+from deltashard_sidecar.telemetry.metric import Metrics
+
+from tests.crash import log_victim
+
+
+class Asked(MemoryStore):
+    """Counts what it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def get(self, key):
+        self.asked.append("get")
+        return super().get(key)
+
+    def head(self, key):
+        self.asked.append("head")
+        return super().head(key)
+
+    def list(self, prefix, *, start_after=""):
+        self.asked.append("list")
+        return super().list(prefix, start_after=start_after)
+
+
+class Watched:
+    """A run of two chains, and a watch over it."""
+
+    def __init__(self, directory):
+        self.store = Asked()
+        self.log = RunLog(self.store, "job", readers=1)
+        attempt = open_attempt(self.log, owner="me", closing_wait_s=0.0).attempt
+        rows = np.arange(log_victim.ROWS)
+        self.base = log_victim.save(directory, self.log, attempt, 1, 1, rows, None)
+        self.delta = log_victim.save(directory, self.log, attempt, 2, 2, rows[:4], self.base)
+        self.other = log_victim.save(directory, self.log, attempt, 3, 3, rows, None)
+        self.metrics = Metrics()
+        self.watch = ChainWatch(self.store, metrics=self.metrics, log=structlog.get_logger())
+
+    def look(self, seq, **more):
+        self.store.asked.clear()
+        manifests = Manifests(self.store, "job")
+        self.watch.look(self.log.state, seq, manifests=manifests, deadline_s=10.0, **more)
+
+    def objects(self, seq, ending):
+        prefix = f"job/{parts_of(self.log.state, seq)[0].prefix}"
+        return [info.key for info in self.store.list(prefix) if info.key.endswith(ending)]
+
+
+@pytest.fixture
+def watched(tmp_path):
+    return Watched(tmp_path)
+
+
+def test_a_look_is_one_list_and_reads_an_index_once(watched):
+    watched.look(watched.delta)
+    assert sorted(watched.store.asked) == ["get", "get", "list"]
+    watched.look(watched.delta)
+    assert watched.store.asked == ["list"]
+
+
+@pytest.mark.parametrize("ending", [".pack", ".index"])
+def test_what_is_missing_is_named_and_nothing_builds_on_it(watched, ending):
+    watched.store.delete(watched.objects(watched.base, ending))
+    for alone in (True, False):
+        with pytest.raises(ChainGone, match=f"{ending} .*-- the next save is a baseline"):
+            watched.look(watched.delta, alone=alone)
+        assert ("list" in watched.store.asked) == alone
+    state = watched.log.state
+    assert [watched.watch.broken(state, seq) for seq in (watched.base, watched.delta, watched.other)] == [
+        True, True, False,
+    ]  # fmt: skip
+    assert watched.metrics.chain_broken._value.get() == 2
+    watched.look(watched.other)
+
+
+def test_a_damaged_index_counts_as_missing(watched):
+    watched.store.put(watched.objects(watched.base, ".index")[0], b"rotten")
+    with pytest.raises(ChainGone):
+        watched.look(watched.delta)
+    assert watched.watch.broken(watched.log.state, watched.delta)
+
+
+def test_a_stale_listing_proves_nothing(watched, monkeypatch):
+    monkeypatch.setattr(watched.store, "list", lambda prefix, start_after="": iter(()))
+    watched.look(watched.delta)
+
+
+def test_a_baseline_looks_at_its_own_objects(watched):
+    (part,) = parts_of(watched.log.state, watched.other)
+    packs = [key.removeprefix("job/") for key in watched.objects(watched.other, ".pack")]
+    watched.watch.wrote(part.index_key, packs)
+    watched.look(None, also=(part.index_key,))
+    watched.store.delete([f"job/{packs[0]}"])
+    with pytest.raises(ChainGone, match="objects of this save"):
+        watched.look(None, also=(part.index_key,))
+
+
+def test_a_look_is_due_when_the_last_one_is_old(watched, monkeypatch):
+    now_s = [5.0]
+    monkeypatch.setattr(chain_watch.time, "monotonic", lambda: now_s[0])
+    assert watched.watch.due(0)
+    watched.look(watched.delta)
+    assert (watched.watch.due(0), watched.watch.due(1)) == (False, True)
+    now_s[0] += LOOK_EVERY_S
+    assert watched.watch.due(0)
