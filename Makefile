@@ -62,7 +62,7 @@ test-fast: venv
 # Trainer state, optimizers, tracking, loaders and whole restores under older torches: two minutes, and as long again to install.
 test-torch: venv
 	@for torch in $(TORCHES); do echo "torch $$torch"; \
-	DELTASHARD_TRACKING_EXAMPLES=100 UV=$(abspath $(UV)) tools/torch-tests $$torch --numprocesses 2 --dist loadfile $(TORCH_TESTS) || exit 1; done
+	DELTASHARD_TRACKING_EXAMPLES=40 UV=$(abspath $(UV)) tools/torch-tests $$torch --numprocesses 2 --dist loadfile $(TORCH_TESTS) || exit 1; done
 
 # The chart alone, which `test` has, too: Helm's lint, its README, every value, and releases on a real API server.
 charts: venv servers
