@@ -49,7 +49,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "replaced": ("none", "optimizer", "head", "group"),
     # the data
     "loader": (
-        "map", "iterable", "buffer", "stateful", "stateful_iterable", "resumable", "weighted", "numpy_sampler",
+        "map", "iterable", "buffer", "stateful", "stateful_iterable", "stateful_numpy", "resumable", "weighted", "numpy_sampler",
         "own_sampler", "batch_sampler", "distributed", "factory", "counting", "list",
     ),
     "workers": (0, 2),

@@ -192,7 +192,8 @@ def _loader(s: SimpleNamespace, restarted: bool, samples: int = SAMPLES) -> Any:
     n, batch = len(items), 6 if change == "batch_size" else BATCH
     options: dict[str, Any] = {"collate_fn": _in_object if s.batch == "object" else None}
     if s.workers or change == "workers":
-        options |= {"num_workers": s.workers or 2, "persistent_workers": s.persistent}
+        workers = s.workers + 1 if change == "workers" else s.workers
+        options |= {"num_workers": workers, "persistent_workers": s.persistent}
     whole = options | {"batch_size": batch}
     if s.generator:
         whole["generator"] = torch.Generator().manual_seed(21)
@@ -204,6 +205,7 @@ def _loader(s: SimpleNamespace, restarted: bool, samples: int = SAMPLES) -> Any:
         "buffer": lambda: DataLoader(Stream(items, buffer=6), **whole),
         "stateful": lambda: StatefulDataLoader(items, shuffle=shuffle, **whole),
         "stateful_iterable": lambda: StatefulDataLoader(Stream(items, buffer=0), **whole),
+        "stateful_numpy": lambda: StatefulDataLoader(items, sampler=OwnSampler(n, None), **whole),
         "resumable": lambda: DataLoader(items, sampler=deltashard.ResumableSampler(items, seed=3), **whole),
         "weighted": lambda: DataLoader(items, sampler=WeightedRandomSampler(torch.linspace(0.1, 1, n), n), **whole),
         "numpy_sampler": lambda: DataLoader(items, sampler=OwnSampler(n, None), **whole),

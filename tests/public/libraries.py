@@ -219,7 +219,7 @@ def recbole(life: Life) -> dict[str, bytes]:
     data = life.store.parent / "data" / "tiny"
     data.mkdir(parents=True, exist_ok=True)
     draws = np.random.default_rng(5)
-    pairs = sorted({(int(u), int(i)) for u, i in draws.integers(0, 40, (SAMPLES * 2, 2))})
+    pairs = sorted({(int(u), int(i)) for u, i in draws.integers(0, 40, (120, 2))})
     (data / "tiny.inter").write_text("user_id:token\titem_id:token\n" + "".join(f"u{u}\ti{i}\n" for u, i in pairs))
     config = Config(
         model="BPR", dataset="tiny",
