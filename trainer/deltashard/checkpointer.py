@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import Any, Self, SupportsFloat, get_args
 
 import torch
 from deltashard_checkpoint.deciding.ending import reason_of
@@ -45,7 +45,8 @@ from deltashard.attach.session import Link, Session
 from deltashard.doctor import Diagnosis, diagnose
 from deltashard.errors import AnotherTrainer, UserError
 from deltashard.group.conductor import Conductor
-from deltashard.loader.shelf import LoaderShelf
+from deltashard.loader.loader_access import Skip
+from deltashard.loader.registry import LoaderRegistry, OnChange
 from deltashard.partial.ground import Ground
 from deltashard.partial.peer import Peers
 from deltashard.partial.recovery import Recovery
@@ -65,7 +66,6 @@ from deltashard.save.save_loop import SaveLoop
 from deltashard.save.saver import Saver
 from deltashard.save.setback import Setbacks
 from deltashard.save.wait import Wait
-from deltashard.state.position import Skip
 from deltashard.tracking.cut_base import CutBase
 from deltashard.tracking.stance import Stance
 from deltashard.tracking.step_clock import StepClock
@@ -203,7 +203,9 @@ class Checkpointer:
             arguments.check_tables(tables, [schema.fqn for schema in self._program.schemas])
         self._clock = StepClock(self._program.tracking)
         self._stance = Stance(self._program.tracking, self._clock)
-        self._shelf = LoaderShelf(lambda: self._clock.step)
+        self._loaders = LoaderRegistry(
+            lambda: self._clock.step, state=self._program.state, sources=self._program.sources
+        )
         self._attempt = Attempt()
         exit_code.install()
         self._launcher = _launcher(
@@ -290,7 +292,7 @@ class Checkpointer:
         setbacks = Setbacks(self._clock, self.stats, self._listener)
         requests = Requests(setbacks)
         recovery = Recovery(self._ground, self._program)
-        capture = Capture(self._program, self._shelf, rank=self._rank)
+        capture = Capture(self._program, self._loaders, rank=self._rank)
         self._saver = Saver(
             capture,
             clock=self._clock,
@@ -342,7 +344,7 @@ class Checkpointer:
         )
         self._restorer = Restorer(
             self._program,
-            self._shelf,
+            self._loaders,
             clock=self._clock,
             attachment=self._attachment,
             attempt=self._attempt,
@@ -370,7 +372,7 @@ class Checkpointer:
         """In a child of the process that trains: everything of it is that process's."""
         self._loop = SaveLoop(
             self._program,
-            self._shelf,
+            self._loaders,
             clock=self._clock,
             stance=self._stance,
             attachment=self._attachment,
@@ -484,24 +486,36 @@ class Checkpointer:
         loader: Any,
         *,
         name: str = "loader",
-        skip: Skip = "sampler",
+        skip: Skip = "auto",
         pipelined: bool = False,
         shared: bool = False,
+        strict: bool = False,
     ) -> Any:
         """`loader` with its position and randomness saved and resumed; see `wrapped_loader`.
 
-        A loader that is made anew for each epoch is wrapped anew, under the same name, when the last one was iterated.
+        After a restart the last batch is drawn again, compared with the one that was trained on, and dropped. One that
+        differs is a warning, and training continues. A loader that is made again for each epoch is wrapped again, under
+        the same name, when the last one was iterated.
 
         Args:
             loader: a DataLoader, any re-iterable, a stateful loader, or a callable factory(epoch, start).
             name: tells several wrapped loaders apart.
-            skip: how a resumed DataLoader passes over what was delivered: "sampler" (nothing is fetched) or "replay"
-                (fetched and dropped: exact even if the dataset draws random numbers in workers).
+            skip: how a resumed map-style DataLoader passes over what was delivered: "auto" (in the index sampler; all
+                batches of the epoch are read again where the last one differs, or workers draw random numbers),
+                "sampler" (never read again: right for datasets that draw from the sample's index) or "replay" (always).
             pipelined: the loop's batches come from a pipeline that fetches ahead; every `step()` consumes one.
             shared: all ranks of a group iterate the same batches, and each takes its share of every one: then another
-                number of ranks goes on in the middle of an epoch, as it does with torch's DistributedSampler.
+                number of ranks resumes in the middle of an epoch, as it does with torch's DistributedSampler.
+            strict: raise where a resumed loader is another one or gives other batches, instead of a warning.
+
+        Raises:
+            StateError: the loader cannot be iterated, or only once.
+            UserError: it is wrapped already, or an option does not fit it.
+            CheckpointMismatch: after `restore(loaders="refuse")`, or with `strict`: it is another loader.
         """
-        return self._shelf.wrap(loader, name=name, skip=skip, pipelined=pipelined, shared=shared)
+        return self._loaders.wrap(
+            loader, name=name, skip=skip, pipelined=pipelined, shared=shared, strict=strict
+        )
 
     def save(
         self, reason: str = "user", *, pin: str | None = None, metadata: Mapping[str, Any] | None = None
@@ -543,6 +557,7 @@ class Checkpointer:
         weights_only: bool = False,
         renames: Mapping[str, str] | None = None,
         takeover: bool = False,
+        loaders: OnChange = "restart",
     ) -> Restored | None:
         """Open the attempt and bring the newest whole checkpoint back, in place. Call it before the first `step()`.
 
@@ -553,6 +568,9 @@ class Checkpointer:
             weights_only: tables, parameters and buffers only: no optimizer, loader, generators or state.
             renames: stored table name by the model's name for it.
             takeover: go on although the run belongs to another owner.
+            loaders: what becomes of an epoch whose wrapped loader is another one now (batch size, length, order, number
+                of ranks): "restart" (its epoch begins again: some samples twice, none left out), "continue" (as many
+                batches are left out) or "refuse" (an error).
 
         Returns:
             None only if nothing was ever committed.
@@ -562,6 +580,12 @@ class Checkpointer:
                 called again.
         """
         self._attempt.refuse_closed("restore()")
+        if loaders not in get_args(OnChange):
+            raise UserError(
+                f"loaders={loaders!r} is unknown",
+                where="restore()",
+                remedy='choose "restart", "continue" or "refuse"',
+            )
         wish = Wish(
             which=f"seq:{which}" if isinstance(which, int) else which,
             from_run=from_run,
@@ -569,6 +593,7 @@ class Checkpointer:
             weights_only=weights_only,
             renames=renames or {},
             takeover=takeover,
+            loaders=loaders,
         )
         try:
             return self._restorer.restore(wish)
@@ -581,7 +606,7 @@ class Checkpointer:
 
         And how often the sidecar saves, as it last said.
         """
-        return diagnose(self._program, self._shelf.loaders, self._attachment.policy)
+        return diagnose(self._program, self._loaders.loaders, self._attachment.policy)
 
     def close(self, *, deadline_s: float = CLOSE_DEADLINE_S) -> None:
         """Cut at the last step boundary if that step is not saved yet, wait until it is durable, detach.
@@ -661,7 +686,7 @@ class Checkpointer:
             self._session.close(until_s=min(until_s, time.monotonic() + LEAVE_S))
             self._launcher.close()
             self._stance.close()
-            self._shelf.close()
+            self._loaders.close()
             self._program.tracking.close()
             _live.discard(self)
 

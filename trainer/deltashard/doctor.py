@@ -126,7 +126,7 @@ def diagnose(
         saved.append(f"what modules say themselves: {_some(each.name for each in contracts)}")
     saved.append(f"state=: {_some(given)}" if given else "no state=")
     if loaders:
-        saved.append(f"positions of loaders: {_some(loaders)}")
+        saved += [f"position of loader {name!r}: {loader.guarantee}" for name, loader in loaders.items()]
     saved.append("global random generators")
     return Diagnosis(
         tables=tuple(_table(table) for table in tracking.tables),

@@ -13,7 +13,7 @@ from deltashard_checkpoint.format.blob_name import common_blobs, optimizer_parts
 from torch import Tensor
 
 from deltashard.errors import CheckpointMismatch
-from deltashard.loader.deal import Turnover
+from deltashard.loader.sharding import ResumePositions
 from deltashard.optimizer.optimizer_state import OptimizerView
 from deltashard.program import Program
 from deltashard.state import contract
@@ -80,9 +80,9 @@ class Blobs:
         """Of the group that saved."""
         return int(self.meta.get("world_size", 1))
 
-    def loaders_at(self, rank: int, world_size: int) -> Turnover:
+    def loaders_at(self, rank: int, world_size: int) -> ResumePositions:
         """Where wrapped loaders go on, on a rank of a group of `world_size`."""
-        found = Turnover(dict(self.loaders or {}))
+        found = ResumePositions(dict(self.loaders or {}))
         saved = self.world_size
         if world_size == saved:
             return found

@@ -31,9 +31,9 @@ from deltashard.attach.lifecycle import Attempt
 from deltashard.attach.listener import Listener
 from deltashard.attach.rank import Rank
 from deltashard.attach.session import Link
-from deltashard.errors import RestoreFailed, RunWentOn, UserError
-from deltashard.loader.deal import Turnover
-from deltashard.loader.shelf import LoaderShelf
+from deltashard.errors import CheckpointMismatch, RestoreFailed, RunWentOn, UserError
+from deltashard.loader.registry import LoaderRegistry, OnChange
+from deltashard.loader.sharding import ResumePositions
 from deltashard.partial.ground import Ground
 from deltashard.partial.recovery import Recovery, Road
 from deltashard.program import Program
@@ -104,6 +104,7 @@ class Wish:
     weights_only: bool
     renames: Mapping[str, str]
     takeover: bool
+    loaders: OnChange = "restart"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -132,7 +133,7 @@ class Restorer:
     def __init__(
         self,
         program: Program,
-        shelf: LoaderShelf,
+        loaders: LoaderRegistry,
         *,
         clock: StepClock,
         attachment: Attachment,
@@ -150,7 +151,7 @@ class Restorer:
         self._ground = ground
         self._program = program
         self._tracking = program.tracking
-        self._shelf = shelf
+        self._loaders = loaders
         self._clock = clock
         self._attachment = attachment
         self._attempt = attempt
@@ -242,10 +243,14 @@ class Restorer:
         with tries.stage("received"), self._attachment.session.busy:
             received, targets, turnover = self._receive(link, reply, wish, tries, notes, road)
         blobs = received.blobs
-        if not wish.strict and not weights_only:
-            turnover.begin_anew(self._anew(turnover, tries.assembly))
+        if not weights_only:
+            turnover.restart_epochs(self._restarted(turnover, tries.assembly), turnover.refused)
         notes += turnover.notes
         rng: dict[str, Any] | None = None
+        reported: list[str] = []
+        step = 0 if wish.from_run and weights_only else reply.step
+        if road is not None:
+            step = road.verdict.step
         crash_point("restore.before_dense")
         notes += targets.notes
         with tries.stage("restored"):
@@ -259,15 +264,13 @@ class Restorer:
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
                 rng, told = self._generators(blobs, reply.attempt, strict=wish.strict)
                 notes += told
-                self._shelf.resume(turnover.positions, rng)
+                reported = self._loaders.resume(turnover.positions, rng, step=step, on_change=wish.loaders)
                 self._tracking.watch_first_step()
         if not wish.from_run and not weights_only and targets.complete:
             self._base.lean_on(seq, received.baseline_seq)
         else:
             self._base.lean_on_nothing()
-        step = 0 if wish.from_run and weights_only else reply.step
         if road is not None:
-            step = road.verdict.step
             self._ground.added(road.verdict.pls, road.verdict.recoveries)
         # After a partial recovery no checkpoint is what the model is now: close() saves it, without a step, too.
         self._opener.begin(reply, step=step, resumed=road is None, assembly=tries.assembly)
@@ -306,7 +309,7 @@ class Restorer:
             stored_bytes=received.cache_bytes + received.store_bytes,
             chain=received.chain,
             fell_back=bool(tries.excluded) or reply.fell_back or damaged,
-            notes=tuple(([tries.damage] if tries.damage else []) + notes + changed),
+            notes=tuple(([tries.damage] if tries.damage else []) + notes + changed + reported),
             exact=exact,
             rounded=received.rounded,
             rounded_state=received.rounded_state,
@@ -323,13 +326,13 @@ class Restorer:
         tries: _Tries,
         notes: list[str],
         road: Road | None,
-    ) -> tuple[Received, ModelTargets, Turnover]:
+    ) -> tuple[Received, ModelTargets, ResumePositions]:
         """Rows into the tables, blobs decoded, where loaders go on.
 
         Everything is compared before a byte of the model changes.
         """
         seq = reply.resume_seq
-        turnover = Turnover({})
+        turnover = ResumePositions({})
         targets = ModelTargets(
             self._tracking,
             [table_of(table) for table in reply.tables],
@@ -347,9 +350,17 @@ class Restorer:
             nonlocal turnover
             if not wish.weights_only:
                 turnover = blobs.loaders_at(self._rank.number, self._rank.world_size)
-                turnover.refused.update(self._shelf.misfits(turnover.positions))
-                if turnover.refused and wish.strict:
-                    raise next(iter(turnover.refused.values()))
+                other = self._loaders.mismatches(turnover.positions)
+                if wish.loaders != "continue":
+                    turnover.refused.update(other)
+                if turnover.refused and wish.loaders == "refuse":
+                    name, why = next(iter(turnover.refused.items()))
+                    raise CheckpointMismatch(
+                        why,
+                        where=f"loader {name!r}",
+                        remedy="give the loader, or the number of ranks, as it was until the epoch ends; "
+                        'restore(loaders="restart") begins its epoch again',
+                    )
             for failed in tries.earlier:
                 if torn := targets.covers(failed):
                     raise RestoreFailed(
@@ -373,8 +384,8 @@ class Restorer:
         )
         return received, targets, turnover
 
-    def _anew(self, turnover: Turnover, assembly: Assembly | None) -> list[str]:
-        """Loaders that begin their epoch anew: those that on any rank cannot go on, or ranks would go apart."""
+    def _restarted(self, turnover: ResumePositions, assembly: Assembly | None) -> list[str]:
+        """Loaders that begin their epoch again: those that cannot resume on any rank, or ranks would go apart."""
         mine = sorted(turnover.refused)
         if assembly is None:
             return mine

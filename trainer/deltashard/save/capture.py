@@ -9,15 +9,13 @@ ranks, each its part), and each its own of the rest, under names of its own (`bl
 rank's, and may differ.
 
 They are encoded one after the other and refer to living tensors until they have been written into the arena, which
-happens before the training thread goes on. The generators are read first: asking a loader for its state may create
-its iterator, which draws; they are put back afterwards, so that a cut leaves no trace in the run.
+happens before the training thread goes on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from deltashard_checkpoint.format.blob_name import blob_name, optimizer_name
 from deltashard_checkpoint.format.typed_tree import EncodedTree, UnsupportedValue
@@ -25,10 +23,8 @@ from deltashard_checkpoint.format.typed_tree import EncodedTree, UnsupportedValu
 from deltashard.attach.interruption import leaves
 from deltashard.attach.rank import Rank
 from deltashard.errors import SaveFailed, StateError
-from deltashard.loader.shelf import LoaderShelf
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
-from deltashard.state.position import Stateful
-from deltashard.state.rng import apply_globals, capture_globals
 from deltashard.state.value import Source, encode_value
 
 log = logging.getLogger("deltashard")
@@ -37,11 +33,11 @@ log = logging.getLogger("deltashard")
 class Capture:
     """What every cut of one Checkpointer takes beside rows; on the training thread only."""
 
-    def __init__(self, program: Program, shelf: LoaderShelf, *, rank: Rank) -> None:
-        """`shelf` has the wrapped loaders; entries of `state=` that are wrapped are left to them."""
+    def __init__(self, program: Program, loaders: LoaderRegistry, *, rank: Rank) -> None:
+        """`loaders` has the wrapped ones; entries of `state=` that are wrapped are left to them."""
         self._rank = rank
         self.program = program
-        self._shelf = shelf
+        self._loaders = loaders
         self._looked_for_forgotten = False
 
     @property
@@ -57,16 +53,12 @@ class Capture:
         `content` has content hashes by table, if they are recorded. `all_here`: all that this rank has, whoever would
         save it, under plain names. Raises `StateError` or `SaveFailed` for an entry of `state=`.
         """
-        program, loaders = self.program, self._shelf.loaders
+        program = self.program
         dense = program.tracking.dense(look=False)
         self._say_forgotten()
         meta = program.meta(dense, step=step, content=content, world_size=self._rank.world_size)
-        rng: Any = capture_globals()
-        moved = [r for r in (loader.boundary_rng() for loader in loaders.values()) if r is not None]
-        positions = {name: loader.capture() for name, loader in loaders.items()}
-        wrapped = [loader.loader for loader in loaders.values()]
-        if any(isinstance(loader, Stateful) for loader in wrapped):
-            apply_globals(rng)
+        rng, positions = self._loaders.capture()
+        wrapped = [loader.loader for loader in self._loaders.loaders.values()]
         for name, tensor in dense.items():
             if all_here or program.tracking.saves(name):
                 yield f"dense/{name}", encode_value(tensor)
@@ -79,8 +71,8 @@ class Capture:
         for source in program.sources:
             if not any(source.subject is loader for loader in wrapped):
                 yield own(f"state/{source.name}"), _encoded(source)
-        yield own("loader"), encode_value(positions | dict(self._shelf.waiting))
-        yield own("rng"), encode_value(moved[0] if moved else rng)
+        yield own("loader"), encode_value(positions)
+        yield own("rng"), encode_value(rng)
         yield own("meta"), encode_value(meta)
 
     def _own(self, name: str) -> str:

@@ -18,7 +18,7 @@ from deltashard.attach.session import Link
 from deltashard.attach.term_signal import TermHandler
 from deltashard.cut import save_stream
 from deltashard.errors import FencedError, SaveFailed, WaitError
-from deltashard.loader.shelf import LoaderShelf
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
 from deltashard.restore.open_attempt import AttemptOpener
 from deltashard.save.handle import Flight, SaveHandle, Stats
@@ -49,7 +49,7 @@ class SaveLoop:
     def __init__(
         self,
         program: Program,
-        shelf: LoaderShelf,
+        loaders: LoaderRegistry,
         *,
         clock: StepClock,
         stance: Stance,
@@ -69,7 +69,7 @@ class SaveLoop:
         `orders`: when there are several ranks, which cut together; None: this process is alone.
         """
         self._tracking = program.tracking
-        self._shelf = shelf
+        self._loaders = loaders
         self._clock = clock
         self._stance = stance
         self._attachment = attachment
@@ -97,7 +97,7 @@ class SaveLoop:
             torn=self._stance.torn,
             stepped=not at_step and self._clock.stepped and bool(self._tracking.optimizers),
             accumulating=not self._clock.whole,
-            moved=self._stance.moved or self._shelf.moved,
+            moved=self._stance.moved or self._loaders.moved,
             in_flight=self._saver.in_flight,
             # A link whose news is not applied yet does not count: nothing is known of the save before.
             away=self._attachment.link is None,

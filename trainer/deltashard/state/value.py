@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,8 +23,18 @@ from torch.utils.data import DataLoader
 
 from deltashard.errors import CheckpointMismatch, StateError
 from deltashard.state.discovery import dtype_name
-from deltashard.state.position import Stateful
 from deltashard.state.rng import apply_own, capture_own, is_generator
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """The `state_dict` protocol."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The object's state."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Take a state back."""
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -1,0 +1,236 @@
+"""What kind of loader it is, what identifies it, and how a pass over it begins at any batch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from deltashard.errors import StateError, UserError
+from deltashard.loader.fingerprint import fingerprint
+from deltashard.loader.generator import capture, own_generators, same
+from deltashard.loader.position import LoaderPass, Position, SkippingSampler
+from deltashard.loader.resumable_sampler import resumable_of
+from deltashard.loader.sharding import batches_after, order_of
+from deltashard.state.value import Stateful, decode_value
+
+Skip = Literal["auto", "sampler", "replay"]
+Kind = Literal["sampler", "counted", "stateful", "replayed", "factory"]
+
+GUARANTEES: dict[Kind, str] = {
+    "sampler": "resumes at the next sample of its order, with batches of any size",
+    "counted": "resumes by skipping in its index sampler; nothing else is read again",
+    "stateful": "resumes from its own state_dict()",
+    "replayed": "resumes by reading the epoch again from its beginning",
+    "factory": "resumes with factory(epoch, start)",
+}
+
+
+class LoaderAccess:
+    """One loader; `kind` changes when a stateful one does not answer."""
+
+    def __init__(self, loader: Any, *, skip: Skip, shared: bool) -> None:
+        if isinstance(loader, Iterator):
+            raise StateError(
+                f"{type(loader).__name__} is an iterator, which can only be consumed once",
+                where="wrap()",
+                remedy="give the loader itself, a re-iterable, or a callable factory(epoch, start)",
+            )
+        if not callable(loader) and not isinstance(loader, Iterable):
+            raise StateError(
+                f"{type(loader).__name__} cannot be iterated",
+                where="wrap()",
+                remedy="give an iterable, or a callable factory(epoch, start)",
+            )
+        if skip not in ("auto", "sampler", "replay"):
+            raise UserError(
+                f"skip={skip!r} is unknown", where="wrap()", remedy='choose "auto", "sampler" or "replay"'
+            )
+        self.loader = loader
+        self.skip = skip
+        self.torch = isinstance(loader, DataLoader)
+        self.workers: int = loader.num_workers if self.torch else 0
+        self.resumable = resumable_of(loader)
+        if shared and self.resumable is not None and self.resumable.world_size > 1:
+            raise UserError(
+                "shared=True means that all ranks iterate the same batches, and the ResumableSampler gives "
+                "a share to "
+                f"each of {self.resumable.world_size} ranks",
+                where="wrap()",
+                remedy="leave shared=True out, or give the sampler rank=0, world_size=1 on all ranks",
+            )
+        # A loader with an __iter__ of its own may count in it: it is replayed.
+        self._plain = self.torch and type(loader).__iter__ is DataLoader.__iter__
+        self._by_index = self._plain and not isinstance(loader.dataset, IterableDataset)
+        self.fallback: Kind = "counted" if self._by_index and skip != "replay" else "replayed"
+        self.kind: Kind = self.fallback
+        if isinstance(loader, Stateful):
+            self.kind = "stateful"
+        elif callable(loader) and not isinstance(loader, Iterable):
+            self.kind = "factory"
+        elif self.kind == "counted" and self.resumable is not None and order_of(loader) is not None:
+            self.kind = "sampler"
+        self.persistent = bool(self.workers and loader.persistent_workers and self.kind != "stateful")
+        self.workers_drew = False
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change within an epoch, by name."""
+        loader = self.loader
+        found: dict[str, Any] = {
+            "kind": "its own state" if self.kind == "stateful" else "counted batches",
+        }
+        if self.torch:
+            iterable = isinstance(loader.dataset, IterableDataset)
+            if not iterable:
+                found["samples"] = self._length(loader.dataset)
+            found["batch_size"] = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+            sampler = self.resumable or loader.sampler
+            order = type(sampler).__name__
+            if hasattr(sampler, "seed"):
+                order += f"(seed={sampler.seed}, shuffle={getattr(sampler, 'shuffle', None)})"
+            found["order"] = order
+            world = sampler.world_size if self.resumable else getattr(sampler, "num_replicas", 1)
+            found["shares"] = world
+            if iterable or self.kind == "stateful":
+                found["workers"] = loader.num_workers
+        return found
+
+    def mismatch(self, saved: Position) -> str:
+        """How it is another loader than the one that saved a position inside an epoch; empty: it is not."""
+        if not saved.delivered or saved.over:
+            return ""
+        if saved.kind != "stateful" and self.kind == "stateful":
+            self.kind = self.fallback  # its state_dict() did not answer in the lost process
+        live, was = self.identity(), dict(saved.identity)
+        in_samples = saved.kind == self.kind == "sampler" and was.get("order") == live.get("order")
+        if in_samples or "batch_size" not in was:
+            live["batch_size"] = was["batch_size"] = None
+        changed = [
+            f"{key} was {was.get(key)} and is {live.get(key)}"
+            for key in {**was, **live}
+            if was.get(key) != live.get(key)
+        ]
+        if saved.base is not None and not changed and self.order(saved.epoch) is None:
+            changed = ['skip="replay" reads a whole epoch again, and another number of ranks began this one']
+        if not changed:
+            return ""
+        samples = f" ({saved.samples} samples)" if saved.samples else ""
+        return (
+            f"it stood after batch {saved.delivered}{samples} of epoch {saved.epoch}, and is another loader now: "
+            f"{', '.join(changed)}. Which samples those batches had is unknown now"
+        )
+
+    def load_state(self, state: bytes) -> None:
+        """A stateful loader at the beginning of an epoch, as its last pass left it. Raises what the loader raises."""
+        self.loader.load_state_dict(decode_value(state))
+        if self.torch:
+            iter(self.loader)  # takes the state; the iterator of the pass itself begins a new epoch
+
+    def length(self) -> int | None:
+        """Batches of an epoch; None: unknown."""
+        return self._length(self.loader)
+
+    @staticmethod
+    def _length(sized: Any) -> int | None:
+        try:
+            return len(sized)
+        except (TypeError, NotImplementedError, AttributeError):
+            return None
+
+    def order(self, epoch: int) -> dict[str, Any] | None:
+        """How the samples of an epoch are shared among ranks; None: unknown, or batches are read, not skipped."""
+        found = order_of(self.loader) if self.kind in ("sampler", "counted") else None
+        return {**found, "epoch": epoch} if found is not None and self.resumable is not None else found
+
+    def workers_live(self) -> bool:
+        """Whether persistent workers live, so that a pass that begins now draws no seed."""
+        return self.persistent and getattr(self.loader, "_iterator", None) is not None
+
+    def open(self, made: LoaderPass, *, skip: int = 0, kind: Kind | None = None, last: int = 0) -> None:
+        """Begin `made` behind `skip` batches; what that draws is drawn now, or at the first batch.
+
+        `kind` is the loader's, or "replayed" to read all batches again. `last` is the number of samples that batch
+        `skip + 1` has, where the loader's order is known: with other batches than those before the restart.
+        """
+        kind = kind or self.kind
+        if self.resumable is not None:
+            self.resumable.set_epoch(made.epoch)
+        made.sampler = None
+        if kind == "factory":
+            made.iterator = iter(self.loader(made.epoch, skip))
+        elif not self._by_index or self.fallback == "replayed" or kind == "stateful":
+            made.iterator = iter(self.loader)
+        else:
+            made.sampler = self._sampler(made, skip, kind, last)
+            made.iterator = self._through(made, made.sampler)
+
+    def _sampler(self, made: LoaderPass, skip: int, kind: Kind, last: int) -> SkippingSampler:
+        loader, order, base = self.loader, made.order, made.base
+        if kind == "sampler" and (skip or last) and order is not None:
+            used = made.mark.samples
+            rest = batches_after(loader, order, used)
+            if last:
+                batch = batches_after(loader, order, used - last * order["world"], size=last)
+                rest = itertools.chain(itertools.islice(batch, 1), rest)
+            return SkippingSampler(rest, skip=0, number=skip)
+        if kind == "sampler" and order is not None:
+            return SkippingSampler(batches_after(loader, order, 0), skip=0, number=0)
+        if base is not None and order is not None:
+            entries = batches_after(loader, order, base["samples"])
+            return SkippingSampler(entries, skip=max(0, skip - base["delivered"]), number=skip)
+        return SkippingSampler(loader.__dict__[self._place], skip=skip, number=skip)
+
+    @property
+    def _place(self) -> str:
+        return "batch_sampler" if self.loader.batch_sampler is not None else "sampler"
+
+    def _through(self, made: LoaderPass, sampler: SkippingSampler) -> Iterator[Any]:
+        loader, live = self.loader, self.loader.__dict__.get("_iterator")
+        if made.workers_lived and live is not None:
+            # Persistent workers take their indices from here; the pass after this one from the loader's own sampler.
+            live._index_sampler = sampler  # noqa: SLF001 - torch offers no other way
+            iterator = iter(loader)
+            live._index_sampler = loader.__dict__[self._place]  # noqa: SLF001
+            return self._unpacked(iterator)
+        # A shallow clone for this one pass: DataLoader guards its samplers against assignment.
+        clone = copy.copy(loader)
+        clone.__dict__.update({self._place: sampler, "_iterator": None})
+        if self.workers:
+            clone.__dict__["collate_fn"] = _WatchedCollate(loader.collate_fn)
+        if (
+            made.workers_lived
+        ):  # in the lost process the workers lived already, and no seed was drawn for them
+            clone.__dict__["generator"] = torch.Generator()
+        iterator = iter(clone)
+        if self.persistent:
+            live = loader.__dict__["_iterator"] = clone.__dict__["_iterator"]
+            live._index_sampler = loader.__dict__[self._place]  # noqa: SLF001 - as above
+        return self._unpacked(iterator) if self.workers else iterator
+
+    def _unpacked(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch, drew in iterator:
+            self.workers_drew |= drew
+            yield batch
+
+
+class _WatchedCollate:
+    """A `collate_fn` that returns with each batch whether generators of its worker moved since the last one."""
+
+    def __init__(self, collate: Any) -> None:
+        self._collate = collate
+        self._last: Mapping[str, Any] | None = None
+
+    def __call__(self, items: Any) -> tuple[Any, bool]:
+        batch, last = self._collate(items), self._last
+        self._last = capture(own_generators(get_worker_info(), {}))
+        return batch, last is not None and not same(last, self._last)
+
+
+def indices_print(sampler: SkippingSampler | None, number: int) -> str | None:
+    """Fingerprint of the indices of batch `number` (from 1); None: unknown."""
+    entry = None if sampler is None else sampler.entry(number)
+    return None if entry is None else fingerprint(entry)

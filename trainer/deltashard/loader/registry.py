@@ -1,0 +1,235 @@
+"""The wrapped loaders of one Checkpointer: what they must know of one another, of the cut, and what was reported.
+
+The global generators of a restored cut are put back at the end of the first seek after the restore. A loader that seeks
+later (the second one of a `zip`, an inner loop) leaves no trace in them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from deltashard_checkpoint.format.typed_tree import UnsupportedValue
+
+from deltashard.errors import CheckpointMismatch, StateError, UserError
+from deltashard.loader.loader_access import Skip
+from deltashard.loader.message import LASTING, MESSAGES, STRICT
+from deltashard.loader.wrapped_loader import WrappedLoader
+from deltashard.state.rng import capture_globals
+from deltashard.state.value import Source, decode_value, encode_value
+
+log = logging.getLogger("deltashard")
+
+OnChange = Literal["restart", "continue", "refuse"]
+"""What becomes of an epoch whose loader is another one now."""
+
+_MOST_HELD_BYTES = 1 << 20
+"""Larger entries of `state=` (a model's averages) belong to no loader."""
+
+
+class LoaderRegistry:
+    """Loaders by name; on the training thread, but for the deliveries of one that another thread iterates."""
+
+    def __init__(
+        self,
+        clock: Callable[[], int],
+        *,
+        state: Mapping[str, Any] | None = None,
+        sources: Sequence[Source] = (),
+    ) -> None:
+        """`clock` returns the number of `step()` calls so far; `state` and `sources` are the entries of `state=`."""
+        self.clock = clock
+        self.lock = threading.Lock()
+        """Held where a delivery and a cut may meet."""
+        self.state = dict(state or {})
+        self._sources = [each for each in sources if each.name in self.state]
+        self.loaders: dict[str, WrappedLoader] = {}
+        self.waiting: dict[str, Any] = {}
+        """Restored positions of loaders that were not wrapped yet."""
+        self.events = 0
+        """Passes begun and batches delivered."""
+        self.cut: Mapping[str, Any] | None = None
+        """Global generators of the restored cut."""
+        self.cut_at = -1
+        self.cut_applied_by: str | None = None
+        self._on_change: OnChange = "restart"
+        # The step boundary: global generators when a batch was first asked for after step `moved_at`.
+        self.moved_at = -1
+        self._boundary: Mapping[str, Any] | None = None
+        self._delivered_at = clock()
+        self._reported: dict[tuple[str, str], str] = {}
+        self._notes: list[str] = []
+
+    @property
+    def moved(self) -> bool:
+        """Whether a batch was taken since the last `step()`."""
+        return any(loader.moved for loader in self.loaders.values())
+
+    def wrap(
+        self,
+        loader: Any,
+        *,
+        name: str = "loader",
+        skip: Skip = "auto",
+        pipelined: bool = False,
+        shared: bool = False,
+        strict: bool = False,
+    ) -> WrappedLoader:
+        """See `Checkpointer.wrap`."""
+        old = self.loaders.get(name)
+        if old is not None and not old.iterated:
+            raise UserError(
+                f"a loader {name!r} is wrapped already", where="wrap()", remedy="give it another name="
+            )
+        if isinstance(loader, WrappedLoader):
+            raise UserError(
+                "this loader is wrapped already: its position would be resumed twice",
+                where="wrap()",
+                remedy="wrap the loader itself, once",
+            )
+        made = WrappedLoader(
+            self, loader, name=name, skip=skip, pipelined=pipelined, shared=shared, strict=strict
+        )
+        if old is not None:
+            made.take_over(old)
+        self.loaders[name] = made
+        if name in self.waiting:
+            made.resume(self.waiting.pop(name), self._on_change)
+        return made
+
+    # Cuts
+
+    def asked(self, *, draws: bool) -> None:
+        """A batch is asked for, after which generators may have moved: the step boundary ends here."""
+        now = self.clock()
+        if self.moved_at != now:
+            self.moved_at = now
+            self._boundary = None
+        if draws and self._boundary is None:
+            self._boundary = capture_globals()
+
+    def delivered(self) -> None:
+        """A batch is delivered."""
+        self._look_for_steps_without_batch()
+        self.events += 1
+        self._delivered_at = self.clock()
+
+    def capture(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """(global generators, positions by name) of the last step boundary, as plain data."""
+        now = self.clock()
+        with self.lock:
+            self._look_for_steps_without_batch()
+            positions = {name: loader.position().tree() for name, loader in self.loaders.items()}
+        # A pass that was only found at its end took no batch: the generators of now are those of the boundary.
+        rng: Mapping[str, Any] | None = self._boundary if self.moved else None
+        if self.cut is not None and now == self.cut_at:
+            rng = self.cut
+        return rng or capture_globals(), positions | self.waiting
+
+    def _look_for_steps_without_batch(self) -> None:
+        """Each step needs a batch since the last one, but for the first one after a restore, which may end an epoch."""
+        now = self.clock()
+        if now <= self._delivered_at + 1:
+            return
+        used = [loader for loader in self.loaders.values() if loader.iterated]
+        if not used or any(loader.ahead(now) for loader in used):
+            return
+        self._delivered_at = now
+        self.report(used[0], "no batch")
+
+    # Restores
+
+    def mismatches(self, positions: Mapping[str, Any]) -> dict[str, str]:
+        """Of the wrapped ones, those that are other loaders than the saved ones, by name, and how."""
+        found = {
+            name: loader.mismatch(positions[name])
+            for name, loader in self.loaders.items()
+            if name in positions
+        }
+        return {name: why for name, why in found.items() if why}
+
+    def resume(
+        self,
+        positions: Mapping[str, Any],
+        rng: Mapping[str, Any] | None,
+        *,
+        step: int,
+        on_change: OnChange = "restart",
+    ) -> list[str]:
+        """Restored positions by name: taken now, or when such a loader is wrapped. Returns notes for `Restored`.
+
+        Args:
+            positions: by name, as they were saved.
+            rng: the global generators of the cut; the caller puts them back.
+            step: of the cut.
+            on_change: see `Checkpointer.restore`.
+        """
+        self.cut, self.cut_at, self.cut_applied_by = rng, step, None
+        self._delivered_at = step
+        self._on_change = on_change
+        self.moved_at = -1
+        self._notes = []
+        for name, tree in positions.items():
+            for key, text in tree.get("reported", {}).items():
+                self._reported[name, key] = text
+                self._notes.append(f"reported earlier in this run: {text}")
+            if name in self.loaders:
+                self.loaders[name].resume(tree, on_change)
+            else:
+                self.waiting[name] = tree
+        notes, self._notes = self._notes, []
+        return notes
+
+    def hold_state(self) -> list[tuple[Source, bytes]]:
+        """Entries of `state=` up to 1 MiB, as they are now."""
+        held = []
+        for source in self._sources:
+            if any(source.subject is loader.loader for loader in self.loaders.values()):
+                continue
+            try:
+                tree = encode_value(source.get())
+            except (StateError, UnsupportedValue):
+                continue  # the next cut reports it
+            if tree.total_bytes <= _MOST_HELD_BYTES:
+                held.append((source, tree.to_bytes()))
+        return held
+
+    @staticmethod
+    def put_back(held: list[tuple[Source, bytes]]) -> None:
+        """Put back those of `hold_state` that moved since."""
+        for source, data in held:
+            if encode_value(source.get()).to_bytes() != data:
+                source.set(decode_value(data))
+
+    # Reports
+
+    def report(self, loader: WrappedLoader, kind: str, **facts: object) -> None:
+        """A warning, see `message`: once in a process, of a kind that lasts once in a run. With `strict` an error."""
+        what, remedy = MESSAGES[kind]
+        what = what.format(**facts)
+        if loader.strict and kind in STRICT:
+            raise CheckpointMismatch(what, where=f"loader {loader.name!r}", remedy=remedy)
+        if (loader.name, kind) not in self._reported:
+            text = self._reported[loader.name, kind] = f"loader {loader.name!r}: {what}. {remedy}"
+            log.warning("%s", text)
+
+    def note(self, text: str) -> None:
+        """A line of `Restored.notes`, or of the log where the restore is over."""
+        self._notes.append(text)
+        log.info("%s", text)
+
+    def reported_of(self, name: str) -> dict[str, str]:
+        """What was reported of one loader and holds for the whole run."""
+        return {
+            key: text for (owner, key), text in self._reported.items() if owner == name and key in LASTING
+        }
+
+    def open_others(self, loader: WrappedLoader) -> list[WrappedLoader]:
+        """The other loaders with a pass under way."""
+        return [other for other in self.loaders.values() if other is not loader and other.open]
+
+    def close(self) -> None:
+        """No position is asked for any more: each loader is its program's alone, and ends with it."""
+        self.loaders.clear()

@@ -1,0 +1,186 @@
+"""How a pass gets back to a restored position: its last batch is drawn again, compared and dropped.
+
+| kind     | seek                                                  | when the batch differs                          |
+|----------|-------------------------------------------------------|-------------------------------------------------|
+| sampler  | the last batch's samples as they were, then the rest  | warning                                         |
+| counted  | the index sampler without n - 1 entries               | all n are read again, compared at batch 1 and n |
+| replayed | from the beginning                                    | batch 1 differs: nothing is dropped             |
+| factory  | factory(epoch, n - 1)                                 | warning                                         |
+| stateful | the newest state before batch n, then further batches | warning; a refused state: an older one          |
+
+Where workers were seen to draw random numbers, or the last batch is one of each worker's first ones (which prove
+nothing), all n batches are read again at once, so that each worker's generators stand where they stood.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deltashard.errors import CheckpointMismatch
+from deltashard.loader import generator
+from deltashard.loader.fingerprint import fingerprint
+from deltashard.loader.loader_access import LoaderAccess, indices_print
+from deltashard.loader.message import in_words
+from deltashard.loader.position import LoaderPass, Position
+from deltashard.state.value import decode_value
+
+log = logging.getLogger("deltashard")
+
+END = object()
+"""Instead of a batch: there is no further one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sought:
+    """The last batch, drawn again."""
+
+    batch: Any
+    key: str = ""
+    """What there is to report; empty: nothing."""
+    error: str = ""
+    restart: bool = False
+    """The epoch begins again: `batch` is its first one, and nothing is dropped."""
+
+
+class Seek:
+    """One seek of one loader."""
+
+    def __init__(
+        self, name: str, access: LoaderAccess, made: LoaderPass, position: Position, own: Mapping[str, Any]
+    ) -> None:
+        """`made` begins at `position`; `own`: generators by where they were found."""
+        self._name = name
+        self._access = access
+        self._made = made
+        self._position = position
+        self._own = own
+
+    def run(self) -> Sought:
+        """Leave the pass behind its last batch, which is returned; generators are where that batch left them."""
+        position, access = self._position, self._access
+        assert position.start is not None
+        generator.apply(position.start, self._own)
+        if position.unchecked:
+            access.open(self._made, skip=position.delivered)
+            if self._made.sampler is not None:
+                self._made.sampler.advance()
+            return Sought(batch=END)
+        if access.kind == "stateful":
+            return self._from_state()
+        if access.kind == "replayed":
+            return self._replayed()
+        return self._skipped()
+
+    def _skipped(self) -> Sought:
+        position, access, made = self._position, self._access, self._made
+        n = position.delivered
+        access.workers_drew |= position.workers_drew
+        same_batches = position.base is None and position.indices is not None
+        same_batches &= position.identity.get("batch_size") == access.identity().get("batch_size")
+        readable = access.skip == "auto" and same_batches and not made.workers_lived
+        at_once = readable and access.workers and (access.workers_drew or n <= 2 * access.workers)
+        if at_once and (batch := self._read_again()) is not None:
+            return Sought(batch=batch)
+        access.open(made, skip=n - 1, last=position.last_samples)
+        batch = self._draw(1)
+        if self._equal(position.fingerprint, batch):
+            return Sought(batch=batch)
+        indices = indices_print(made.sampler, n)
+        if made.sampler is None or (position.indices is not None and indices != position.indices):
+            return Sought(batch=batch, key="order")
+        kept = made.iterator, made.sampler
+        if readable and not at_once:
+            if (other := self._read_again()) is not None:
+                return Sought(batch=other)  # what is drawn while samples are read is as it was, too
+            made.iterator, made.sampler = kept
+        return Sought(batch=batch, key="content")
+
+    def _read_again(self) -> Any | None:
+        """All n batches from the beginning; the last one, or None where the first or the last one differs."""
+        position = self._position
+        assert position.start is not None
+        log.info(
+            "loader %r: the first %d batches of epoch %d are read again, so that what is drawn while samples are "
+            'read is as it was; wrap(skip="sampler") leaves that out (for datasets that draw by the sample)',
+            self._name,
+            position.delivered,
+            position.epoch,
+        )
+        generator.apply(position.start, self._own)
+        self._access.open(self._made, kind="replayed")
+        batch = self._draw(position.delivered, first=position.first)
+        if batch is not END and self._equal(position.fingerprint, batch):
+            return batch
+        generator.apply(position.start, self._own)
+        return None
+
+    def _replayed(self) -> Sought:
+        position, made = self._position, self._made
+        self._access.open(made)
+        batch = self._draw(1) if position.delivered == 1 else next(made.iterator, END)
+        if position.delivered > 1 and self._equal(position.first, batch):
+            batch = self._draw(position.delivered - 1)
+        elif not self._equal(position.first, batch):
+            return Sought(batch=batch, key="stream", restart=True)
+        if self._equal(position.fingerprint, batch):
+            return Sought(batch=batch)
+        return Sought(batch=batch, key="other order")
+
+    def _from_state(self) -> Sought:
+        """From the newest state that it accepts: torchdata refuses some of a loader that was itself resumed."""
+        position, made = self._position, self._made
+        assert position.start is not None
+        n, error = position.delivered, None
+        anchors = [anchor for anchor in position.anchors if anchor[0] <= n]
+        for at, state, generators in sorted(anchors, key=lambda a: (0 < a[0] < n, a[0]), reverse=True):
+            try:
+                generator.apply(position.start, self._own)
+                if state is not None:
+                    self._access.loader.load_state_dict(decode_value(state))
+                self._access.open(made)  # passes over what was sampled, as of the beginning of the pass
+                generator.apply(generators or position.start, self._own)
+                made.anchors = sorted(anchors, key=lambda a: a[0])
+                batch = END if at == n else self._draw(n - at)
+            except Exception as raised:  # noqa: BLE001 - the library's; an older state may do
+                error = raised
+                continue
+            if at == n or self._equal(position.fingerprint, batch):
+                return Sought(batch=batch)
+            return Sought(batch=batch, key="state")
+        return self._refused(error)
+
+    def _refused(self, error: Exception | None) -> Sought:
+        position, made = self._position, self._made
+        assert position.start is not None
+        generator.apply(position.start, self._own)
+        try:
+            self._access.open(made)
+            batch = next(made.iterator, END)
+        except Exception as raised:
+            raise CheckpointMismatch(
+                f"it does not accept its own state ({in_words(error)}), and cannot begin epoch {position.epoch} again",
+                where=f"loader {self._name!r}",
+                remedy="give the loader as it was until the epoch ends",
+            ) from raised
+        return Sought(batch=batch, key="refused", error=in_words(error), restart=True)
+
+    def _draw(self, count: int, *, first: str | None = None) -> Any:
+        """Draw `count` batches; the last one, or END. END, too, where the first one is not `first`."""
+        made, before = self._made, self._position.before
+        batch: Any = END
+        for k in range(count):
+            if k == count - 1 and before is not None:
+                if made.sampler is not None:
+                    made.sampler.advance()
+                generator.apply(before, self._own)
+            batch = next(made.iterator, END)
+            if batch is END or (k == 0 and not self._equal(first, batch)):
+                return END
+        return batch
+
+    @staticmethod
+    def _equal(saved: str | None, batch: Any) -> bool:
+        return batch is not END and (saved is None or fingerprint(batch) == saved)
