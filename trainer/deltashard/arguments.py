@@ -123,6 +123,16 @@ def check_count(name: str, value: object, *, least: int, remedy: str) -> None:
         raise _refusal(name, value, f"a whole number, {least} or more", remedy)
 
 
+def check_hyperparameters(value: object) -> None:
+    """Raises `UserError` unless `value` is "checkpoint" or "script"."""
+    if value not in ("checkpoint", "script"):
+        raise UserError(
+            f'hyperparameters= takes "checkpoint" or "script", not {value!r}',
+            where="restore()",
+            remedy='leave it out to take the checkpoint\'s; "script" keeps what this script gives',
+        )
+
+
 def check_goal(goal: object) -> None:
     """Raises `UserError` unless `goal` is None or says what the interval is chosen for."""
     if goal is None:

@@ -558,6 +558,7 @@ class Checkpointer:
         renames: Mapping[str, str] | None = None,
         takeover: bool = False,
         loaders: OnChange = "restart",
+        hyperparameters: str = "checkpoint",
     ) -> Restored | None:
         """Open the attempt and bring the newest whole checkpoint back, in place. Call it before the first `step()`.
 
@@ -571,6 +572,9 @@ class Checkpointer:
             loaders: what becomes of an epoch whose wrapped loader is another one now (batch size, length, order, number
                 of ranks): "restart" (its epoch begins again: some samples twice, none left out), "continue" (as many
                 batches are left out) or "refuse" (an error).
+            hyperparameters: whose learning rates, weight decay, schedule lengths, `requires_grad` and the like are in
+                force where this script gives others than the script that saved: "checkpoint" or "script". Both values
+                are in `Restored.notes` and in the log. What training itself changed comes from the checkpoint.
 
         Returns:
             None only if nothing was ever committed.
@@ -586,6 +590,7 @@ class Checkpointer:
                 where="restore()",
                 remedy='choose "restart", "continue" or "refuse"',
             )
+        arguments.check_hyperparameters(hyperparameters)
         wish = Wish(
             which=f"seq:{which}" if isinstance(which, int) else which,
             from_run=from_run,
@@ -594,6 +599,7 @@ class Checkpointer:
             renames=renames or {},
             takeover=takeover,
             loaders=loaders,
+            hyperparameters=hyperparameters,
         )
         try:
             return self._restorer.restore(wish)

@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from deltashard_checkpoint.format.schema import Box, TableSchema
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.whitelist import innermost
+from deltashard.state import trained_parameter
 from deltashard.state.contract import Contract, contracts_of, refuse_model
 from deltashard.state.fingerprint import fingerprint, library_version
 from deltashard.state.origin import Origin
@@ -45,8 +48,27 @@ class Program:
         self.sources += [contract.source for contract in self.contracts]
         self.fingerprint = fingerprint()
         """Versions and settings that decide bits."""
+        self.given: dict[str, dict[str, Any]] = {}
+        """What the script gave, before training changed it: `trained`, and hyperparameters of schedulers by name."""
+        self.look_at_given()
         for view in tracking.optimizers:
             check_value(view.capture(), where=f"optimizer {view.index}")
+
+    def look_at_given(self) -> None:
+        """What the program holds now is the script's own: nothing was trained yet."""
+        schedulers = {s.name: s for s in self.sources if isinstance(s.subject, LRScheduler)}
+        self.given = {"trained": trained_parameter.trained(self.parameters)} | {
+            f"state/{name}": hyperparameter.given(source.get()) for name, source in schedulers.items()
+        }
+        for view in self.tracking.optimizers:
+            view.look_at_given()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of the model that are saved, and of the optimizers beside it, by canonical name."""
+        orphans = {tensor: n for view in self.tracking.optimizers for n, tensor in view.orphans.items()}
+        found = trained_parameter.parameters_of(self.tracking.inventory.names | orphans)
+        return {name: param for name, param in found.items() if name not in self.tracking.left_out}
 
     @property
     def schemas(self) -> tuple[TableSchema, ...]:
@@ -87,6 +109,8 @@ class Program:
             "content": dict(content) if content is not None else None,
             "grown": self._origin.grown(dense),
             "modules": [contract.path for contract in self.contracts],
+            "parameters": trained_parameter.capture(self.parameters),
+            "given": self.given,
             **many,
         }
 

@@ -26,6 +26,7 @@ from deltashard_checkpoint.format.schema import FieldKind, FieldSpec
 from torch import Tensor
 
 from deltashard.optim import RowWiseAdagrad
+from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.attribute import Attributes
 from deltashard.optimizer.whitelist import innermost
 from deltashard.state.discovery import dtype_name
@@ -71,6 +72,8 @@ class OptimizerView:
         """Wrappers without a state of their own: their attributes travel with this view."""
         self.restoring = False
         """Whether what happens to its state is a restore's work."""
+        self.given: list[dict[str, Any]] = []
+        """Hyperparameters of each group as the script gave them, before training changed them."""
         self._attributes: list[Attributes] = []
         self._placed: set[Tensor] = set()
         """Tables for which a restore under way has asked for memory of row fields."""
@@ -82,12 +85,22 @@ class OptimizerView:
 
     def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
         """From now on an attribute that changes is saved; a view that `earlier` held the same optimizer goes on."""
+        earlier = list(earlier)
         known = {id(a.target): a for view in earlier for a in view._attributes}  # noqa: SLF001 - same class
+        given = next((view.given for view in earlier if view.target is self.target), None)
+        if given is None:
+            self.look_at_given()
+        else:
+            self.given = given
         params = self.params()
         self._attributes = [
             known.get(id(target)) or Attributes(target, params, self.state)
             for target in (self.target, *self.sharers)
         ]
+
+    def look_at_given(self) -> None:
+        """The hyperparameters as they are now are the script's own: nothing was trained yet."""
+        self.given = [hyperparameter.given(group) for group in self.target.param_groups]
 
     @property
     def unsaved(self) -> list[str]:
@@ -150,7 +163,8 @@ class OptimizerView:
 
         Keys: `class`, `groups` (with names for parameters), `state` {name: {key: value}}, `fields`
         {name: {key: shape behind the rows}} of the tables, `extra` (state under keys that are no parameters),
-        `orphans`; `beside`, if there is anything: see `Attributes.capture`, of the optimizer and its sharers in turn.
+        `orphans`, `given` (see there); `beside`, if there is anything: see `Attributes.capture`, of the optimizer and
+        its sharers in turn.
         """
         params = self.params()
         state: dict[str, dict[Any, Any]] = {}
@@ -176,6 +190,7 @@ class OptimizerView:
             "fields": shapes,
             "extra": {k: _pack(v) for k, v in self.state.items() if isinstance(k, str | int)},
             "orphans": dict(self.orphans),
+            "given": self.given,
         }
 
     def capture_here(self) -> dict[str, Any]:
@@ -187,28 +202,31 @@ class OptimizerView:
         del then
         return dict(now)
 
-    def restore(self, tree: Mapping[str, Any], *, skip: Collection[str] = ()) -> list[str]:
+    def restore(
+        self, tree: Mapping[str, Any], *, skip: Collection[str] = (), script: bool = False
+    ) -> list[str]:
         """Write a captured tree back; returns notes on what did not match. Row fields were written before.
 
-        State of the parameters in `skip`, which have another shape now, is not.
+        State of the parameters in `skip`, which have another shape now, is not. `script`: hyperparameters that this
+        script gives otherwise than the one that saved stay as this script gives them.
 
         Raises:
             UserError: the groups do not fit those that were saved.
         """
         self.restoring = True
         try:
-            return self._restore(tree, skip)
+            return self._restore(tree, skip, script=script)
         finally:
             self.restoring = False
             self._placed.clear()
 
-    def _restore(self, tree: Mapping[str, Any], skip: Collection[str]) -> list[str]:
-        notes = []
+    def _restore(self, tree: Mapping[str, Any], skip: Collection[str], *, script: bool) -> list[str]:
+        notes: list[str] = []
         mine = self.class_name
         if tree["class"] != mine:
             notes.append(f"optimizer {self.index} was a {tree['class']} and is a {mine} now")
         params = self.params()
-        self._restore_groups(tree["groups"])
+        notes += self._restore_groups(tree, script=script)
         for name, param in params.items():
             if name in skip:
                 continue
@@ -246,20 +264,29 @@ class OptimizerView:
             notes += attributes.restore(saved, params, self.state)
         return notes
 
-    def _restore_groups(self, saved: list[dict[str, Any]]) -> None:
-        groups = self.target.param_groups
+    def _restore_groups(self, tree: Mapping[str, Any], *, script: bool) -> list[str]:
+        saved, groups = tree["groups"], self.target.param_groups
         if len(groups) != len(saved):
             raise UserError(
                 f"{len(saved)} parameter groups were saved, the optimizer has {len(groups)}",
                 where=f"optimizer {self.index}",
                 remedy="build the optimizer as it was, or restore with weights_only=True",
             )
+        notes: list[str] = []
         names = {param: name for name, param in self.params().items()}
-        by_names = {frozenset(g["params"]): g for g in saved}
+        by_names = {frozenset(g["params"]): i for i, g in enumerate(saved)}
+        in_force, stored = list(self.given), tree.get("given", ())  # an imported checkpoint has none
         for i, group in enumerate(groups):
-            source = by_names.get(frozenset(names[p] for p in group["params"]), saved[i])
-            for key, value in source.items():
-                if key == "params":
+            source = by_names.get(frozenset(names[p] for p in group["params"] if p in names), i)
+            changed: dict[str, tuple[Any, Any]] = {}
+            if i < len(self.given) and source < len(stored):
+                changed = hyperparameter.differences(stored[source], self.given[i])
+                in_force[i] = self.given[i] if script else stored[source]
+            kind = f"optimizer {self.index} ({type(self.target).__name__})"
+            where = f"{kind}, parameter group {i}" if len(groups) > 1 else kind
+            notes += hyperparameter.note(where, changed, script=script)
+            for key, value in saved[source].items():
+                if key == "params" or (script and key in changed):
                     continue
                 live = group.get(key)
                 if isinstance(live, Tensor) and isinstance(value, Tensor):
@@ -267,6 +294,8 @@ class OptimizerView:
                         live.copy_(value)  # a scheduler may hold this very tensor
                 else:
                     group[key] = value.clone() if isinstance(value, Tensor) else value
+        self.given = in_force
+        return notes
 
     def _own(self, value: Any, param: Tensor, live: Any) -> Any:
         if not isinstance(value, Tensor):

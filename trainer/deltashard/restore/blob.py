@@ -14,9 +14,10 @@ from torch import Tensor
 
 from deltashard.errors import CheckpointMismatch
 from deltashard.loader.sharding import ResumePositions
+from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.optimizer_state import OptimizerView
 from deltashard.program import Program
-from deltashard.state import contract
+from deltashard.state import contract, trained_parameter
 from deltashard.state.origin import grow, may_grow
 from deltashard.state.value import copy_tensor, decode_value
 from deltashard.tracking.tracking import Tracking
@@ -172,11 +173,39 @@ class Blobs:
         groups, live = len(stored["groups"]), len(view.target.param_groups)
         return None if groups == live else f"had {groups} parameter groups and has {live}"
 
-    def apply_dense(self, program: Program, *, strict: bool, weights_only: bool) -> list[str]:
-        """Tensors, what modules say themselves, optimizers; returns notes on what did not fit."""
+    def apply_dense(
+        self, program: Program, *, strict: bool, weights_only: bool, script: bool = False
+    ) -> list[str]:
+        """Tensors, what modules say themselves, optimizers; returns notes on what did not fit.
+
+        `script`: hyperparameters that this script gives otherwise than the one that saved stay this script's.
+        """
         self.apply_tensors(program.tracking, strict=strict)
         notes = self._apply_modules(program, strict=strict)
-        return notes if weights_only else notes + self.apply_optimizers(program.tracking)
+        if weights_only:
+            return notes
+        notes += self.apply_optimizers(program.tracking, script=script)
+        return notes + self._apply_parameters(program, script=script)
+
+    def _apply_parameters(self, program: Program, *, script: bool) -> list[str]:
+        """Which parameters are trained, and which have a gradient; an imported checkpoint does not say."""
+        if "parameters" not in self.meta:
+            return []
+        aliases = program.tracking.inventory.aliases
+        saved = {
+            part: {aliases.get(name, name): value for name, value in held.items()}
+            for part, held in self.meta["parameters"].items()
+        }
+        was, now = self.meta["given"]["trained"], program.given["trained"]
+        changed = hyperparameter.differences(
+            {aliases.get(name, name): value for name, value in was.items()}, now
+        )
+        if script:
+            saved["trained"] |= {name: this for name, (_, this) in changed.items()}
+        else:
+            now |= {name: value for name, (value, _) in changed.items()}
+        trained_parameter.restore(saved, program.parameters, program.tracking.steps.call_before_next)
+        return hyperparameter.note("requires_grad", changed, script=script)
 
     def _apply_modules(self, program: Program, *, strict: bool) -> list[str]:
         """What modules say in their own state_dict; then their tensors once more, which loading may have converted."""
@@ -192,15 +221,24 @@ class Blobs:
             self.apply_tensors(program.tracking, strict=strict)
         return notes
 
-    def apply_state(self, program: Program, *, strict: bool) -> list[str]:
-        """Entries of `state=`; returns notes on what did not fit."""
-        notes = []
+    def apply_state(self, program: Program, *, strict: bool, script: bool = False) -> list[str]:
+        """Entries of `state=`; returns notes on what did not fit; `script`: see `apply_dense`."""
+        notes: list[str] = []
         modules = {each.source.name for each in program.contracts}
         for source in program.sources:
             if source.name not in self.state or source.name in modules:
                 continue
+            held, key = self.state[source.name], f"state/{source.name}"
+            was, now = self.meta.get("given", {}).get(key), program.given.get(key)
+            if was is not None and now is not None:  # a scheduler
+                changed = hyperparameter.differences(was, now)
+                notes += hyperparameter.note(f"state[{source.name!r}]", changed, script=script)
+                if script:
+                    held = held | {name: this for name, (_, this) in changed.items()}
+                else:
+                    program.given[key] = was
             try:
-                source.set(self.state[source.name])
+                source.set(held)
             except CheckpointMismatch as error:
                 if strict:
                     raise
@@ -217,13 +255,14 @@ class Blobs:
             elif target is not None and (strict or _fits(value, target)):
                 copy_tensor(target, value, where=f"dense tensor {name}")
 
-    def apply_optimizers(self, tracking: Tracking) -> list[str]:
-        """Groups and state of the optimizers; what does not fit is left as it is, which `check` said."""
+    def apply_optimizers(self, tracking: Tracking, *, script: bool) -> list[str]:
+        """Groups and state of the optimizers; what does not fit is left as it is, which `check` reported."""
         notes: list[str] = []
         strangers = self.strangers(tracking)
         for i, view in enumerate(tracking.optimizers):
             if i in self.optimizers and view.index not in strangers:
-                notes += view.restore(view.merged(self.optimizers[i]), skip=self._misshapen(i, view))
+                tree, skip = view.merged(self.optimizers[i]), self._misshapen(i, view)
+                notes += view.restore(tree, skip=skip, script=script)
         return notes
 
     def _saved(self, tracking: Tracking) -> dict[str, Tensor]:

@@ -105,6 +105,8 @@ class Wish:
     renames: Mapping[str, str]
     takeover: bool
     loaders: OnChange = "restart"
+    hyperparameters: str = "checkpoint"
+    """"checkpoint" or "script": whose are in force where both scripts gave different ones."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -159,10 +161,14 @@ class Restorer:
         self._base = base
         self._contents = contents
         self._listener = listener
+        self._called = False
 
     def restore(self, wish: Wish) -> Restored | None:
         """See `Checkpointer.restore`."""
         self._refuse_trained()
+        if not self._called:
+            self._called = True
+            self._program.look_at_given()
         assembly = self._opener.assemble(
             which=wish.which,
             from_run=wish.from_run,
@@ -170,6 +176,7 @@ class Restorer:
             weights_only=wish.weights_only,
             renames=sorted(wish.renames.items()),
             takeover=wish.takeover,
+            hyperparameters=wish.hyperparameters,
         )
         tries = _Tries(assembly=assembly)
         while True:
@@ -246,6 +253,7 @@ class Restorer:
         if not weights_only:
             turnover.restart_epochs(self._restarted(turnover, tries.assembly), turnover.refused)
         notes += turnover.notes
+        script = wish.hyperparameters == "script"
         rng: dict[str, Any] | None = None
         reported: list[str] = []
         step = 0 if wish.from_run and weights_only else reply.step
@@ -254,13 +262,15 @@ class Restorer:
         crash_point("restore.before_dense")
         notes += targets.notes
         with tries.stage("restored"):
-            notes += blobs.apply_dense(self._program, strict=wish.strict, weights_only=weights_only)
+            notes += blobs.apply_dense(
+                self._program, strict=wish.strict, weights_only=weights_only, script=script
+            )
             for table, ids in delta_rows(targets.placed):
                 self._tracking.reseed(table, ids)
             for table, ids in newer_rows(targets.placed):
                 table.marks.mark(ids.to(table.marks.flags.device))
             if not weights_only:
-                notes += blobs.apply_state(self._program, strict=wish.strict)
+                notes += blobs.apply_state(self._program, strict=wish.strict, script=script)
                 notes += blobs.borrowed(self._rank.number, self._rank.world_size, self._program.state.keys())
                 rng, told = self._generators(blobs, reply.attempt, strict=wish.strict)
                 notes += told

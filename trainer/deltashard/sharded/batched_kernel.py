@@ -85,6 +85,19 @@ class BatchedKernel:
                 count.fill_(saved["iter"])
 
     @property
+    def hyperparameters(self) -> dict[str, float]:
+        """Rate, epsilon and weight decay in force."""
+        args = self._tbe.optimizer_args
+        rate = {"lr": float(self._tbe.get_learning_rate())}
+        return rate | {name: float(getattr(args, name)) for name in _HYPERPARAMETERS}
+
+    def change(self, values: Mapping[str, float]) -> None:
+        """Set some of them."""
+        self._tbe.update_hyper_parameters(dict(values))
+        if "lr" in values:
+            self.group["lr"] = values["lr"]
+
+    @property
     def group(self) -> dict[str, Any]:
         """The one parameter group of its fused optimizer, live."""
         group: dict[str, Any] = self._module.fused_optimizer.param_groups[0]

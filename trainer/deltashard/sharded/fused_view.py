@@ -23,6 +23,7 @@ from deltashard_checkpoint.format.schema import FieldSpec
 from torch import Tensor
 
 from deltashard.optim import RowWiseAdagrad
+from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.optimizer_state import OptimizerView, field_kind
 from deltashard.sharded.batched_kernel import BatchedKernel, KernelShard
 from deltashard.state.discovery import Inventory, dtype_name
@@ -78,8 +79,18 @@ class FusedView(OptimizerView):
         """The same whatever kernels there are."""
         return "deltashard.FusedOptimizer"
 
+    def look_at_given(self) -> None:
+        """See `OptimizerView`; by table, of the kernels."""
+        kernels = {fqn: held[0] for fqn, held in self.target.tables.items()}
+        self.given = [{fqn: kernel.hyperparameters for fqn, kernel in kernels.items()}]
+
     def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
         """It has none that change."""
+        given = next((v.given for v in earlier if isinstance(v, FusedView)), None)
+        if given is None:
+            self.look_at_given()
+        else:
+            self.given = given
 
     def allocate(self, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
         """The kernel's own memory for a row field about to be restored.
@@ -131,6 +142,7 @@ class FusedView(OptimizerView):
             "fields": {},
             "extra": {},
             "orphans": {},
+            "given": [{fqn: held for fqn, held in self.given[0].items() if fqn in kernels}],
         }
 
     @staticmethod
@@ -138,12 +150,13 @@ class FusedView(OptimizerView):
         """One tree of what the views of all ranks captured (at least one): each table's is the one that is there."""
         found: dict[str, Any] = {}
         for tree in trees:
-            found = found or {**tree, "state": {}}
+            found = found or {**tree, "state": {}, "given": [{}]}
             found["state"] |= tree["state"]
+            found["given"][0] |= tree["given"][0]
         found["groups"] = [{"params": sorted(found["state"])}]
         return found
 
-    def _restore(self, tree: Mapping[str, Any], skip: Collection[str]) -> list[str]:
+    def _restore(self, tree: Mapping[str, Any], skip: Collection[str], *, script: bool) -> list[str]:
         saved: Mapping[str, Any] = tree["state"]
         notes = [
             f"nothing is stored of the kernel of {fqn}" for fqn in self.target.tables if fqn not in saved
@@ -166,7 +179,14 @@ class FusedView(OptimizerView):
                         remedy="give both tables fused_params that keep them apart, as they were",
                     )
         for kernel, fqn in by_kernel.items():
+            was, now = tree["given"][0].get(fqn, {}), self.given[0][fqn]
+            changed = hyperparameter.differences(was, now)
+            notes += hyperparameter.note(f"fused optimizer of {fqn}", changed, script=script)
             kernel.restore(saved[fqn])
+            if script and changed:
+                kernel.change({name: this for name, (_, this) in changed.items()})
+        if not script:
+            self.given[0] |= {fqn: was for fqn, was in tree["given"][0].items() if fqn in self.given[0]}
         return notes
 
     def _refuse_left(self, left: Mapping[str, str]) -> None:

@@ -29,7 +29,9 @@ _GLOBAL_POST = torch_optimizer._global_optimizer_post_hooks  # noqa: SLF001 - as
 class Steps:
     """What all optimizers of one `Tracking` share."""
 
-    __slots__ = ("before_next", "captured", "first", "gradients", "inside", "stepped", "updated", "updating")
+    __slots__ = (
+        "_look", "before_next", "captured", "first", "gradients", "inside", "stepped", "updated", "updating",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.captured = False
@@ -44,6 +46,7 @@ class Steps:
         """Optimizers whose step began and did not end: while one is left by an exception, it stays here."""
         self.before_next: list[Callable[[], None]] = []
         """Called once, before the next step of any of them."""
+        self._look: Callable[[], None] | None = None
         self.first: FirstStep | None = None
         """Watches the first step after a restore."""
         self.gradients: GradientWatch | None = None
@@ -57,9 +60,16 @@ class Steps:
         """A fused kernel begins to change rows, or has changed them."""
         self.updating, self.updated = begins, True
 
+    def call_before_next(self, call: Callable[[], None]) -> None:
+        """Have `call` called once, before the next step of any of them."""
+        self.before_next.append(call)
+
     def look_before_next(self, look: Callable[[], None] | None) -> None:
         """Have `look` called once, before the next step of any of them; None: have nothing called."""
-        self.before_next = [] if look is None else [look]
+        self.before_next = [call for call in self.before_next if call is not self._look]
+        self._look = look
+        if look is not None:
+            self.before_next.append(look)
 
 
 class StepHooks:

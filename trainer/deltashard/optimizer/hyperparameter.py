@@ -1,0 +1,64 @@
+"""Hyperparameters that the script gives, and those of the script that saved.
+
+A restore puts the checkpoint's learning rates, weight decay, schedule length and the like in force, whatever this
+script gives. Most of the differences are training's work: a scheduler has lowered the rate. Those that a person made
+are found by comparing what both scripts *gave*, before training changed it: a checkpoint records that as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+_MISSING = object()
+
+
+def given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values among `values` by name: numbers, text, and lists, tuples and dicts of them."""
+    found = {name: _plain(value) for name, value in values.items() if name != "params"}
+    return {name: value for name, value in found.items() if value is not _MISSING}
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Name -> (what the script that saved gave, what this one gives), where both gave one and they differ."""
+    return {
+        name: (value, now[name])
+        for name, value in was.items()
+        if name in now and not _same(value, now[name])
+    }
+
+
+def described(found: Mapping[str, tuple[Any, Any]]) -> str:
+    """Those differences in words; names that begin with "_" follow from others."""
+    return ", ".join(f"{name} {was!r} -> {now!r}" for name, (was, now) in found.items() if name[:1] != "_")
+
+
+def note(where: str, found: Mapping[str, tuple[Any, Any]], *, script: bool) -> list[str]:
+    """A sentence about the differences, if there are any; `script`: this script's values are in force."""
+    if not (words := described(found)):
+        return []
+    fate = (
+        "this script's values are in force"
+        if script
+        else 'the checkpoint\'s values are in force; restore(hyperparameters="script") takes this script\'s'
+    )
+    return [f"{where}: the script that saved gave other hyperparameters than this one ({words}): {fate}"]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else _MISSING
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        members = [_plain(each) for each in value]
+        return _MISSING if any(each is _MISSING for each in members) else type(value)(members)
+    if isinstance(value, dict):
+        return given(value)
+    return _MISSING
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a == b or (a != a and b != b)  # noqa: PLR0124 - both are not a number
