@@ -66,8 +66,8 @@ MESSAGES = {
     ),
     "no batch": (
         ("a step was taken without a new batch. Batches that are kept and used again (itertools.cycle, a list, several "
-        "steps on one batch, another source) are not in the checkpoint: a resumed run continues with the next batch "
-            "of         "the loader"),
+        "steps on one batch, another source) are not in the checkpoint: a resumed run continues with the next batch of "
+        "the loader"),
         "Iterate the loader itself. " + _PIPELINED,
     ),
     "ahead": (
