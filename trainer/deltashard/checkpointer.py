@@ -188,10 +188,11 @@ class Checkpointer:
         self.stats = Stats()
         """Counts of what happened to saves, for people and tests."""
         self._listener = Listener(on_event, self.stats.count_event_error)
+        handed = arguments.optimizers_of(optimizer, model)
         self._program = Program(
             Tracking(
                 model,
-                arguments.optimizers_of(optimizer, model),
+                optimizer if isinstance(optimizer, list | Mapping) else handed,
                 settings=tracking,
                 report=self._tracked,
                 rank=self._rank.number,

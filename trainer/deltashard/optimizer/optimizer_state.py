@@ -25,6 +25,7 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.schema import FieldKind, FieldSpec
 from torch import Tensor
 
+from deltashard.errors import StateError
 from deltashard.optim import RowWiseAdagrad
 from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.attribute import Attributes
@@ -61,7 +62,16 @@ class OptimizerView:
     spread = False
     """Whether each rank of a group holds another part of it, so that each says its own; else all hold the same."""
 
-    def __init__(self, index: int, target: Any, names: Mapping[Tensor, str], tables: Iterable[str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        target: Any,
+        names: Mapping[Tensor, str],
+        tables: Iterable[str],
+        fused: Collection[Tensor] = (),
+    ) -> None:
+        """`fused` are parameters that kernels update: TorchRec's scripts give all of a model's to one optimizer."""
+        self._fused = fused
         self.index = index
         self.target = target
         self._names = names
@@ -118,10 +128,12 @@ class OptimizerView:
         return cast("MutableMapping[Any, Any]", self.target.state)
 
     def params(self) -> dict[str, Tensor]:
-        """Name -> parameter, in the order of the groups."""
+        """Name -> parameter, in the order of the groups; without those that a kernel updates."""
         found: dict[str, Tensor] = {}
         for g, group in enumerate(self.target.param_groups):
             for j, param in enumerate(group["params"]):
+                if param in self._fused:
+                    continue
                 name = self._names.get(param)
                 if name is None:
                     name = f"optimizer{self.index}.{g}.{j}"
@@ -165,7 +177,17 @@ class OptimizerView:
         {name: {key: shape behind the rows}} of the tables, `extra` (state under keys that are no parameters),
         `orphans`, `given` (see there); `beside`, if there is anything: see `Attributes.capture`, of the optimizer and
         its sharers in turn.
+
+        Raises:
+            StateError: it has stepped a sharded table that a kernel updates.
         """
+        if any(self.state.get(param) for param in self._fused):
+            raise StateError(
+                f"{type(self.target).__name__} has stepped a sharded table, which its kernel updates already: that state "
+                "is of one rank's shard, and cannot be restored",
+                where=f"optimizer {self.index}",
+                remedy="leave the parameters of sharded tables out of this optimizer",
+            )
         params = self.params()
         state: dict[str, dict[Any, Any]] = {}
         shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -183,7 +205,7 @@ class OptimizerView:
             **({"beside": beside} if any(beside) else {}),
             "class": self.class_name,
             "groups": [
-                {**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
+                {**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"] if p in names]}
                 for g in self.target.param_groups
             ],
             "state": state,
@@ -316,7 +338,10 @@ class OptimizerView:
 
 
 def views_of(
-    optimizers: Iterable[Any], names: Mapping[Tensor, str], tables: Iterable[str]
+    optimizers: Iterable[Any],
+    names: Mapping[Tensor, str],
+    tables: Iterable[str],
+    fused: Collection[Tensor] = (),
 ) -> list[OptimizerView]:
     """One view per distinct state found in `optimizers` and what they wrap, outermost first."""
     tables = tuple(tables)
@@ -338,7 +363,7 @@ def views_of(
                 if target is not known.target and target not in known.sharers:
                     known.sharers.append(target)
                 continue
-            by_state[id(target.state)] = view = OptimizerView(len(views), target, names, tables)
+            by_state[id(target.state)] = view = OptimizerView(len(views), target, names, tables, fused)
             views.append(view)
             view.sharers, bare = bare, []
     return views

@@ -272,6 +272,8 @@ class SaveLoop:
         self._requests.put_off(wait.said)
         if wait is Wait.TORN and self._setbacks.first(wait):
             log.warning("no checkpoint is cut at step %d: %s", self._clock.step, wait.said)
+        if wait is Wait.ACCUMULATING:
+            self._tracking.adopt()  # the optimizer that steps may be another one by now
         if wait in (Wait.STEPPED, Wait.ACCUMULATING, Wait.MOVED):
             return  # the next optimizer step takes it
         # Nobody else would say that the sidecar is away; the rest passes by itself.

@@ -73,6 +73,7 @@ class FusedView(OptimizerView):
         """`others` are the views before this one."""
         super().__init__(len(others), FusedOptimizer(inventory), inventory.names, inventory.tables)
         self._others = others
+        self.look_at_given()
 
     @property
     def class_name(self) -> str:
@@ -86,11 +87,7 @@ class FusedView(OptimizerView):
 
     def watch_attributes(self, earlier: Iterable[OptimizerView] = ()) -> None:
         """It has none that change."""
-        given = next((v.given for v in earlier if isinstance(v, FusedView)), None)
-        if given is None:
-            self.look_at_given()
-        else:
-            self.given = given
+        self.given = next((view.given for view in earlier if isinstance(view, FusedView)), self.given)
 
     def allocate(self, param: Tensor, spec: FieldSpec, key: str) -> Tensor:
         """The kernel's own memory for a row field about to be restored.

@@ -117,6 +117,9 @@ class Inventory:
     """Parameter (by identity) -> canonical name; a shard's is its key."""
     sharded: list[nn.Module] = field(default_factory=list)
     """Modules that shard their tables themselves: what is inside of them is theirs."""
+    fused: set[Tensor] = field(default_factory=set)
+    """Parameters of such modules whose values a kernel updates within the backward pass: an optimizer that is given
+    them never finds a gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +245,8 @@ def _take(inventory: Inventory, module: nn.Module, said: Sharded) -> None:
         inventory.names[found.param] = found.key
     for schema in said.elsewhere:
         inventory.elsewhere[schema.fqn] = schema
+    held = [param for each in module.modules() for param in each._parameters.values() if param is not None]  # noqa: SLF001 - torch offers no accessor to its own ones
+    inventory.fused.update(param for param in held if param not in inventory.names)
 
 
 def _refuse_dtype(dtype: torch.dtype, fqn: str) -> None:

@@ -41,6 +41,7 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from torch import Tensor, nn
 
+from deltashard.optimizer.handed import HandedOptimizers
 from deltashard.optimizer.optimizer_state import OptimizerView, views_of
 from deltashard.optimizer.whitelist import (
     hookable,
@@ -51,7 +52,6 @@ from deltashard.optimizer.whitelist import (
 )
 from deltashard.sharded.embedding_module import find
 from deltashard.sharded.fused_view import FusedView
-from deltashard.sharded.handed_optimizer import parts_of
 from deltashard.state.discovery import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
 from deltashard.state.kernel_thread import share
 from deltashard.state.replica import owners
@@ -314,18 +314,7 @@ class TrackedTable:
         """Bring marks and schema up to date for a cut; a look at hashes follows.
 
         `why` is `_why_at_a_cut`, which may remember what it said at this cut.
-
-        Raises:
-            UserError: the weight has another shape than when this Checkpointer was built.
         """
-        box = self.box
-        was = (box.row_stop - box.row_start, box.col_stop - box.col_start)
-        if self.param.shape != was:
-            raise UserError(
-                f"The table was {list(was)} and is {list(self.param.shape)}",
-                where=self.key,
-                remedy="nothing is saved until it has its shape again; build a new Checkpointer after changing a table",
-            )
         if self._rows is not None and self._differs():
             self._written_outside()
             self.sign()
@@ -432,21 +421,14 @@ class TrackedTable:
     def _why_shared(other: str) -> str:
         return f"it shares its memory with {other}"
 
-    def rebind(self, found: FoundTable) -> None:
-        """The model holds another parameter of the same shape now, or another module in this place.
+    def is_like(self, found: FoundTable) -> bool:
+        """Whether `found`, of the same name, has the shape and type that this table was tracked with."""
+        return found.box == self.box and dtype_name(found.param.dtype) == self._schema.dtype
 
-        Raises:
-            UserError: it is of another shape or type.
-        """
-        param = found.param
-        if param.shape != self.param.shape or param.dtype != self.param.dtype:
-            raise UserError(
-                f"The table was {tuple(self.param.shape)} {self.param.dtype} and is {tuple(param.shape)} {param.dtype}",
-                where=self.fqn,
-                remedy="build a new Checkpointer after changing a table",
-            )
+    def rebind(self, found: FoundTable) -> None:
+        """The model holds another parameter of the same shape now, or another module in this place."""
         self.found_again(found)
-        self.param = param
+        self.param = found.param
         _log.warning(
             "the parameter of table %s was replaced: it is saved whole, as new content. "
             "The optimizer must be given the new one",
@@ -589,7 +571,7 @@ class Tracking:
         """
         self.settings = settings or TrackingSettings()
         self.model = model
-        self._handed = parts_of(_as_list(optimizers))
+        self._handed = HandedOptimizers(optimizers, model)
         self._hooks: list[StepHooks] = []
         self.steps = Steps()
         self.report: Report = report or (lambda _name, _facts: None)
@@ -710,11 +692,8 @@ class Tracking:
         return {tensor.device for tensor in tensors}
 
     def refresh(self) -> DirtyCounts:
-        """Bring marks and schemas up to date for a cut and count the rows it would take.
-
-        Raises:
-            UserError: a table's shape or type changed.
-        """
+        """Bring marks and schemas up to date for a cut and count the rows it would take."""
+        self.adopt()
         self._look()
         known = self._grouped
         if known is None or _places(_by_view(self.optimizers)) != _places(known):
@@ -864,14 +843,14 @@ class Tracking:
 
     def _views(self, inventory: Inventory) -> list[OptimizerView]:
         """Of the optimizers that were handed over, in order, then of the fused ones."""
-        views = views_of(self._handed, inventory.names, self.by_key)
+        views = views_of(self._handed.now, inventory.names, self.by_key, inventory.fused)
         return [*views, FusedView(views, inventory)] if inventory.sharded else views
 
     def _attach(self) -> None:
         self._grouped = _by_view(self.optimizers)
         self._share()
         for table in self.tables:
-            owners = [o for o in self._handed if any(_owns(x, table.param) for x in (o, *innermost(o)))]
+            owners = [o for o in self._handed.now if any(_owns(x, table.param) for x in (o, *innermost(o)))]
             table.attach(owners, [v for v in self.optimizers if _owns(v.target, table.param)])
         self._index()
 
@@ -891,12 +870,31 @@ class Tracking:
         for hooks in self._hooks:
             hooks.watch(by_owner.get(id(hooks.optimizer), []))
 
+    def adopt(self) -> None:
+        """Take over optimizers that others replaced in the list that was given, or in an attribute of the model."""
+        if not self._handed.look():
+            return
+        live = [optimizer for handed in self._handed.now for optimizer in hookable(handed)]
+        for hooks in self._hooks:
+            if not any(hooks.optimizer is optimizer for optimizer in live):
+                hooks.close()
+                self.steps.inside.discard(hooks.optimizer)
+        self._hooks = [hooks for hooks in self._hooks if any(hooks.optimizer is each for each in live)]
+        self._install()
+        self._view_again()
+        kinds = ", ".join(type(view.target).__name__ for view in self.optimizers)
+        _log.warning(
+            "an optimizer was replaced while training: from now on checkpoints hold those that are there now (%s). "
+            "To restore such a checkpoint, build the same optimizers before the Checkpointer",
+            kinds,
+        )
+
     def _install(self) -> None:
-        seen: set[int] = set()
-        for handed in self._handed:
+        known = {id(hooks.optimizer) for hooks in self._hooks}
+        for handed in self._handed.now:
             for optimizer in hookable(handed):
-                if id(optimizer) not in seen:
-                    seen.add(id(optimizer))
+                if id(optimizer) not in known:
+                    known.add(id(optimizer))
                     self._hooks.append(
                         StepHooks(optimizer, self.steps, loaded=self._state_loaded, regrouped=self._regrouped)
                     )
@@ -931,51 +929,45 @@ class Tracking:
     def _look(self) -> None:
         """Find the tables in the model as it is now, by name: modules may be replaced, added or gone.
 
-        Raises:
-            UserError: a table has another shape or type than before.
+        A table of another shape or type than before is a new table of that name.
         """
         before = self._named
         now = discover(self.model, self.settings.tables, find)
-        for key, table in self.by_key.items():
-            found = now.tables.get(key)
-            if found is not None and found.param is not table.param:
+        same = {key: table for key, table in self.by_key.items() if key in now.tables}
+        same = {key: table for key, table in same.items() if table.is_like(now.tables[key])}
+        for key, table in same.items():
+            found = now.tables[key]
+            if found.param is not table.param:
                 table.rebind(found)
-            elif found is not None:
+            else:
                 table.found_again(found)
         self._inventory = now
         self._savers = self._shared_out()
-        if [*map(id, before.names)] == [*map(id, now.names)] and self.by_key.keys() == now.tables.keys():
+        alike = same.keys() == self.by_key.keys() == now.tables.keys()
+        if alike and [*map(id, before.names)] == [*map(id, now.names)]:
             return
-        for table in [t for t in self.tables if t.key not in now.tables]:
-            table.close()
-            self.tables.remove(table)
+        if not alike:
             self.regrown = True
-        for key, found in now.tables.items():
-            if key not in self.by_key:
-                self.tables.append(self._tracked(found))
-                self.regrown = True
-        self.by_key = {table.key: table for table in self.tables}
+            for table in self.tables:
+                if table.key not in same:
+                    table.close()
+            self.by_key = {key: same.get(key) or self._tracked(found) for key, found in now.tables.items()}
+            self.tables = list(self.by_key.values())
+        self._view_again()
+        self._named = now
+
+    def _view_again(self) -> None:
+        """Optimizers, or what they step, changed: have views of them as they are now."""
         earlier = self.optimizers
-        self.optimizers = self._views(now)
+        self.optimizers = self._views(self._inventory)
         for view in self.optimizers:
             view.watch_attributes(earlier)
         self._grouped = None
-        self._named = now
 
 
 def _why_at_a_cut(owner: Any, dense: torch.dtype | None) -> str | None:
     """Why an optimizer may change rows without a gradient, beside `why_inexact`; `dense`: type of a dense gradient."""
     return why_replaced(owner) or (None if dense is None else why_inexact_in(owner, dense))
-
-
-def _as_list(optimizers: Any) -> list[Any]:
-    if optimizers is None:
-        return []
-    if isinstance(optimizers, Mapping):
-        return list(optimizers.values())
-    if hasattr(optimizers, "step"):
-        return [optimizers]
-    return list(optimizers)
 
 
 def _by_view(views: Iterable[OptimizerView]) -> list[list[Tensor]]:

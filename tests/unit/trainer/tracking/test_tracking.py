@@ -254,16 +254,20 @@ def test_a_copy_or_pickle_of_the_model_carries_no_tracking():
 
 
 def test_a_replaced_parameter_is_found_at_the_next_cut():
-    """The module got a new Parameter object: all rows count, and a new shape is refused by name."""
-    from deltashard_checkpoint.errors import UserError
-
+    """The module got a new Parameter object: all rows count; one of another shape is a new table of that name."""
     training, cutter = begin("sgd", "embedding", False)
     training.model["table"].weight = nn.Parameter(torch.randn(ROWS, COLUMNS))
     assert cutter.take() == set(range(ROWS))
     assert cutter.table.param is training.weight
     training.model["table"].weight = nn.Parameter(torch.randn(ROWS + 1, COLUMNS))
-    with pytest.raises(UserError, match=r"table\.weight"):
-        cutter.tracking.refresh()
+    cutter.tracking.refresh()
+    assert cutter.tracking.regrown
+    assert cutter.tracking.by_key["table.weight"].schema.rows == ROWS + 1
+    training.weight.data = torch.randn(ROWS + 2, COLUMNS)  # in place: the very parameter
+    cutter.tracking.cut_taken(7, "all")
+    cutter.tracking.refresh()
+    assert cutter.tracking.regrown
+    assert cutter.tracking.by_key["table.weight"].prepare_cut("since_commit").all
 
 
 def test_a_lazy_field_changes_the_schema_and_the_whole_table():
