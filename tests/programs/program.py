@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.programs.dimension import STEPS, Spec
 from tests.support.trainer.verdict import bits, optimizer_bits
 
-SAMPLES, BATCH, CHANGE_AT, WAIT_S = 18, 4, 6, 60
+SAMPLES, BATCH, CHANGE_AT, WAIT_S = 18, 4, 4, 60
 _IN_STATE, _HIDDEN = np.random.default_rng(5), np.random.default_rng(6)
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
 
@@ -166,7 +166,7 @@ class OwnSampler(Sampler):
 
 
 class Counting:
-    """Batches whose position is an attribute, as TorchRec's random dataset has it; every `iter()` sets it to 0."""
+    """Batches whose position is an attribute, as TorchRec's random dataset has them; every `iter()` sets it to 0."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches, self.position = batches, 0
@@ -180,6 +180,16 @@ class Counting:
         if self.position > len(self.batches):
             raise StopIteration
         return self.batches[self.position - 1]
+
+
+class Holder(IterableDataset):
+    """A dataset of such batches."""
+
+    def __init__(self, batches: Counting) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self.batches), None)
 
 
 def _in_object(samples: list[Any]) -> Sample:
@@ -215,7 +225,7 @@ def _loader(s: SimpleNamespace, restarted: bool, samples: int = SAMPLES) -> Any:
         ),
         "distributed": lambda: DataLoader(items, sampler=DistributedSampler(items, 1, 0, seed=4), **whole),
         "factory": lambda: lambda epoch, start: iter(batches[(epoch + k) % len(batches)] for k in range(start, len(batches))),
-        "counting": lambda: Counting(batches),
+        "counting": lambda: Holder(Counting(batches)),
         "list": lambda: batches,
     }  # fmt: skip
     return make[s.loader]()
@@ -491,7 +501,7 @@ class Program:
             self._zero(set_to_none=True)
 
     def _change(self) -> None:
-        """What the program does once, before its step 7."""
+        """What the program does once, before its step 5."""
         s, net = self.s, self.net
         if s.freeze in ("table", "unfreeze"):
             self.tables[0].requires_grad_(s.freeze == "unfreeze")
