@@ -118,6 +118,8 @@ def consistent(spec: Spec) -> Spec:
         s["optimizers"] = "two" if s["optimizers"] == "one" else s["optimizers"]
     if s["table_rule"] in _DENSE_ONLY or s["dtype"] == "float16" or s["max_norm"]:
         s["sparse"] = False
+    if s["table_rule"] == "sparse_adam" and not s["sparse"]:
+        s["table_rule"] = "adam"
     if s["dtype"] == "float16" and s["table_rule"] not in ("sgd", "momentum"):
         s["table_rule"] = "sgd"
     if s["dtype"] != "float32":
@@ -138,7 +140,12 @@ def consistent(spec: Spec) -> Spec:
         s["between"] = s["between"] if s["between"] == "evaluate" else "none"
     if s["kill_where"] == "optimizers" and s["optimizers"] == "one":
         s["kill_where"] = "backward"
-    if s["restart"] in ("batch_size", "longer", "unshuffled", "workers") and s["loader"] not in ("map", "stateful"):
+    if s["closure"] and s["kill_where"] == "backward":
+        s["kill_where"] = "step"
+    if s["restart"] in ("batch_size", "longer", "unshuffled", "workers") and s["loader"] not in (
+        "map",
+        "stateful",
+    ):
         s["restart"] = "same"
     if s["restart"] == "workers" and s["loop"] in _TWO_LOADERS:
         s["restart"] = "same"
@@ -147,7 +154,6 @@ def consistent(spec: Spec) -> Spec:
         s["freeze"] = s["freeze"] if s["freeze"] == "dense" else "none"
     if s["replaced"] != "none":
         s["wrapper"], s["scheduler"], s["optimizers"], s["ema"] = "none", "none", "two", "none"
-        s["table_rule"] = s["table_rule"]
     if s["tables"] == 1:
         s["rarely_used"] = False
     return s

@@ -260,7 +260,9 @@ class Program:
         if self.scaler is not None:
             self.state["scaler"] = self.scaler
         if s.ema == "averaged":
-            ema = optim.swa_utils.AveragedModel(self.net, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9))
+            ema = optim.swa_utils.AveragedModel(
+                self.net, multi_avg_fn=optim.swa_utils.get_ema_multi_avg_fn(0.9)
+            )
             self.state["ema"] = ema
         elif s.ema == "tensors":
             self.state["ema"] = {name: p.detach().clone() for name, p in self.net.named_parameters()}
@@ -288,7 +290,9 @@ class Program:
         make: dict[str, Callable[[], Any]] = {
             "none": lambda: None,
             "step": lambda: rates.StepLR(optimizer, 3, 0.7),
-            "one_cycle": lambda: rates.OneCycleLR(optimizer, 0.05, total_steps=STEPS + 1, cycle_momentum=False),
+            "one_cycle": lambda: rates.OneCycleLR(
+                optimizer, 0.05, total_steps=STEPS + 1, cycle_momentum=False
+            ),
             "plateau": lambda: rates.ReduceLROnPlateau(optimizer, patience=1),
             "lambda": lambda: rates.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
         }
@@ -298,21 +302,23 @@ class Program:
         s = self.s
         options: dict[str, Any] = {"content_hash": s.content_hash, "precopy": s.precopy}
         event = lambda kind, facts: self.told.append(f"event {kind}: {dict(facts)}")  # noqa: E731
-        self.ckpt = deltashard.Checkpointer(self.net, self.optimizers, state=self.state, on_event=event, **options)
+        self.ckpt = deltashard.Checkpointer(
+            self.net, self.optimizers, state=self.state, on_event=event, **options
+        )
         wrap: dict[str, Any] = {} if s.skip == "default" else {"skip": s.skip}
         wrap |= {"pipelined": True} if s.loop == "pipelined" else {}
         bare = _loader(s, self.restarted)
         second = _loader(s, self.restarted, 10) if s.loop in ("zip", "nested", "alternate") else None
         if s.wrap_first:
             loader = self.ckpt.wrap(bare, name="first", **wrap)
-            second = second and self.ckpt.wrap(second, name="second")
+            second = None if second is None else self.ckpt.wrap(second, name="second")
         resumed = self.ckpt.restore()
         if resumed is not None:
             self.n = resumed.step
             self.told += [f"note: {note}" for note in resumed.notes]
         if not s.wrap_first:
             loader = self.ckpt.wrap(bare, name="first", **wrap)
-            second = second and self.ckpt.wrap(second, name="second")
+            second = None if second is None else self.ckpt.wrap(second, name="second")
         if self.restarted and self.kill:
             self.kill = self.n + self.kill if self.s.second_kill else 0
         if self.restarted and s.restart == "draws":
@@ -322,6 +328,7 @@ class Program:
             iter(loader)
         elif s.between == "peek":
             next(iter(loader))
+        self.loader = loader
         self.held = DataLoader(Items(SimpleNamespace(augment="none", batch="tuple"), 8), 4)
         self._loop(loader, second, getattr(bare, "sampler", None))
         self.ckpt.close()
@@ -351,9 +358,9 @@ class Program:
                     break
 
     def _passes(self, once: Callable[[], Any]) -> Iterator[Any]:
-        for epoch in itertools.count():
+        while True:
             if self.s.reseed:
-                torch.manual_seed(100 + epoch + self.n)
+                torch.manual_seed(100 + self.loader.epoch)
             if self.s.loop == "enumerate":
                 yield from (batch for _, batch in enumerate(once()))
             elif self.s.loop == "generator":
@@ -526,7 +533,9 @@ class Program:
         weight = nn.Parameter(torch.cat([old.detach(), old.detach()[: len(old) // 2] * 0.5]))
         if self.s.growth == "module":
             options = {"mode": module.mode} if self.net.bag else {}
-            grown = type(module)(len(weight), old.shape[1], _weight=weight.detach().clone(), sparse=module.sparse, **options)
+            grown = type(module)(
+                len(weight), old.shape[1], _weight=weight.detach().clone(), sparse=module.sparse, **options
+            )
             self.net.tables[0], weight = grown, grown.weight
         else:
             module.weight, module.num_embeddings = weight, len(weight)
@@ -544,7 +553,7 @@ class Program:
         self.dense = [next((c for g, c in zip(old, new, strict=True) if p is g), p) for p in self.dense]
 
     def _die_here(self, where: str) -> None:
-        if self.kill and where == self.s.kill_where and self.n == self.kill - (where != "step"):
+        if self.kill and where == self.s.kill_where and self.n >= self.kill - (where != "step"):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def bits(self) -> dict[str, bytes]:

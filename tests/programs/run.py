@@ -1,8 +1,8 @@
 """Draws user programs and judges them; a script, and what the test calls.
 
-    python -m tests.programs.run 500                         500 drawn ones
-    python -m tests.programs.run --each-value                each value of each dimension, alone
-    python -m tests.programs.run --spec '{"loop": "cycle"}'  this one
+python -m tests.programs.run 500                         500 drawn ones
+python -m tests.programs.run --each-value                each value of each dimension, alone
+python -m tests.programs.run --spec '{"loop": "cycle"}'  this one
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Judge:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(120)
@@ -57,7 +59,10 @@ class Judge:
             smaller = False
             for name in differences(spec):
                 fewer = completed({key: value for key, value in differences(spec).items() if key != name})
-                if len(differences(fewer)) < len(differences(spec)) and self.verdict(fewer)["outcome"] == outcome:
+                if (
+                    len(differences(fewer)) < len(differences(spec))
+                    and self.verdict(fewer)["outcome"] == outcome
+                ):
                     spec, smaller = fewer, True
         return spec
 
@@ -70,7 +75,11 @@ def report(specs: Iterable[Spec], *, show: bool = True) -> list[str]:
         for number, spec in enumerate(specs):
             verdict = judge.verdict(spec)
             outcome = verdict["outcome"]
-            kind = f"{outcome}, from the beginning" if outcome == "exact" and not verdict["restored"] else outcome
+            kind = (
+                f"{outcome}, from the beginning"
+                if outcome == "exact" and not verdict["restored"]
+                else outcome
+            )
             kind += ", with a warning" if outcome == "exact" and verdict["told"] else ""
             counts[kind] += 1
             if show:
@@ -78,7 +87,9 @@ def report(specs: Iterable[Spec], *, show: bool = True) -> list[str]:
             if outcome not in GOOD:
                 small = judge.smallest(spec, outcome) if outcome in ("silent", "crash") else spec
                 verdict = judge.verdict(small)
-                bad.append(f"{outcome}: {json.dumps(differences(small))}: differs in {verdict.get('differs', [])[:4]}; {verdict['told']}")
+                bad.append(
+                    f"{outcome}: {json.dumps(differences(small))}: differs in {verdict.get('differs', [])[:4]}; {verdict['told']}"
+                )
                 print(bad[-1], flush=True)
     print(dict(counts), flush=True)
     return bad
@@ -86,7 +97,9 @@ def report(specs: Iterable[Spec], *, show: bool = True) -> list[str]:
 
 def main() -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("count", type=int, nargs="?", default=10)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--each-value", action="store_true")

@@ -32,7 +32,10 @@ TOLD: dict[str, tuple[Spec, str]] = {
     "another batch size in mid-epoch": ({"restart": "batch_size"}, "batch_size"),
     "more samples in mid-epoch": ({"restart": "longer"}, "another loader now"),
     "no shuffling any more, in mid-epoch": ({"restart": "unshuffled"}, "another loader now"),
-    "other workers of a stateful loader": ({"loader": "stateful", "workers": 2, "restart": "workers"}, "workers"),
+    "other workers of a stateful loader": (
+        {"loader": "stateful", "workers": 2, "restart": "workers"},
+        "workers",
+    ),
     "a generator that no checkpoint holds": ({"augment": "hidden"}, "content"),
     "a table that grows, in a program that is restarted as it began": ({"growth": "module"}, "tables.0"),
     "a parameter that grows": ({"growth": "parameter"}, "tables.0"),

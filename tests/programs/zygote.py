@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.programs.dimension import Spec, completed
 from tests.support.sidecar_zygote import child
-from tests.support.trainer.verdict import Words, differing, telling
+from tests.support.trainer.verdict import Words, differing, explaining, telling
 
 LIFE_S = 120
 SIDECAR = "main", "grpc_server", "sidecar", "arena.arena", "run.run", "telemetry.structured_logging"
@@ -45,7 +45,15 @@ def _sidecar(root: Path, spec: Spec) -> int:
     argv = ["serve", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     pid = os.fork()
     if pid == 0:
-        child({"argv": argv, "env": dict(os.environ), "cwd": str(root), "log": str(root / "sidecar.log"), "constants": {}})
+        child(
+            {
+                "argv": argv,
+                "env": dict(os.environ),
+                "cwd": str(root),
+                "log": str(root / "sidecar.log"),
+                "constants": {},
+            }
+        )
     until = time.monotonic() + LIFE_S
     while not (directory / "ready.json").exists():
         if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() > until:
@@ -104,7 +112,12 @@ def _lived(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> 
 def _read(out: Path) -> dict[str, Any]:
     if out.exists():
         return pickle.loads(out.read_bytes())
-    return {"error": f"crash: no result: {out.with_suffix('.log').read_text()[-1500:]}", "told": [], "bits": None, "restored": 0}
+    return {
+        "error": f"crash: no result: {out.with_suffix('.log').read_text()[-1500:]}",
+        "told": [],
+        "bits": None,
+        "restored": 0,
+    }
 
 
 def judge(spec: Spec) -> dict[str, Any]:
@@ -123,13 +136,22 @@ def judge(spec: Spec) -> dict[str, Any]:
             return {"outcome": outcome, "told": [whole["error"]]}
         lives = [_life(root / "killed", spec, root / "killed.out", kill=spec["kill"], restarted=False)]
         if spec["second_kill"]:
-            lives.append(_life(root / "killed", spec, root / "second.out", kill=spec["second_kill"], restarted=True))
+            lives.append(
+                _life(root / "killed", spec, root / "second.out", kill=spec["second_kill"], restarted=True)
+            )
         lives.append(_life(root / "killed", spec, root / "resumed.out", kill=0, restarted=True))
         if None in lives:
             return {"outcome": "hung", "told": [f"life {lives.index(None) + 1} of the killed run"]}
         if lives[0] >= 0:
             return {"outcome": "broken", "told": [f"not killed: {_read(root / 'killed.out')['error']}"]}
-        return _compared(whole, [_read(root / f"{n}.out") for n in ("killed", "second", "resumed") if (root / f"{n}.out").exists()])
+        return _compared(
+            whole,
+            [
+                _read(root / f"{n}.out")
+                for n in ("killed", "second", "resumed")
+                if (root / f"{n}.out").exists()
+            ],
+        )
     finally:
         for pid in sidecars:
             os.kill(pid, signal.SIGKILL)
@@ -140,14 +162,17 @@ def judge(spec: Spec) -> dict[str, Any]:
 
 def _compared(whole: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, Any]:
     last = lives[-1]
-    told = telling(word for life in (whole, *lives) for word in life["told"])
-    verdict: dict[str, Any] = {"told": told, "restored": last["restored"], "differs": []}
+    words = [word for life in (whole, *lives) for word in life["told"]]
+    verdict: dict[str, Any] = {"told": telling(words), "restored": last["restored"], "differs": []}
     if last["error"]:
         crash = last["error"].startswith("crash")
-        return verdict | {"outcome": "crash" if crash else "told", "told": [last["error"], *told]}
+        return verdict | {"outcome": "crash" if crash else "told", "told": [last["error"], *telling(words)]}
     if last["bits"] == whole["bits"]:
         return verdict | {"outcome": "exact"}
-    return verdict | {"outcome": "told" if told else "silent", "differs": differing(whole["bits"], last["bits"])}
+    return verdict | {
+        "outcome": "told" if explaining(words) else "silent",
+        "differs": differing(whole["bits"], last["bits"]),
+    }
 
 
 def serve() -> None:

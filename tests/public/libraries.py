@@ -84,7 +84,9 @@ class Clicks(nn.Module):
 
 def _clicks(samples: int = SAMPLES) -> TensorDataset:
     draws = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randint(ROWS, (samples, 4), generator=draws), torch.rand(samples, generator=draws))
+    return TensorDataset(
+        torch.randint(ROWS, (samples, 4), generator=draws), torch.rand(samples, generator=draws)
+    )
 
 
 def _ended(model: nn.Module, optimizer: Any, **more: Any) -> dict[str, bytes]:
@@ -119,6 +121,13 @@ def lightning(life: Life, *, manual: bool = False, workers: int = 0) -> dict[str
             return [self.rule], [{"scheduler": self.schedule, "interval": "step"}]
 
     class Save(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            # Lightning validates when it has counted len(loader) batches; those before the restart are among them.
+            nonlocal before
+            trainer.fit_loop.epoch_loop.batch_progress.current.ready += before
+            trainer.fit_loop._data_fetcher.fetched += before
+            before = 0
+
         def on_train_batch_end(self, *_: Any) -> None:
             ckpt.step()
             life.stepped(ckpt)
@@ -127,6 +136,7 @@ def lightning(life: Life, *, manual: bool = False, workers: int = 0) -> dict[str
     module = Module()
     ckpt = life.checkpointer(module, module.rule, schedule=module.schedule)
     loader = ckpt.wrap(DataLoader(_clicks(), BATCH, shuffle=True, num_workers=workers))
+    before = loader.delivered
     trainer = pl.Trainer(
         max_epochs=EPOCHS - loader.epoch, accelerator="cpu", logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[Save()],
@@ -196,9 +206,15 @@ def torch_rechub(life: Life) -> dict[str, bytes]:
     x = {feature.name: draws.integers(0, ROWS, SAMPLES) for feature in sparse}
     x["age"] = draws.random(SAMPLES).astype("float32")
     y = draws.integers(0, 2, SAMPLES).astype("float32")
-    model = DeepFM(deep_features=dense, fm_features=sparse, mlp_params={"dims": [16], "dropout": 0.2, "activation": "relu"})
+    model = DeepFM(
+        deep_features=dense,
+        fm_features=sparse,
+        mlp_params={"dims": [16], "dropout": 0.2, "activation": "relu"},
+    )
     trainer = CTRTrainer(model, optimizer_params={"lr": 1e-2, "weight_decay": 1e-5}, n_epoch=EPOCHS)
-    loader, _, _ = DataGenerator(x, y).generate_dataloader(x_val=x, y_val=y, x_test=x, y_test=y, batch_size=BATCH)
+    loader, _, _ = DataGenerator(x, y).generate_dataloader(
+        x_val=x, y_val=y, x_test=x, y_test=y, batch_size=BATCH
+    )
     ckpt = life.checkpointer(model, trainer.optimizer)
     loader = ckpt.wrap(loader)
     for _ in range(loader.epoch, EPOCHS):
@@ -220,7 +236,9 @@ def recbole(life: Life) -> dict[str, bytes]:
     data.mkdir(parents=True, exist_ok=True)
     draws = np.random.default_rng(5)
     pairs = sorted({(int(u), int(i)) for u, i in draws.integers(0, 40, (120, 2))})
-    (data / "tiny.inter").write_text("user_id:token\titem_id:token\n" + "".join(f"u{u}\ti{i}\n" for u, i in pairs))
+    (data / "tiny.inter").write_text(
+        "user_id:token\titem_id:token\n" + "".join(f"u{u}\ti{i}\n" for u, i in pairs)
+    )
     config = Config(
         model="BPR", dataset="tiny",
         config_dict={

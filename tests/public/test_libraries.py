@@ -15,9 +15,17 @@ import pytest
 from tests.public.libraries import EPOCHS, PROGRAMS, STEPS_PER_EPOCH
 from tests.support.machine import limit_s
 from tests.support.tool import ROOT
-from tests.support.trainer.verdict import differing, telling
+from tests.support.trainer.verdict import differing, explaining
 
-EXACT = {"lightning", "lightning_manual", "accelerate", "accelerate_stateful", "accelerate_seedable", "torch_rechub", "recbole"}
+EXACT = {
+    "lightning",
+    "lightning_manual",
+    "accelerate",
+    "accelerate_stateful",
+    "accelerate_seedable",
+    "torch_rechub",
+    "recbole",
+}
 """The others are told."""
 
 
@@ -39,7 +47,7 @@ def test_a_killed_program_of_a_public_library_comes_back(name: str, tmp_path: Pa
     whole, resumed = (pickle.loads((tmp_path / life).read_bytes()) for life in ("whole", "resumed"))
     assert resumed["resumed_at"] == kill - 2, logs
 
-    told = telling(resumed["told"])
+    told = explaining(resumed["told"])
     if resumed["bits"] is None:
         assert told, logs
         assert name not in EXACT, told

@@ -24,15 +24,18 @@ def run() -> Iterator[Run]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "endless"), [(1, True), (1, False), (2, False)])
+@pytest.mark.parametrize(
+    ("world", "endless", "tower"), [(1, True, False), (1, False, False), (2, False, False), (2, True, True)]
+)
 def test_the_random_dataset_under_the_sparse_pipeline(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, endless: bool
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: int, endless: bool, tower: bool
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     kill = random.Random(f"{world} {endless}").randrange(PASS + 3, STEPS - 2)
-    whole = run(tmp_path / "whole", world, "train", endless=endless)
-    assert run(tmp_path / "killed", world, "train", endless=endless, kill=kill, agent=True) == [None] * world
-    resumed = run(tmp_path / "killed", world, "train", endless=endless)
+    options = {"endless": endless, "tower": tower}
+    whole = run(tmp_path / "whole", world, "train", **options)
+    assert run(tmp_path / "killed", world, "train", **options, kill=kill, agent=True) == [None] * world
+    resumed = run(tmp_path / "killed", world, "train", **options)
 
     for one, other in zip(whole, resumed, strict=True):
         assert other["resumed_at"] == kill - 2

@@ -45,17 +45,19 @@ def _model() -> DistributedModelParallel:
     return DistributedModelParallel(DLRMTrain(dlrm), device=torch.device("cpu"), sharders=sharders)
 
 
-def train(rank: int, workdir: Path, endless: str, kill: str = "0") -> Any:
+def train(rank: int, workdir: Path, endless: str, tower: str = "False", kill: str = "0") -> Any:
     """To the end from the newest checkpoint; or killed, two steps after a save.
 
-    `endless`: the dataset has no end of its own, which is its default; else a pass is of 7 batches.
+    `endless`: the dataset has no end of its own, which is its default; else a pass is of 7 batches. `tower`: Adam is
+    given all of `model.named_parameters()`, the sharded tables too, as TorchRec's retrieval example does.
     """
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
     told: list[str] = []
     Words(told)
     torch.manual_seed(20260101)
     model = _model()
-    named = dict(in_backward_optimizer_filter(model.named_parameters()))
+    parameters = model.named_parameters()
+    named = dict(parameters if tower == "True" else in_backward_optimizer_filter(parameters))
     dense = KeyedOptimizerWrapper(named, partial(torch.optim.Adam, lr=1e-3))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense])
     dataset = RandomRecDataset(
@@ -83,7 +85,9 @@ def train(rank: int, workdir: Path, endless: str, kill: str = "0") -> Any:
             if ckpt.steps == int(kill):
                 os.kill(os.getpid(), signal.SIGKILL)
     ckpt.close()
-    found = optimizer_bits("dense", dense) | bits("parameters", {n: p for n, p in model.named_parameters() if "over" in n or "dense" in n})
+    found = optimizer_bits("dense", dense) | bits(
+        "parameters", {n: p for n, p in model.named_parameters() if "over" in n or "dense" in n}
+    )
     for name, parameter in model.named_parameters():
         local = getattr(parameter, "_local_tensor", parameter)
         found |= bits(name, local if isinstance(local, torch.Tensor) else [])

@@ -11,7 +11,11 @@ import torch
 
 TELLING = re.compile(r"note: |warning: |error: |event (nothing_saved|fell_back|log_damaged|save_blocked)")
 NOISE = re.compile(r"tracked by row hashes|tracked by hashes|counts? as changed")
-"""Which words say that a resumed run may differ; how tables are tracked says nothing of it."""
+"""Words of interest; how tables are tracked is none."""
+UNRELATED = re.compile(
+    r"the model changed after the Checkpointer was built|the last step\(\) ended no optimizer step|gave other hyperparameters"
+)
+"""Words that do not explain why a run that was resumed differs: what they speak of comes back exactly, or is refused."""
 
 
 class Words(logging.Handler):
@@ -29,6 +33,11 @@ class Words(logging.Handler):
 def telling(told: Iterable[str]) -> list[str]:
     """The words that count, each once."""
     return sorted({word for word in told if TELLING.match(word) and not NOISE.search(word)})
+
+
+def explaining(told: Iterable[str]) -> list[str]:
+    """Those that say why a resumed run differs."""
+    return [word for word in telling(told) if not UNRELATED.search(word)]
 
 
 def bits(name: str, value: Any) -> dict[str, bytes]:
