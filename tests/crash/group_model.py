@@ -41,7 +41,7 @@ from deltashard.group import meeting as meetings
 from deltashard.group.conductor import HOLD_S, Conductor
 from deltashard.group.meeting import Meeting
 from deltashard.group.order import Orders, Verdict
-from deltashard.loader.shelf import LoaderShelf
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
 from deltashard.save import order_book, save_loop, saver, setback
 from deltashard.save.capture import Capture
@@ -633,7 +633,7 @@ class Member:
         listener = Listener(None, lambda: 0)
         self.setbacks = Setbacks(self.clock, self.stats, listener)
         requests = Requests(self.setbacks)
-        shelf = LoaderShelf(lambda: self.clock.step)
+        shelf = LoaderRegistry(lambda: self.clock.step)
         self.saver = Parts(
             Capture(program, shelf, rank=Rank(number=rank, local=rank, world_size=RANKS)),
             clock=self.clock, attachment=attachment, attempt=attempt, base=CutBase(), requests=requests,

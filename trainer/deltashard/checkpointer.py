@@ -472,6 +472,7 @@ class Checkpointer:
         if self._clock.tick():
             self._loop.boundary(at_step=True)
         self._clock.tock()
+        self._loaders.stepped()
         if loss is not None:
             self._losses.note(
                 loss,

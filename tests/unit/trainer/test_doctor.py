@@ -11,7 +11,7 @@ import torch
 from deltashard.attach.rank import Rank
 from deltashard.doctor import Diagnosis, diagnose, timer_of
 from deltashard.errors import UserError
-from deltashard.loader.shelf import LoaderShelf
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program
 from deltashard.save.capture import Capture
 from deltashard.tracking.tracking import Tracking, TrackingSettings
@@ -100,7 +100,7 @@ def test_a_forgotten_scheduler_is_said_at_the_first_cut(given: str, caplog: pyte
     }[given]
     program = _program(model, optimizer, **state)
     program.tracking.refresh()
-    capture = Capture(program, LoaderShelf(lambda: 0), rank=Rank())
+    capture = Capture(program, LoaderRegistry(lambda: 0), rank=Rank())
     for _ in range(2):
         list(capture.blobs(0, None))
     assert caplog.text.count("is not in state=") == (given == "nothing")

@@ -51,8 +51,8 @@ class Position:
     identity: Mapping[str, Any] = field(default_factory=dict)
     in_use: bool = False
     """A pass over another loader goes on within the last batch: it is delivered once more."""
-    nested: list[str] = field(default_factory=list)
-    """Loaders that make one pass for each batch of this one."""
+    nested: list[str] | None = None
+    """Loaders that make one pass for each batch of this one; None: not seen yet."""
     per_step: int = 1
     """Batches of one step, at most."""
     total: tuple[int, int] | None = None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from deltashard_checkpoint.format.typed_tree import UnsupportedValue
 
 from deltashard.errors import CheckpointMismatch, StateError, UserError
+from deltashard.loader.generator import same
 from deltashard.loader.loader_access import Skip
 from deltashard.loader.message import LASTING, MESSAGES, STRICT
 from deltashard.loader.wrapped_loader import WrappedLoader
@@ -59,6 +60,10 @@ class LoaderRegistry:
         self.moved_at = -1
         self._boundary: Mapping[str, Any] | None = None
         self._delivered_at = clock()
+        self.turns = 0
+        """Iterators asked for, and restored passes found at their end."""
+        self.ended_turn = 0
+        """Of the last restored pass that was found at its end."""
         self._reported: dict[tuple[str, str], str] = {}
         self._notes: list[str] = []
 
@@ -101,6 +106,11 @@ class LoaderRegistry:
 
     # Cuts
 
+    def stepped(self) -> None:
+        """A step is done."""
+        if self.clock() > self._delivered_at + 1:
+            self._look_for_steps_without_batch()
+
     def asked(self, *, draws: bool) -> None:
         """A batch is asked for, after which generators may have moved: the step boundary ends here."""
         now = self.clock()
@@ -112,7 +122,7 @@ class LoaderRegistry:
 
     def delivered(self) -> None:
         """A batch is delivered."""
-        self._look_for_steps_without_batch()
+        self.stepped()
         self.events += 1
         self._delivered_at = self.clock()
 
@@ -120,7 +130,7 @@ class LoaderRegistry:
         """(global generators, positions by name) of the last step boundary, as plain data."""
         now = self.clock()
         with self.lock:
-            self._look_for_steps_without_batch()
+            self.stepped()
             positions = {name: loader.position().tree() for name, loader in self.loaders.items()}
         # A pass that was only found at its end took no batch: the generators of now are those of the boundary.
         rng: Mapping[str, Any] | None = self._boundary if self.moved else None
@@ -131,8 +141,6 @@ class LoaderRegistry:
     def _look_for_steps_without_batch(self) -> None:
         """Each step needs a batch since the last one, but for the first one after a restore, which may end an epoch."""
         now = self.clock()
-        if now <= self._delivered_at + 1:
-            return
         used = [loader for loader in self.loaders.values() if loader.iterated]
         if not used or any(loader.ahead(now) for loader in used):
             return
@@ -202,6 +210,23 @@ class LoaderRegistry:
         for source, data in held:
             if encode_value(source.get()).to_bytes() != data:
                 source.set(decode_value(data))
+
+    def note_draws(self, name: str, entry: Mapping[str, Any]) -> None:
+        """`entry`: global generators when the first batch after the restore was asked for."""
+        first = self.cut is not None and self.clock() == self.cut_at and self.cut_applied_by is None
+        if first and not same(entry, self.cut):
+            log.info(
+                "loader %r: random numbers were drawn between restore() and the first batch. What they decide in this "
+                "epoch (its order, if it begins now; negative samples) is that of the lost process only if that drew "
+                "them there, too: seed by epoch what is drawn at the head of one",
+                name,
+            )
+
+    def holds(self, loader: Any) -> bool:
+        """Whether the loader's data, or the loader itself, is an entry of `state=`, which says where it stands."""
+        return any(
+            value is loader or value is getattr(loader, "dataset", self) for value in self.state.values()
+        )
 
     # Reports
 

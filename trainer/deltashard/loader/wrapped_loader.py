@@ -79,6 +79,8 @@ class WrappedLoader:
         self._state = PassState.NONE
         self._epoch = 0
         self._pass: LoaderPass | None = None
+        self._first_turn: int | None = None
+        """When it was iterated first since the restore."""
         self._pending: Position | None = None
         """Restored, and not used up yet."""
         self._seeds = generator.seeds(generator.own_generators(loader, {}))
@@ -95,7 +97,8 @@ class WrappedLoader:
         # Pipelined: every delivery that is not consumed yet, oldest first, after the one that is.
         self._queue: deque[_Place] = deque([_Place(None, 0)])
         self._consumed_at = registry.clock()
-        self._nested: set[str] = set()
+        self._nested: set[str] | None = None
+        """Loaders that make one pass for each batch of this one; None: not seen yet."""
         self.passes_within: dict[str, int] = {}
         """Passes of others since the last delivery."""
         self._delivered_event = 0
@@ -186,7 +189,8 @@ class WrappedLoader:
         """
         saved, access = Position.of(tree, self.name), self._access
         own = generator.own_generators(self.loader, {})
-        self._epoch, self._nested, self._end_state = saved.epoch, set(saved.nested), saved.end_state
+        self._epoch, self._end_state = saved.epoch, saved.end_state
+        self._nested = None if saved.nested is None else set(saved.nested)
         self._check.resume(saved.per_step, saved.total)
         self._moved_at = -1
         why = access.mismatch(saved)
@@ -221,6 +225,7 @@ class WrappedLoader:
                     "the order of the checkpoint continues"
                 )
         self._queue = deque([_Place(None, self._epoch)])
+        self._first_turn = None
 
     def _load_end_state(self, state: bytes, own: Mapping[str, Any]) -> None:
         """What that draws is put back."""
@@ -261,7 +266,7 @@ class WrappedLoader:
             "seeds": generator.seeds(own),
             "end_state": self._end_state,
             "kind": access.kind,
-            "nested": sorted(self._nested),
+            "nested": None if self._nested is None else sorted(self._nested),
             "per_step": self._check.per_step,
             "total": self._check.total,
             "reported": self._registry.reported_of(self.name),
@@ -351,9 +356,9 @@ class WrappedLoader:
             inner = other.newest
             if inner is None or inner.begun_event < self._delivered_event or not inner.handed:
                 continue
-            if inner.handed > 1 or other.name in self._nested:
+            if inner.handed > 1 or other.name in (self._nested or ()):
                 return True
-            if made.mark.delivered == 1:
+            if made.mark.delivered == 1 and self._nested is None:
                 self._report("first", other=other.name)
         return False
 
@@ -367,11 +372,16 @@ class WrappedLoader:
                 remedy="give each loader a name= of its own; wrap again under one name only what replaces "
                 "the other",
             )
-        return self._run()  # a generator: its body begins at the first next()
+        self._registry.turns += 1
+        if self._first_turn is None:
+            self._first_turn = self._registry.turns
+        return self._run(self._registry.turns)  # a generator: its body begins at the first next()
 
-    def _run(self) -> Iterator[Any]:
+    def _run(self, turn: int) -> Iterator[Any]:
         registry, access = self._registry, self._access
         own = generator.own_generators(self.loader, registry.state)
+        if self._first_turn is not None and self._first_turn < registry.ended_turn < turn:
+            self._leave_restored()
         self._ask(own, begins=True)
         made = self._begin(own)
         try:
@@ -396,6 +406,12 @@ class WrappedLoader:
                 made.ended_at = registry.clock()
                 self._happen(PassEvent.DROPPED)
                 self._keep_end_state()
+
+    def _leave_restored(self) -> None:
+        """A `zip` over this loader ended at once, at the end of another one: it left this one's restored pass."""
+        if self._pending is not None:
+            self._epoch, self._pending, self._pass = self._pending.epoch + 1, None, None
+        self._first_turn = None
 
     def _may_draw(self, made: LoaderPass) -> bool:
         """Whether fetching may move generators of this process: learned from the first batches."""
@@ -441,14 +457,8 @@ class WrappedLoader:
     def _fresh(self, own: Mapping[str, Any]) -> LoaderPass:
         registry, access, old = self._registry, self._access, self._pass
         start = generator.capture(own)
-        at_cut = registry.cut is not None and registry.clock() == registry.cut_at and old is None
-        if at_cut and not generator.same(start["globals"], registry.cut):
-            log.info(
-                "loader %r: random numbers were drawn between restore() and the first batch of an epoch: "
-                "its order is that of "
-                "the lost process only if that drew them there, too",
-                self.name,
-            )
+        if old is None:
+            registry.note_draws(self.name, start["globals"])
         self._epoch = self._settled(ended=True)
         if old is not None and registry.clock() > old.begun_at:
             self._check.epoch_ended(old, by_loop=self._state is not PassState.EXHAUSTED)
@@ -494,7 +504,8 @@ class WrappedLoader:
             base=position.base,
         )
         found = Seek(self.name, access, made, position, own).run()
-        if found.key:
+        registry.note_draws(self.name, entry["globals"])
+        if found.key and not (found.key == "stream" and registry.holds(self.loader)):
             self._report(found.key, epoch=position.epoch, batch=position.delivered, error=found.error)
         if found.restart:
             made.mark, made.first, made.resumed = Mark(), None, False
@@ -512,14 +523,9 @@ class WrappedLoader:
             return made
         mine = registry.cut is not None and registry.clock() == registry.cut_at
         mine &= registry.cut_applied_by in (None, self.name)
-        in_state = {k: v for k, v in entry["own"].items() if k.startswith("state")}
-        generator.apply(
-            {
-                "globals": registry.cut if mine and registry.cut is not None else entry["globals"],
-                "own": {**position.own, **in_state},
-            },
-            own,
-        )
+        if mine and registry.cut is not None:
+            entry = {"globals": registry.cut, "own": position.own}
+        generator.apply(entry, {k: g for k, g in own.items() if not k.startswith("state")})
         if mine:
             registry.cut_applied_by = self.name
         return made
@@ -538,12 +544,10 @@ class WrappedLoader:
         made.first = printed if number == 1 else made.first
         made.handed += 1
         registry.delivered()
-        if self.passes_within and not self.passes_within.keys() - {
-            other.name for other in registry.open_others(self)
-        }:
-            self._nested.clear()
-        elif made.handed > 1:
-            self._nested = {name for name, passes in self.passes_within.items() if passes == 1}
+        if made.handed > 1:
+            open_ones = {other.name for other in registry.open_others(self)}
+            inner = self.passes_within.keys() - open_ones or not self.passes_within
+            self._nested = {name for name, n in self.passes_within.items() if n == 1} if inner else set()
         self.passes_within, self._delivered_event = {}, registry.events
         self._check.delivered(made, registry.clock())
         if self._pipelined:
@@ -579,6 +583,9 @@ class WrappedLoader:
         self._happen(PassEvent.STOPPED)
         made.ended_at = now
         short = made.resumed and made.handed < max(1, self._check.per_step)
+        if made.resumed and not made.handed:
+            registry.turns += 1
+            registry.ended_turn = registry.turns
         made.was_epoch = now > made.begun_at or self._pipelined or short
         self._unstepped = None if made.was_epoch or not made.mark.delivered else (now, registry.events)
         if not made.handed or (self._boundary is not None and self._boundary.mark is made.mark):

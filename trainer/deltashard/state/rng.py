@@ -2,8 +2,8 @@
 
 The *global* generators are Python's `random`, NumPy's legacy `numpy.random`, torch's default CPU generator and, once
 CUDA is in use, every device's default generator. *Own* generators (`torch.Generator`, `numpy.random.Generator`,
-`random.Random`) are objects of the user's, captured by kind. A captured value holds only ints, floats, tuples, bytes
-and arrays, so it passes through the typed tree unchanged and nothing is ever unpickled.
+`numpy.random.RandomState`, `random.Random`) are objects of the user's, captured by kind. A captured value holds only
+ints, floats, tuples, bytes and arrays, so it passes through the typed tree unchanged and nothing is ever unpickled.
 
 Capturing copies: a value taken at a cut does not change when training draws on.
 """
@@ -19,7 +19,7 @@ import torch
 
 from deltashard.errors import CheckpointMismatch, StateError
 
-Generator = torch.Generator | np.random.Generator | random.Random
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
@@ -75,21 +75,6 @@ def apply_globals(captured: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(_tensor_of(state), device)
 
 
-def is_seeds(before: bytes, after: bytes, *, most: int) -> bool:
-    """Whether torch's CPU generator came from `before` to `after` by drawing up to `most` seeds.
-
-    That is what creating an iterator over a DataLoader, or over a RandomSampler, draws. An even count of 32-bit numbers
-    looks the same, so `most` is better small.
-    """
-    scratch = torch.Generator()
-    scratch.set_state(_tensor_of(before))
-    for _ in range(most):
-        torch.empty((), dtype=torch.int64).random_(generator=scratch)
-        if _bytes_of(scratch.get_state()) == after:
-            return True
-    return False
-
-
 def draw_apart(rank: int, attempt: int) -> None:
     """Give the global generators a state that follows from theirs, `rank` and `attempt`, and is no other rank's."""
     drawn = int(torch.randint(1 << 62, ()).item())
@@ -101,7 +86,7 @@ def draw_apart(rank: int, attempt: int) -> None:
 
 def is_generator(value: object) -> bool:
     """Whether `capture_own` takes it."""
-    return isinstance(value, (torch.Generator, np.random.Generator, random.Random))
+    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
 def capture_own(generator: Generator) -> dict[str, Any]:
@@ -114,6 +99,8 @@ def capture_own(generator: Generator) -> dict[str, Any]:
         }
     if isinstance(generator, np.random.Generator):
         return {"kind": "numpy", "state": dict(generator.bit_generator.state)}
+    if isinstance(generator, np.random.RandomState):
+        return {"kind": "numpy.legacy", "state": generator.get_state(legacy=False)}
     if isinstance(generator, random.SystemRandom):
         raise StateError(
             "random.SystemRandom has no state", where="state=", remedy="use random.Random or leave it out"
@@ -140,6 +127,8 @@ def apply_own(generator: Generator, captured: Mapping[str, Any]) -> None:
         generator.set_state(_tensor_of(captured["state"]))
     elif kind == "numpy" and isinstance(generator, np.random.Generator):
         generator.bit_generator.state = captured["state"]
+    elif kind == "numpy.legacy" and isinstance(generator, np.random.RandomState):
+        generator.set_state(captured["state"])
     elif kind == "python" and isinstance(generator, random.Random):
         generator.setstate(_python_state_of(captured["state"]))
     else:

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import itertools
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,9 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
-from tests.integration.trainer.loader.loader_world import World
-
-Program = Callable[[World], None]
+from tests.integration.trainer.loader.loader_world import Program, World
 
 
 class Numbers(Dataset[Any]):
@@ -103,57 +104,6 @@ def alternated(world: World) -> None:
         world.step(name, batch)
 
 
-def two_to_one(world: World) -> None:
-    loaders = {"a": world.wrap(shuffled(), "a"), "b": world.wrap(shuffled(11, 3, noisy=True), "b")}
-    passes: dict[str, Iterator[Any]] = {}
-    while True:
-        name = "a" if world.steps.now % 3 else "b"
-        batch = next(passes[name], None) if name in passes else None
-        if batch is None:
-            passes[name] = iter(loaders[name])
-            batch = next(passes[name], None)
-        if batch is None:  # resumed at its end
-            passes[name] = iter(loaders[name])
-            batch = next(passes[name])
-        world.step(name, batch)
-
-
-def turns_forgotten(world: World) -> None:
-    a, b = world.wrap(shuffled(), "a"), world.wrap(shuffled(), "b")
-    first = iter(a)
-    for _ in range(2 if world.steps.now == 0 else 100):
-        batch = next(first, None)
-        if batch is None:
-            break
-        world.step("a", batch)
-    second = iter(b)
-    while True:
-        for name, passes in (("b", second), ("a", first)):
-            batch = next(passes, None)
-            if batch is None:
-                second, first = iter(b), iter(a)
-                break
-            world.step(name, batch)
-
-
-def alternated_blindly(world: World) -> None:
-    a, b = world.wrap(shuffled(), "a"), world.wrap(shuffled(), "b")
-    while True:
-        second = iter(b)
-        for batch in a:
-            world.step(batch)
-            world.step(next(second, None))
-
-
-def phases(world: World) -> None:
-    a, b = world.wrap(shuffled(), "a"), world.wrap(shuffled(), "b")
-    while True:
-        for batch in a:
-            world.step("a", batch)
-        for batch in b:
-            world.step("b", batch)
-
-
 def one_generator(world: World) -> None:
     generator = torch.Generator().manual_seed(3)
     a = world.wrap(shuffled(generator=generator), "a")
@@ -164,15 +114,6 @@ def one_generator(world: World) -> None:
 
 
 # Around the loop
-
-
-def drawn_between(world: World) -> None:
-    loader = world.wrap(shuffled())
-    while True:
-        batches = iter(loader)
-        noise = torch.rand(2), random.random()
-        for batch in batches:
-            world.step(batch, noise[0])
 
 
 def training_auc(world: World) -> None:
@@ -208,14 +149,6 @@ def seeded_head(world: World) -> None:
     for epoch in range(loader.epoch, 100):
         np.random.seed(7 + epoch)
         negatives = np.random.permutation(50)[:5]
-        for batch in loader:
-            world.step(batch, negatives)
-
-
-def drawn_by_torch(world: World) -> None:
-    loader = world.wrap(shuffled())
-    while True:
-        negatives = torch.randperm(50)[:5]
         for batch in loader:
             world.step(batch, negatives)
 
@@ -297,6 +230,16 @@ def pipelined(world: World, *, said: bool = True) -> None:
             world.step(batch)
 
 
+def pipelined_over(make: Callable[[], Any]) -> Program:
+    def program(world: World) -> None:
+        loader = world.wrap(make(), pipelined=True)
+        while True:
+            for batch in _ahead(loader, 2):
+                world.step(batch)
+
+    return program
+
+
 def pipelined_unsaid(world: World) -> None:
     pipelined(world, said=False)
 
@@ -337,99 +280,136 @@ class Walk(Own):
             yield pool.pop(random.randrange(len(pool)))
 
 
-class Moving(Numbers):
-    """Generators, counters and containers that every sample moves, and a file that is opened at the first one."""
+class Noise(Numbers):
+    """Draws from a generator of its own for each sample."""
 
     def __init__(self, n: int = 23) -> None:
         super().__init__(n)
-        self.generators = [np.random.default_rng(1), random.Random(3), torch.Generator().manual_seed(3)]
+        self.generator = np.random.default_rng(1)
         self.legacy = np.random.RandomState(3)
-        self.count = 0
-        self.fd: int | None = None
-        self.file: Any = None
-        self.history: list[int] = []
-        self.weights = np.zeros(5)
 
     def __getitem__(self, i: int) -> float:
-        if self.file is None:
-            self.file = open(os.devnull)  # noqa: SIM115, PTH123 - kept open, as datasets do
-            self.fd = self.file.fileno()
-        self.file.read()
-        self.count += 1
-        self.history.append(i)
-        self.weights[i % 5] += 1
-        drawn = self.generators[0].random() + self.generators[1].random()
-        drawn += float(torch.rand((), generator=self.generators[2])) + float(self.legacy.rand())
-        return i + 1000 * self.count + drawn + len(self.history) + float(self.weights[i % 5])
-
-    def __del__(self) -> None:
-        if self.file is not None:
-            self.file.close()
+        return i + self.generator.random() + float(self.legacy.rand())
 
 
-class MadeLater(Numbers):
-    """What it draws from is made with the first sample."""
+class Counting(Numbers):
+    """Its content depends on how often it was read, which no generator says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = 0
 
     def __getitem__(self, i: int) -> float:
-        if not hasattr(self, "generator"):
-            self.generator = np.random.default_rng(0)
-            self.drawn = 1000
-        self.drawn += 1
-        return i + self.generator.random() + self.drawn
+        self.reads += 1
+        return i + 1000.0 * self.reads
 
 
 class Negatives(Numbers):
-    """Drawn anew at the head of each epoch, by a generator of its own."""
+    """Drawn at the head of each epoch, by a generator of its own."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.generator = np.random.default_rng(1)
-        self.negatives = np.zeros(size)
-
-    def draw(self) -> None:
-        self.negatives = self.generator.random(len(self.negatives))
+        self.negatives = np.zeros(50)
 
     def __getitem__(self, i: int) -> float:
         return i + float(self.negatives[i])
 
 
-def negatives(size: int) -> Program:
-    def program(world: World) -> None:
-        data = Negatives(size)
-        loader = world.wrap(DataLoader(data, batch_size=4, shuffle=True))
+def negatives(world: World) -> None:
+    data = Negatives()
+    loader = world.wrap(DataLoader(data, batch_size=4, shuffle=True))
+    while True:
+        data.negatives = data.generator.random(50)
+        for batch in loader:
+            world.step(batch)
+
+
+class Module:
+    """A generator that a dataset draws from, and that is no attribute of it."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(5)
+
+    def collate(self) -> Callable[[list[Any]], list[Any]]:
+        return lambda samples: [sample + self.generator.random() for sample in samples]
+
+
+def in_closure(world: World) -> None:
+    collate = Module().collate()
+    loop(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, collate_fn=collate))(world)
+
+
+def in_state(world: World) -> None:
+    module = Module()
+    world.restore({"generator": module.generator})
+    loop(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, collate_fn=module.collate()))(world)
+
+
+class Stream(IterableDataset[Any]):
+    """Its offset is a state of its own, given in state=."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+    def __iter__(self) -> Iterator[int]:
         while True:
-            data.draw()
-            for batch in loader:
-                world.step(batch)
-
-    return program
+            self.at += 1
+            yield self.at
 
 
-def closure() -> Callable[[list[Any]], list[Any]]:
-    count, generator = 0, random.Random(2)
-
-    def collate(samples: list[Any]) -> list[Any]:
-        nonlocal count
-        count += 1
-        return [sample + count + generator.random() for sample in samples]
-
-    return collate
+def stream_in_state(world: World) -> None:
+    stream = Stream()
+    world.restore({"stream": stream})
+    loop(lambda: DataLoader(stream, batch_size=4))(world)
 
 
-_GENERATOR = np.random.default_rng(5)
-_COUNT = 0
+class Queue:
+    """A stream that cannot go back, as a consumer group of a broker."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.at += 1
+            yield self.at
 
 
-def _collate(samples: list[Any]) -> list[Any]:
-    global _COUNT  # noqa: PLW0603 - as scripts do
-    _COUNT += 1
-    return [sample + _COUNT + _GENERATOR.random() for sample in samples]
+class PositionInAttribute:
+    """What its iterator counts is an attribute, set back by iter(): TorchRec's random dataset."""
+
+    def __init__(self, *, ends: bool = True) -> None:
+        self.batches = [
+            torch.randint(500, (8,), generator=torch.Generator().manual_seed(k)) for k in range(10)
+        ]
+        self.at, self.ends = 0, ends
+
+    def __iter__(self) -> PositionInAttribute:
+        self.at = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        self.at += 1
+        if self.ends and self.at > len(self.batches):
+            raise StopIteration
+        return self.batches[(self.at - 1) % len(self.batches)]
 
 
-def of_the_module(world: World) -> None:
-    global _GENERATOR, _COUNT
-    _GENERATOR, _COUNT = np.random.default_rng(5), 0
-    loop(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, collate_fn=_collate))(world)
+class Holder:
+    """A dataset around such an iterator."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
 
 
 class Buffered(IterableDataset[Any]):
@@ -450,7 +430,7 @@ def sampled(kind: type[Own], **options: Any) -> Program:
 
 
 def sharing_data(world: World) -> None:
-    data = Moving()
+    data = Noise()
     a = world.wrap(DataLoader(data, batch_size=4, shuffle=True), "a")
     b = world.wrap(DataLoader(data, batch_size=4, shuffle=True), "b")
     while True:
@@ -458,51 +438,168 @@ def sharing_data(world: World) -> None:
             world.step(*pair)
 
 
+# Habits of frameworks and scripts
+
+
+def spare_iterators(world: World) -> None:
+    """As a probe whether it can be iterated."""
+    loader = world.wrap(shuffled(noisy=True))
+    iter(loader)
+    kept = iter(loader)
+    while True:
+        for batch in loader:
+            world.step(batch)
+        del kept
+        kept = iter(loader)
+
+
+def peeked(world: World) -> None:
+    """A batch to initialise lazy modules with."""
+    loader = world.wrap(shuffled())
+    next(iter(loader))
+    while True:
+        for batch in loader:
+            world.step(batch)
+
+
+def cycled_by_itertools(world: World) -> None:
+    for batch in itertools.cycle(world.wrap(shuffled())):
+        world.step(batch)
+
+
+def listed(world: World) -> None:
+    batches = list(world.wrap(shuffled()))
+    while True:
+        world.step(batches[world.steps.now % len(batches)] if batches else 0)
+
+
+def islice_of(world: World) -> None:
+    loader = world.wrap(shuffled(60))
+    while True:
+        for batch in itertools.islice(loader, 7):
+            world.step(batch)
+
+
+def by_delivered(world: World) -> None:
+    loader = world.wrap(shuffled(60))
+    while True:
+        for batch in loader:
+            world.step(batch)
+            if loader.delivered == 4:
+                break
+
+
+def pipeline_over_epochs(world: World) -> None:
+    """A prefetcher that is in the next epoch before the last batch of this one is used."""
+    loader = world.wrap(shuffled(20), pipelined=True)
+    for batch in _ahead((batch for _ in itertools.count() for batch in loader), 2):
+        world.step(batch)
+
+
+def prefetched_by_thread(world: World) -> None:
+    """Another thread asks for batches, two ahead."""
+    loader = world.wrap(list(range(200)), pipelined=True)
+    batches: queue.Queue[Any] = queue.Queue(maxsize=2)
+    over = threading.Event()
+
+    def fetch() -> None:
+        for batch in loader:
+            while not over.is_set():
+                with contextlib.suppress(queue.Full):
+                    batches.put(batch, timeout=0.05)
+                    break
+            if over.is_set():
+                return
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    try:
+        while True:
+            world.step(batches.get(timeout=60))
+    finally:
+        over.set()
+        thread.join()
+
+
+class Raises(DataLoader):  # type: ignore[type-arg]
+    """Has the protocol and does not keep it: accelerate's loader around a plain one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AttributeError("no base dataloader")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AttributeError("no base dataloader")
+
+
+class OneAhead(DataLoader):  # type: ignore[type-arg]
+    """An __iter__ of its own that fetches one batch ahead: accelerate's, too."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        now = next(batches)
+        for then in batches:
+            yield now
+            now = then
+        yield now
+
+
 EXACT: dict[str, Program] = {
+    "plain": loop(lambda: shuffled(noisy=True)),
+    "list": loop(lambda: [torch.tensor(i) for i in range(6)]),
     "zipped": zipped,
     "zipped uneven": zipped_uneven,
     "cycled": cycled,
     "nested": nested,
     "alternated": alternated,
     "one generator": one_generator,
-    "drawn between": drawn_between,
     "training auc": training_auc,
     "validated": validated,
     "validated first": validated_first,
     "seeded head": seeded_head,
-    "made anew": made_anew,
+    "made again": made_anew,
     "accumulated": accumulated,
     "flushed": flushed,
     "one each": one_each,
+    "by delivered": by_delivered,
+    "spare iterators": spare_iterators,
     "pipelined": pipelined,
+    "pipeline over epochs": pipeline_over_epochs,
+    "prefetched by a thread": prefetched_by_thread,
+    "position in an attribute": loop(lambda: Holder(PositionInAttribute())),
+    "position in an attribute, pipelined": pipelined_over(lambda: Holder(PositionInAttribute(ends=False))),
     "own sampler": sampled(Own),
-    "lazy sampler": sampled(Lazy),
-    "moving": loop(lambda: DataLoader(Subset(Moving(), range(19)), batch_size=4, shuffle=True)),
-    "made later": loop(lambda: DataLoader(MadeLater(), batch_size=4, shuffle=True)),
-    "negatives": negatives(50),
-    "closure": loop(lambda: DataLoader(Numbers(), batch_size=4, shuffle=True, collate_fn=closure())),
-    "of the module": of_the_module,
+    "own noise": loop(lambda: DataLoader(Subset(Noise(), range(19)), batch_size=4, shuffle=True)),
     "sharing data": sharing_data,
+    "generator in state=": in_state,
+    "stream in state=": stream_in_state,
+    "one ahead inside": loop(lambda: OneAhead(Numbers(), batch_size=4, shuffle=True)),
 }
-"""Resume bit-exactly at any step, and nothing is said, beyond the first steps."""
+"""Resume bit-exactly at any step without a warning, but for the first steps of all."""
 
-SAID: dict[str, tuple[Program, str]] = {
-    "alternated blindly": (alternated_blindly, "take turns"),
-    "phases": (phases, "was inside a pass over 'b'"),
-    "drawn head": (drawn_head, "Seed by epoch"),
-    "drawn by torch": (drawn_by_torch, "Seed by epoch"),
+TOLD: dict[str, tuple[Program, str]] = {
+    "peeked": (peeked, ""),
+    "drawn head": (drawn_head, "were drawn between restore() and the first batch"),
     "limited": (limited, "Count with loader.delivered"),
-    "several steps": (several_steps, "gave one batch for 2 steps"),
-    "pipelined unsaid": (pipelined_unsaid, "pipelined=True"),
-    "walk sampler": (sampled(Walk), "a generator of its own"),
+    "islice": (islice_of, "Count with loader.delivered"),
+    "several steps": (several_steps, "without a new batch"),
+    "itertools.cycle": (cycled_by_itertools, "without a new batch"),
+    "a list of batches": (listed, "without a new batch"),
+    "pipelined, not declared": (pipelined_unsaid, "pipelined=True"),
+    "walk sampler": (sampled(Walk), "order"),
+    "lazy sampler": (sampled(Lazy), ""),
     "buffered": (loop(lambda: DataLoader(Buffered(), batch_size=2)), "a generator of its own"),
-    "many negatives": (negatives(100_000), "cannot be put back: dataset.negatives"),
+    "counting": (loop(lambda: DataLoader(Counting(), batch_size=4, shuffle=True)), "their content is not"),
+    "closure": (in_closure, "their content is not"),
+    "state_dict raises": (
+        loop(lambda: Raises(Numbers(), batch_size=4, shuffle=True)),
+        "batches are counted instead",
+    ),
 }
-"""Resume bit-exactly, or say what is lost: (program, words)."""
+"""Resume bit-exactly, or with a warning that has these words."""
 
 WORKERS: dict[str, Program] = {
     "own sampler, workers": sampled(Own, num_workers=1),
-    "lazy sampler, workers": sampled(Lazy, num_workers=1),
     "persistent workers": loop(lambda: shuffled(num_workers=1, persistent_workers=True)),
+    "noise in workers": loop(lambda: shuffled(noisy=True, num_workers=2)),
 }
 """Resume bit-exactly; starting worker processes is slow."""

@@ -1,20 +1,19 @@
 # ruff: noqa: NPY002 - numpy's global generator is what is tested
-"""A training process in miniature, around wrapped loaders only: it is cut at a step and begun anew from the cut."""
+"""A training process in miniature, around wrapped loaders only: it is cut at a step, and a new one resumes from the cut."""
 
 from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
-from deltashard.errors import UserError
-from deltashard.loader.company import Company
+from deltashard.loader.registry import LoaderRegistry, OnChange
 from deltashard.loader.wrapped_loader import WrappedLoader
-from deltashard.state.rng import apply_globals, capture_globals
-from deltashard.state.value import decode_value, encode_value
+from deltashard.state.rng import apply_globals
+from deltashard.state.value import decode_value, encode_value, sources
 
 from tests.support.trainer.step_count import StepCount
 
@@ -23,54 +22,80 @@ class Over(Exception):
     """The run is over."""
 
 
+class Cut(NamedTuple):
+    """What a checkpoint holds of a World, encoded."""
+
+    step: int
+    rng: bytes
+    positions: bytes
+    state: bytes
+
+
 class World:
     """What a program may use: `wrap` and `step`, as of a Checkpointer, and what it saw."""
 
-    def __init__(self, seed: int, *, cut_at: int, end: int, held: tuple[bytes, bytes] | None = None) -> None:
+    def __init__(
+        self, seed: int, *, cut_at: int, end: int, cut: Cut | None = None, on_change: OnChange = "restart"
+    ) -> None:
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)
         self.end = end
         self.cut_at = cut_at
-        self.steps = StepCount(cut_at if held else 0)
-        self.company = Company(self.steps)
-        self.loaders: dict[str, WrappedLoader] = {}
+        self.steps = StepCount()
+        self.state: dict[str, Any] = {}
         self.log: list[Any] = []
-        self.cut: tuple[bytes, bytes] | None = None
-        self._held: dict[str, Any] = {}
-        self._rng: Any = None
-        if held is not None:
-            self._held, self._rng = decode_value(held[0]), decode_value(held[1])
-            apply_globals(self._rng)
+        self.cut: Cut | None = None
+        self.notes: list[str] = []
+        self.resumed = cut is not None
+        self._held = cut
+        self._on_change = on_change
+        self.registry = LoaderRegistry(self.steps)
+
+    def restore(self, state: Mapping[str, Any] | None = None) -> None:
+        """As of a Checkpointer with this `state=`; `wrap` calls it without one."""
+        if self.registry.loaders:
+            return
+        self.state = dict(state or {})
+        self.registry = LoaderRegistry(self.steps, state=self.state, sources=sources(self.state))
+        if self._held is None:
+            return
+        held, self._held = self._held, None
+        for source in sources(self.state):
+            source.set(decode_value(held.state)[source.name])
+        rng = decode_value(held.rng)
+        self.notes = self.registry.resume(
+            decode_value(held.positions), rng, step=held.step, on_change=self._on_change
+        )
+        self.steps.now = held.step
+        apply_globals(rng)
 
     def wrap(self, loader: Any, name: str = "loader", **options: Any) -> WrappedLoader:
-        old = self.loaders.get(name)
-        if old is not None and not old.iterated:
-            raise UserError("wrapped already")
-        wrapped = WrappedLoader(loader, clock=self.company.clock, name=name, company=self.company, **options)
-        if old is not None:
-            wrapped.take_over(old)
-        self.loaders[name] = wrapped
-        if name in self._held:
-            wrapped.resume(self._held.pop(name), self._rng)
-        return wrapped
+        if not self.registry.loaders and self.registry.cut is None:
+            self.restore(self.state)
+        return self.registry.wrap(loader, name=name, **options)
 
     def step(self, *seen: Any) -> None:
         """A training step: draws as dropout would, of all global generators."""
         drawn = float(torch.rand(())), random.random(), float(np.random.rand())
         self.log.append((*(plain(each) for each in seen), drawn))
         self.steps.now += 1
-        if self.steps.now == self.cut_at and self.cut is None:
-            self._take()
+        self.registry.stepped()
+        if self.steps.now == self.cut_at and self.cut is None and not self.resumed:
+            self.save()
         if self.steps.now >= self.end:
             raise Over
 
-    def _take(self) -> None:
-        rng: Any = capture_globals()
-        moved = [r for r in (loader.boundary_rng() for loader in self.loaders.values()) if r is not None]
-        trees = {name: loader.capture() for name, loader in self.loaders.items()}
-        apply_globals(rng)
-        self.cut = encode_value(trees).to_bytes(), encode_value(moved[0] if moved else rng).to_bytes()
+    def save(self) -> None:
+        """A cut, now."""
+        state = {source.name: source.get() for source in sources(self.state)}
+        rng, positions = self.registry.capture()
+        self.cut = Cut(
+            self.steps.now,
+            encode_value(rng).to_bytes(),
+            encode_value(positions).to_bytes(),
+            encode_value(state).to_bytes(),
+        )
 
 
 def plain(value: Any) -> Any:
@@ -82,34 +107,62 @@ def plain(value: Any) -> Any:
     return value
 
 
-class Said(logging.Handler):
-    """Warnings of the library."""
+class Heard(logging.Handler):
+    """Warnings of the library, while it is entered."""
 
     def __init__(self) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.texts: list[str] = []
+        self.infos: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
+        (self.texts if record.levelno >= logging.WARNING else self.infos).append(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logging.getLogger("deltashard").addHandler(self)
+        logging.getLogger("deltashard").setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("deltashard").removeHandler(self)
+        logging.getLogger("deltashard").setLevel(logging.NOTSET)
 
 
-def resumed(program: Callable[[World], None], at: int, end: int) -> tuple[list[Any], list[Any], list[str]]:
-    """(what the lost process would have seen after step `at`, what the resumed one saw, what was said on the way)."""
-    said = Said()
-    logger = logging.getLogger("deltashard")
-    logger.addHandler(said)
-    try:
+class Outcome(NamedTuple):
+    """Of a program that was cut and resumed."""
+
+    wanted: list[Any]
+    """What the lost process saw after the cut."""
+    seen: list[Any]
+    """What the resumed one saw."""
+    warnings: list[str]
+    """On the way, and notes of the restore."""
+    infos: list[str]
+
+    @property
+    def exact(self) -> bool:
+        """Whether both saw the same."""
+        return self.seen == self.wanted
+
+
+Program = Callable[[World], None]
+
+
+def resumed(
+    program: Program, at: int, end: int, *, after: Program | None = None, on_change: OnChange = "restart"
+) -> Outcome:
+    """`program` cut after step `at` and trained on until `end`, and resumed (as `after`, if it is given) from the cut."""
+    with Heard() as heard:
         lost = World(4, cut_at=at, end=end)
-        _run(program, lost)
+        run(program, lost)
         assert lost.cut is not None
-        again = World(99, cut_at=at, end=end, held=lost.cut)
-        _run(program, again)
-    finally:
-        logger.removeHandler(said)
-    return lost.log[at:], again.log, said.texts
+        again = World(99, cut_at=at, end=end, cut=lost.cut, on_change=on_change)
+        run(after or program, again)
+    return Outcome(lost.log[at:], again.log, heard.texts + again.notes, heard.infos)
 
 
-def _run(program: Callable[[World], None], world: World) -> None:
+def run(program: Program, world: World) -> None:
+    """Until it is over."""
     try:
         program(world)
     except Over:

@@ -8,9 +8,8 @@ import deltashard
 import pytest
 from deltashard import ResumableSampler
 from deltashard.errors import CheckpointMismatch, UserError
-from deltashard.loader.wrapped_loader import WrappedLoader
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.partial.position import moved_on
-from deltashard.state.rng import capture_globals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
@@ -25,6 +24,7 @@ from tests.support.trainer.sampler_lives import (
     order,
     resume,
 )
+from tests.support.trainer.step_count import StepCount
 
 
 @given(
@@ -133,28 +133,30 @@ def test_a_sampler_alone_is_told_by_set_epoch() -> None:
     assert len(sampler) == 11
 
 
+def resume_at(registry: LoaderRegistry, tree: dict[str, Any]) -> None:
+    """Its loader, where `tree` stood; another one is refused."""
+    registry.resume({"loader": tree}, None, step=registry.clock(), on_change="refuse")
+
+
 def test_the_sampler_stands_where_batches_are_made() -> None:
     """In a BatchSampler that was given, and where the loader makes no batches."""
-    steps = 0
-
-    def wrapped(**options: Any) -> WrappedLoader:
-        return WrappedLoader(DataLoader(list(range(20)), **options), clock=lambda: steps)
-
+    steps = StepCount()
     for options in (
         {"batch_sampler": BatchSampler(ResumableSampler(20, seed=3), 4, drop_last=False)},
         {"batch_size": None, "sampler": ResumableSampler(20, seed=3)},
     ):
-        loader = wrapped(**options)
-        iterator = iter(loader)
+        registry = LoaderRegistry(steps)
+        iterator = iter(registry.wrap(DataLoader(list(range(20)), **options)))
         for _ in range(3):
             next(iterator)
-            steps += 1
-        tree = loader.capture()
-        assert tree["order"]["a_batch"] * 3 == tree["deal"]["used"]
-        again = wrapped(batch_size=5, sampler=ResumableSampler(20, seed=3))
-        again.resume(tree, capture_globals())
-        rest = [i for batch in again for i in batch.tolist()]
-        assert rest == order(Data(samples=20), 0)[tree["deal"]["used"] :]
+            steps.now += 1
+        tree = registry.capture()[1]["loader"]
+        assert tree["samples"] == (3 if "batch_size" in options else 12)
+        again = LoaderRegistry(steps)
+        loader = again.wrap(DataLoader(list(range(20)), batch_size=5, sampler=ResumableSampler(20, seed=3)))
+        resume_at(again, tree)
+        rest = [i for batch in loader for i in batch.tolist()]
+        assert rest == order(Data(samples=20), 0)[tree["samples"] :]
 
 
 class Pairs(BatchSampler):
@@ -166,28 +168,28 @@ class Pairs(BatchSampler):
 
 
 def test_batches_of_the_users_own_making_are_counted() -> None:
-    """Epochs are told all the same; how many samples were used up is not known, so another world is refused."""
-    steps = 0
+    """The epoch is told all the same; how many samples were used up is unknown, so another world begins it again."""
+    steps = StepCount()
 
-    def wrapped() -> WrappedLoader:
+    def wrapped() -> tuple[LoaderRegistry, Any]:
+        registry = LoaderRegistry(steps)
         batches = Pairs(ResumableSampler(20, seed=3), 2, drop_last=False)
-        return WrappedLoader(DataLoader(list(range(20)), batch_sampler=batches), clock=lambda: steps)
+        return registry, registry.wrap(DataLoader(list(range(20)), batch_sampler=batches))
 
-    lost, seen = wrapped(), []
-    while steps < 13:
-        for batch in lost:
+    (lost, loader), seen = wrapped(), []
+    while steps.now < 13:
+        for batch in loader:
             seen += batch.tolist()
-            steps += 1
-            if steps == 13:
-                tree = lost.capture()
+            steps.now += 1
+            if steps.now == 13:
+                tree = lost.capture()[1]["loader"]
                 break
-    again = wrapped()
-    again.resume(tree, capture_globals())
-    seen += [i for batch in again for i in batch.tolist()]
+    again, loader = wrapped()
+    resume_at(again, tree)
+    seen += [i for batch in loader for i in batch.tolist()]
     assert sorted(seen[20:]) == list(range(20))
     assert seen[:20] != seen[20:]
-    assert tree["deal"] is None
-    with pytest.raises(CheckpointMismatch, match="which samples were used up cannot be told"):
+    with pytest.raises(CheckpointMismatch, match="unknown which samples were used up"):
         handed_over([tree, tree], 0, 1)
 
 
@@ -200,20 +202,20 @@ def test_replaying_fetches_the_same_order() -> None:
     again.take(3)
     assert again.seen[1] == order(data, 1)[8:14]
     assert int(again.data.reads().sum()) == 14
-    with pytest.raises(CheckpointMismatch, match="fetches the same batches of the whole epoch"):
+    with pytest.raises(CheckpointMismatch, match="batch_size was 2 and is 3"):
         resume(data, Life(saved=0, batch_size=3), [lost.tree()], skip="replay")
 
 
 @pytest.mark.parametrize(
     ("what", "live"),
     [
-        ("had samples=20, and has 21", Data(samples=21)),
-        ("had seed=3, and has 4", Data(samples=20, seed=4)),
-        ("had shuffle=True, and has False", Data(samples=20, shuffle=False)),
+        ("samples was 20 and is 21", Data(samples=21)),
+        ("seed=3, .* and is .*seed=4", Data(samples=20, seed=4)),
+        ("shuffle=True.* and is .*shuffle=False", Data(samples=20, shuffle=False)),
     ],
 )
 def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None:
-    """It would skip some samples and repeat others. Between epochs nobody minds."""
+    """It would skip some samples and repeat others. Between epochs all of it may change."""
     (lost,) = resume(Data(samples=20), Life(saved=0), [])
     lost.take(3)
     with pytest.raises(CheckpointMismatch, match=what):
@@ -225,27 +227,42 @@ def test_another_order_is_refused_within_an_epoch(what: str, live: Data) -> None
 
 
 def test_another_sampler_is_refused_within_an_epoch() -> None:
-    """From one to the other, either way; nor does a sampler that is made for other ranks go on."""
-    steps = 0
+    """From one to the other, either way; nor does a sampler that is made for other ranks fit."""
+    steps = StepCount()
 
-    def plain() -> WrappedLoader:
-        return WrappedLoader(DataLoader(list(range(20)), batch_size=2, shuffle=True), clock=lambda: steps)
+    def plain() -> LoaderRegistry:
+        registry = LoaderRegistry(steps)
+        registry.wrap(DataLoader(list(range(20)), batch_size=2, shuffle=True))
+        return registry
 
     data = Data(samples=20)
     (lost,) = resume(data, Life(saved=0), [])
     lost.take(3)
-    with pytest.raises(CheckpointMismatch, match="no DataLoader with a ResumableSampler"):
-        plain().resume(lost.tree(), capture_globals())
+    with pytest.raises(CheckpointMismatch, match=r"order was ResumableSampler.* and is RandomSampler"):
+        resume_at(plain(), lost.tree())
     shuffled = plain()
-    under_way = iter(shuffled)
+    under_way = iter(shuffled.loaders["loader"])
     next(under_way)
-    steps = 1
-    with pytest.raises(CheckpointMismatch, match="the run that saved had another order"):
-        resume(data, Life(saved=0), [shuffled.capture()])
-    with pytest.raises(
-        CheckpointMismatch, match="there are 1 ranks, and the ResumableSampler deals out to 2"
-    ):
-        Rank(data, Life(saved=0, world=2), 0).loader.resume(lost.tree(), capture_globals())
+    steps.now = 1
+    with pytest.raises(CheckpointMismatch, match="order was RandomSampler"):
+        resume(data, Life(saved=0), [shuffled.capture()[1]["loader"]])
+    with pytest.raises(CheckpointMismatch, match="shares was 1 and is 2"):
+        Rank(data, Life(saved=0, world=2), 0).resume(lost.tree())
+
+
+def test_another_order_begins_the_epoch_again_unless_it_is_refused() -> None:
+    """The default: some samples twice, none left out; or as many batches are left out."""
+    (lost,) = resume(Data(samples=20), Life(saved=0), [])
+    lost.take(3)
+    live = Data(samples=22, seed=4)
+    again = Rank(live, Life(saved=0), 0)
+    again.resume(lost.tree(), "restart")
+    again.rest_of_epoch()
+    assert again.seen[0] == order(live, 0)
+    continued = Rank(live, Life(saved=0), 0)
+    continued.resume(lost.tree(), "continue")
+    continued.rest_of_epoch()
+    assert continued.seen[0] == order(live, 0)[6:]
 
 
 def test_ranks_that_share_batches_deal_nothing_out() -> None:
@@ -256,7 +273,7 @@ def test_ranks_that_share_batches_deal_nothing_out() -> None:
         rank.take(5)
     tree = handed_over([rank.tree() for rank in ranks], 0, 1)
     back = Rank(data, Life(saved=0, batch_size=4), 0, shared=True)
-    back.loader.resume(tree, capture_globals())
+    back.resume(tree)
     back.rest_of_epoch()
     assert back.seen[0] == order(data, 0)[15:]
     with pytest.raises(UserError, match="all ranks iterate the same batches"):
@@ -284,7 +301,7 @@ def test_a_lost_rank_goes_where_the_others_are(ahead: int) -> None:
     other.take(ahead)
     positions, notes = moved_on({"loader": mine.tree()}, {"loader": other.tree()})
     again = Rank(data, life, 0)
-    again.loader.resume(positions["loader"], capture_globals())
+    again.resume(positions["loader"])
     again.take(2)
     epoch, at = divmod(ahead, 10)
     assert again.seen[epoch] == order(data, epoch)[0::2][2 * at : 2 * at + 4]

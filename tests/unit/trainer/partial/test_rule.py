@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from deltashard.loader.position import Position
 from deltashard.partial.position import moved_on
 from deltashard.partial.rule import (
     CARRIED_BYTES,
@@ -206,20 +207,27 @@ def test_pls_is_a_share(ranks: list[tuple[int, int]], planned: int) -> None:
 
 
 def test_loaders_go_where_the_others_are() -> None:
-    begun = {"globals": {"torch": b"mine"}, "own": [], "things": {"mine": 1}}
-    other = {"globals": {"torch": b"theirs"}, "own": [], "things": {"theirs": 1}}
-    mine = {"epoch": 1, "delivered": 3, "start": begun, "first": begun, "inner": None, "again": None, "prints": {1: "a"},
-            "things": {"counter": 3}}  # fmt: skip
-    theirs = mine | {"delivered": 8, "start": other, "first": other, "things": {"counter": 8}}
+    mine = Position(
+        epoch=1, delivered=3, samples=6, start={"globals": b"mine"}, fingerprint="a", first="b", own={"g": 1}
+    ).tree()
+    theirs = Position(
+        epoch=1,
+        delivered=8,
+        samples=16,
+        start={"globals": b"theirs"},
+        fingerprint="c",
+        first="d",
+        own={"g": 2},
+    ).tree()
+    there = {"delivered": 8, "samples": 16, "fingerprint": None}
     found, notes = moved_on({"a": mine}, {"a": theirs})
-    assert found["a"] == mine | {"delivered": 8}
+    assert found["a"] == mine | there
     assert notes == []
     found, notes = moved_on({"a": mine}, {"a": theirs | {"epoch": 2}})
-    assert (found["a"]["epoch"], found["a"]["delivered"]) == (2, 8)
-    assert found["a"]["start"] == other | {"things": {}}
-    assert found["a"]["things"] == {"counter": 3}
+    assert found["a"] == theirs | there | {"epoch": 2, "first": None, "own": {"g": 1}}
     assert "another rank's random order" in notes[0]
-    found, notes = moved_on({"a": mine | {"inner": {"at": 3}}}, {"a": theirs | {"inner": {"at": 8}}})
-    assert found["a"]["inner"] == {"at": 3}
+    stateful = mine | {"kind": "stateful"}
+    found, notes = moved_on({"a": stateful}, {"a": theirs | {"kind": "stateful", "epoch": 2}})
+    assert found["a"] == stateful
     assert "once more" in notes[0]
     assert moved_on({"a": theirs, "b": mine}, {"a": mine}) == ({"a": theirs, "b": mine}, [])

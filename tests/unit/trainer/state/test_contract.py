@@ -12,7 +12,7 @@ import torch
 from deltashard import arguments
 from deltashard.attach.rank import Rank
 from deltashard.errors import CheckpointMismatch, StateError, UserError
-from deltashard.loader.shelf import LoaderShelf
+from deltashard.loader.registry import LoaderRegistry
 from deltashard.program import Program as Parts
 from deltashard.restore.blob import Blobs
 from deltashard.save.capture import Capture
@@ -34,7 +34,7 @@ class Program:
         self.model = model
         self.tracking = Tracking(model, arguments.optimizers_of(optimizer or None, model))
         self.parts = Parts(self.tracking, state)
-        self.capture = Capture(self.parts, LoaderShelf(lambda: 0), rank=Rank())
+        self.capture = Capture(self.parts, LoaderRegistry(lambda: 0), rank=Rank())
 
     def cut(self) -> Raw:
         """The blobs of a cut, by name."""

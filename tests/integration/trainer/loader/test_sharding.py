@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from deltashard.errors import CheckpointMismatch
-from deltashard.loader.deal import Turnover
-from deltashard.loader.wrapped_loader import WrappedLoader
-from deltashard.state.rng import capture_globals
+from deltashard.loader.registry import LoaderRegistry, OnChange
+from deltashard.loader.sharding import ResumePositions
 from deltashard.state.value import decode_value, encode_value
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,10 +31,9 @@ class Rank:
         sampler: DistributedSampler[int] = DistributedSampler(
             data, world, rank, shuffle=options.pop("shuffle", True), seed=options.pop("seed", 3)
         )
-        self.loader = WrappedLoader(
-            DataLoader(data, batch_size=batch_size, sampler=sampler, **loader_options),
-            clock=self.steps,
-            **options,
+        self.registry = LoaderRegistry(self.steps)
+        self.loader = self.registry.wrap(
+            DataLoader(data, batch_size=batch_size, sampler=sampler, **loader_options), name="x", **options
         )
 
     def take(self, steps: int) -> None:
@@ -58,17 +56,21 @@ class Rank:
 
     def tree(self) -> dict[str, Any]:
         """As a checkpoint would hold it."""
-        return decode_value(encode_value(self.loader.capture()).to_bytes())
+        return decode_value(encode_value(self.registry.capture()[1]).to_bytes())["x"]
+
+    def resume(self, tree: dict[str, Any], on_change: OnChange = "refuse") -> None:
+        """Where `tree` stood."""
+        self.registry.resume({"x": tree}, None, step=self.steps.now, on_change=on_change)
 
 
 def taken_over(
     trees: dict[int, Any], *, rank: int = 0, saved: int = 2, world: int = 1
 ) -> tuple[dict[str, Any], str]:
     """The position of a loader and the note on it; raises why there is none."""
-    found = Turnover({"x": trees.get(rank) or trees.get(0)})
+    found = ResumePositions({"x": trees.get(rank) or trees.get(0)})
     found.take_over("x", trees, rank=rank, saved=saved, world=world)
     if found.refused:
-        raise found.refused["x"]
+        raise CheckpointMismatch(found.refused["x"])
     return found.positions["x"], "".join(found.notes)
 
 
@@ -79,7 +81,7 @@ def resumed(trees: list[dict[str, Any]], world: int, **options: Any) -> list[Ran
     for rank, each in enumerate(ranks):
         mine: dict[int, Any] = {0: trees[0]} | {peer: trees[peer] for peer in range(rank, saved, world)}
         tree = trees[rank] if world == saved else taken_over(mine, rank=rank, saved=saved, world=world)[0]
-        each.loader.resume(tree, capture_globals())
+        each.resume(tree)
     return ranks
 
 
@@ -170,7 +172,7 @@ def test_a_pipeline_is_behind_what_it_was_handed() -> None:
     assert sorted(used + alone.seen) == list(range(16))
 
 
-def test_what_cannot_be_dealt_out_is_refused() -> None:
+def test_what_cannot_be_shared_is_refused() -> None:
     ranks = [Rank(rank, 2) for rank in range(2)]
     for rank in ranks:
         rank.take(3)
@@ -179,80 +181,76 @@ def test_what_cannot_be_dealt_out_is_refused() -> None:
     def refused(what: str, trees: dict[int, Any], *, saved: int = 2, world: int = 1) -> None:
         with pytest.raises(CheckpointMismatch, match=what) as caught:
             taken_over(trees, saved=saved, world=world)
-        assert f"resume with {saved} ranks until the epoch ends" in caught.value.remedy
+        assert "ResumableSampler" in str(caught.value)
 
     ranks[1].take(1)
     refused("rank 1 was elsewhere than rank 0", {0: trees[0], 1: ranks[1].tree()})
-    refused("where rank 1 was is not told", {0: trees[0]})
+    refused("the position of rank 1 was not read", {0: trees[0]})
     refused("it was not on every rank", {0: trees[0], 1: None})
-    refused("which samples were used up cannot be told", {0: {**trees[0], "deal": None}, 1: trees[1]})
-    refused("its DistributedSampler dealt out to 2, not to the 4 ranks", dict(enumerate(trees * 2)), saved=4)
+    refused("it is unknown which samples were used up", {0: {**trees[0], "order": None}, 1: trees[1]})
+    refused("its sampler had 2 shares for 4 ranks", dict(enumerate(trees * 2)), saved=4)
     tree, note = taken_over(dict(enumerate(trees)))
-    assert note.startswith("loader 'x' was within epoch 0 when 2 ranks saved: what is left of it, 36 samples")
+    assert note.startswith(
+        "loader 'x' was within epoch 0 when 2 ranks saved: the 36 samples that are left of it"
+    )
     for what, other in {
-        "the DistributedSampler had samples=48, and has 50": Rank(0, 1, samples=50),
-        "the DistributedSampler had seed=3, and has 4": Rank(0, 1, seed=4),
-        "there are 1 ranks, and the DistributedSampler deals out to 2": Rank(0, 2),
-        "or skip='replay'": Rank(0, 1, skip="replay"),
+        "samples was 48 and is 50": Rank(0, 1, samples=50),
+        "seed=3, .* and is .*seed=4": Rank(0, 1, seed=4),
+        "shares was 1 and is 2": Rank(0, 2),
+        'skip="replay" reads a whole epoch again': Rank(0, 1, skip="replay"),
     }.items():
         with pytest.raises(CheckpointMismatch, match=what):
-            other.loader.resume(tree, capture_globals())
+            other.resume(tree)
 
 
-def test_what_one_rank_cannot_take_over_begins_anew_on_all() -> None:
-    """`restore(strict=False)`: rank 0 sees nothing wrong, rank 1 that rank 3 was elsewhere."""
+def test_what_one_rank_cannot_take_over_begins_again_on_all() -> None:
+    """Rank 0 sees nothing wrong, rank 1 that rank 3 was elsewhere."""
     ranks = [Rank(rank, 4) for rank in range(4)]
     for rank, each in enumerate(ranks):
         each.take(13 if rank < 3 else 14)  # 24 samples of 12 a rank: within the third epoch
     trees = dict(enumerate(rank.tree() for rank in ranks))
-    found = [Turnover({"x": trees[rank]}) for rank in range(2)]
+    found = [ResumePositions({"x": trees[rank]}) for rank in range(2)]
     for rank, each in enumerate(found):
         mine = {peer: trees[peer] for peer in (0, *range(rank, 4, 2))}
         each.take_over("x", mine, rank=rank, saved=4, world=2)
     assert [sorted(each.refused) for each in found] == [[], ["x"]]
     for each in found:
-        each.begin_anew(["x"])
-        assert each.notes == ["loader 'x' was within an epoch when 4 ranks saved, and begins it anew"]
-        assert each.positions == {"x": {"epoch": 2, "delivered": 0, "start": None, "inner": None}}
-
-
-def test_an_older_build_refuses_what_was_dealt_out_anew() -> None:
-    """It would skip as many batches of the whole epoch: to it this is the state of a stateful loader."""
-    rank = Rank(0, 2)
-    rank.take(3)
-    tree, _ = taken_over({0: rank.tree(), 1: rank.tree()})
-    (alone,) = [Rank(0, 1)]
-    alone.loader.resume(tree, capture_globals())
-    alone.take(1)
-    assert alone.tree()["inner"] == "dealt out anew"
+        each.restart_epochs(["x"], each.refused)
+        assert each.notes[0].startswith("loader 'x' cannot resume within epoch 2, which begins again")
+        again = Rank(0, 2)
+        again.resume(each.positions["x"])
+        assert (again.loader.epoch, again.loader.delivered) == (2, 0)
 
 
 def test_all_ranks_share_the_batches_of_one_order() -> None:
     """Whoever goes on does it with rank 0's position, in an order that is the same on all; another order is seen."""
-    steps = [0]
 
-    def loader(seed: int) -> WrappedLoader:
+    def loader(seed: int) -> LoaderRegistry:
         generator = torch.Generator().manual_seed(seed)
-        return WrappedLoader(
+        registry = LoaderRegistry(StepCount())
+        registry.wrap(
             DataLoader(list(range(24)), batch_size=3, shuffle=True, generator=generator),
-            clock=lambda: steps[0],
+            name="x",
             shared=True,
         )
+        return registry
 
     def five(seed: int) -> tuple[list[int], dict[str, Any]]:
-        wrapped, seen = loader(seed), []
-        for number, batch in enumerate(wrapped, 1):
+        registry, seen = loader(seed), []
+        for number, batch in enumerate(registry.loaders["x"], 1):
             seen += batch.tolist()
-            steps[0] += 1
+            registry.clock.now += 1
             if number == 5:
                 break
-        return seen, wrapped.capture()
+        return seen, registry.capture()[1]["x"]
 
     (seen, zero), (_, one), (_, strange) = five(7), five(7), five(8)
     tree, note = taken_over({0: zero, 1: one})
-    assert note == "loader 'x' goes on at batch 5, as on 2 ranks"
+    assert note == "loader 'x' resumes at batch 5, as on 2 ranks"
     back = loader(99)
-    back.resume(tree, capture_globals())
-    assert sorted(seen + [number for batch in back for number in batch.tolist()]) == list(range(24))
+    back.resume({"x": tree}, None, step=5)
+    assert sorted(seen + [number for batch in back.loaders["x"] for number in batch.tolist()]) == list(
+        range(24)
+    )
     with pytest.raises(CheckpointMismatch, match="or had other batches"):
         taken_over({0: zero, 1: strange})

@@ -1,0 +1,59 @@
+"""Fingerprints of batches: equal content, equal fingerprint; what cannot be hashed says so."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from deltashard.loader.fingerprint import fingerprint
+
+
+@dataclass
+class Bag:
+    values: Any
+    names: list[str]
+
+
+def batches() -> list[Any]:
+    return [
+        torch.arange(12.0).reshape(3, 4),
+        torch.arange(12.0).reshape(4, 3),
+        torch.arange(12.0).reshape(4, 3).t(),
+        torch.arange(1 << 20),
+        np.arange(12),
+        np.array(["a", None], dtype=object),
+        {"a": torch.ones(2), "b": ["x", 1, 2.5, b"c"]},
+        (torch.ones(2), [torch.zeros(2)]),
+        Bag(torch.ones(3), ["u", "v"]),
+        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,)),
+        torch.tensor([1 + 2j]).conj(),
+    ]
+
+
+def test_equal_content_has_an_equal_fingerprint() -> None:
+    found = [fingerprint(batch) for batch in batches()]
+    assert found == [fingerprint(batch) for batch in batches()]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("number", range(len(batches())))
+def test_nothing_of_a_batch_is_changed(number: int) -> None:
+    batch = batches()[number]
+    before = repr(batch)
+    fingerprint(batch)
+    assert repr(batch) == before
+
+
+def test_a_changed_value_changes_it() -> None:
+    batch = batches()[6]
+    before = fingerprint(batch)
+    batch["b"][1] = 2
+    assert fingerprint(batch) != before
+
+
+@pytest.mark.parametrize("batch", [None, object(), [], {}, torch.empty(0), torch.empty(2, device="meta")])
+def test_what_holds_nothing_has_none(batch: Any) -> None:
+    assert fingerprint(batch) is None

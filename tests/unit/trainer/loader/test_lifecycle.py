@@ -1,0 +1,121 @@
+"""The table of a pass, and that a wrapped loader keeps to it: what a cut saves, and what a resumed pass delivers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from deltashard.loader.lifecycle import TRANSITIONS, PassEvent, PassState, Saved, after, saved_in
+from deltashard.loader.registry import LoaderRegistry
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.trainer.step_count import StepCount
+
+
+def test_every_state_is_left_by_the_events_that_can_happen_in_it() -> None:
+    """Only an open pass ends; each state but open is left by a new pass."""
+    for state in PassState:
+        assert TRANSITIONS[state, PassEvent.BEGUN] is PassState.OPEN
+        for event in (PassEvent.STOPPED, PassEvent.DROPPED):
+            assert ((state, event) in TRANSITIONS) is (state is PassState.OPEN)
+    with pytest.raises(KeyError):
+        after(PassState.EXHAUSTED, PassEvent.STOPPED)
+
+
+@pytest.mark.parametrize(
+    ("state", "was_epoch", "stepped_since", "saved"),
+    [
+        (PassState.NONE, False, True, Saved.EPOCH),
+        (PassState.WAITING, True, True, Saved.RESTORED),
+        (PassState.OPEN, True, True, Saved.INSIDE),
+        (PassState.EXHAUSTED, True, False, Saved.NEXT_EPOCH),
+        (PassState.EXHAUSTED, False, False, Saved.EPOCH),
+        (PassState.LEFT, True, False, Saved.INSIDE),
+        (PassState.LEFT, True, True, Saved.NEXT_EPOCH),
+    ],
+)
+def test_what_a_cut_saves(state: PassState, was_epoch: bool, stepped_since: bool, saved: Saved) -> None:
+    assert saved_in(state, was_epoch=was_epoch, stepped_since=stepped_since) is saved
+
+
+LENGTH = 4
+ACTIONS = ["iter", "next", "drop", "step"]
+
+
+class Loop:
+    """A loop that does one thing after another; a batch is its number in an epoch of four."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.steps = StepCount(step)
+        self.registry = LoaderRegistry(self.steps)
+        self.loader = self.registry.wrap(list(range(LENGTH)))
+        self.iterator: Iterator[Any] | None = None
+
+    def do(self, action: str) -> None:
+        getattr(self, action)()
+
+    def iter(self) -> None:
+        self.iterator = iter(self.loader)
+
+    def next(self) -> None:
+        if self.iterator is not None and next(self.iterator, None) is None:
+            self.iterator = None
+
+    def drop(self) -> None:
+        self.iterator = None
+
+    def step(self) -> None:
+        self.steps.now += 1
+
+
+def tree(loop: Loop) -> dict[str, Any]:
+    return loop.registry.capture()[1]["loader"]
+
+
+@given(actions=st.lists(st.sampled_from(ACTIONS), max_size=25))
+def test_a_cut_is_of_the_last_step_boundary_whatever_was_done_since(actions: list[str]) -> None:
+    """A batch in hand changes nothing; a resumed pass gives the batch after the last one that was trained on."""
+    loop = Loop()
+    at_step = tree(loop)
+    for action in actions:
+        loop.do(action)
+        now = tree(loop)
+        if action == "step":
+            at_step = now
+        elif action == "next" and loop.loader.moved:
+            assert (now["epoch"], now["delivered"]) >= (at_step["epoch"], at_step["delivered"])
+            assert now["delivered"] in (at_step["delivered"], 0)
+        resumed = Loop(loop.steps.now)
+        resumed.registry.resume({"loader": now}, None, step=loop.steps.now)
+        assert tree(resumed)["delivered"] == now["delivered"]
+        assert resumed.loader.epoch == now["epoch"]
+        assert list(resumed.loader) == list(range(now["delivered"], LENGTH))
+
+
+def test_a_spare_iterator_begins_nothing() -> None:
+    loop = Loop()
+    for _ in range(3):
+        iter(loop.loader)
+    assert not loop.loader.iterated
+    assert tree(loop)["delivered"] == 0
+
+
+def test_a_peek_after_the_restore_leaves_the_position() -> None:
+    """Each pass seeks it again, until a step is taken."""
+    loop = Loop()
+    loop.iter()
+    for _ in range(2):
+        loop.next()
+        loop.step()
+    resumed = Loop(2)
+    resumed.registry.resume({"loader": tree(loop)}, None, step=2)
+    assert next(iter(resumed.loader)) == 2
+    assert tree(resumed)["delivered"] == 2
+    assert list(resumed.loader) == [2, 3]
+    assert tree(resumed)["delivered"] == 2
+    resumed.iter()
+    resumed.next()
+    resumed.step()
+    assert tree(resumed)["delivered"] == 3
