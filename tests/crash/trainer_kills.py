@@ -90,8 +90,8 @@ def last_life(work: Path, run: str) -> None:
     assert restored is not None
     exact = (
         torch.equal(trained.table.weight, torch.load(work / f"{run}.pt"))
-        if restored.exact is None
-        else restored.exact
+        if restored.verified is None
+        else restored.verified
     )
     trained.train(restored.step + 3)
     commit = trained.ckpt.save().wait(60)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.program import Program
 from deltashard.state.discovery import canonical_prefixes
+from deltashard.state.managed_collision import COLLISIONS, is_managed
 from deltashard.tracking.tracking import TrackedTable
 
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -114,7 +115,8 @@ def diagnose(
     tracking, contracts = program.tracking, program.contracts
     dense = tracking.dense()
     named = {contract.source.name for contract in contracts}
-    given = [source.name for source in program.sources if source.name not in named]
+    histories = [each.name for each in program.sources if each.name.startswith(COLLISIONS)]
+    given = [source.name for source in program.sources if source.name not in named | {*histories}]
     params = [name for name, tensor in dense.items() if isinstance(tensor, nn.Parameter)]
     size = _size(sum(_bytes(tensor) for tensor in dense.values()))
     saved = [f"{len(params)} dense parameters and {len(dense) - len(params)} buffers ({size})"]
@@ -124,6 +126,10 @@ def diagnose(
         )
     if contracts:
         saved.append(f"what modules say themselves: {_some(each.name for each in contracts)}")
+    if histories:
+        saved.append(
+            f"histories of managed collisions: {_some(n.removeprefix(COLLISIONS) for n in histories)}"
+        )
     saved.append(f"state=: {_some(given)}" if given else "no state=")
     if loaders:
         saved += [f"position of loader {name!r}: {loader.guarantee}" for name, loader in loaders.items()]
@@ -187,7 +193,8 @@ def _missing(program: Program, loaders: Mapping[str, WrappedLoader]) -> Iterator
     known = {id(tensor) for tensor in tracking.inventory.names}
     theirs = {id(each) for module in tracking.inventory.sharded for each in module.modules()}
     for path, module in canonical_prefixes(tracking.model):
-        if id(module) in theirs:  # what it keeps beside its tables is made from its plan
+        # What a sharded module keeps beside its tables is made from its plan; a history of collisions is saved.
+        if id(module) in theirs or is_managed(module):
             continue
         inside = f"{path}." if path else ""
         buffers = module._buffers  # noqa: SLF001 - torch offers no accessor to what does not persist

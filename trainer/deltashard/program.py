@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.whitelist import innermost
-from deltashard.state import trained_parameter
+from deltashard.state import managed_collision, trained_parameter
 from deltashard.state.contract import Contract, contracts_of, refuse_model
 from deltashard.state.fingerprint import fingerprint, library_version
 from deltashard.state.origin import Origin
@@ -44,8 +44,9 @@ class Program:
         self.sources: list[Source] = sources(
             self.state, refuse=lambda name, held: refuse_model(name, held, tracking.inventory)
         )
-        """Entries of `state=`, then what the contracts say."""
+        """Entries of `state=`, then what the contracts say, then histories of managed collisions."""
         self.sources += [contract.source for contract in self.contracts]
+        self.sources += managed_collision.histories(tracking.model)
         self.fingerprint = fingerprint()
         """Versions and settings that decide bits."""
         self.given: dict[str, dict[str, Any]] = {}

@@ -87,7 +87,7 @@ def test_a_table_has_the_encoding_that_its_user_gave_it(make: Make, tmp_path: Pa
     assert stored(tmp_path) == {"large": "q2", "small": "q8"}
     restored = make(again, encoding="q2", tables={"small.weight": "q8"}, content_hash=True).restore()
     assert restored is not None
-    assert restored.exact is True
+    assert restored.verified is True
     assert restored.rounded == {"large.weight": "q2", "small.weight": "q8"}
     assert again.error(loop, "small") < 0.01 < 0.1 < again.error(loop, "large")
 
@@ -220,7 +220,7 @@ def test_rows_that_stay_finer_than_they_are_chosen_are_told_so(make: Make, tmp_p
     leave(ckpt)
     restored = make(last, **chosen).restore()
     assert restored is not None
-    assert restored.exact is True
+    assert restored.verified is True
     assert restored.step == 5
     assert last.error(again, "large") == 0
 

@@ -155,7 +155,7 @@ def train(case: str, role: str, work: Path) -> None:
         assert (resumed is None) == (role == "killed"), resumed
         if resumed is not None:
             assert resumed.step == SAVE_AT, resumed
-            assert resumed.exact is True, resumed
+            assert resumed.verified is True, resumed
             assert resumed.lost_steps == KILL_AT - SAVE_AT, resumed
             step = resumed.step
         loader = ckpt.wrap(loader, skip=skip)

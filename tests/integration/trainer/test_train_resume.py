@@ -183,7 +183,7 @@ def test_restored_state_is_decode_encode_of_the_cut(make: Make, encoding: str) -
     again = Loop(seed=1)
     restored = make(again, encoding=encoding, content_hash=True).restore()
     assert restored is not None
-    assert (restored.step, restored.seq, restored.exact, restored.source) == (5, commit.seq, True, "cache")
+    assert (restored.step, restored.seq, restored.verified, restored.source) == (5, commit.seq, True, "cache")
     found, found_sums = again.table()
     assert np.array_equal(found.numpy(), wanted)
     assert torch.equal(found_sums, sums)
@@ -244,7 +244,7 @@ def test_deltas_over_many_saves_restore_the_last_state(make: Make) -> None:
     again = Loop(seed=1)
     restored = make(again, content_hash=True).restore()
     assert restored is not None
-    assert (restored.step, restored.exact) == (41, True)
+    assert (restored.step, restored.verified) == (41, True)
     assert torch.equal(again.table()[0], loop.table()[0])
 
 
@@ -265,7 +265,7 @@ def test_a_trainer_that_builds_on_synthetic_baselines_resumes_exactly(make: Make
             ckpt = make(loop, content_hash=True, keep_last=100, sidecar={"housekeeping_s": 0})
         restored = ckpt.restore()
         assert (restored is None) == (life == 0)
-        assert restored is None or restored.exact
+        assert restored is None or restored.verified
         made = len(log().state.compactions)
         for _ in range(40):
             loop.train(1, ckpt)
@@ -283,7 +283,7 @@ def test_a_trainer_that_builds_on_synthetic_baselines_resumes_exactly(make: Make
         reader = make(again, content_hash=True)
         found = reader.restore()
         assert found is not None
-        assert found.exact
+        assert found.verified
         assert torch.equal(again.table()[0], weights)
         assert torch.equal(again.table()[1], sums)
         reader.close()
@@ -426,7 +426,7 @@ def test_sidecar_killed_mid_save_training_goes_on(
     again = Loop(seed=1)
     restored = make(again, content_hash=True).restore()
     assert restored is not None
-    assert restored.exact is True
+    assert restored.verified is True
     assert restored.step == ckpt.steps
     assert torch.equal(again.table()[0], loop.table()[0])
 

@@ -397,7 +397,9 @@ class Training:
         self.model["table"] = make_table(self.kind, sparse)
         for group in self._inner().param_groups:
             group["params"][:] = [self.weight]
-        if isinstance(self._inner(), torch.optim.Adagrad):  # before torch 2.12 only its constructor makes state
+        if isinstance(
+            self._inner(), torch.optim.Adagrad
+        ):  # before torch 2.12 only its constructor makes state
             self._inner().state[self.weight] = torch.optim.Adagrad([self.weight]).state[self.weight]
 
     def move_into_shared_memory(self) -> None:

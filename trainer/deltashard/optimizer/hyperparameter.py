@@ -24,9 +24,7 @@ def given(values: Mapping[str, Any]) -> dict[str, Any]:
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Name -> (what the script that saved gave, what this one gives), where both gave one and they differ."""
     return {
-        name: (value, now[name])
-        for name, value in was.items()
-        if name in now and not _same(value, now[name])
+        name: (value, now[name]) for name, value in was.items() if name in now and not _same(value, now[name])
     }
 
 
@@ -42,7 +40,7 @@ def note(where: str, found: Mapping[str, tuple[Any, Any]], *, script: bool) -> l
     fate = (
         "this script's values are in force"
         if script
-        else 'the checkpoint\'s values are in force; restore(hyperparameters="script") takes this script\'s'
+        else "the checkpoint's values are in force; restore(hyperparameters=\"script\") takes this script's"
     )
     return [f"{where}: the script that saved gave other hyperparameters than this one ({words}): {fate}"]
 

@@ -183,8 +183,8 @@ class OptimizerView:
         """
         if any(self.state.get(param) for param in self._fused):
             raise StateError(
-                f"{type(self.target).__name__} has stepped a sharded table, which its kernel updates already: that state "
-                "is of one rank's shard, and cannot be restored",
+                f"{type(self.target).__name__} has stepped a sharded table, which its kernel updates already: that "
+                "state is of one rank's shard, and cannot be restored",
                 where=f"optimizer {self.index}",
                 remedy="leave the parameters of sharded tables out of this optimizer",
             )
@@ -205,7 +205,10 @@ class OptimizerView:
             **({"beside": beside} if any(beside) else {}),
             "class": self.class_name,
             "groups": [
-                {**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"] if p in names]}
+                {
+                    **{k: v for k, v in g.items() if k != "params"},
+                    "params": [names[p] for p in g["params"] if p in names],
+                }
                 for g in self.target.param_groups
             ],
             "state": state,

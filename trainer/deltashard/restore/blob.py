@@ -17,7 +17,7 @@ from deltashard.loader.sharding import ResumePositions
 from deltashard.optimizer import hyperparameter
 from deltashard.optimizer.optimizer_state import OptimizerView
 from deltashard.program import Program
-from deltashard.state import contract, trained_parameter
+from deltashard.state import contract, managed_collision, trained_parameter
 from deltashard.state.origin import grow, may_grow
 from deltashard.state.value import copy_tensor, decode_value
 from deltashard.tracking.tracking import Tracking
@@ -295,6 +295,8 @@ def _fits(stored: Tensor, live: Tensor) -> bool:
 
 def _place_of(source: str) -> str:
     """An entry of `state=`, or a module that says its own state, in words."""
+    if source.startswith(managed_collision.COLLISIONS):
+        return f"the history of ids of module {source.removeprefix(managed_collision.COLLISIONS)}"
     if source.startswith(contract.MODULE):
         return f"what module {source.removeprefix(contract.MODULE) or 'the model'} says in its state_dict()"
     return f"state[{source!r}]"

@@ -78,16 +78,19 @@ class Restored:
     """A newer checkpoint exists but is not whole, or may have been lost with a damaged log: see `notes`."""
     notes: tuple[str, ...] = ()
     """Entries lost with the log, what did not match and was let pass (`strict=False`), what differs of this process."""
-    exact: bool | None = None
+    exact: bool = True
+    """Whether all that was restored is bit for bit what the program had at the cut: nothing was rounded or converted,
+    no recovery was partial, and `verified` is not False. What was left out is in `notes`."""
+    verified: bool | None = None
     """Whether content hashes taken at the cut (`content_hash=True`), of rows as they are stored, equal those of the
-    restored state; None: none were recorded."""
+    restored state; None: none were recorded, or none can be compared (another sharding, weights only)."""
     rounded: Mapping[str, str] = field(default_factory=dict)
     """Tables whose weights did not come back bit for bit, and the encoding with the fewest bits that they were stored
     with, such as "q8"; empty: all did."""
     rounded_state: Mapping[str, str] = field(default_factory=dict)
     """Tables of whose optimizer state some did not (`state_encoding="bf16"`), and the type that it was stored in."""
     mode: str = "full"
-    """"partial": survivors of a lost rank kept their rows (`recovery="partial"`), and nothing is exact."""
+    """"partial": survivors of a lost rank kept their rows (`recovery="partial"`), which is not exact."""
     pls: float = 0.0
     """Portion of lost samples of the run so far; 0 unless a recovery was partial."""
     rank_steps: tuple[int, ...] = ()
@@ -284,7 +287,7 @@ class Restorer:
             self._ground.added(road.verdict.pls, road.verdict.recoveries)
         # After a partial recovery no checkpoint is what the model is now: close() saves it, without a step, too.
         self._opener.begin(reply, step=step, resumed=road is None, assembly=tries.assembly)
-        exact = self._compare_content(blobs, weights_only=weights_only, partial=road is not None)
+        verified = self._compare_content(blobs, weights_only=weights_only, partial=road is not None)
         changed = differences(blobs.meta.get("fingerprint", {}), self._program.fingerprint)
         if changed and not weights_only:
             log.warning("bits may differ from the lost process from here on: %s", "; ".join(changed))
@@ -320,7 +323,10 @@ class Restorer:
             chain=received.chain,
             fell_back=bool(tries.excluded) or reply.fell_back or damaged,
             notes=tuple(([tries.damage] if tries.damage else []) + notes + changed + reported),
-            exact=exact,
+            exact=road is None
+            and verified is not False
+            and not (received.rounded or received.rounded_state or targets.notes),
+            verified=verified,
             rounded=received.rounded,
             rounded_state=received.rounded_state,
             mode="full" if road is None else "partial",
@@ -409,12 +415,10 @@ class Restorer:
     def _compare_content(self, blobs: Blobs, *, weights_only: bool, partial: bool) -> bool | None:
         recorded = blobs.own_content
         if self._contents is None and (recorded is None or partial):
-            return False if partial else None
+            return None
         contents = self._contents or Contents()
         restored = contents.restored(self._tracking)
-        if partial:
-            return False
-        if recorded is None or weights_only:
+        if recorded is None or weights_only or partial:
             return None
         tables = self._tracking.inventory.elsewhere.keys() | {table.fqn for table in self._tracking.tables}
         elsewhere = resharded(recorded, restored, tables)

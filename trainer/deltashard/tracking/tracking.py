@@ -41,7 +41,6 @@ from deltashard_checkpoint.errors import UserError
 from deltashard_checkpoint.format.schema import FieldSpec, TableSchema
 from torch import Tensor, nn
 
-from deltashard.optimizer.handed import HandedOptimizers
 from deltashard.optimizer.optimizer_state import OptimizerView, views_of
 from deltashard.optimizer.whitelist import (
     hookable,
@@ -52,6 +51,7 @@ from deltashard.optimizer.whitelist import (
 )
 from deltashard.sharded.embedding_module import find
 from deltashard.sharded.fused_view import FusedView
+from deltashard.sharded.handed_optimizer import HandedOptimizers
 from deltashard.state.discovery import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
 from deltashard.state.kernel_thread import share
 from deltashard.state.replica import owners

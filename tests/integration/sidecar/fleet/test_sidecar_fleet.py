@@ -359,5 +359,5 @@ def test_the_library_follows_a_directive_and_reports_a_fault(
         ) as ckpt:
             restored = ckpt.restore()
             assert restored is not None
-            assert restored.exact is True
+            assert restored.verified is True
         heard(server, "closed", phase=fleet.PHASE_CLOSED)

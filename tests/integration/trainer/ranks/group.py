@@ -208,7 +208,7 @@ def resumed(
     program.train(int(until))
     program.ckpt.close()
     facts = {"step": None, "exact": None, "notes": []} if restored is None else {
-        "step": restored.step, "exact": restored.exact, "notes": list(restored.notes)
+        "step": restored.step, "exact": restored.verified, "notes": list(restored.notes)
     }  # fmt: skip
     last = program.ckpt.stats.last_commit
     return {

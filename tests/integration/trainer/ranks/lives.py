@@ -100,7 +100,7 @@ class Life:
             self.say("restored", seq=0, step=0, exact=True, notes=[])
         else:
             self.say(
-                "restored", seq=restored.seq, step=restored.step, exact=restored.exact,
+                "restored", seq=restored.seq, step=restored.step, exact=restored.verified,
                 notes=list(restored.notes), content=self.content(),
             )  # fmt: skip
 

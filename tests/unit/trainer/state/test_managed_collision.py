@@ -1,0 +1,72 @@
+"""TorchRec's managed collisions, unsharded: what they collect between evictions comes back."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from deltashard.errors import CheckpointMismatch
+from deltashard.state.managed_collision import histories, is_managed
+from deltashard.state.value import decode_value, encode_value
+from torch import nn
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    mc_modules: Any = pytest.importorskip("torchrec.modules.mc_modules")
+    from torchrec import JaggedTensor
+
+
+def module(policy: str = "DistanceLFU_EvictionPolicy") -> Any:
+    return mc_modules.MCHManagedCollisionModule(
+        zch_size=60,
+        device=torch.device("cpu"),
+        input_hash_size=1 << 40,
+        eviction_interval=4,
+        eviction_policy=getattr(mc_modules, policy)(),
+    )
+
+
+def look_up(managed: Any, step: int) -> torch.Tensor:
+    ids = torch.randint(step * 9, step * 9 + 90, (30,), generator=torch.Generator().manual_seed(step))
+    found = managed({"f": JaggedTensor(values=ids, lengths=torch.ones(30, dtype=torch.int32))})
+    return found["f"].values().clone()
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_ids_are_remapped_as_if_nothing_had_happened(at: int) -> None:
+    """Before the first lookup, between two evictions and right after one; a bare `state_dict` evicts at other steps."""
+    lost, whole = module(), module()
+    wanted = [look_up(whole, step) for step in range(14)]
+    for step in range(at):
+        look_up(lost, step)
+    (source,) = histories(nn.Sequential(lost))
+    held = decode_value(encode_value(source.get()).to_bytes())
+    resumed = module()
+    resumed.load_state_dict(lost.state_dict())
+    (target,) = histories(nn.Sequential(resumed))
+    assert source.name == target.name == "collisions:0"
+    target.set(held)
+    found = [look_up(resumed, step) for step in range(at, 14)]
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted[at:], strict=True))
+    a, b = resumed.evict(), whole.evict()
+    assert torch.equal(a, b)
+
+
+def test_another_eviction_policy_is_refused() -> None:
+    """It keeps another history."""
+    lost = module()
+    look_up(lost, 0)
+    (source,) = histories(nn.Sequential(lost))
+    (target,) = histories(nn.Sequential(module("LFU_EvictionPolicy")))
+    with pytest.raises(CheckpointMismatch, match="eviction policy"):
+        target.set(source.get())
+
+
+def test_nothing_is_looked_for_where_torchrec_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other models have no such module."""
+    monkeypatch.delitem(sys.modules, "torchrec.modules.mc_modules")
+    assert not is_managed(nn.Linear(1, 1))
+    assert histories(nn.Linear(1, 1)) == []

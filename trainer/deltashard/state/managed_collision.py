@@ -1,0 +1,96 @@
+"""What TorchRec's managed collisions (`MCHManagedCollisionModule`, unsharded) keep in plain attributes.
+
+Between two evictions such a module collects the ids that it saw, in a buffer that no `state_dict()` names, and counts
+iterations in attributes. A module that is restored without them evicts at other steps and by other counts. So they are
+one more entry of the checkpoint, `state/collisions:<path>`.
+
+TorchRec is not imported here: a model that holds such a module has loaded it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltashard.errors import CheckpointMismatch
+from deltashard.state.discovery import canonical_prefixes
+from deltashard.state.value import Source
+
+COLLISIONS = "collisions:"
+"""What the names of these sources begin with."""
+_COUNTS = (
+    "_current_iter",
+    "_last_eviction_iter",
+    "_current_history_buffer_offset",
+    "_input_history_buffer_size",
+    "_evicted",
+)
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether it is a module with such a history."""
+    modules = sys.modules.get("torchrec.modules.mc_modules")
+    return modules is not None and isinstance(module, modules.MCHManagedCollisionModule)
+
+
+def histories(model: nn.Module) -> list[Source]:
+    """One source for each such module of `model`, each once."""
+    found: dict[int, Source] = {}
+    for path, module in canonical_prefixes(model):
+        if is_managed(module) and id(module) not in found:
+            history = _History(module, path)
+            found[id(module)] = Source(name=f"{COLLISIONS}{path}", get=history.get, set=history.set)
+    return list(found.values())
+
+
+class _History:
+    """Of one module."""
+
+    def __init__(self, module: Any, path: str) -> None:
+        self._module = module
+        self._path = path
+
+    def get(self) -> dict[str, Any]:
+        """Counts, ids that were evicted and not asked for yet, and what was seen since the last eviction."""
+        module = self._module
+        seen = module._current_history_buffer_offset  # noqa: SLF001 - TorchRec offers no accessor to any of it
+        begun = module._input_history_buffer_size >= 0  # noqa: SLF001
+        return {
+            "counts": {name: getattr(module, name) for name in _COUNTS},
+            "evicted": module._evicted_emb_indices if module._evicted else None,  # noqa: SLF001
+            "ids": module._history_accumulator[:seen] if begun else None,  # noqa: SLF001
+            "metadata": {name: held[:seen] for name, held in module._history_metadata.items()},  # noqa: SLF001
+        }
+
+    def set(self, held: Mapping[str, Any]) -> None:
+        """Put back what `get` gave; raises `CheckpointMismatch` for another eviction policy."""
+        module = self._module
+        size, seen = (held["counts"][name] for name in ("_input_history_buffer_size", _COUNTS[2]))
+        kept = module._eviction_policy.metadata_info  # noqa: SLF001
+        names = {info.metadata_name for info in kept if info.is_history_metadata}
+        if size >= 0 and names != held["metadata"].keys():
+            raise CheckpointMismatch(
+                f"the history has {sorted(held['metadata'])}, its eviction policy keeps {sorted(names)}",
+                where=f"module {self._path}",
+                remedy="build it with the eviction policy of the run that saved",
+            )
+        for name, value in held["counts"].items():
+            setattr(module, name, value)
+        if held["evicted"] is not None:
+            module._evicted_emb_indices = self._placed(held["evicted"])  # noqa: SLF001
+        if size < 0:
+            return
+        module._history_accumulator = torch.empty(size, dtype=torch.int64, device=module.device)  # noqa: SLF001
+        module._history_accumulator[:seen] = self._placed(held["ids"])  # noqa: SLF001
+        for name, values in held["metadata"].items():
+            buffer = torch.zeros(size, dtype=torch.int64, device=module.device)
+            buffer[:seen] = self._placed(values)
+            module.register_buffer(f"_history_{name}", buffer, persistent=False)
+            module._history_metadata[name] = buffer  # noqa: SLF001
+
+    def _placed(self, value: Tensor) -> Tensor:
+        return value.to(self._module.device, copy=True)
