@@ -12,7 +12,7 @@ from typing import Any
 Spec = dict[str, Any]
 
 STEPS = 14
-"""Of every program; an epoch has 5 batches, the last one is smaller."""
+"""Of every program; an epoch has 6 batches, the last one is smaller."""
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     # the model

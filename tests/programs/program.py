@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.programs.dimension import STEPS, Spec
 from tests.support.trainer.verdict import bits, optimizer_bits
 
-SAMPLES, BATCH, CHANGE_AT, WAIT_S = 18, 4, 4, 60
+SAMPLES, BATCH, CHANGE_AT, WAIT_S = 22, 4, 4, 60
 _IN_STATE, _HIDDEN = np.random.default_rng(5), np.random.default_rng(6)
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
 
@@ -329,6 +329,7 @@ class Program:
         elif s.between == "peek":
             next(iter(loader))
         self.loader = loader
+        self.between_epochs = not getattr(loader, "delivered", 0)
         self.held = DataLoader(Items(SimpleNamespace(augment="none", batch="tuple"), 8), 4)
         self._loop(loader, second, getattr(bare, "sampler", None))
         self.ckpt.close()

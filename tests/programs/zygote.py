@@ -29,6 +29,8 @@ from tests.support.sidecar_zygote import child
 from tests.support.trainer.verdict import Words, differing, explaining, telling
 
 LIFE_S = 120
+CHANGES = ("batch_size", "longer", "unshuffled", "workers")
+"""Restarts with another loader."""
 SIDECAR = "main", "grpc_server", "sidecar", "arena.arena", "run.run", "telemetry.structured_logging"
 
 
@@ -104,6 +106,7 @@ def _lived(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> 
             traceback.print_exc()
             found["error"] = f"crash: {type(error).__name__}: {error}"
         found["restored"] = getattr(program, "restored", 0)
+        found["between_epochs"] = getattr(program, "between_epochs", False)
         out.write_bytes(pickle.dumps(found))
     finally:
         os._exit(0)
@@ -145,6 +148,7 @@ def judge(spec: Spec) -> dict[str, Any]:
         if lives[0] >= 0:
             return {"outcome": "broken", "told": [f"not killed: {_read(root / 'killed.out')['error']}"]}
         return _compared(
+            spec,
             whole,
             [
                 _read(root / f"{n}.out")
@@ -160,7 +164,7 @@ def judge(spec: Spec) -> dict[str, Any]:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def _compared(whole: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, Any]:
+def _compared(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, Any]:
     last = lives[-1]
     words = [word for life in (whole, *lives) for word in life["told"]]
     verdict: dict[str, Any] = {"told": telling(words), "restored": last["restored"], "differs": []}
