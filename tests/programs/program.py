@@ -365,7 +365,7 @@ class Program:
             if self.s.loop == "enumerate":
                 yield from (batch for _, batch in enumerate(once()))
             elif self.s.loop == "generator":
-                yield from (lambda source: (batch for batch in source))(once())
+                yield from (batch for batch in once())
             else:
                 yield from once()
             if self.s.between == "train_pass":
