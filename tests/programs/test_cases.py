@@ -1,0 +1,83 @@
+"""Programs that were once wrong and silent, or crashed: each is exact now, or told by a named warning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.programs.dimension import Spec, completed
+from tests.programs.run import Judge
+
+WAIT = {"save": "wait"}  # its newest checkpoint is of step 6 when it is killed after step 8
+
+EXACT: dict[str, Spec] = {
+    "an iterable that counts its position in an attribute, under a pipeline": {"loader": "counting", "loop": "pipelined"},
+    "an iterable that counts its position in an attribute": {"loader": "counting"},
+    "a spare iterator, as frameworks make to probe a loader": {"between": "spare"},
+    "a batch is looked at before training": {"between": "peek"},
+    "a table that is frozen once, in mid-run": {"freeze": "table"},
+    "a table that is trained from a step on": {"freeze": "unfreeze"},
+    "zeroed gradients of a table that few batches use": {"tables": 2, "sparse": False, "table_rule": "adam", "rarely_used": True, "zero_grad": "zeros"},
+    "zeroed gradients of a table that is frozen for a while": {"sparse": False, "table_rule": "adam", "freeze": "while", "zero_grad": "zeros"},
+    "a batch in hand when the save is asked for": {"save": "asked", "kill": 8, "second_kill": 4},
+    "a wrapper around an optimizer with state of its own": {"wrapper": "lookahead"},
+    "random numbers drawn between restore and the first batch": {"restart": "draws", "dropout": True},
+    "other workers of a map-style loader": {"restart": "workers"},
+}  # fmt: skip
+TOLD: dict[str, tuple[Spec, str]] = {
+    "batches that are kept and given again": ({"loop": "cycle"}, "without a new batch"),
+    "batches in a list": ({"loop": "kept"}, "without a new batch"),
+    "another batch size in mid-epoch": ({"restart": "batch_size"}, "batch_size"),
+    "more samples in mid-epoch": ({"restart": "longer"}, "another loader now"),
+    "no shuffling any more, in mid-epoch": ({"restart": "unshuffled"}, "another loader now"),
+    "other workers of a stateful loader": (
+        {"loader": "stateful", "workers": 2, "restart": "workers"},
+        "workers",
+    ),
+    "a generator that no checkpoint holds": ({"augment": "hidden"}, "content"),
+    "a table that grows, in a program that is restarted as it began": ({"growth": "module"}, "tables.0"),
+    "a parameter that grows": ({"growth": "parameter"}, "tables.0"),
+    "an optimizer that is replaced": ({"replaced": "optimizer"}, "optimizer"),
+}
+WARNED: dict[str, tuple[Spec, str]] = {
+    "another learning rate in the script": ({"restart": "rate"}, "lr"),
+}
+"""Exact, and told all the same."""
+
+SILENT = ("an optimizer that is replaced",)
+"""Of those that must be told: not told yet where another optimizer steps on."""
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with Judge() as judge:
+        yield judge
+
+
+def _verdict(judge: Judge, spec: Spec) -> dict[str, Any]:
+    verdict = judge.verdict(completed(WAIT | spec))
+    assert verdict["outcome"] in ("exact", "told"), verdict
+    return verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_exact(judge: Judge, name: str) -> None:
+    verdict = _verdict(judge, EXACT[name])
+    assert verdict["outcome"] == "exact", verdict
+    assert verdict["restored"] > 0
+    assert verdict["told"] == [], "a false alarm"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.xfail] if name in SILENT else []) for name in (*TOLD, *WARNED)],
+)
+def test_told(judge: Judge, name: str) -> None:
+    spec, words = (TOLD | WARNED)[name]
+    verdict = _verdict(judge, spec)
+    assert verdict["outcome"] == ("exact" if name in WARNED else "told"), verdict
+    assert any(words in word for word in verdict["told"]), verdict["told"]

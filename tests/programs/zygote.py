@@ -1,0 +1,197 @@
+"""Runs programs: whole, and killed and resumed; run as a module, it reads specs as lines of JSON and answers verdicts.
+
+All processes are forked from this one, which has imported everything and has no threads: sidecars, and the lives of a
+program. A verdict is `{"outcome", "told", "differs", "restored"}`, the outcome one of
+
+- exact: the resumed run ends with the bits of the uninterrupted one;
+- told: it does not, or cannot, and a warning, a note of the restore, an event or an error of deltashard says why;
+- silent, crash, hung: what must not be. `broken`: the program itself is at fault.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.programs.dimension import Spec, completed
+from tests.support.sidecar_zygote import child
+from tests.support.trainer.verdict import Words, differing, explaining, telling
+
+LIFE_S = 120
+CHANGES = ("batch_size", "longer", "unshuffled", "workers")
+"""Restarts with another loader."""
+SIDECAR = "main", "grpc_server", "sidecar", "arena.arena", "run.run", "telemetry.structured_logging"
+
+
+def _sidecar(root: Path, spec: Spec) -> int:
+    directory = root / "run"
+    directory.mkdir(parents=True)
+    options: dict[str, object] = {
+        "url": f"file://{root}/store", "run": "run", "dir": directory, "cache-dir": root / "cache", "arena-bytes": "32MiB",
+        "housekeeping-s": -1, "term-deadline-s": 5, "prefetch": "no", "cache-bytes": "256MiB", "encoding": "fp32",
+        "differential": spec["differential"],
+    }  # fmt: skip
+    if spec["save"] in ("every", "each_step"):
+        options["every-steps"] = 2 if spec["save"] == "every" else 1
+    argv = ["serve", *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    pid = os.fork()
+    if pid == 0:
+        child(
+            {
+                "argv": argv,
+                "env": dict(os.environ),
+                "cwd": str(root),
+                "log": str(root / "sidecar.log"),
+                "constants": {},
+            }
+        )
+    until = time.monotonic() + LIFE_S
+    while not (directory / "ready.json").exists():
+        if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() > until:
+            raise RuntimeError((root / "sidecar.log").read_text())
+        time.sleep(0.01)
+    return pid
+
+
+def _life(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> int | None:
+    """Its exit code; None: it did not end."""
+    pid = os.fork()
+    if pid == 0:
+        _lived(root, spec, out, kill=kill, restarted=restarted)
+    until = time.monotonic() + LIFE_S
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.005)
+
+
+def _lived(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> None:
+    """In the child: does not return."""
+    log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    found: dict[str, Any] = {"error": None, "told": [], "bits": None, "restored": 0}
+    try:
+        from deltashard.errors import DeltashardError
+
+        from tests.programs.program import Program
+
+        os.environ["DELTASHARD_SOCKET"] = str(root / "run" / "sidecar.sock")
+        Words(found["told"])
+        program = None
+        try:
+            program = Program(spec, kill=kill, restarted=restarted, told=found["told"])
+            program.run()
+            found["bits"] = program.bits()
+        except DeltashardError as error:
+            traceback.print_exc()
+            found["error"] = f"refused: {type(error).__name__}: {error}"
+        except Exception as error:
+            traceback.print_exc()
+            found["error"] = f"crash: {type(error).__name__}: {error}"
+        found["restored"] = getattr(program, "restored", 0)
+        found["between_epochs"] = getattr(program, "between_epochs", False)
+        out.write_bytes(pickle.dumps(found))
+    finally:
+        os._exit(0)
+
+
+def _read(out: Path) -> dict[str, Any]:
+    if out.exists():
+        return pickle.loads(out.read_bytes())
+    return {
+        "error": f"crash: no result: {out.with_suffix('.log').read_text()[-1500:]}",
+        "told": [],
+        "bits": None,
+        "restored": 0,
+    }
+
+
+def judge(spec: Spec) -> dict[str, Any]:
+    """The verdict on one program."""
+    root = Path(tempfile.mkdtemp(prefix="programs-"))
+    sidecars = []
+    try:
+        for name in ("whole", "killed"):
+            sidecars.append(_sidecar(root / name, spec))
+        rc = _life(root / "whole", spec, root / "whole.out", kill=0, restarted=False)
+        whole = _read(root / "whole.out")
+        if rc is None:
+            return {"outcome": "hung", "told": ["the uninterrupted run"]}
+        if whole["error"]:
+            outcome = "told" if whole["error"].startswith("refused") else "broken"
+            return {"outcome": outcome, "told": [whole["error"]]}
+        lives = [_life(root / "killed", spec, root / "killed.out", kill=spec["kill"], restarted=False)]
+        if spec["second_kill"]:
+            lives.append(
+                _life(root / "killed", spec, root / "second.out", kill=spec["second_kill"], restarted=True)
+            )
+        lives.append(_life(root / "killed", spec, root / "resumed.out", kill=0, restarted=True))
+        if None in lives:
+            return {"outcome": "hung", "told": [f"life {lives.index(None) + 1} of the killed run"]}
+        if lives[0] >= 0:
+            return {"outcome": "broken", "told": [f"not killed: {_read(root / 'killed.out')['error']}"]}
+        return _compared(
+            spec,
+            whole,
+            [
+                _read(root / f"{n}.out")
+                for n in ("killed", "second", "resumed")
+                if (root / f"{n}.out").exists()
+            ],
+        )
+    finally:
+        for pid in sidecars:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if not os.environ.get("DELTASHARD_TEST_KEEP"):
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def _compared(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) -> dict[str, Any]:
+    last = lives[-1]
+    words = [word for life in (whole, *lives) for word in life["told"]]
+    verdict: dict[str, Any] = {"told": telling(words), "restored": last["restored"], "differs": []}
+    if last["error"]:
+        crash = last["error"].startswith("crash")
+        return verdict | {"outcome": "crash" if crash else "told", "told": [last["error"], *telling(words)]}
+    if last["bits"] == whole["bits"]:
+        return verdict | {"outcome": "exact"}
+    return verdict | {
+        "outcome": "told" if explaining(words) else "silent",
+        "differs": differing(whole["bits"], last["bits"]),
+    }
+
+
+def serve() -> None:
+    """Answer until stdin ends."""
+    warnings.simplefilter("ignore")
+    import torch
+
+    torch.set_num_threads(1)
+    for name in ("torch._dynamo", "torch.distributed.tensor", "tests.programs.program"):
+        importlib.import_module(name)
+    for name in SIDECAR:
+        importlib.import_module(f"deltashard_sidecar.{name}")
+    for line in sys.stdin:
+        print(json.dumps(judge(completed(json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

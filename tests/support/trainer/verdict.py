@@ -1,0 +1,72 @@
+"""Two outcomes are allowed for a run that was killed and resumed: it is exact, or deltashard told why it is not."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+TELLING = re.compile(r"note: |warning: |error: |event (nothing_saved|fell_back|log_damaged|save_blocked)")
+NOISE = re.compile(r"tracked by row hashes|tracked by hashes|counts? as changed")
+"""Words of interest; how tables are tracked is none."""
+UNRELATED = re.compile(
+    r"the model changed after the Checkpointer was built|the last step\(\) ended no optimizer step|gave other hyperparameters"
+)
+"""Words that do not explain why a run that was resumed differs: what they speak of comes back exactly, or is refused."""
+
+
+class Words(logging.Handler):
+    """Keeps what deltashard logs at level WARNING and above."""
+
+    def __init__(self, told: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._told = told
+        logging.getLogger("deltashard").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._told.append(f"warning: {record.getMessage()}")
+
+
+def telling(told: Iterable[str]) -> list[str]:
+    """The words that count, each once."""
+    return sorted({word for word in told if TELLING.match(word) and not NOISE.search(word)})
+
+
+def explaining(told: Iterable[str]) -> list[str]:
+    """Those that say why a resumed run differs."""
+    return [word for word in telling(told) if not UNRELATED.search(word)]
+
+
+def bits(name: str, value: Any) -> dict[str, bytes]:
+    """The bytes of every tensor and number in a nested value, by its path."""
+    found: dict[str, bytes] = {}
+    if isinstance(value, torch.Tensor):
+        dense = value.detach().to_dense() if value.is_sparse else value.detach()
+        found[name] = str(dense.dtype).encode() + dense.contiguous().cpu().numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            found |= bits(f"{name}.{key}", value[key])
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            found |= bits(f"{name}.{number}", each)
+    elif isinstance(value, bool | int | float | str | None):
+        found[name] = repr(value).encode()
+    return found
+
+
+def optimizer_bits(name: str, optimizer: Any) -> dict[str, bytes]:
+    """The state and the rates of an optimizer, by the place of each parameter in it."""
+    found: dict[str, bytes] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= bits(f"{name}.{number}.lr", group["lr"])
+        for index, p in enumerate(group["params"]):
+            found |= bits(f"{name}.{number}.{index}", dict(optimizer.state.get(p, {})))
+    return found
+
+
+def differing(one: Mapping[str, bytes], other: Mapping[str, bytes]) -> list[str]:
+    """The paths whose bits differ."""
+    return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
