@@ -329,8 +329,6 @@ class SaveLoop:
     def _put_off(self, wait: BlockReason, *, quiet: bool = False) -> None:
         """No cut now: remember why for who asked, and count what was due."""
         self._requests.put_off(MESSAGE[wait])
-        if wait is BlockReason.ACCUMULATING:
-            self._tracking.adopt()  # the optimizer that steps may be another one by now
         if wait in (BlockReason.STEPPED, BlockReason.ACCUMULATING, BlockReason.MOVED):
             return  # the next optimizer step takes it
         # Nobody else would say that the sidecar is away; the rest passes by itself.

@@ -58,6 +58,7 @@ from deltashard.state.replica import owners
 from deltashard.state.row_hash import Hashing
 from deltashard.tracking.audit import AT_CUT, Audit, AuditFault
 from deltashard.tracking.first_step import FirstStep, Report
+from deltashard.tracking.foreign_step import ForeignSteps
 from deltashard.tracking.glance import Signature, Signed
 from deltashard.tracking.gradient import GradientWatch
 from deltashard.tracking.lookup_tracker import LookupTracker
@@ -596,6 +597,9 @@ class Tracking:
         """Parameters by optimizer, as of the last `_attach`."""
         self._named = self._inventory
         self._install()
+        self._foreign = ForeignSteps(
+            model, known=lambda: [h.optimizer for h in self._hooks], adopt=self.adopt
+        )
         self._attach()
         self.on_cuda = any(device.type == "cuda" for device in self._devices())
         """Whether something of the program lies on a GPU, as of the last cut."""
@@ -826,6 +830,7 @@ class Tracking:
 
     def close(self) -> None:
         """Remove all hooks."""
+        self._foreign.close()
         if self.steps.gradients is not None:
             self.steps.gradients.close()
             self.steps.gradients = None

@@ -1,0 +1,55 @@
+"""Optimizers that the Checkpointer was not given and that step its model."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from deltashard.tracking.tracking import Tracking
+from torch.optim import optimizer as torch_optimizer
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def test_an_optimizer_in_a_variable_of_the_script_alone_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The one that was given steps on, so that saves continue: only this tells of the other one."""
+    caplog.set_level(logging.WARNING)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    given = torch.optim.Adam(model[0].parameters())
+    tracking = Tracking(model, [given])
+    other = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        step(given)
+        step(other)
+    [record] = caplog.records
+    assert "SGD stepped 2 parameters of the model (1.weight, 1.bias)" in record.getMessage()
+    tracking.close()
+
+
+def test_optimizers_of_other_models_and_after_close_are_none_of_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    before = len(torch_optimizer._global_optimizer_post_hooks)
+    tracking = Tracking(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    step(torch.optim.SGD(other.parameters(), lr=0.1))
+    tracking.close()
+    step(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not caplog.records
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before
+
+
+def test_a_checkpointer_that_is_dropped_leaves_no_hook() -> None:
+    before = len(torch_optimizer._global_optimizer_post_hooks)
+    model = torch.nn.Linear(2, 1)
+    Tracking(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+    gc.collect()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == before

@@ -1,0 +1,66 @@
+"""Steps of optimizers that the Checkpointer does not know, on parameters of its model.
+
+Their state is in no checkpoint, so a resumed run would differ from one that was not interrupted. torch calls a global
+hook after each optimizer's step. An optimizer that replaced a known one where the script holds it is adopted; any other
+one is reported.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+_log = logging.getLogger("deltashard.tracking")
+
+
+class ForeignSteps:
+    """A global hook on optimizer steps; a step of a known optimizer pays one look into a set."""
+
+    def __init__(
+        self, model: nn.Module, *, known: Callable[[], Iterable[Optimizer]], adopt: Callable[[], None]
+    ) -> None:
+        """`known` returns the optimizers whose steps are watched; `adopt` looks for ones that were replaced."""
+        self._model = model
+        self._known = known
+        self._adopt = adopt
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet(known())
+        # torch's list of global hooks outlives this object, whose owner may never be closed.
+        method = weakref.WeakMethod(self._stepped)
+
+        def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            if (live := method()) is not None:
+                live(optimizer)
+
+        self._finalizer = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._finalizer()
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        owned = [names[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+        if not owned or self._is_known(optimizer):
+            return
+        self._adopt()
+        if not self._is_known(optimizer):
+            _log.warning(
+                "%s stepped %d parameters of the model (%s%s), and the Checkpointer was not given it: its state is in "
+                "no checkpoint, so a resumed run will differ. Give it in optimizer=; where the script replaces an "
+                "optimizer, replace it in the list that was given",
+                type(optimizer).__name__,
+                len(owned),
+                ", ".join(owned[:3]),
+                ", ..." if len(owned) > 3 else "",
+            )
+
+    def _is_known(self, optimizer: Optimizer) -> bool:
+        return any(optimizer is each for each in self._known())
