@@ -71,12 +71,18 @@ class _Walk:
         plain = value.layout == torch.strided and value.device.type == "cpu" and not value.is_quantized
         if not plain or not value.numel() or self.leaves >= _MOST_TENSORS:
             return
-        value = value.detach().resolve_conj().resolve_neg()
+        if value.requires_grad:
+            value = value.detach()
+        if value.is_conj() or value.is_neg():
+            value = value.resolve_conj().resolve_neg()
         if value.dim() and not value.is_contiguous():
             row_bytes = value[0].numel() * value.element_size()
             value = value[:: max(1, value.shape[0] * row_bytes // _WHOLE_BYTES)].contiguous()
         self.leaves += 1
-        self._bytes(value.reshape(-1).view(torch.uint8))
+        if value.numel() * value.element_size() > _WHOLE_BYTES:
+            self._blocks(value.reshape(-1).view(torch.uint8))
+        else:
+            self.digest.update((value if value.dim() else value.reshape(1)).view(torch.uint8).numpy().data)
 
     def _array(self, value: np.ndarray[Any, Any], depth: int) -> None:
         if value.dtype.hasobject:
@@ -86,12 +92,12 @@ class _Walk:
         if value.size:
             self.leaves += 1
             flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            self._bytes(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+            if flat.size > _WHOLE_BYTES:
+                self._blocks(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+            else:
+                self.digest.update(flat.data)
 
-    def _bytes(self, flat: torch.Tensor) -> None:
-        """`flat`: uint8[n], contiguous."""
-        count = flat.numel()
-        if count > _WHOLE_BYTES:
-            step = (count - _BLOCK_BYTES) // (_BLOCKS - 1)
-            flat = flat.as_strided((_BLOCKS, _BLOCK_BYTES), (step, 1)).contiguous()
-        self.digest.update(flat.numpy().data)
+    def _blocks(self, flat: torch.Tensor) -> None:
+        """`flat`: uint8[n], contiguous and large."""
+        step = (flat.numel() - _BLOCK_BYTES) // (_BLOCKS - 1)
+        self.digest.update(flat.as_strided((_BLOCKS, _BLOCK_BYTES), (step, 1)).contiguous().numpy().data)

@@ -130,6 +130,13 @@ class LoaderAccess:
         if self.torch:
             iter(self.loader)  # takes the state; the iterator of the pass itself begins a new epoch
 
+    def guarantee(self, *, unchecked: bool) -> str:
+        """The kind, and what a resumed run gets, in words."""
+        drew = "; its workers draw random numbers, so all batches of the epoch are read again"
+        check = "its batches hold nothing that can be compared: unchecked"
+        check = check if unchecked else "the last batch is drawn again and compared"
+        return f"{self.kind}: {GUARANTEES[self.kind]}{drew * self.workers_drew}; {check}"
+
     def is_over(self, made: LoaderPass, mark: Mark) -> bool:
         """Whether nothing of the epoch is left after `mark` for a further batch."""
         if self.kind == "sampler" and made.order is not None:

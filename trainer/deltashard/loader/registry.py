@@ -84,7 +84,7 @@ class LoaderRegistry:
     ) -> WrappedLoader:
         """See `Checkpointer.wrap`."""
         old = self.loaders.get(name)
-        if old is not None and not old.iterated:
+        if old is not None and old.newest is None:
             raise UserError(
                 f"a loader {name!r} is wrapped already", where="wrap()", remedy="give it another name="
             )
@@ -141,7 +141,7 @@ class LoaderRegistry:
     def _look_for_steps_without_batch(self) -> None:
         """Each step needs a batch since the last one, but for the first one after a restore, which may end an epoch."""
         now = self.clock()
-        used = [loader for loader in self.loaders.values() if loader.iterated]
+        used = [loader for loader in self.loaders.values() if loader.newest is not None]
         if not used or any(loader.ahead(now) for loader in used):
             return
         self._delivered_at = now

@@ -18,7 +18,7 @@ from deltashard.errors import CheckpointMismatch, UserError
 from deltashard.loader import generator
 from deltashard.loader.fingerprint import fingerprint
 from deltashard.loader.lifecycle import PassEvent, PassState, Saved, after, saved_in
-from deltashard.loader.loader_access import GUARANTEES, LoaderAccess, Skip
+from deltashard.loader.loader_access import LoaderAccess, Skip
 from deltashard.loader.loader_state import LoaderState
 from deltashard.loader.loop_check import LoopCheck
 from deltashard.loader.nesting import Nesting
@@ -61,7 +61,7 @@ class WrappedLoader:
         self._access = LoaderAccess(loader, skip=skip, shared=shared)
         self._pipelined = pipelined
         self._shared = shared
-        # Not a method of this one: in a cycle it would be the collector's to end its workers.
+        # Not a method of this one: in a cycle, the collector would end its workers.
         self._report = partial(registry.report, name, strict=strict)
         self._check = LoopCheck(self._report, pipelined=pipelined)
         self._state = PassState.NONE
@@ -108,11 +108,6 @@ class WrappedLoader:
         return made.mark.delivered if made is not None and inside else 0
 
     @property
-    def iterated(self) -> bool:
-        """Whether a pass has begun."""
-        return self.newest is not None
-
-    @property
     def open(self) -> bool:
         """Whether a pass is under way."""
         return self._state is PassState.OPEN
@@ -126,13 +121,8 @@ class WrappedLoader:
     @property
     def guarantee(self) -> str:
         """Kind of the loader, and what a resumed run gets, in words."""
-        made, access = self.newest, self._access
-        text = f"{access.kind}: {GUARANTEES[access.kind]}"
-        if access.workers_drew:
-            text += "; its workers draw random numbers, so all batches of the epoch are read again"
-        if made is not None and made.mark.delivered and made.mark.fingerprint is None:
-            return text + "; its batches hold nothing that can be compared: unchecked"
-        return text + "; the last batch is drawn again and compared"
+        mark = Mark() if self.newest is None else self.newest.mark
+        return self._access.guarantee(unchecked=mark.delivered > 0 and mark.fingerprint is None)
 
     def __len__(self) -> int:
         return len(self.loader)

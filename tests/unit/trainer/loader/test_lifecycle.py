@@ -98,7 +98,7 @@ def test_a_spare_iterator_begins_nothing() -> None:
     loop = Loop()
     for _ in range(3):
         iter(loop.loader)
-    assert not loop.loader.iterated
+    assert loop.loader.newest is None
     assert tree(loop)["delivered"] == 0
 
 
