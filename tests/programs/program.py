@@ -329,7 +329,7 @@ class Program:
         elif s.between == "peek":
             next(iter(loader))
         self.loader = loader
-        self.between_epochs = not getattr(loader, "delivered", 0)
+        self.between_epochs = getattr(loader, "delivered", 0) % -(-SAMPLES // BATCH) == 0
         self.held = DataLoader(Items(SimpleNamespace(augment="none", batch="tuple"), 8), 4)
         self._loop(loader, second, getattr(bare, "sampler", None))
         self.ckpt.close()
