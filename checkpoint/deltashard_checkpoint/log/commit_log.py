@@ -399,15 +399,24 @@ class RunLog:
                 frees=frees,
             )
             try:
-                return once()
+                return once(folds=True)
             except StoreFull:
                 if not self.make_room():
                     raise
-                return once()
+                return once(folds=False)  # a folded state would take the room again
 
     def _append(
-        self, build: Build, *, before: str, after: str, deadline_s: float, voiding: bool, frees: bool
+        self,
+        build: Build,
+        *,
+        before: str,
+        after: str,
+        deadline_s: float,
+        voiding: bool,
+        frees: bool,
+        folds: bool,
     ) -> Sealed | None:
+        """`folds`: a folded state may be put, which the entry names."""
         with self._lock:
             patience = self.patience(deadline_s)
             if not frees:
@@ -423,7 +432,7 @@ class RunLog:
                     return None
                 self._check_tip(state, patience)
                 entry = replace(entry, previous=state.tip_hash, at_s=round(self.clocks.wall_s(), 3))
-                if (name := self._put_fold(state)) is not None:
+                if folds and (name := self._put_fold(state)) is not None:
                     entry = replace(entry, writer=folding_writer(entry.writer, name))
                 sealed = seal(entry)
                 try:
@@ -578,7 +587,6 @@ class RunLog:
         ]
         spare = spare or [info.key for info in self.store.list(self.key("log/HINT"))]
         self.store.delete(spare)
-        self._fold_failed = self._state.tip  # the next one would take the room again
         return bool(spare)
 
     def _fold_objects(self) -> Iterator[ObjectInfo]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from deltashard_checkpoint.errors import InvalidCheckpoint
@@ -78,16 +78,17 @@ class ChainWatch:
         boxes: Iterable[Box] | None = None,
         rank: int = 0,
         alone: bool = True,
-        also: Iterable[str] = (),
+        also: Mapping[str, Sequence[str]] | None = None,
         deadline_s: float,
     ) -> None:
-        """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at the objects of the index `also`.
+        """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at the indexes `also`, with their packs.
 
         Raises `ChainGone` where something is missing, and store errors.
         """
+        also = also or {}
         try:
             with deadline(deadline_s):
-                missing = self._missing(state, seq, tuple(also), manifests, boxes, alone, deadline_s)
+                missing = self._missing(state, seq, also, manifests, boxes, alone, deadline_s)
         except InvalidCheckpoint as error:  # a manifest, a layout or an index that is there, and bad
             assert seq is not None
             missing = dict.fromkeys((error.where,), min(prefixes_of(state, seq)))
@@ -95,6 +96,8 @@ class ChainWatch:
             self._looked_s[rank] = time.monotonic()
             known = {prefix for each in state.checkpoints for prefix in prefixes_of(state, each)}
             self._gone = (self._gone & known) | set(missing.values())
+            known |= {prefix_of(key) for key in also}
+            self._packs = {key: packs for key, packs in self._packs.items() if prefix_of(key) in known}
         if not missing:
             return
         self._metrics.chain_broken.inc()
@@ -112,7 +115,7 @@ class ChainWatch:
         self,
         state: RunState,
         seq: int | None,
-        also: tuple[str, ...],
+        also: Mapping[str, Sequence[str]],
         manifests: Manifests,
         boxes: Iterable[Box] | None,
         alone: bool,
@@ -144,11 +147,12 @@ class ChainWatch:
         if missing := gone(indexes):
             return missing
         with self._lock:
-            unread = [part for part in parts if part.index_key not in self._packs]
+            packs = {**self._packs, **also}
+        unread = [part for part in parts if part.index_key not in packs]
         for key, index in load_indexes(self._store, state.run, unread, deadline_s=deadline_s).items():
-            self.wrote(key, (pack.key for pack in index.packs))
-        with self._lock:
-            return gone({pack: indexes[key] for key in indexes for pack in self._packs.get(key, ())})
+            packs[key] = tuple(pack.key for pack in index.packs)
+            self.wrote(key, packs[key])
+        return gone({pack: indexes[key] for key in indexes for pack in packs[key]})
 
     def _is_there(self, run: str, key: str, listed: AbstractSet[str]) -> bool:
         """A listing may be stale: only an object that is asked for and not found is missing."""

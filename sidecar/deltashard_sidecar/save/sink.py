@@ -185,7 +185,7 @@ class PartSink:
             boxes=self._who.boxes,
             rank=rank,
             alone=self._alone,
-            also=(part.index_key,),
+            also={part.index_key: packs},
             deadline_s=deadline_s,
         )
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import structlog
+from deltashard_checkpoint.format.object_key import cut_prefix
 from deltashard_checkpoint.log.chain import parts_of
 from deltashard_checkpoint.log.commit_log import RunLog
 from deltashard_checkpoint.log.manifest import Manifests
@@ -101,11 +102,16 @@ def test_a_stale_listing_proves_nothing(watched, monkeypatch):
 def test_a_baseline_looks_at_its_own_objects(watched):
     (part,) = parts_of(watched.log.state, watched.other)
     packs = [key.removeprefix("job/") for key in watched.objects(watched.other, ".pack")]
-    watched.watch.wrote(part.index_key, packs)
-    watched.look(None, also=(part.index_key,))
+    watched.look(None, also={part.index_key: packs})
     watched.store.delete([f"job/{packs[0]}"])
     with pytest.raises(ChainGone, match="objects of this save"):
-        watched.look(None, also=(part.index_key,))
+        watched.look(None, also={part.index_key: packs})
+
+
+def test_what_is_known_of_checkpoints_that_are_gone_is_forgotten(watched):
+    watched.watch.wrote(f"{cut_prefix(9, 1)}00000-{'a' * 16}.index", ["gone"])
+    watched.look(watched.delta)
+    assert len(watched.watch._packs) == 2
 
 
 def test_a_look_is_due_when_the_last_one_is_old(watched, monkeypatch):
