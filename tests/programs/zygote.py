@@ -173,6 +173,8 @@ def _compared(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) ->
         return verdict | {"outcome": "crash" if crash else "told", "told": [last["error"], *telling(words)]}
     if last["bits"] == whole["bits"]:
         return verdict | {"outcome": "exact"}
+    if spec["restart"] in CHANGES and any(life["restored"] and life.get("between_epochs") for life in lives):
+        return verdict | {"outcome": "another loader between epochs"}
     return verdict | {
         "outcome": "told" if explaining(words) else "silent",
         "differs": differing(whole["bits"], last["bits"]),
