@@ -12,7 +12,7 @@ from typing import Any
 Spec = dict[str, Any]
 
 STEPS = 14
-"""Of every program; an epoch has 6 batches, the last one is smaller."""
+"""Of every program; an epoch has 5 batches, the last one is smaller."""
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
     # the model
@@ -130,6 +130,8 @@ def consistent(spec: Spec) -> Spec:
         s["scaler"] = False
     if s["loader"] in _NO_WORKERS or s["loop"] in _TWO_LOADERS:
         s["workers"] = 0
+    if s["workers"] and "iterable" in s["loader"]:
+        s["batch_norm"] = False  # a batch of one sample
     if not s["workers"]:
         s["persistent"] = False
     if s["loader"] in ("factory", "counting", "list"):

@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.programs.dimension import STEPS, Spec
 from tests.support.trainer.verdict import bits, optimizer_bits
 
-SAMPLES, BATCH, CHANGE_AT, WAIT_S = 22, 4, 4, 60
+SAMPLES, BATCH, CHANGE_AT, WAIT_S = 19, 4, 4, 60
 _IN_STATE, _HIDDEN = np.random.default_rng(5), np.random.default_rng(6)
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
 
@@ -199,7 +199,7 @@ def _in_object(samples: list[Any]) -> Sample:
 def _loader(s: SimpleNamespace, restarted: bool, samples: int = SAMPLES) -> Any:
     change = s.restart if restarted else "same"
     items = Items(s, samples + (8 if change == "longer" else 0))
-    n, batch = len(items), 6 if change == "batch_size" else BATCH
+    n, batch = len(items), 5 if change == "batch_size" else BATCH
     options: dict[str, Any] = {"collate_fn": _in_object if s.batch == "object" else None}
     if s.workers or change == "workers":
         workers = s.workers + 1 if change == "workers" else s.workers

@@ -59,14 +59,14 @@ def train(rank: int, workdir: Path, endless: str, tower: str = "False", kill: st
     parameters = model.named_parameters()
     named = dict(parameters if tower == "True" else in_backward_optimizer_filter(parameters))
     dense = KeyedOptimizerWrapper(named, partial(torch.optim.Adam, lr=1e-3))
-    optimizer = CombinedOptimizer([model.fused_optimizer, dense])
+    optimizer = dense if tower == "True" else CombinedOptimizer([model.fused_optimizer, dense])
     dataset = RandomRecDataset(
         keys=["f0", "f1"], batch_size=6, hash_size=ROWS, ids_per_feature=2, num_dense=4, manual_seed=40 + rank,
         num_batches=None if endless == "True" else PASS,
     )  # fmt: skip
     ckpt = deltashard.Checkpointer(
         model, optimizer, url=workdir / "store", run="run", encoding="fp32", every_steps=5, grace_s=None,
-        arena_bytes=32 << 20,
+        arena_bytes=64 << 20,
     )  # fmt: skip
     resumed = ckpt.restore()
     told += [f"note: {note}" for note in resumed.notes] if resumed else []

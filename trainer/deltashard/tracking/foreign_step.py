@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -29,20 +30,15 @@ class ForeignSteps:
         self._known = known
         self._adopt = adopt
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet(known())
-        # torch's list of global hooks outlives this object, whose owner may never be closed.
-        method = weakref.WeakMethod(self._stepped)
-
-        def stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-            if (live := method()) is not None:
-                live(optimizer)
-
-        self._finalizer = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        _live.add(self)
+        _hook_once()
 
     def close(self) -> None:
-        """Remove the hook."""
-        self._finalizer()
+        """Look at no step any more."""
+        _live.discard(self)
 
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def stepped(self, optimizer: Optimizer) -> None:
+        """After a step of any optimizer of this process."""
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
@@ -64,3 +60,17 @@ class ForeignSteps:
 
     def _is_known(self, optimizer: Optimizer) -> bool:
         return any(optimizer is each for each in self._known())
+
+
+_live: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()
+
+
+@cache
+def _hook_once() -> None:
+    """One hook for the process, for good: torch iterates its hooks, so none may be removed while a step runs."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for each in list(_live):
+        each.stepped(optimizer)
