@@ -68,9 +68,10 @@ _live: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()
 @cache
 def _hook_once() -> None:
     """One hook for the process, for good: torch iterates its hooks, so none may be removed while a step runs."""
-    register_optimizer_step_post_hook(_stepped)
+    register_optimizer_step_post_hook(after_any_step)
 
 
-def _stepped(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """The hook itself; it writes no rows."""
     for each in list(_live):
         each.stepped(optimizer)

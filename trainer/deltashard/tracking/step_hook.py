@@ -15,6 +15,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from deltashard.optimizer.whitelist import why_inexact
+from deltashard.tracking.foreign_step import after_any_step
 from deltashard.tracking.glance import Glance
 
 if TYPE_CHECKING:
@@ -217,11 +218,9 @@ def why_not_alone(
     if has_closure(args, kwargs or {}):
         return "its step evaluates a closure"
     pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001 - torch offers no accessor
-    if len(pre) == 1 and len(post) == 1 and not _GLOBAL_PRE and not _GLOBAL_POST:
-        return None
     for hooks in (pre, post, _GLOBAL_PRE, _GLOBAL_POST):
         for hook in hooks.values():
-            if not isinstance(getattr(hook, "__self__", None), StepHooks):
+            if hook is not after_any_step and not isinstance(getattr(hook, "__self__", None), StepHooks):
                 return "another step hook of its optimizer may write rows, or drop gradients, unseen"
     return None
 
