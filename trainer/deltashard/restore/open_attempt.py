@@ -274,8 +274,8 @@ class AttemptOpener:
         """Train on after `step` under the attempt that was opened; `resumed`: `restore()` left the model there."""
         if reply.HasField("basis"):
             log.warning(
-                "no checkpoint is saved yet, because the store takes no entry: %s. Training goes on from step %d; the "
-                "store is tried again and again, and saves begin when it takes one",
+                "no checkpoint is saved yet, because the store takes no entry: %s. Training continues from step %d; "
+                "the store is tried again and again, and saves begin when it takes one",
                 reply.unopened,
                 step,
             )
