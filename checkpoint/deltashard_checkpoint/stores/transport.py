@@ -21,7 +21,6 @@ _log = logging.getLogger("deltashard.stores")
 _warned: set[str] = set()
 _warned_lock = threading.Lock()
 _BUNDLES = ("AWS_CA_BUNDLE", "SSL_CERT_FILE")
-PROXY_VARIABLES = ("HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY")
 
 
 class BadTransport(UserError):

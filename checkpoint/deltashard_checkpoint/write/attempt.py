@@ -260,8 +260,13 @@ def _told(mended: Salvage) -> str:
     """What to say of a log that this attempt has repaired."""
     lost = ", ".join(map(str, mended.lost)) or "the newest"
     newest = mended.state.newest()
-    return f"{mended.damage}; it was repaired: log entry {mended.state.tip + 1} goes on without {lost}, " + (
-        "without any checkpoint" if newest is None else f"with checkpoint {newest.seq} (step {newest.step})"
+    return (
+        f"{mended.damage}; it was repaired: log entry {mended.state.tip + 1} continues without {lost}, "
+        + (
+            "without any checkpoint"
+            if newest is None
+            else f"with checkpoint {newest.seq} (step {newest.step})"
+        )
     )
 
 

@@ -131,15 +131,8 @@ class PartWriter:
         self._failure: BaseException | None = None
         self._ended = False
         self._raw_bytes = 0
-        self._uploaded_bytes = 0
         self._pool = ThreadPoolExecutor(uploads, thread_name_prefix="upload")
         self.stats: PartStats | None = None
-
-    @property
-    def uploaded_bytes(self) -> int:
-        """Bytes of packs that are safe in the store."""
-        with self._state:
-            return self._uploaded_bytes
 
     def add(self, frame: EncodedFrame) -> None:
         """Append a whole frame; its buffer may be reused when this returns.
@@ -363,8 +356,6 @@ class PartWriter:
                 if during.ident is not None:
                     during.join()  # a death that is due comes before the part goes on, however late its thread runs
                 crash_point("pack.after_put")
-            with self._state:
-                self._uploaded_bytes += filling.spool.size_bytes
         except BaseException as error:
             self._fail(error)
             raise

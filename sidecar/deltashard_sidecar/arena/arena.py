@@ -95,7 +95,7 @@ class ArenaKeeper:
             raise ArenaUnavailable(
                 "the arena's file was truncated",
                 where=str(self.arena.path),
-                remedy="leave the runtime directory to the sidecar; it stops now, and the next one makes it anew",
+                remedy="leave the runtime directory to the sidecar; it stops now, and the next one makes it again",
             )
 
     # Writer locks.

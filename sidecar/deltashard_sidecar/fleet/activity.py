@@ -75,7 +75,7 @@ class Activity:
             self.incidents.add(
                 fleet.INCIDENT_KIND_RESTORED,
                 cause=source,
-                message=f"{who} goes on from step {step}, {attempt.lost_steps} steps were lost; "
+                message=f"{who} continues from step {step}, {attempt.lost_steps} steps were lost; "
                 f"read from the {source} in {seconds:.1f} s",
                 step=step,
                 lost_steps=attempt.lost_steps,

@@ -81,7 +81,7 @@ class ChainWatch:
         also: Mapping[str, Sequence[str]] | None = None,
         deadline_s: float,
     ) -> None:
-        """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at the indexes `also`, with their packs.
+        """Look at what `boxes` (None: all) of checkpoint `seq` are read from, and at indexes `also` and their packs.
 
         Raises `ChainGone` where something is missing, and store errors.
         """

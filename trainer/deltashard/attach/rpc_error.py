@@ -84,6 +84,6 @@ def translate(
         return UserError(message, where=where)
     if fallback is RestoreFailed:
         return RestoreFailed(
-            f"{code.name}: {message}", where=where, remedy="once that is mended, call restore() again"
+            f"{code.name}: {message}", where=where, remedy="remove the cause, then call restore() again"
         )
     return SidecarUnavailable(f"{code.name}: {message}", where=where)

@@ -86,7 +86,7 @@ class Link:
         """Session id for every later call."""
         return str(self.reply.session)
 
-    def open(self, request: pb.OpenRequest) -> pb.OpenReply:
+    def open(self, request: pb.OpenRequest, *, deadline_s: float = OPEN_DEADLINE_S) -> pb.OpenReply:
         """Ask for an attempt; raises `SidecarGone`, `FencedError`, `UserError` or `RestoreFailed`."""
         if (size := len(request.layout)) > MAX_LAYOUT_BYTES:
             raise UserError(
@@ -95,10 +95,8 @@ class Link:
                 remedy="cut tables over fewer ranks: each box takes 32 bytes",
             )
         try:
-            reply: pb.OpenReply = self.stub.Open(request, timeout=OPEN_DEADLINE_S)
-        except (
-            ValueError
-        ) as error:  # the channel was closed: the session thread has seen that the sidecar is gone
+            reply: pb.OpenReply = self.stub.Open(request, timeout=deadline_s)
+        except ValueError as error:  # closed: the session thread has seen that the sidecar is gone
             raise SidecarGone(str(error), where="open attempt") from None
         except grpc.RpcError as error:
             if details(error)[0] == grpc.StatusCode.RESOURCE_EXHAUSTED and size:

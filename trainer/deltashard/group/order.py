@@ -124,7 +124,9 @@ def settled(proposal: Proposal, acks: Mapping[int, Ack], world_size: int, *, ove
     for rank in sorted(acks):
         if acks[rank].stays and acks[rank].limit < at:
             stands = f"rank {rank} stands at step {acks[rank].limit}"
-            return Verdict(at=None, why_off=f"{stands}, rank {furthest} goes on to step {at}", rank=furthest)
+            return Verdict(
+                at=None, why_off=f"{stands}, rank {furthest} continues to step {at}", rank=furthest
+            )
     if len(acks) == world_size:
         return Verdict(at=at)
     if not overdue:

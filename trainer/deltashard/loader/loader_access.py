@@ -57,8 +57,7 @@ class LoaderAccess:
         self.resumable = resumable_of(loader)
         if shared and self.resumable is not None and self.resumable.world_size > 1:
             raise UserError(
-                "shared=True means that all ranks iterate the same batches, and the ResumableSampler gives "
-                "a share to "
+                "shared=True means that all ranks iterate the same batches, and the ResumableSampler gives a share to "
                 f"each of {self.resumable.world_size} ranks",
                 where="wrap()",
                 remedy="leave shared=True out, or give the sampler rank=0, world_size=1 on all ranks",

@@ -19,9 +19,8 @@ MESSAGES = {
     "content": (
         _DIFFERS + ": its samples are the same, their content is not. The position is right",
         (
-            "Either the data changed, or the dataset draws random numbers that no checkpoint holds (own "
-            "generators, the "
-            "time): draw them from the sample's index, or give them in state="
+            "Either the data changed, or the dataset draws random numbers that no checkpoint holds (own generators, "
+            "the time): draw them from the sample's index, or give them in state="
         ),
     ),
     "order": (
@@ -46,16 +45,14 @@ MESSAGES = {
     ),
     "stream": (
         (
-            "it does not begin where epoch {epoch} began: its data is another one, or it is a stream that "
-            "cannot go back. "
-            "Nothing is dropped: training continues with the batch that it gave"
+            "it does not begin where epoch {epoch} began: its data is another one, or it is a stream that cannot go "
+            "back. Nothing is dropped: training continues with the batch that it gave"
         ),
         "A stream needs state_dict() and load_state_dict(), or its offsets in state=",
     ),
     "refused": (
         (
-            "it does not accept its own state ({error}). Epoch {epoch} begins again, so that its first {batch} "
-            "batches "
+            "it does not accept its own state ({error}). Epoch {epoch} begins again, so that its first {batch} batches "
             "come twice"
         ),
         "Give the loader as it was until the epoch ends",
@@ -70,34 +67,29 @@ MESSAGES = {
     ),
     "first": (
         (
-            "it was saved before it was known whether passes over {other!r} lie within one of its batches: a "
-            "run that is "
-            "resumed from this checkpoint continues with its next batch"
+            "it was saved before it was known whether passes over {other!r} lie within one of its batches: a run that "
+            "is resumed from this checkpoint continues with its next batch"
         ),
         "A later checkpoint knows",
     ),
     "no batch": (
         (
-            "a step was taken without a new batch. Batches that are kept and used again (itertools.cycle, a "
-            "list, several "
-            "steps on one batch, another source) are not in the checkpoint: a resumed run continues with the "
-            "next batch "
-            "of the loader"
+            "a step was taken without a new batch. Batches that are kept and used again (itertools.cycle, a list, "
+            "several steps on one batch, another source) are not in the checkpoint: a resumed run continues with the "
+            "next batch of the loader"
         ),
         "Iterate the loader itself. " + _PIPELINED,
     ),
     "ahead": (
         (
-            "it delivered {batches} batches before the first step and one per step since: something fetches "
-            "ahead, and a "
-            "resumed run leaves out batches that were not trained on"
+            "it delivered {batches} batches before the first step and one per step since: something fetches ahead, and "
+            "a resumed run leaves out batches that were not trained on"
         ),
         _PIPELINED,
     ),
     "thread": (
         (
-            "another thread asks it for batches than the one that wrapped it: a resumed run may leave out "
-            "batches that "
+            "another thread asks it for batches than the one that wrapped it: a resumed run may leave out batches that "
             "were not trained on"
         ),
         _PIPELINED,

@@ -118,9 +118,8 @@ class ResumePositions:
             self.refused[name] = (
                 f"it was within epoch {self._epochs[name]} when {saved} ranks saved, and there are {world} "
                 f"now: {why}. "
-                "A DataLoader with a deltashard.ResumableSampler or torch's DistributedSampler, or one "
-                "whose batches are "
-                "the same on all ranks (wrap(shared=True)), resumes in another world"
+                "A DataLoader with a deltashard.ResumableSampler or torch's DistributedSampler, or one whose batches "
+                "are the same on all ranks (wrap(shared=True)), resumes in another world"
             )
             return
         mine = trees.get(rank)

@@ -403,9 +403,8 @@ class WrappedLoader:
         registry, access, old = self._registry, self._access, self.newest
         if old is not None and old.resumed and old.handed:
             log.info(
-                "loader %r: a pass after restore() took no step: it began where training continues, not at "
-                "the beginning of "
-                "the epoch. Make it before restore(), or over the loader that is not wrapped",
+                "loader %r: a pass after restore() took no step: it began where training continues, not at the "
+                "beginning of the epoch. Make it before restore(), or over the loader that is not wrapped",
                 self.name,
             )
         entry, held = generator.capture(own), registry.hold_state()

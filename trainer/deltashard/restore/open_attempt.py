@@ -39,6 +39,9 @@ from deltashard.tracking.step_clock import StepClock
 
 log = logging.getLogger("deltashard")
 
+LATE_DEADLINE_S = 15.0
+"""Training waits so long for an attempt that is opened late; the sidecar gives up sooner."""
+
 
 def attach_request(program: Program, rank: Rank, attempt: int | None, layout: str) -> pb.AttachRequest:
     """What an Attach says of this process and its tables; `attempt` is open, if any, with its `layout`."""
@@ -230,7 +233,12 @@ class AttemptOpener:
             return None
         request.session = link.session
         try:
-            reply = link.open(request)
+            reply = link.open(request, deadline_s=LATE_DEADLINE_S)
+        except SidecarGone as gone:
+            self._attachment.session.doubt(
+                link, str(gone)
+            )  # it may be stopped: training must not wait for it again
+            return gone
         except (RestoreFailed, SidecarUnavailable, UserError) as error:
             return error
         self._attempt.begin(reply.attempt, resumed_step=self._attempt.resumed_step)
@@ -266,8 +274,8 @@ class AttemptOpener:
         """Train on after `step` under the attempt that was opened; `resumed`: `restore()` left the model there."""
         if reply.HasField("basis"):
             log.warning(
-                "no checkpoint is saved yet, because the store takes no entry: %s. Training goes on from step %d; the "
-                "store is tried again and again, and saves begin when it takes one",
+                "no checkpoint is saved yet, because the store takes no entry: %s. Training continues from step %d; "
+                "the store is tried again and again, and saves begin when it takes one",
                 reply.unopened,
                 step,
             )

@@ -454,7 +454,7 @@ class SaveLoop:
         self.drain(until_s)
         self._news.apply()
         self._requests.refuse_unbound(self._clock.step)
-        self._setbacks.hurry()
+        self._setbacks.closing()
         self._saver.check_snapshot(until_s)
         with self._staying():
             if self._orders is not None:
@@ -471,7 +471,6 @@ class SaveLoop:
     def _finish_here(self, until_s: float) -> None:
         last: Exception | None = None
         before, tried = self._setbacks.last, False
-        self._setbacks.closing()
         while self._needs_cut():
             gate = self.gate()
             wait = gate.why(Asker.CLOSE)

@@ -232,7 +232,7 @@ class Saver:
         if self._flight is not None:
             self._flight.failed(SaveFailed("not durable when the checkpointer was closed", where="save"))
         self._order.close()
-        self.check_snapshot(until_s)
+        self._report_inconsistent(until_s, last=True)
 
     # The cut.
 
@@ -373,8 +373,8 @@ class Saver:
     def _note_snapshot(self) -> None:
         self.check_snapshot()
 
-    def _report_inconsistent(self, until_s: float = math.inf) -> bool:
-        """Report what is wrong with the last snapshot, if anything: the next one takes all rows."""
+    def _report_inconsistent(self, until_s: float = math.inf, *, last: bool = False) -> bool:
+        """Report what is wrong with the last snapshot: the next one takes all rows; `last`: none follows."""
         found = self._comparison.result(until_s)
         if found is None:
             return False
@@ -382,10 +382,12 @@ class Saver:
         self._inconsistent.append(found.snapshot)
         self._count(found.count)
         log.error(
-            "the checkpoint of step %d may not be restored exactly: %s. The next save is a full one, and names this "
-            "checkpoint in its metadata; restore that one instead",
+            "the checkpoint of step %d may not be restored exactly: %s. %s",
             step,
             found,
+            "No save follows it: restore the one before it"
+            if last
+            else "The next save is a full one, and names this checkpoint in its metadata; restore that one instead",
         )
         tables = {fault.table: fault.rows for fault in found.faults}
         self._listener.emit("snapshot_inconsistent", step=step, tables=tables, why=str(found))

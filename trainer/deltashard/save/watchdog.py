@@ -122,7 +122,7 @@ class Watchdog:
         due = asked or (every_s > 0 and now_s - anchor_s >= every_s)
         by_steps = every_steps > 0 and self._clock.step - anchor_step >= every_steps
         if not (due or by_steps):
-            self._due_s = self._block = None
+            self._end()
             return
         self._block = block()
         if self._due_s is None:

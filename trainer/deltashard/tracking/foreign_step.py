@@ -72,6 +72,6 @@ def _hook_once() -> None:
 
 
 def after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """The hook; it reads, and writes nothing."""
+    """The hook itself; it writes no rows."""
     for each in list(_live):
         each.stepped(optimizer)

@@ -268,11 +268,6 @@ class HashTracker:
         self._hashes: Tensor | None = None
         self._layout: tuple[object, ...] = ()
 
-    @property
-    def memory_bytes(self) -> int:
-        """What the kept hashes take."""
-        return 0 if self._hashes is None else self._hashes.numel() * 8
-
     def begin(self, sections: Sequence[Tensor]) -> row_hash.Hashing:
         """Begin a look at the weights and row fields `sections`, [R] or [R, D] each: run its jobs, then `end` it."""
         return row_hash.Hashing(sections, self._seed)

@@ -178,16 +178,6 @@ class TrackedTable:
         """The live row fields in schema order: [R], [R, 1] or [R, D], possibly on another device than `param`."""
         return {name: tensor for name, (_, tensor) in self._fields().items()}
 
-    def scalar_state(self) -> dict[str, Any]:
-        """The table's other optimizer state by canonical key (`step`, factored moments, ...); live values."""
-        found: dict[str, Any] = {}
-        for nth, view in enumerate(self.views):
-            fields = view.fields(self.param)
-            for key, value in (view.state.get(self.param) or {}).items():
-                if str(key) not in fields:
-                    found[_name(str(key), nth)] = value
-        return found
-
     def allocate_state(self, spec: FieldSpec) -> Tensor:
         """The live tensor to scatter restored values of `spec` into; see `OptimizerView.allocate`.
 
@@ -739,10 +729,6 @@ class Tracking:
                 for each, done in looks:
                     each.looked(done)
                 looks, jobs = [], 0
-
-    def schema_versions(self) -> tuple[int, ...]:
-        """Changes whenever a table's schema does: compare after `refresh` with those of the last Attach."""
-        return tuple(table.schema_version for table in self.tables)
 
     def cut_taken(self, cut: int, mode: Mode, *, full: bool = False) -> None:
         """Every table's selection was copied for `cut`; `full`: all rows of all tables were (implied by "all")."""

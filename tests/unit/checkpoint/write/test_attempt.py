@@ -242,7 +242,7 @@ def test_an_attempt_takes_what_a_repair_keeps_before_it_gives_slots_up(kind, dam
     run.log = run.reader()
     opened = run.open()
     assert (opened.resume.seq, opened.voided, opened.fell_back) == (last, (bad, last + 1), True)
-    assert f"log entry {last + 1} goes on without {bad}" in opened.damage
+    assert f"log entry {last + 1} continues without {bad}" in opened.damage
     after = run.commit(opened.attempt, 1, last)
     assert run.reader().refresh().newest().seq == after
     assert run.open().damage == ""

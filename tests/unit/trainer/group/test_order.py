@@ -158,7 +158,7 @@ def test_an_order_is_off_for_a_reason_that_names_the_rank() -> None:
 def test_a_rank_that_stays_is_not_asked_to_go_on() -> None:
     """It waits for a save, or closes: only its own step is one that all can cut."""
     stays, goes = Ack(limit=7, stays=True), Ack(limit=9)
-    off = Verdict(at=None, why_off="rank 0 stands at step 7, rank 1 goes on to step 9", rank=1)
+    off = Verdict(at=None, why_off="rank 0 stands at step 7, rank 1 continues to step 9", rank=1)
     assert settled(Proposal(reason="close"), {0: stays, 1: goes}, 3, overdue=False) == off
     assert settled(Proposal(reason="close"), {0: stays, 1: stays}, 2, overdue=False) == Verdict(at=7)
 

@@ -108,6 +108,10 @@ def test_what_is_asked_for_is_due_without_a_timer() -> None:
     loop.asked = True
     loop.step(62)
     assert len(loop.told) == 1
+    assert loop.shown()
+    loop.asked = False  # it failed, or was taken: nothing is due any more
+    loop.step()
+    assert loop.shown() == ""
     loop.asked = False
     loop.step()
     assert loop.dog.blocked is None

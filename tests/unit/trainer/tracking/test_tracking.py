@@ -273,11 +273,9 @@ def test_a_lazy_field_changes_the_schema_and_the_whole_table():
     """Before the first step Adam has no state; afterwards every row must be stored with it."""
     training, cutter = begin("adam", "embedding", False)
     assert cutter.table.schema.fields == ()
-    versions = cutter.tracking.schema_versions()
     training.train()
     assert cutter.take() == set(range(ROWS))
     assert [f.name for f in cutter.table.schema.fields] == ["exp_avg", "exp_avg_sq"]
-    assert cutter.tracking.schema_versions() != versions
     training.train()
     assert len(cutter.take()) < ROWS
 
