@@ -239,7 +239,9 @@ class PartWriter:
     def _upload_failed(self, cause: BaseException) -> UploadFailed:
         kind = NoRoom if isinstance(cause, StoreFull) else UploadFailed
         return kind(
-            f"a pack could not be stored: {cause}", where=self._where, remedy="the next save covers it"
+            f"a pack could not be stored: {cause}",
+            where=self._where,
+            remedy="make the store reachable, with room; rows that changed stay marked until a save succeeds",
         )
 
     def _fail(self, error: BaseException) -> None:

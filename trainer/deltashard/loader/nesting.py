@@ -1,4 +1,9 @@
-"""Passes over other loaders within one batch of a loader: whether that batch is still in use at a cut."""
+"""Passes over several loaders at a time: within one batch of a loader, or in turns with it.
+
+Of nested ones it matters whether the batch of the outer one is still in use at a cut. Of those in turns (a `zip`), one
+may end before the other: where steps continue on batches that it delivered before (`zip(one, cycle(other))`), no
+checkpoint says which.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +26,27 @@ class Nesting:
         self._begun: dict[str, int] = {}
         """Passes of others since the last delivery."""
         self._delivered_event = 0
+        self._handed: dict[int, int] = {}
+        """Batches of other open passes when this one's began."""
+        self._in_turns: list[LoaderPass] = []
+        """Other passes that this one, which has ended, took turns with."""
+
+    def begun(self, others: Iterable[LoaderPass]) -> None:
+        """A pass over this loader begins; `others` are open."""
+        self._handed = {id(other): other.handed for other in others}
+        self._in_turns = []
+
+    def ended(self, made: LoaderPass, others: Iterable[LoaderPass]) -> None:
+        """`made` found its end, after steps were taken in it; `others` are open."""
+        self._in_turns = [
+            other
+            for other in others
+            if other.handed - self._handed.get(id(other), 0) >= max(1, made.handed - 1)
+        ]
+
+    def is_behind(self, other: LoaderPass) -> bool:
+        """Whether `other`, which took turns with a pass of this loader, delivers a batch after that pass ended."""
+        return any(other is each for each in self._in_turns)
 
     def other_begun(self, name: str) -> None:
         """A pass over another loader begins while this one's is open."""

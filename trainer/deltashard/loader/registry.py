@@ -17,6 +17,7 @@ from deltashard.errors import CheckpointMismatch, StateError, UserError
 from deltashard.loader.generator import same
 from deltashard.loader.loader_access import Skip
 from deltashard.loader.message import LASTING, MESSAGES, STRICT
+from deltashard.loader.position import LoaderPass
 from deltashard.loader.wrapped_loader import WrappedLoader
 from deltashard.state.rng import capture_globals
 from deltashard.state.value import Source, decode_value, encode_value
@@ -60,12 +61,23 @@ class LoaderRegistry:
         self.moved_at = -1
         self._boundary: Mapping[str, Any] | None = None
         self._delivered_at = clock()
+        self._spent: dict[str, int] = {}
+        """Loaders at their end whose turn it was, by name: the step after which a batch of the other one came."""
+        self._resumed: dict[str, Any] = {}
+        """Restored positions that a loader was given."""
+        self.exhausted_at = -1
+        """The step after which a pass was found at its end last."""
         self.turns = 0
         """Iterators asked for, and restored passes found at their end."""
         self.ended_turn = 0
         """Of the last restored pass that was found at its end."""
         self._reported: dict[tuple[str, str], str] = {}
         self._notes: list[str] = []
+
+    @property
+    def pass_ended(self) -> bool:
+        """Whether a pass was found at its end since the last `step()`: what follows belongs to the end of an epoch."""
+        return self.exhausted_at == self.clock()
 
     @property
     def moved(self) -> bool:
@@ -84,7 +96,8 @@ class LoaderRegistry:
     ) -> WrappedLoader:
         """See `Checkpointer.wrap`."""
         old = self.loaders.get(name)
-        if old is not None and old.newest is None:
+        unused = old is not None and old.newest is None
+        if unused and name not in self._resumed:
             raise UserError(
                 f"a loader {name!r} is wrapped already", where="wrap()", remedy="give it another name="
             )
@@ -101,7 +114,10 @@ class LoaderRegistry:
             made.take_over(old)
         self.loaders[name] = made
         if name in self.waiting:
-            made.resume(self.waiting.pop(name), self._on_change)
+            self._resumed[name] = self.waiting.pop(name)
+        if name in self._resumed and (old is None or unused):
+            # A program that makes its loader for each epoch wraps those of earlier epochs first: none is reported yet.
+            made.resume(self._resumed[name], self._on_change, at_first_pass=True)
         return made
 
     # Cuts
@@ -110,6 +126,8 @@ class LoaderRegistry:
         """A step is done."""
         if self.clock() > self._delivered_at + 1:
             self._look_for_steps_without_batch()
+        if self._spent:
+            self._look_for_spent()
 
     def asked(self, *, draws: bool) -> None:
         """A batch is asked for, after which generators may have moved: the step boundary ends here."""
@@ -120,11 +138,14 @@ class LoaderRegistry:
         if draws and self._boundary is None:
             self._boundary = capture_globals()
 
-    def delivered(self) -> None:
-        """A batch is delivered."""
+    def delivered(self, made: LoaderPass) -> None:
+        """`made` delivers a batch."""
         self.stepped()
         self.events += 1
         self._delivered_at = self.clock()
+        for name, loader in self.loaders.items():
+            if not loader.open and loader.newest is not made and loader.nesting.is_behind(made):
+                self._spent[name] = self._delivered_at
 
     def capture(self) -> tuple[Mapping[str, Any], dict[str, Any]]:
         """(global generators, positions by name) of the last step boundary, as plain data."""
@@ -146,6 +167,14 @@ class LoaderRegistry:
             return
         self._delivered_at = now
         self.report(used[0].name, "no batch")
+
+    def _look_for_spent(self) -> None:
+        now = self.clock()
+        for name, step in list(self._spent.items()):
+            if now > step:
+                del self._spent[name]
+                if not self.loaders[name].open:
+                    self.report(name, "no batch")
 
     # Restores
 
@@ -184,6 +213,7 @@ class LoaderRegistry:
                 self._reported[name, key] = text
                 self._notes.append(f"reported earlier in this run: {text}")
             if name in self.loaders:
+                self._resumed[name] = tree
                 self.loaders[name].resume(tree, on_change)
             else:
                 self.waiting[name] = tree
@@ -254,6 +284,10 @@ class LoaderRegistry:
     def open_others(self, loader: WrappedLoader) -> list[WrappedLoader]:
         """The other loaders with a pass under way."""
         return [other for other in self.loaders.values() if other is not loader and other.open]
+
+    def open_passes(self, loader: WrappedLoader) -> list[LoaderPass]:
+        """The passes of the other loaders that are under way."""
+        return [each.newest for each in self.open_others(loader) if each.newest is not None]
 
     def close(self) -> None:
         """No position is asked for any more: each loader is its program's alone, and ends with it."""

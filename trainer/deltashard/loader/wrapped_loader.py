@@ -9,7 +9,7 @@ resumed pass seeks that mark (`seek`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,6 +74,10 @@ class WrappedLoader:
         """Restored, and not used up yet."""
         self._seeds = generator.seeds(generator.own_generators(loader, {}))
         self._replaced = False
+        self._changed: Callable[[], None] | None = None
+        """Reports that the loader is another one than the saved one."""
+        self._count_read = True
+        """Whether the program has asked for `delivered` since the restore."""
         # The step boundary: where the loader stood when a batch was first asked for after step `_moved_at`.
         self._moved_at = -1
         self._boundary: Place | None = None
@@ -100,6 +104,7 @@ class WrappedLoader:
     @property
     def delivered(self) -> int:
         """Batches of this epoch that were delivered to the loop."""
+        self._count_read = True
         self._use_up()
         if self._pending is not None and (self.newest is None or not self.open):
             return self._pending.delivered - self._pending.in_use
@@ -148,8 +153,8 @@ class WrappedLoader:
         """How it is another loader than the one that saved `tree` inside an epoch; empty: it is not."""
         return self._access.mismatch(Position.of(tree, self.name))
 
-    def resume(self, tree: Mapping[str, Any], on_change: OnChange) -> None:
-        """Make the next pass begin at `tree`.
+    def resume(self, tree: Mapping[str, Any], on_change: OnChange, *, at_first_pass: bool = False) -> None:
+        """Make the next pass begin at `tree`; `at_first_pass`: report a changed loader when that begins.
 
         Raises:
             CheckpointMismatch: with "refuse", it is another loader; another version's position.
@@ -172,14 +177,14 @@ class WrappedLoader:
         continues &= access.identity()["kind"] == saved.identity.get("kind")
         if why and not continues:
             count = f"{saved.samples} samples" if saved.samples else f"{saved.delivered} batches"
-            self._report("identity", why=why, count=count)
+            self._changed = partial(self._report, "identity", why=why, count=count)
         else:
             generator.apply_each(saved.own, own)
             if saved.over and access.mismatch(replace(saved, over=False)):
                 self._epoch += 1
             elif saved.delivered:
                 if why:
-                    self._report("continued", why=why)
+                    self._changed = partial(self._report, "continued", why=why)
                     saved = replace(saved, fingerprint=None, first=None, indices=None)
                 self._pending = saved
                 self._happen(PassEvent.RESTORED)
@@ -192,6 +197,14 @@ class WrappedLoader:
                 )
         self._queue = DeliveryQueue(self._epoch, step=self._registry.cut_at)
         self._first_turn = None
+        self._count_read = False
+        if not at_first_pass:
+            self._report_change()
+
+    def _report_change(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None:
+            changed()
 
     # Cuts
 
@@ -331,6 +344,11 @@ class WrappedLoader:
                 made.ended_at = registry.clock()
                 self._happen(PassEvent.DROPPED)
                 self._own_state.pass_ended()
+                self._epoch_ended(made, by_loop=True)
+
+    def _epoch_ended(self, made: LoaderPass, *, by_loop: bool) -> None:
+        if self._registry.clock() > made.begun_at:
+            self._check.epoch_ended(made, by_loop=by_loop)
 
     def _leave_restored(self) -> None:
         """A `zip` over this loader ended at once, at the end of another one: it left this one's restored pass."""
@@ -367,13 +385,16 @@ class WrappedLoader:
     def _begin(self, own: Mapping[str, Any]) -> LoaderPass:
         registry, old = self._registry, self.newest
         self._use_up()
+        self._report_change()
         if old is not None and self.open:  # its iterator is kept somewhere
             old.ended_at = registry.clock()
+            self._epoch_ended(old, by_loop=True)
         made = self._fresh(own) if self._pending is None else self._sought(self._pending, own)
         self._happen(PassEvent.BEGUN)
         self.newest, self._unstepped, self._ended_at = made, None, -1
         registry.events += 1
         made.begun_event = registry.events
+        self.nesting.begun(registry.open_passes(self))
         for other in registry.open_others(self):
             other.nesting.other_begun(self.name)
         return made
@@ -384,8 +405,6 @@ class WrappedLoader:
         if old is None:
             registry.note_draws(self.name, start["globals"])
         self._epoch = self._settled(ended=True)
-        if old is not None and registry.clock() > old.begun_at:
-            self._check.epoch_ended(old, by_loop=self._state is not PassState.EXHAUSTED)
         made = LoaderPass(
             epoch=self._epoch,
             begun_at=registry.clock(),
@@ -406,6 +425,14 @@ class WrappedLoader:
                 "loader %r: a pass after restore() took no step: it began where training continues, not at the "
                 "beginning of the epoch. Make it before restore(), or over the loader that is not wrapped",
                 self.name,
+            )
+        if not self._count_read:
+            log.info(
+                "loader %r continues after batch %d of epoch %d. A counter of the loop itself (enumerate, range) "
+                "begins at 0 again: begin it at loader.delivered, and that of the epochs at loader.epoch",
+                self.name,
+                position.delivered,
+                position.epoch,
             )
         entry, held = generator.capture(own), registry.hold_state()
         made = LoaderPass(
@@ -465,7 +492,7 @@ class WrappedLoader:
         made.mark = Mark(number, mark.samples + samples * shares, samples, printed, indices, before)
         made.first = printed if number == 1 else made.first
         made.handed += 1
-        registry.delivered()
+        registry.delivered(made)
         self.nesting.delivered(made, registry.events, {other.name for other in registry.open_others(self)})
         self._check.delivered(made, registry.clock())
         if self._pipelined:
@@ -477,7 +504,10 @@ class WrappedLoader:
         if made is not self.newest:
             return
         self._happen(PassEvent.STOPPED)
-        made.ended_at = now
+        made.ended_at = registry.exhausted_at = now
+        self._epoch_ended(made, by_loop=False)
+        if now > made.begun_at and not self._pipelined:
+            self.nesting.ended(made, registry.open_passes(self))
         short = made.resumed and self._check.shorter_than_step(made.handed)
         if made.resumed and not made.handed:
             registry.turns += 1

@@ -171,7 +171,9 @@ class Blobs:
         if stored["class"] != view.class_name:
             return f"was a {stored['class']} and is a {view.class_name}"
         groups, live = len(stored["groups"]), len(view.target.param_groups)
-        return None if groups == live else f"had {groups} parameter groups and has {live}"
+        if groups == live:
+            return None
+        return f"had {groups} parameter groups and has {live} (add_param_group() comes before restore())"
 
     def apply_dense(
         self, program: Program, *, strict: bool, weights_only: bool, script: bool = False

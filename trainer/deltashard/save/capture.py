@@ -45,6 +45,11 @@ class Capture:
         """Whether there is no other rank."""
         return self._rank.alone
 
+    @property
+    def pass_ended(self) -> bool:
+        """Whether a loader's pass was found at its end since the last `step()`."""
+        return self._loaders.pass_ended
+
     def blobs(
         self, step: int, content: Mapping[str, str] | None, *, all_here: bool = False
     ) -> Iterator[tuple[str, EncodedTree]]:

@@ -541,8 +541,8 @@ class SaveLoop:
         accumulating = BlockReason.ACCUMULATING in gate.holds
         if accumulating and self._tracking.has_gradients and self._setbacks.first("unfinished"):
             log.warning(
-                "the last step() ended no optimizer step: gradients accumulated since the optimizer's last one are not "
-                "in the checkpoint that close() takes"
+                "the last step() ended no step of an optimizer that the Checkpointer was given: gradients accumulated "
+                "since then are not in the checkpoint that close() takes"
             )
         if self._stance.moved and self._setbacks.first("moved"):
             log.warning(

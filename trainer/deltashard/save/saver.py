@@ -125,7 +125,9 @@ class Saver:
         self._watchdog = watchdog
         self._contents = contents
         self._validate = validate
-        self._order = OrderWatch(self._tracking, self._program.state, clock)
+        self._order = OrderWatch(
+            self._tracking, self._program.state, clock, pass_ended=lambda: capture.pass_ended
+        )
         self._ahead = StreamAhead(lambda: self._session.link)
         self.head_start = HeadStart(
             tables=self._table_cuts,

@@ -3,13 +3,14 @@
 A scheduler stepped, or a dense parameter written, after `step()` belongs to that step in the program, but not in its
 checkpoint: a resumed run would miss it. The watch looks once after each cut, from a hook that removes itself at the
 next optimizer step, so ordinary steps pay nothing. Where another `step()` came in between (gradients are accumulated),
-what moved may belong to that one: nothing is said.
+what moved may belong to that one: nothing is reported. Nor is what moves after the end of a loader's pass: a resumed
+run finds that end again, and does the same after it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +24,16 @@ log = logging.getLogger("deltashard")
 class OrderWatch:
     """Warns, once, about a loop body that goes on after `step()`."""
 
-    def __init__(self, tracking: Tracking, state: Mapping[str, Any], clock: StepClock) -> None:
+    def __init__(
+        self,
+        tracking: Tracking,
+        state: Mapping[str, Any],
+        clock: StepClock,
+        *,
+        pass_ended: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`pass_ended`: whether a loader's pass was found at its end since the last step."""
+        self._pass_ended = pass_ended
         self._tracking = tracking
         self._clock = clock
         self._step = 0
@@ -55,7 +65,7 @@ class OrderWatch:
         self._tracking.steps.look_before_next(None)
 
     def _look(self) -> None:
-        if self._clock.step != self._step:
+        if self._clock.step != self._step or self._pass_ended():
             return
         moved = [
             f"scheduler {name}" for name, s in self._schedulers.items() if s.last_epoch != self._epochs[name]

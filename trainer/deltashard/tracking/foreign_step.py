@@ -50,8 +50,8 @@ class ForeignSteps:
         if not self._is_known(optimizer):
             _log.warning(
                 "%s stepped %d parameters of the model (%s%s), and the Checkpointer was not given it: its state is in "
-                "no checkpoint, so a resumed run will differ. Give it in optimizer=; where the script replaces an "
-                "optimizer, replace it in the list that was given",
+                "no checkpoint, so a resumed run will differ, and its steps alone make no save possible. Give it in "
+                "optimizer=; where the script replaces an optimizer, replace it in the list that was given",
                 type(optimizer).__name__,
                 len(owned),
                 ", ".join(owned[:3]),

@@ -1,0 +1,135 @@
+"""Loops that use several loaders at a time, make a loader for each epoch, or end epochs by a count of their own."""
+
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from deltashard.loader.registry import LoaderRegistry
+
+from tests.support.trainer.step_count import StepCount
+
+
+def registry_at(step: int = 0) -> tuple[LoaderRegistry, Callable[[], None]]:
+    steps = StepCount(step)
+    registry = LoaderRegistry(steps)
+
+    def step_done() -> None:
+        steps.now += 1
+        registry.stepped()
+
+    return registry, step_done
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["the long one first", "the short one first"])
+def test_batches_of_a_loader_that_are_used_again_beside_another_one_are_reported(
+    caplog: pytest.LogCaptureFixture, first: bool
+) -> None:
+    """zip(long, cycle(short)): the long one delivers a batch for each step, and hides that the short one does not."""
+    registry, step_done = registry_at()
+    long, short = registry.wrap(list(range(9)), name="long"), registry.wrap(list(range(3)), name="short")
+    both = (itertools.cycle(short), long) if first else (long, itertools.cycle(short))
+    for _ in zip(*both, strict=False):
+        step_done()
+    assert "loader 'short': a step was taken without a new batch" in caplog.text
+    assert "'long'" not in caplog.text
+
+
+def _evaluates(long: Any, short: Any, step_done: Callable[[], None]) -> None:
+    for _ in long:
+        step_done()
+        assert list(short) == [0, 1, 2]
+
+
+def _nests(long: Any, short: Any, step_done: Callable[[], None]) -> None:
+    for _ in long:
+        for _ in short:
+            step_done()
+
+
+def _begins_again(long: Any, short: Any, step_done: Callable[[], None]) -> None:
+    inner = iter(short)
+    for _ in long:
+        if next(inner, None) is None:
+            inner = iter(short)
+            next(inner)
+        step_done()
+
+
+def _trains_first(long: Any, short: Any, step_done: Callable[[], None]) -> None:
+    for number, _ in enumerate(long):
+        if number == 0:
+            for _ in short:
+                step_done()
+        else:
+            step_done()
+
+
+@pytest.mark.parametrize("loop", [_evaluates, _nests, _begins_again, _trains_first])
+def test_passes_that_end_beside_another_one_are_no_batches_used_again(
+    caplog: pytest.LogCaptureFixture, loop: Callable[..., None]
+) -> None:
+    registry, step_done = registry_at()
+    loop(registry.wrap(list(range(9)), name="long"), registry.wrap(list(range(3)), name="short"), step_done)
+    assert not caplog.records
+
+
+def test_a_loader_that_is_made_for_each_epoch_resumes_in_the_epoch_of_its_position(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those of earlier epochs are wrapped first, are others than the saved one, and are left at once."""
+    registry, step_done = registry_at()
+    for length in (3, 5):
+        for number in registry.wrap(list(range(length))):
+            step_done()
+            if length == 5 and number == 1:
+                break
+    _, positions = registry.capture()
+
+    again, step_done = registry_at(5)
+    again.resume(positions, None, step=5)
+    delivered = []
+    for epoch, length in enumerate((3, 5)):
+        loader = again.wrap(list(range(length)))
+        if epoch < loader.epoch:
+            continue
+        for number in loader:
+            delivered.append(number)
+            step_done()
+    assert delivered == [2, 3, 4]
+    assert not caplog.records
+
+
+def test_an_epoch_that_the_loop_ends_by_its_own_count_is_reported_when_the_program_ends(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    registry, step_done = registry_at()
+    for _ in itertools.islice(registry.wrap(list(range(8))), 3):
+        step_done()
+    _, positions = registry.capture()
+
+    again, step_done = registry_at(3)
+    loader = again.wrap(list(range(8)))
+    again.resume(positions, None, step=3)
+    for _ in range(3):
+        for _ in itertools.islice(loader, 5):
+            step_done()
+    assert "A counter of the loop itself (enumerate, range) begins at 0 again" in caplog.text
+    assert (
+        "the loop ends its epochs after 5 batches, and the one that was resumed within had 8" in caplog.text
+    )
+
+
+def test_the_end_of_a_pass_is_known_until_the_next_step() -> None:
+    """What a scheduler does once an epoch, after the last step() of it, is no change that a resumed run would miss."""
+    registry, step_done = registry_at()
+    loader = registry.wrap([0, 1])
+    for _ in loader:
+        step_done()
+    assert registry.pass_ended
+    next(iter(loader))
+    assert registry.pass_ended
+    step_done()
+    assert not registry.pass_ended
