@@ -19,6 +19,7 @@ from deltashard.save.capture import Capture
 from deltashard.save.step_order import OrderWatch
 from deltashard.state import contract
 from deltashard.state.discovery import Inventory
+from deltashard.tracking.step_clock import StepClock
 from deltashard.tracking.tracking import Tracking
 from torch import Tensor, nn
 from torch.distributed.fsdp._flat_param import FlatParameter
@@ -505,7 +506,7 @@ def test_a_wrapper_that_never_called_its_base_is_looked_through_or_refused() -> 
     program = Program(model, Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
     assert program.tracking.tables[0].tracker == "hashes"
     assert "optim/0" in program.cut()
-    order = OrderWatch(program.tracking, {})
+    order = OrderWatch(program.tracking, {}, StepClock(program.tracking))
     order.arm()
     order.close()
     with pytest.raises(UserError, match="super"):
