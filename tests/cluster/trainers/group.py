@@ -205,7 +205,7 @@ def main() -> None:
         step=step,
         seq=resumed.seq if resumed else None,
         source=resumed.source if resumed else None,
-        exact=resumed.verified if resumed else None,
+        exact=None if resumed is None else resumed.verified if resumed.mode == "full" else resumed.exact,
         mode=resumed.mode if resumed else None,
         pls=resumed.pls if resumed else 0.0,
         rank_steps=resumed.rank_steps if resumed else [],

@@ -57,7 +57,7 @@ def main() -> None:
         step=step,
         seq=resumed.seq if resumed else None,
         source=resumed.source if resumed else None,
-        exact=resumed.exact if resumed else None,
+        exact=resumed.verified if resumed else None,
         attempt=ckpt.attempt,
         digest=training.digest() if resumed else None,
         library=deltashard.__file__,
