@@ -46,9 +46,6 @@ WARNED: dict[str, tuple[Spec, str]] = {
 }
 """Exact, and told all the same."""
 
-SILENT = ("an optimizer that is replaced",)
-"""Of those that must be told: not told yet where another optimizer steps on."""
-
 
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
@@ -72,10 +69,7 @@ def test_exact(judge: Judge, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.xfail] if name in SILENT else []) for name in (*TOLD, *WARNED)],
-)
+@pytest.mark.parametrize("name", (*TOLD, *WARNED))
 def test_told(judge: Judge, name: str) -> None:
     spec, words = (TOLD | WARNED)[name]
     verdict = _verdict(judge, spec)

@@ -173,7 +173,10 @@ def _compared(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) ->
         return verdict | {"outcome": "crash" if crash else "told", "told": [last["error"], *telling(words)]}
     if last["bits"] == whole["bits"]:
         return verdict | {"outcome": "exact"}
-    if spec["restart"] in CHANGES and any(life["restored"] and life.get("between_epochs") for life in lives):
+    between = spec["restart"] in CHANGES and any(
+        life["restored"] and life.get("between_epochs") for life in lives
+    )
+    if not explaining(words) and between:
         return verdict | {"outcome": "another loader between epochs"}
     return verdict | {
         "outcome": "told" if explaining(words) else "silent",

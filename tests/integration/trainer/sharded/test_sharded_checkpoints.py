@@ -119,7 +119,9 @@ def test_restored_and_trained_on_as_if_nothing_happened(
     ckpt = _checkpointer(tmp_path, again.model, [again.model.fused_optimizer, again.dense])
     restored = ckpt.restore()
     assert restored is not None
-    assert (restored.step, restored.notes) == (5, ())
+    assert restored.step == 5
+    assert restored.notes, "this script gives another learning rate"
+    assert all("gave other hyperparameters than this one (lr " in note for note in restored.notes)
     _equal(_whole(ckpt), saved)
     for step in range(5, 8):
         first.train(case.batch(step, 0))
