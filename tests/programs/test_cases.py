@@ -69,7 +69,7 @@ def test_exact(judge: Judge, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", (*TOLD, *WARNED))
+@pytest.mark.parametrize("name", [*TOLD, *WARNED])
 def test_told(judge: Judge, name: str) -> None:
     spec, words = (TOLD | WARNED)[name]
     verdict = _verdict(judge, spec)
