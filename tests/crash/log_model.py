@@ -64,7 +64,7 @@ from deltashard_checkpoint.log.entry import (
 from deltashard_checkpoint.log.entry_codec import parse
 from deltashard_checkpoint.log.listing import Hint
 from deltashard_checkpoint.log.manifest import Manifests
-from deltashard_checkpoint.log.replay import over
+from deltashard_checkpoint.log.replay import kept_back, over
 from deltashard_checkpoint.log.run_state import RunState
 from deltashard_checkpoint.maintenance import compaction, garbage_collection, word
 from deltashard_checkpoint.maintenance import retention as retentions
@@ -1099,6 +1099,8 @@ class World:
         live = lineages.live_prefixes(state)
         for prefix, _ in garbage_collection.data_objects(log):
             place = cut_of(prefix)
+            if kept_back(state, prefix):
+                continue  # an entry may name it that the attempt before this one gave up
             if prefix not in live and (place is None or over(state, *place)):
                 raise Violation(f"{prefix} lies there for ever: nobody needs it, nobody deletes it")
         if state.retired:

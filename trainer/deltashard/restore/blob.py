@@ -153,7 +153,8 @@ class Blobs:
             raise CheckpointMismatch(
                 "; ".join(faults),
                 where="dense state",
-                remedy="build model, optimizers and state= as they were, or restore(strict=False) to take what fits",
+                remedy="build model, optimizers (with add_param_group()) and state= as they were, or restore(strict=False) to "
+                "take what fits",
             )
         return notes + faults
 
@@ -173,7 +174,7 @@ class Blobs:
         groups, live = len(stored["groups"]), len(view.target.param_groups)
         if groups == live:
             return None
-        return f"had {groups} parameter groups and has {live} (add_param_group() comes before restore())"
+        return f"had {groups} parameter groups and has {live}"
 
     def apply_dense(
         self, program: Program, *, strict: bool, weights_only: bool, script: bool = False
