@@ -153,8 +153,8 @@ class Blobs:
             raise CheckpointMismatch(
                 "; ".join(faults),
                 where="dense state",
-                remedy="build model, optimizers (with add_param_group()) and state= as they were, or restore(strict=False) to "
-                "take what fits",
+                remedy="build model, optimizers (with add_param_group()) and state= as they were, or "
+                "restore(strict=False) to take what fits",
             )
         return notes + faults
 
