@@ -33,9 +33,7 @@ def interrupt_once(optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("torn", ["tables", "dense"])
-def test_a_step_left_by_ctrl_c_is_never_cut(
-    tmp_path: Path, torn: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_left_by_ctrl_c_is_never_cut(tmp_path: Path, torn: str) -> None:
     """Not by save(), not by the timer, not by close(); once the optimizer has ended a step, cuts resume."""
     with Run(tmp_path / "store", every_steps=1) as run:
         run.train(2)
@@ -52,7 +50,6 @@ def test_a_step_left_by_ctrl_c_is_never_cut(
         (run.dense if torn == "tables" else run.tables).step()
         run.ckpt.step()
         assert run.ckpt.stats.cuts == cuts
-        assert "left by an exception" in caplog.text
         run.train()
         assert handle.cut is not None, "cut by the first whole step"
         was = run.state()
