@@ -43,7 +43,7 @@ def test_every_byte_is_counted_and_the_rows_come_back(papers, live, policy):
             run.save([train(live, seed)])
         assert run.store.put_bytes - begun == sum(each.written_bytes for each in run.saved)
         # Nothing was retired: all that was put is there, but for a probe of the store and hints that newer ones replaced.
-        assert 0 < run.store.put_bytes - run.saved[-1].held_bytes < 40 * len(run.saved)
+        assert 0 < run.store.put_bytes - run.saved[-1].held_bytes < 100 * len(run.saved)
         ((weights, fields),) = run.restored()
         np.testing.assert_array_equal(weights, live.weights)
         np.testing.assert_array_equal(fields["sum"], live.fields["sum"])
@@ -73,7 +73,7 @@ def test_what_a_policy_writes_and_needs(papers, live):
     # Full: the second chain is held, and no restore needs it.
     saved = runs["full"].saved
     assert saved[-1].held_bytes > 1.9 * saved[0].written_bytes
-    assert saved[-1].chain_bytes < 1.1 * saved[0].written_bytes
+    assert saved[-1].chain_bytes < saved[0].written_bytes + 20_000, "the newest baseline, and the log"
 
 
 def test_the_predictor_remembers_what_retention_took(papers, live):

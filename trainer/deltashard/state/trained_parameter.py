@@ -101,6 +101,7 @@ def _zeros(param: nn.Parameter, *, sparse: bool) -> Tensor:
         torch.empty((1, 0), dtype=torch.int64, device=param.device),
         torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device),
         param.shape,
+        device=param.device,
         is_coalesced=True,
         check_invariants=False,
     )

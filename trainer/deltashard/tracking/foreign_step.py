@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
+from deltashard_checkpoint.errors import UserError
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
@@ -23,11 +25,22 @@ class ForeignSteps:
     """A global hook on optimizer steps; a step of a known optimizer pays one look into a set."""
 
     def __init__(
-        self, model: nn.Module, *, known: Callable[[], Iterable[Optimizer]], adopt: Callable[[], None]
+        self,
+        model: nn.Module,
+        *,
+        known: Callable[[], Iterable[Optimizer]],
+        parts: Callable[[Optimizer], Iterable[Any]],
+        adopt: Callable[[], None],
     ) -> None:
-        """`known` returns the optimizers whose steps are watched; `adopt` looks for ones that were replaced."""
+        """Watch the steps of every optimizer of the process.
+
+        `known` returns the optimizers whose steps are watched already. `parts` takes a wrapper apart that has no state
+        of its own (`CombinedOptimizer`), and raises a UserError for one that has. `adopt` looks for optimizers that
+        were replaced.
+        """
         self._model = model
         self._known = known
+        self._parts = parts
         self._adopt = adopt
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet(known())
         _live.add(self)
@@ -59,7 +72,10 @@ class ForeignSteps:
             )
 
     def _is_known(self, optimizer: Optimizer) -> bool:
-        return any(optimizer is each for each in self._known())
+        known = {id(each) for each in self._known()}
+        with suppress(UserError):
+            return all(id(part) in known for part in self._parts(optimizer))
+        return False
 
 
 _live: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()

@@ -51,7 +51,7 @@ from deltashard.optimizer.whitelist import (
 )
 from deltashard.sharded.embedding_module import find
 from deltashard.sharded.fused_view import FusedView
-from deltashard.sharded.handed_optimizer import HandedOptimizers
+from deltashard.sharded.handed_optimizer import HandedOptimizers, parts_of
 from deltashard.state.discovery import FoundTable, Inventory, TableSettings, discover, dtype_name, sharing
 from deltashard.state.kernel_thread import share
 from deltashard.state.replica import owners
@@ -588,7 +588,10 @@ class Tracking:
         self._named = self._inventory
         self._install()
         self._foreign = ForeignSteps(
-            model, known=lambda: [h.optimizer for h in self._hooks], adopt=self.adopt
+            model,
+            known=lambda: [hooks.optimizer for hooks in self._hooks],
+            parts=lambda optimizer: parts_of([optimizer]),
+            adopt=self.adopt,
         )
         self._attach()
         self.on_cuda = any(device.type == "cuda" for device in self._devices())

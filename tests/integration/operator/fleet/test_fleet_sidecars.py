@@ -33,7 +33,7 @@ def connected(side: Side, pod: Pod, address: str, authority: bytes, token: Path)
     })  # fmt: skip
     one = Client(
         config, beat=side.beat, follow=side.directives.append, save_now=side.asked.append,
-        acknowledge=side.incidents.acknowledge, metrics=side.metrics, log=configure("error", run="r"), back_off=SOON,
+        acknowledge=side.incidents.acknowledge, metrics=side.metrics, log=configure("error", run="r"), backoff=SOON,
     )  # fmt: skip
     one.start()
     return one
