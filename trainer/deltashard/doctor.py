@@ -97,9 +97,13 @@ class Diagnosis:
             lines.append(f"  {table.name}  {shape} {table.dtype}, {_size(table.bytes)}, state: {state}")
             lines.append(f"    {table.optimizer}; changed rows by {table.tracker}: {table.why}")
         lines += ["In the checkpoint as well:", *(f"  {each}" for each in self.saved)]
-        lines.append("Not in the checkpoint:" if self.missing else "Nothing is known to be missing.")
+        lines.append("Not in the checkpoint:")
         for each in self.missing:
             lines += [f"  {each.what}", f"    {each.meaning}"]
+        lines += [
+            "  what only variables of the script hold: loaders that are not wrapped, generators, counters",
+            "    It cannot be seen from here: wrap() such a loader, give the others in state=.",
+        ]
         if self.timer:
             lines.append(f"Saved {self.timer}.")
         if self.blocked:

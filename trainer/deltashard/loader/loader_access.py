@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -77,7 +77,7 @@ class LoaderAccess:
         self.workers_drew = False
 
     def identity(self) -> dict[str, Any]:
-        """What must not change within an epoch, by name."""
+        """What must not change within an epoch, by name; `workers` may, where no batch depends on who fetches it."""
         loader = self.loader
         found: dict[str, Any] = {
             "kind": "its own state" if self.kind == "stateful" else "counted batches",
@@ -94,8 +94,7 @@ class LoaderAccess:
             found["order"] = order
             world = sampler.world_size if self.resumable else getattr(sampler, "num_replicas", 1)
             found["shares"] = world
-            if iterable or self.kind == "stateful":
-                found["workers"] = loader.num_workers
+            found["workers"] = loader.num_workers
         return found
 
     def mismatch(self, saved: Position) -> str:
@@ -104,15 +103,11 @@ class LoaderAccess:
             return ""
         if saved.kind != "stateful" and self.kind == "stateful":
             self.kind = self.fallback  # its state_dict() did not answer in the lost process
-        live, was = self.identity(), dict(saved.identity)
-        in_samples = saved.kind == self.kind == "sampler" and was.get("order") == live.get("order")
-        if in_samples or "batch_size" not in was:
-            live["batch_size"] = was["batch_size"] = None
-        changed = [
-            f"{key} was {was.get(key)} and is {live.get(key)}"
-            for key in {**was, **live}
-            if was.get(key) != live.get(key)
-        ]
+        free = {"workers"} if self._by_index and self.kind != "stateful" and not saved.drew else set()
+        same_order = saved.identity.get("order") == self.identity().get("order")
+        if (saved.kind == self.kind == "sampler" and same_order) or "batch_size" not in saved.identity:
+            free.add("batch_size")
+        changed = self.changes(saved, but=free)
         if saved.base is not None and not changed and self.order(saved.epoch) is None:
             changed = ['skip="replay" reads a whole epoch again, and another number of ranks began this one']
         if not changed:
@@ -122,6 +117,15 @@ class LoaderAccess:
             f"it stood after batch {saved.delivered}{samples} of epoch {saved.epoch}, and is another loader now: "
             f"{', '.join(changed)}. Which samples those batches had is unknown now"
         )
+
+    def changes(self, saved: Position, *, but: Container[str] = ()) -> list[str]:
+        """What of its identity is another than the saved one, in words; `but`: names that may be."""
+        live, was = self.identity(), saved.identity
+        return [
+            f"{key} was {was.get(key)} and is {live.get(key)}"
+            for key in {**was, **live}
+            if was.get(key) != live.get(key) and key not in but
+        ]
 
     def load_state(self, state: bytes) -> None:
         """A stateful loader at the beginning of an epoch, as its last pass left it. Raises what the loader raises."""

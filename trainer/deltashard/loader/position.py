@@ -45,8 +45,8 @@ class Position:
     """Encoded state of a stateful loader when its last pass ended."""
     workers_lived: bool = False
     """Persistent workers lived when the pass began: then it drew no seed."""
-    workers_drew: bool = False
-    """Generators were seen to move in worker processes."""
+    drew: bool = False
+    """Generators move while batches are fetched, in workers or in this process, as far as is known."""
     kind: str = "counted"
     identity: Mapping[str, Any] = field(default_factory=dict)
     in_use: bool = False

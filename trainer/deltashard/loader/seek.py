@@ -77,7 +77,7 @@ class Seek:
     def _skipped(self) -> Sought:
         position, access, made = self._position, self._access, self._made
         n = position.delivered
-        access.workers_drew |= position.workers_drew
+        access.workers_drew |= position.drew
         same_batches = position.base is None and position.indices is not None
         same_batches &= position.identity.get("batch_size") == access.identity().get("batch_size")
         readable = access.skip == "auto" and same_batches and not made.workers_lived

@@ -180,6 +180,10 @@ class WrappedLoader:
             self._changed = partial(self._report, "identity", why=why, count=count)
         else:
             generator.apply_each(saved.own, own)
+            if (saved.over or not saved.delivered) and (changes := access.changes(saved)):
+                self._registry.note(
+                    f"loader {self.name!r} is another one for the epochs that follow: {', '.join(changes)}"
+                )
             if saved.over and access.mismatch(replace(saved, over=False)):
                 self._epoch += 1
             elif saved.delivered:
@@ -231,6 +235,7 @@ class WrappedLoader:
             "seeds": generator.seeds(own),
             "end_state": self._own_state.at_end,
             "kind": access.kind,
+            "identity": access.identity(),
             "nested": None if self.nesting.inner is None else sorted(self.nesting.inner),
             "per_step": self._check.per_step,
             "total": self._check.total,
@@ -255,8 +260,7 @@ class WrappedLoader:
             before=mark.before,
             anchors=[anchor for anchor in made.anchors if anchor[0] <= mark.delivered],
             workers_lived=made.workers_lived,
-            workers_drew=access.workers_drew,
-            identity=access.identity(),
+            drew=access.workers_drew or self._draws or (not access.workers and not self._tried),
             in_use=in_use,
             over=not in_use and access.is_over(made, mark),
             order=made.order,

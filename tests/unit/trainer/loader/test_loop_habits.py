@@ -2,11 +2,13 @@
 
 import itertools
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from deltashard.loader.registry import LoaderRegistry
+from torch.utils.data import DataLoader, Dataset
 
 from tests.support.trainer.step_count import StepCount
 
@@ -133,3 +135,39 @@ def test_the_end_of_a_pass_is_known_until_the_next_step() -> None:
     assert registry.pass_ended
     step_done()
     assert not registry.pass_ended
+
+
+class Drawing(Dataset[float]):
+    """Its samples depend on who fetches them."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return index + random.random()
+
+
+@pytest.mark.parametrize(
+    ("data", "told"), [(Drawing(), True), (list(range(12)), False)], ids=["drawn", "plain"]
+)
+def test_other_workers_are_another_loader_where_fetching_draws(data: Any, told: bool) -> None:
+    """In mid-epoch; where it does not draw, any number of workers delivers the same batches."""
+    registry, step_done = registry_at()
+    for _, _ in zip(range(5), registry.wrap(DataLoader(data, 2)), strict=False):
+        step_done()
+    rng, positions = registry.capture()
+    later, _ = registry_at(registry.clock())
+    later.resume(positions, rng, step=registry.clock())
+    later.wrap(DataLoader(data, 2, num_workers=1))
+    assert bool(later.mismatches(positions)) is told
+
+
+def test_a_loader_that_changed_between_epochs_is_a_note() -> None:
+    registry, step_done = registry_at()
+    for _ in registry.wrap(DataLoader(list(range(6)), 2)):
+        step_done()
+    rng, positions = registry.capture()
+    later, _ = registry_at(registry.clock())
+    later.wrap(DataLoader(list(range(8)), 2))
+    notes = later.resume(positions, rng, step=registry.clock())
+    assert notes == ["loader 'loader' is another one for the epochs that follow: samples was 6 and is 8"]
