@@ -74,7 +74,7 @@ def test_strict_cluster(bench: Bench) -> None:
     bench.policy(namespace, "strict", sidecar={"resources": {"requests": {"cpu": "400m"}}})
     job = bench.job(
         "strict",
-        steps=200,
+        steps=600,  # long enough to be killed within on a busy machine
         notes={"deltashard.io/policy": "strict"},
         container={
             "securityContext": whoever,
@@ -92,7 +92,7 @@ def test_strict_cluster(bench: Bench) -> None:
     os.kill(bench.cluster.nodes[life["node"]].container_pid(trainer), signal.SIGKILL)
     bench.assert_resumed(bench.began(job, 1), at_least=committed)
     job.wait_complete()
-    assert bench.newest(job) == 200
+    assert bench.newest(job) == 600
     bench.assert_store_whole(job)
 
 
