@@ -233,7 +233,7 @@ class OpenRequest(_message.Message):
     def __init__(self, session: _Optional[str] = ..., which: _Optional[str] = ..., from_run: _Optional[str] = ..., exclude_seqs: _Optional[_Iterable[int]] = ..., takeover: _Optional[bool] = ..., reads_format: _Optional[int] = ..., took_part: _Optional[int] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., layout: _Optional[bytes] = ...) -> None: ...
 
 class OpenReply(_message.Message):
-    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "voided_first", "voided_stop", "layout", "previous_attempt", "metadata", "basis", "unopened")
+    __slots__ = ("attempt", "resume_seq", "step", "cut", "resume_attempt", "last_step_seen", "waited_s", "fingerprint", "tables", "fell_back", "log_damage", "layout", "previous_attempt", "metadata", "basis", "unopened")
     class FingerprintEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -259,8 +259,6 @@ class OpenReply(_message.Message):
     TABLES_FIELD_NUMBER: _ClassVar[int]
     FELL_BACK_FIELD_NUMBER: _ClassVar[int]
     LOG_DAMAGE_FIELD_NUMBER: _ClassVar[int]
-    VOIDED_FIRST_FIELD_NUMBER: _ClassVar[int]
-    VOIDED_STOP_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -277,14 +275,12 @@ class OpenReply(_message.Message):
     tables: _containers.RepeatedCompositeFieldContainer[_index_pb2.TableSchema]
     fell_back: bool
     log_damage: str
-    voided_first: int
-    voided_stop: int
     layout: str
     previous_attempt: int
     metadata: _containers.ScalarMap[str, str]
     basis: Basis
     unopened: str
-    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., voided_first: _Optional[int] = ..., voided_stop: _Optional[int] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., unopened: _Optional[str] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., resume_seq: _Optional[int] = ..., step: _Optional[int] = ..., cut: _Optional[int] = ..., resume_attempt: _Optional[int] = ..., last_step_seen: _Optional[int] = ..., waited_s: _Optional[float] = ..., fingerprint: _Optional[_Mapping[str, str]] = ..., tables: _Optional[_Iterable[_Union[_index_pb2.TableSchema, _Mapping]]] = ..., fell_back: _Optional[bool] = ..., log_damage: _Optional[str] = ..., layout: _Optional[str] = ..., previous_attempt: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ..., basis: _Optional[_Union[Basis, _Mapping]] = ..., unopened: _Optional[str] = ...) -> None: ...
 
 class RowBatch(_message.Message):
     __slots__ = ("block", "offset", "table", "rows", "contiguous", "row_start", "col_start", "col_stop")

@@ -425,8 +425,6 @@ class Run:
         earlier = [number for number in opened.state.attempts if number < opened.attempt]
         if earlier:
             reply.previous_attempt = max(earlier)
-        if opened.voided is not None:
-            reply.voided_first, reply.voided_stop = opened.voided
         self.bits.opened(opened.attempt, resume, read or opened.state)
         if resume is not None:
             self._describe(reply, resume, step_seen=step_seen)

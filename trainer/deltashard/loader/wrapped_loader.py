@@ -180,7 +180,8 @@ class WrappedLoader:
             self._changed = partial(self._report, "identity", why=why, count=count)
         else:
             generator.apply_each(saved.own, own)
-            if (saved.over or not saved.delivered) and (changes := access.changes(saved)):
+            between = saved.identity and (saved.over or not saved.delivered)
+            if between and (changes := access.changes(saved, but=("shares",))):
                 self._registry.note(
                     f"loader {self.name!r} is another one for the epochs that follow: {', '.join(changes)}"
                 )
