@@ -19,6 +19,13 @@ class Bag:
     names: list[str]
 
 
+def _sparse() -> torch.Tensor:
+    with (
+        torch.sparse.check_sparse_tensor_invariants()
+    ):  # some torches warn of the argument check_invariants=, too
+        return torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,))
+
+
 def batches() -> list[Any]:
     return [
         torch.arange(12.0).reshape(3, 4),
@@ -30,7 +37,7 @@ def batches() -> list[Any]:
         {"a": torch.ones(2), "b": ["x", 1, 2.5, b"c"]},
         (torch.ones(2), [torch.zeros(2)]),
         Bag(torch.ones(3), ["u", "v"]),
-        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,), check_invariants=True),
+        _sparse(),
         torch.tensor([1 + 2j]).conj(),
     ]
 
