@@ -315,7 +315,8 @@ class Program:
         resumed = self.ckpt.restore()
         if resumed is not None:
             self.n = resumed.step
-            self.told += [f"note: {note}" for note in resumed.notes]
+            for note in resumed.notes:
+                self.told.append(f"note: {note}")
         if not s.wrap_first:
             loader = self.ckpt.wrap(bare, name="first", **wrap)
             second = None if second is None else self.ckpt.wrap(second, name="second")

@@ -86,7 +86,8 @@ def _lived(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> 
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    found: dict[str, Any] = {"error": None, "told": [], "bits": None, "restored": 0}
+    told = Told(out.with_suffix(".told"))
+    found: dict[str, Any] = {"error": None, "told": told, "bits": None, "restored": 0}
     try:
         from deltashard.errors import DeltashardError
 
@@ -107,9 +108,23 @@ def _lived(root: Path, spec: Spec, out: Path, *, kill: int, restarted: bool) -> 
             found["error"] = f"crash: {type(error).__name__}: {error}"
         found["restored"] = getattr(program, "restored", 0)
         found["between_epochs"] = getattr(program, "between_epochs", False)
-        out.write_bytes(pickle.dumps(found))
+        out.write_bytes(pickle.dumps(found | {"told": [*told]}))
     finally:
         os._exit(0)
+
+
+class Told(list[str]):
+    """What a life was told; in a file, too, for one that is killed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        path.touch()
+
+    def append(self, word: str) -> None:
+        super().append(word)
+        with self._path.open("a") as file:
+            file.write(json.dumps(word) + "\n")
 
 
 def _read(out: Path) -> dict[str, Any]:
@@ -117,7 +132,7 @@ def _read(out: Path) -> dict[str, Any]:
         return pickle.loads(out.read_bytes())
     return {
         "error": f"crash: no result: {out.with_suffix('.log').read_text()[-1500:]}",
-        "told": [],
+        "told": [json.loads(line) for line in out.with_suffix(".told").read_text().splitlines()],
         "bits": None,
         "restored": 0,
     }
@@ -153,7 +168,7 @@ def judge(spec: Spec) -> dict[str, Any]:
             [
                 _read(root / f"{n}.out")
                 for n in ("killed", "second", "resumed")
-                if (root / f"{n}.out").exists()
+                if (root / f"{n}.told").exists()
             ],
         )
     finally:
@@ -178,6 +193,8 @@ def _compared(spec: Spec, whole: dict[str, Any], lives: list[dict[str, Any]]) ->
     )
     if not explaining(words) and between:
         return verdict | {"outcome": "another loader between epochs"}
+    if spec["restart"] != "same" and not any(life["restored"] for life in lives):
+        return verdict | {"outcome": "another program from its beginning"}
     return verdict | {
         "outcome": "told" if explaining(words) else "silent",
         "differs": differing(whole["bits"], last["bits"]),

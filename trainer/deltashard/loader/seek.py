@@ -130,12 +130,15 @@ class Seek:
         return Sought(batch=batch, key="other order")
 
     def _from_state(self) -> Sought:
-        """From the newest state that it accepts: torchdata refuses some of a loader that was itself resumed."""
+        """From the newest state before the last batch that it accepts: torchdata refuses some of a resumed loader.
+
+        The state behind that batch is the last resort: nothing can be compared then.
+        """
         position, made = self._position, self._made
         assert position.start is not None
         n, error = position.delivered, None
         anchors = [anchor for anchor in position.anchors if anchor[0] <= n]
-        for at, state, generators in sorted(anchors, key=lambda a: (0 < a[0] < n, a[0]), reverse=True):
+        for at, state, generators in sorted(anchors, key=lambda a: (a[0] < n, a[0]), reverse=True):
             try:
                 generator.apply(position.start, self._own)
                 if state is not None:
