@@ -141,7 +141,10 @@ class Seek:
         for at, state, generators in sorted(anchors, key=lambda a: (a[0] < n, a[0]), reverse=True):
             try:
                 generator.apply(position.start, self._own)
-                if state is not None:
+                if state is not None and at == 0:  # of the end of the epoch before
+                    self._access.load_state(state)
+                    generator.apply(position.start, self._own)
+                elif state is not None:
                     self._access.loader.load_state_dict(decode_value(state))
                 self._access.open(made)  # passes over what was sampled, as of the beginning of the pass
                 generator.apply(generators or position.start, self._own)
