@@ -34,8 +34,8 @@ class ForeignSteps:
     ) -> None:
         """Watch the steps of every optimizer of the process.
 
-        `known` returns the optimizers whose steps are watched already. `parts` takes a wrapper apart that has no state
-        of its own (`CombinedOptimizer`), and raises a UserError for one that has. `adopt` looks for optimizers that
+        `known` returns the optimizers whose steps are watched already. `parts` takes apart a wrapper that keeps no
+        state (`CombinedOptimizer`), and raises a UserError for one that keeps some. `adopt` looks for optimizers that
         were replaced.
         """
         self._model = model
