@@ -47,11 +47,9 @@ STANDS = {
     int(step): int(rank)
     for step, _, rank in (each.partition(":") for each in os.environ.get("STANDS", "").split())
 }
-"""Step that ended -> the rank that does not begin another one; unless it resumed there."""
+"""Step -> the rank that stands still at its end, before it counts it as every other rank does."""
 WORKER = Path("/tmp/worker")
 """Has this process' number, and the time of its last step."""
-SLOW_RANK, SLOW_S = int(os.environ.get("SLOW_RANK", "-1")), 0.2
-"""The rank that is so late at the end of each step."""
 TABLES = {"user": 3000, "item": 1700}
 """Feature and table -> rows."""
 COLUMNS, SAMPLES, BATCH = 16, 6000, 8
@@ -198,7 +196,7 @@ def main() -> None:
         **terms,
     )
     resumed = ckpt.restore()
-    begun = step = resumed.step if resumed else 0
+    step = resumed.step if resumed else 0
     loader = ckpt.wrap(loader)
     witness.say(
         "began",
@@ -217,9 +215,6 @@ def main() -> None:
     with ckpt:
         while step < STEPS:
             for samples in loader:
-                if step > begun and STANDS.get(step) == rank:
-                    witness.say("stands", step=step)
-                    threading.Event().wait()
                 optimizer.zero_grad()
                 wanted = torch.tensor([float(sample % 3 == 0) for sample in samples])
                 logits = model(features_of(samples))
@@ -231,8 +226,9 @@ def main() -> None:
                     dense=dense(model, top),
                 )  # fmt: skip
                 os.utime(WORKER)
-                if rank == SLOW_RANK:
-                    time.sleep(SLOW_S)
+                if STANDS.get(step) == rank:
+                    witness.say("stands", step=step)
+                    threading.Event().wait()
                 try:
                     ckpt.step()
                 except deltashard.FencedError as error:

@@ -43,12 +43,12 @@ class ForeignSteps:
         self._parts = parts
         self._adopt = adopt
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet(known())
-        _live.add(self)
+        _live.append(weakref.ref(self, _live.remove))
         _hook_once()
 
     def close(self) -> None:
         """Look at no step any more."""
-        _live.discard(self)
+        _live[:] = [live for live in _live if live() is not self]
 
     def stepped(self, optimizer: Optimizer) -> None:
         """After a step of any optimizer of this process."""
@@ -78,7 +78,8 @@ class ForeignSteps:
         return False
 
 
-_live: weakref.WeakSet[ForeignSteps] = weakref.WeakSet()
+_live: list[weakref.ref[ForeignSteps]] = []
+"""A list, since each step of each optimizer goes over it: a set of weak references takes microseconds to iterate."""
 
 
 @cache
@@ -89,5 +90,7 @@ def _hook_once() -> None:
 
 def after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """The hook itself; it writes no rows."""
-    for each in list(_live):
-        each.stepped(optimizer)
+    for live in tuple(_live):
+        each = live()
+        if each is not None:
+            each.stepped(optimizer)
