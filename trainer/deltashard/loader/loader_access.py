@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from deltashard.errors import StateError, UserError
 from deltashard.loader.fingerprint import fingerprint
-from deltashard.loader.generator import capture, own_generators, same
+from deltashard.loader.generator import apply, capture, own_generators, same
 from deltashard.loader.position import LoaderPass, Mark, Position, SkippingSampler
 from deltashard.loader.resumable_sampler import resumable_of
 from deltashard.loader.sharding import batches_after, order_of
@@ -127,11 +127,18 @@ class LoaderAccess:
             if was.get(key) != live.get(key) and key not in but
         ]
 
-    def load_state(self, state: bytes) -> None:
-        """A stateful loader at the beginning of an epoch, as its last pass left it. Raises what the loader raises."""
-        self.loader.load_state_dict(decode_value(state))
-        if self.torch:
-            iter(self.loader)  # takes the state; the iterator of the pass itself begins a new epoch
+    def load_end_state(self, state: bytes, own: Mapping[str, Any]) -> None:
+        """Give a stateful loader `state`, with which its last pass ended. Raises what the loader raises.
+
+        What that draws from generators, global ones and `own`, is undone.
+        """
+        before = capture(own)
+        try:
+            self.loader.load_state_dict(decode_value(state))
+            if self.torch:
+                iter(self.loader)  # takes the state; the iterator of the pass itself begins a new epoch
+        finally:
+            apply(before, own)
 
     def guarantee(self, *, unchecked: bool) -> str:
         """The kind, and what a resumed run gets, in words."""

@@ -55,12 +55,10 @@ class LoaderState:
                 self.at_end = encode_value(self._access.loader.state_dict()).to_bytes()
 
     def load(self, own: Mapping[str, Any], *, epoch: int) -> None:
-        """Give it back at the beginning of `epoch`; what that draws from generators is undone."""
+        """Give it back at the beginning of `epoch`."""
         if self._access.kind != "stateful" or self.at_end is None:
             return
-        before = generator.capture(own)
         try:
-            self._access.load_state(self.at_end)
+            self._access.load_end_state(self.at_end, own)
         except Exception as error:  # noqa: BLE001 - the library's
             self._report("refused", error=in_words(error), epoch=epoch, batch=0)
-        generator.apply(before, own)

@@ -142,8 +142,7 @@ class Seek:
             try:
                 generator.apply(position.start, self._own)
                 if state is not None and at == 0:  # of the end of the epoch before
-                    self._access.load_state(state)
-                    generator.apply(position.start, self._own)
+                    self._access.load_end_state(state, self._own)
                 elif state is not None:
                     self._access.loader.load_state_dict(decode_value(state))
                 self._access.open(made)  # passes over what was sampled, as of the beginning of the pass
