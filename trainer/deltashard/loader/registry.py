@@ -124,6 +124,8 @@ class LoaderRegistry:
 
     def stepped(self) -> None:
         """A step is done."""
+        if not self.loaders:
+            return
         if self.clock() > self._delivered_at + 1:
             self._look_for_steps_without_batch()
         if self._spent:
