@@ -47,7 +47,7 @@ STANDS = {
     int(step): int(rank)
     for step, _, rank in (each.partition(":") for each in os.environ.get("STANDS", "").split())
 }
-"""Step -> the rank that stands still at its end, before it counts it as every other rank does."""
+"""Step -> the rank that waits for ever at its end, before its `ckpt.step()`; all others have called theirs."""
 WORKER = Path("/tmp/worker")
 """Has this process' number, and the time of its last step."""
 TABLES = {"user": 3000, "item": 1700}

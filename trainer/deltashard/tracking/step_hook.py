@@ -218,8 +218,6 @@ def why_not_alone(
     if has_closure(args, kwargs or {}):
         return "its step evaluates a closure"
     pre, post = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # noqa: SLF001 - torch offers no accessor
-    if len(pre) == len(post) == len(_GLOBAL_POST) == 1 and not _GLOBAL_PRE:
-        return None  # deltashard's: each of these three has one for as long as steps are tracked
     for hooks in (pre, post, _GLOBAL_PRE, _GLOBAL_POST):
         for hook in hooks.values():
             if hook is not after_any_step and not isinstance(getattr(hook, "__self__", None), StepHooks):
