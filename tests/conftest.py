@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,9 @@ from tests.support.tool import MISSING
 os.environ.setdefault("DELTASHARD_HOLD_S", "30")
 # Nor does how long its sidecar takes to be done with a save whose end it has told: the next one would be refused as busy.
 os.environ.setdefault("DELTASHARD_BRIEF_WAIT_S", "10")
+
+TEMPORARY = "deltashard-tests-"
+"""What the name of a session's temporary directory begins with."""
 
 LEAST_FREE_GIB = 2
 """Of the disk. What tests leave is removed when they pass, so a whole run needs hardly more."""
@@ -42,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measured before any worker starts, which inherits it; and what is shown while tests run."""
     patience()
     if not hasattr(config, "workerinput"):
+        # A run's directory in /dev/shm is named by a hash of its store's URL, and outlives the tests. pytest would use
+        # the names of its temporary directories again once /tmp is emptied: tests would find what earlier ones left.
+        config.option.basetemp = config.option.basetemp or tempfile.mkdtemp(prefix=TEMPORARY)
         free_gib = shutil.disk_usage(tempfile.gettempdir()).free / (1 << 30)
         if free_gib < LEAST_FREE_GIB:
             raise pytest.UsageError(
@@ -49,6 +56,15 @@ def pytest_configure(config: pytest.Config) -> None:
                 "their object stores refuse writes, and tests fail that have no fault. Make room, or set TMPDIR"
             )
         config.pluginmanager.register(progress.Progress(config), "deltashard-progress")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """What failed is kept to be looked at."""
+    temporary = Path(session.config.option.basetemp)
+    controls = not hasattr(session.config, "workerinput")
+    if controls and exitstatus == pytest.ExitCode.OK and temporary.name.startswith(TEMPORARY):
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
