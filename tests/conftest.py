@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import gpu, progress
+from tests.support import alone, gpu, progress
 from tests.support.machine import patience
 from tests.support.server.cloud_server import Azurite, CloudServer, FakeGcs
 from tests.support.server.minio_server import MinioServer
@@ -56,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
                 "their object stores refuse writes, and tests fail that have no fault. Make room, or set TMPDIR"
             )
         config.pluginmanager.register(progress.Progress(config), "deltashard-progress")
+        if config.getoption("numprocesses", None):
+            config.pluginmanager.register(alone.Alone(config), "deltashard-alone")
 
 
 @pytest.hookimpl(trylast=True)
