@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
             )
         config.pluginmanager.register(progress.Progress(config), "deltashard-progress")
         if config.getoption("numprocesses", None):
-            config.pluginmanager.register(alone.Alone(config), "deltashard-alone")
+            config.pluginmanager.register(alone.Alone(), "deltashard-alone")
 
 
 @pytest.hookimpl(trylast=True)
