@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from deltashard_checkpoint.vocabulary import TRAINER_PROTOCOL
 from deltashard_sidecar import settings
 from deltashard_sidecar.save import lifecycle as save_lifecycle
 from deltashard_sidecar.session import lifecycle as session_lifecycle
+from deltashard_sidecar.stop_signal import StopSignals
 
 if TYPE_CHECKING:
     from deltashard_sidecar.fleet.fleet_stream import Fleet
@@ -109,15 +109,8 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     from deltashard_sidecar.telemetry.metric import Metrics
     from deltashard_sidecar.telemetry.structured_logging import bound
 
-    stop = threading.Event()
-    hurry = threading.Event()
-
-    def on_signal(_number: int, _frame: object) -> None:
-        (hurry if stop.is_set() else stop).set()
-
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    signals = StopSignals()
     metrics = Metrics()
     keeper = ArenaKeeper(config.arena_path, blocks=config.blocks, block_bytes=config.block_bytes)
     run = Run(config, metrics=metrics, log=log)
@@ -137,7 +130,7 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
     sidecar.start()
     fleet, standing = _fleet(config, sidecar, metrics, log)
     status = 0
-    while not stop.wait(TICK_S):
+    while not signals.wait(TICK_S):
         if standing is not None:
             standing.look(time.time())
         bound(config.dir / "sidecar.log")
@@ -150,15 +143,13 @@ def _serve(config: settings.Settings, log: Logger, lock: int) -> int:
                 remedy="leave it to the sidecar while that lives; this one stops, and the next makes it again",
             )
             status = EXIT_ENVIRONMENT
-            if not keeper.whole:
-                hurry.set()
             break
         if not sidecar.tick():
             log.info("sidecar.lingered", linger_s=config.linger_s)
             break
     log.info("sidecar.stopping", in_flight=len(sidecar.flights.in_flight()))
     server.stopping()
-    sidecar.terminate(hurry)
+    sidecar.terminate(hurry=lambda: signals.again() or not keeper.whole)
     if fleet is not None:
         fleet.stop()
     mine = owns(config.dir, lock)  # the next one may serve there already

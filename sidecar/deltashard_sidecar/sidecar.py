@@ -457,14 +457,14 @@ class Sidecar:
 
     # The end.
 
-    def terminate(self, hurry: threading.Event) -> None:
-        """Finish or abort what is in flight, by the deadline or `hurry`; afterwards nothing is half done."""
+    def terminate(self, hurry: Callable[[], bool]) -> None:
+        """Finish or abort what is in flight, by the deadline or until `hurry()`; afterwards nothing is half done."""
         self.stopping = True
         self.keeping.stop()
         deadline_s = time.monotonic() + self.settings.term_deadline_s
         self.closings.begin({save.cut.attempt for save in self.flights.in_flight()})
         for save in self.flights.in_flight():
-            while not (hurry.is_set() or save.over.wait(0.05)) and time.monotonic() < deadline_s:
+            while not (hurry() or save.over.wait(0.05)) and time.monotonic() < deadline_s:
                 pass
         for save in self.flights.in_flight():
             save.cancel(Cause.STOPPING, "the sidecar had to stop before this save was durable")

@@ -1,0 +1,35 @@
+"""SIGTERM and SIGINT: the first asks the process to stop, the second not to wait for anything.
+
+IMPORTANT: Python runs a handler between two bytecodes of the main thread, which may hold any lock just then, that of the
+`threading.Event` it waits for too: `Event.set()` in a handler then waits for itself, for ever. `put()` of a `SimpleQueue`
+is documented as safe there.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+
+
+class StopSignals:
+    """Those that came; installed when made, which only the main thread can."""
+
+    def __init__(self) -> None:
+        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._came.put(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Take the next one, if it comes in time; whether it did."""
+        try:
+            self._came.get(timeout=timeout_s)
+        except queue.Empty:
+            return False
+        return True
+
+    def again(self) -> bool:
+        """Whether one came that was not taken."""
+        return not self._came.empty()

@@ -1,0 +1,59 @@
+"""A signal comes at any instant of the wait for it, and is heard."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from deltashard_sidecar.stop_signal import StopSignals
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield StopSignals()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def waits(signals: StopSignals, *, signal_at: int) -> tuple[bool, bool]:
+    """(whether SIGTERM was raised at that line of Python, the library's counted too; what the wait returned)."""
+    lines = 0
+
+    def trace(_frame: FrameType, what: str, _argument: object) -> Any:
+        nonlocal lines
+        if what == "line":
+            lines += 1
+            if lines == signal_at:
+                signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        heard = signals.wait(0.001)
+    finally:
+        sys.settrace(before)
+    return lines >= signal_at, heard
+
+
+@pytest.mark.timeout(60)
+def test_signal_at_any_line_of_the_wait_is_heard(signals: StopSignals) -> None:
+    """Whatever lock is held there, the handler does not wait for it."""
+    line = 1
+    while (result := waits(signals, signal_at=line))[0]:
+        assert result[1] or signals.wait(0.001), line
+        line += 1
+    assert line > 2
+
+
+def test_the_second_one_is_seen_without_waiting(signals: StopSignals) -> None:
+    signal.raise_signal(signal.SIGTERM)
+    assert signals.wait(0.0)
+    assert not signals.again()
+    signal.raise_signal(signal.SIGINT)
+    assert signals.again()
