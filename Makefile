@@ -50,7 +50,7 @@ test: venv
 	@echo "make test, 1 of 3: the servers that tests need (nothing to do if they are built)"
 	@$(MAKE) --no-print-directory servers
 	@echo "make test, 2 of 3: tests on this machine alone (about 40 minutes)"
-	$(RUN) -m pytest tests --ignore tests/cluster --numprocesses 2 --dist loadfile --durations=50 --durations-min=10
+	$(RUN) -m pytest tests --ignore tests/cluster --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=50 --durations-min=10
 	@echo "make test, 3 of 3: a real Kubernetes on this machine (about 20 minutes)"
 	$(MAKE) test-cluster
 

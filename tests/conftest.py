@@ -60,6 +60,11 @@ def pytest_configure(config: pytest.Config) -> None:
             config.pluginmanager.register(alone.Alone(), "deltashard-alone")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Unit tests last: they are short, and fill up whichever process would wait for a long file at the end."""
+    items.sort(key=lambda item: "tests/unit/" in item.nodeid)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """What failed is kept to be looked at."""

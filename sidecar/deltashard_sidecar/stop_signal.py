@@ -1,8 +1,8 @@
 """SIGTERM and SIGINT: the first asks the process to stop, the second not to wait for anything.
 
-IMPORTANT: Python runs a handler between two bytecodes of the main thread, which may hold any lock just then, that of the
-`threading.Event` it waits for too: `Event.set()` in a handler then waits for itself, for ever. `put()` of a `SimpleQueue`
-is documented as safe there.
+IMPORTANT: Python runs a handler between two bytecodes of the main thread. That thread may hold any lock at that moment,
+also that of the `threading.Event` it waits for: `Event.set()` in a handler can then wait for ever. `put()` of a
+`SimpleQueue` is documented as safe there.
 """
 
 from __future__ import annotations

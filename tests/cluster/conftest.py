@@ -93,11 +93,15 @@ _FIRST = ("test_nodes", "test_stores", "test_jobsets", "test_pytorchjobs", "test
 """Files that take longest: a file is one process' work, one scenario after the other."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest first; scenarios that take the stage for themselves last, in the order they are written in.
 
-    Their limits are this machine's.
+    Their limits are this machine's. Those of which others have the parts are in the long variant alone.
     """
+    parts = [each for each in items if each.get_closest_marker("parts") is not None and not _is_full()]
+    if parts:
+        config.hook.pytest_deselected(items=parts)
+        items[:] = [each for each in items if each not in parts]
     for item in items:
         if (limit := item.get_closest_marker("timeout")) is not None:
             item.add_marker(pytest.mark.timeout(limit_s(limit.args[0]), **limit.kwargs), append=False)

@@ -26,6 +26,7 @@ SPREAD = {
 }
 
 
+@pytest.mark.parts("test_lost_node, test_a_group_of_pods, test_survivors_of_a_lost_pod_keep_their_rows")
 def test_lost_node_of_a_group(bench: Bench) -> None:
     """One of two pods is on it: both go on from the last commit. A whole group is on it: another one does, and it is fenced."""
     spare = bench.cluster.nodes["m2"]
@@ -174,6 +175,7 @@ def test_lost_kubelet(bench: Bench) -> None:
     job.wait_gone(zombie["pod"], timeout_s=120)
 
 
+@pytest.mark.parts("test_departures, test_a_pytorch_job_loses_a_worker_and_its_master")
 def test_drained_node(bench: Bench) -> None:
     """`kubectl drain` of its node, as before maintenance: the other node goes on."""
     job = bench.job("drained", notes=NO_TIMER, pool=HARMED)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 FIRST, CHUNK = 40, 10
 """Schedules 42 and 67: a promise ends between two looks of the training thread at it."""
-CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_ORDERS", "40")) // CHUNK)
+CHUNKS = max(1, int(os.environ.get("DELTASHARD_TEST_ORDERS", "20")) // CHUNK)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.crash import log_model
 from tests.crash.log_model import MOVES, Counts, World, act, run_schedule
 
-CHUNKS, CHUNK = 10, 150
+CHUNKS, CHUNK = 5, 150
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def counts_of(chunk: int) -> Counts:
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_the_newest_commit_always_restores_and_zombies_never_commit(chunk):
-    """1,500 schedules; a failing seed repeats with `python -m tests.crash.log_schedules --first SEED --schedules 1`."""
+    """750 schedules; a failing seed repeats with `python -m tests.crash.log_schedules --first SEED --schedules 1`."""
     assert counts_of(chunk).schedules == CHUNK
 
 
@@ -50,7 +50,7 @@ def test_everything_happens_in_these_schedules():
 
 def test_without_faults_everything_that_is_not_fenced_succeeds():
     """The same moves on a store that never fails: nothing is lost either, and nothing needs a retry."""
-    for seed in range(60):
+    for seed in range(30):
         run_schedule(seed, faults=False)
 
 

@@ -35,7 +35,7 @@ from tests.support.server.troubled_s3 import TroubledS3, by_seed
 
 pytestmark = [pytest.mark.minio, pytest.mark.slow]
 
-SEEDS = (1, 2)
+SEEDS = (1,)
 LIVES = 8
 CUTS = 3
 RATE = 0.15

@@ -94,7 +94,7 @@ class Bench:
         name: str,
         *,
         steps: int = ENDLESS,
-        pace_s: float = 0.05,
+        pace_s: float = 0.1,
         notes: Mapping[str, str] | None = None,
         **more: Any,
     ) -> Object:

@@ -112,7 +112,7 @@ class TrainingGroup:
 
     def events(self, kind: str) -> list[Event]:
         """Everything of a kind."""
-        return [each for each in self.bench.witness.of(self.job.key) if each["kind"] == kind]
+        return self.bench.witness.of(self.job.key, kind)
 
     def rounds(self) -> list[Round]:
         """Those that began, in order."""
@@ -176,9 +176,13 @@ class TrainingGroup:
         node, status = self.bench.cluster.nodes[begun.nodes[rank]], found["status"]
         containers = [*status.get("initContainerStatuses", ()), *status["containerStatuses"]]
         running = [each["containerID"] for each in containers if "running" in each["state"]]
-        for pid in [node.container_pid(each) for each in running]:
-            os.kill(pid, signal.SIGKILL)
+        pids = [node.container_pid(each) for each in running]
+        # Stopped first: a container that was seen to die before its pod was deleted is a failure, not a deletion.
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
         self.job.delete_pod(pod, hard=True)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         self.bench.note(f"{pod} is lost")
 
     # What is asked of them.

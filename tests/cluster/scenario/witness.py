@@ -6,6 +6,7 @@ A *life* is one trainer process. A step is said before `Checkpointer.step()` is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import socketserver
 import threading
@@ -18,16 +19,16 @@ from tests.support.machine import limit_s
 Event = dict[str, Any]
 
 
-def _is_of(event: Event, job: str) -> bool:
-    return f"{event['namespace']}/{event['pod']}".startswith(f"{job}-")
-
-
 class Witness:
     """Hears trainers; use as a context manager."""
 
     def __init__(self, host: str) -> None:
         self._heard = threading.Condition()
-        self._events: list[Event] = []
+        self._events: list[tuple[str, Event]] = []
+        """Each with `{namespace}/{pod}`."""
+        self._of_kind: dict[str, list[tuple[str, Event]]] = {}
+        self._last_step: dict[str, int] = {}
+        """Of each life."""
         outer = self
 
         class Listener(socketserver.StreamRequestHandler):
@@ -54,47 +55,57 @@ class Witness:
         self._server.server_close()
 
     def _hear(self, event: Event) -> None:
+        heard = f"{event['namespace']}/{event['pod']}", event
         with self._heard:
-            self._events.append(event)
+            self._events.append(heard)
+            self._of_kind.setdefault(event["kind"], []).append(heard)
+            if event["kind"] == "step":
+                self._last_step[event["life"]] = max(event["step"], self.last_step(event["life"]))
             self._heard.notify_all()
 
-    def of(self, job: str) -> list[Event]:
-        """Everything the pods of a Job said so far."""
+    def of(self, job: str, kind: str) -> list[Event]:
+        """Everything of a kind that the pods of a Job said so far."""
         with self._heard:
-            return [event for event in self._events if _is_of(event, job)]
+            return [event for pod, event in self._of_kind.get(kind, ()) if pod.startswith(f"{job}-")]
 
     def wait(self, job: str, matches: Callable[[Event], bool], *, timeout_s: float, what: str) -> Event:
-        """The first event of a Job's pods that matches, waiting for it if need be; raises `ClusterError`."""
-        found: list[Event] = []
+        """The first event of a Job's pods that matches, waiting for it if need be; raises `ClusterError`.
+
+        `matches` is asked once of each event, in order: looked through again after each, thousands cost the machine.
+        """
+        looked_at = 0
+        said: list[Event] = []
 
         def heard() -> bool:
-            found[:] = [e for e in self._events if _is_of(e, job) and matches(e)][:1]
-            return bool(found)
+            nonlocal looked_at
+            while looked_at < len(self._events):
+                pod, event = self._events[looked_at]
+                looked_at += 1
+                if pod.startswith(f"{job}-"):
+                    said[:] = [*said[-2:], event]
+                    if matches(event):
+                        return True
+            return False
 
         with self._heard:
             if not self._heard.wait_for(heard, limit_s(timeout_s)):
-                said = [e for e in self._events if _is_of(e, job)]
-                raise ClusterError(f"not within {limit_s(timeout_s):.0f} s: {what}; last heard: {said[-3:]}")
-        return found[0]
+                raise ClusterError(f"not within {limit_s(timeout_s):.0f} s: {what}; last heard: {said}")
+        return said[-1]
 
     def began(self, job: str, life: int, *, timeout_s: float = 90.0) -> Event:
         """The begin of the Job's trainer number `life`, counted from 0."""
-
-        def nth(event: Event) -> bool:
-            begun = [e for e in self._events if _is_of(e, job) and e["kind"] == "began"]
-            return len(begun) > life and event is begun[life]
-
-        return self.wait(job, nth, timeout_s=timeout_s, what=f"trainer {life} of {job} began")
+        begun = itertools.count()
+        return self.wait(
+            job,
+            lambda event: event["kind"] == "began" and next(begun) == life,
+            timeout_s=timeout_s,
+            what=f"trainer {life} of {job} began",
+        )
 
     def wait_step(self, life: str, step: int, *, timeout_s: float) -> None:
         """Wait until one trainer process has done a step."""
         with self._heard:
-            heard = self._heard.wait_for(
-                lambda: any(
-                    e["life"] == life and e["kind"] == "step" and e["step"] >= step for e in self._events
-                ),
-                limit_s(timeout_s),
-            )
+            heard = self._heard.wait_for(lambda: self.last_step(life) >= step, limit_s(timeout_s))
         if not heard:
             raise ClusterError(
                 f"not within {limit_s(timeout_s):.0f} s: step {step} of {life}; it did {self.last_step(life)}"
@@ -102,8 +113,4 @@ class Witness:
 
     def last_step(self, life: str) -> int:
         """The newest step that one trainer process has done."""
-        with self._heard:
-            steps = [
-                event["step"] for event in self._events if event["life"] == life and event["kind"] == "step"
-            ]
-        return max(steps, default=0)
+        return self._last_step.get(life, 0)

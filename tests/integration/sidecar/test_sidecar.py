@@ -594,13 +594,13 @@ def test_the_timer_writes_the_control_line(tmp_path: Path, url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_fd_and_memory_do_not_grow(tmp_path: Path, url: str) -> None:
-    """Over 400 saves the same number of descriptors, and less than 256 MiB beyond the arena."""
+    """Over 200 saves the same number of descriptors, and less than 256 MiB beyond the arena."""
     with sidecar(tmp_path, url, encoding="q8", metrics_port=0) as process:
         trainer = Trainer(process.socket, Model(rows=50))
         trainer.open()
         me = psutil.Process(process.pid)
         counts = 0, 0
-        for i in range(400):
+        for i in range(200):
             trainer.model.train()
             try:
                 trainer.save_and_commit()

@@ -561,20 +561,20 @@ def busy(tmp_path: Path) -> Iterator[ApiServer]:
 
 
 @pytest.mark.slow
-def test_a_start_with_two_thousand_pods_and_a_cut_of_all_watches(busy: ApiServer, tmp_path: Path) -> None:
+def test_a_start_with_six_hundred_pods_and_a_cut_of_all_watches(busy: ApiServer, tmp_path: Path) -> None:
     """All runs are there soon after the start; the API server dies and comes back, and what comes then is seen."""
     with busy.http() as http:
         cluster = Cluster.make(http)
         jobs = [cluster.job(f"job-{n}") for n in range(100)]
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda n: cluster.pod(jobs[n % 100], name=f"pod-{n}"), range(2000)))
+            list(pool.map(lambda n: cluster.pod(jobs[n % 100], name=f"pod-{n}"), range(600)))
         running = ControllerProcess(busy, tmp_path)
         try:
             running.start()
             eventually(lambda: len(cluster.runs()) == 100, "all runs")
             eventually(
                 lambda: (
-                    sum(len((each.get("status") or {}).get("pods", ())) for each in cluster.runs()) == 2000
+                    sum(len((each.get("status") or {}).get("pods", ())) for each in cluster.runs()) == 600
                 ),
                 "all pods",
             )

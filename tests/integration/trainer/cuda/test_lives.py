@@ -59,7 +59,8 @@ def test_a_killed_training_goes_on_as_if_nothing_had_been(tmp_path: Path, device
         assert end["digest"] == whole["digest"], "the resumed run is another one"
     assert not whole["failures"]
     assert not whole["faults"]
-    assert (whole["ahead"] > 0) == (device == "cpu")  # from a GPU all rows are copied at the cut
+    if device == "cuda":
+        assert whole["ahead"] == 0  # from a GPU all rows are copied at the cut
     trackers = {name: how for name, (how, _) in whole["trackers"].items()}
     assert [*trackers.values()] == ["gradients"] * 5 + ["hashes"], whole["trackers"]
 

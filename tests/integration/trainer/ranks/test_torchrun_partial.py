@@ -43,9 +43,7 @@ def _torchrun(workdir: Path, recovery: str, where: str) -> tuple[int, str]:
     return ended.returncode, ended.stdout
 
 
-@pytest.mark.parametrize(
-    ("recovery", "where"), [("partial", "machine"), ("full", "machine"), ("partial", "pods")]
-)
+@pytest.mark.parametrize(("recovery", "where"), [("full", "machine"), ("partial", "pods")])
 def test_a_dead_collective_ends(tmp_path: Path, recovery: str, where: str) -> None:
     """At once, by the signal's own action; what the survivors held is there, or all go back to the checkpoint.
 

@@ -99,10 +99,8 @@ def _saved(folder: Path, training: Any, steps: int = 5) -> dict[str, Tensor]:
         ("table_wise", "rowwise"),
         ("row_wise", "rowwise"),
         ("row_wise", "adagrad"),
-        ("column_wise", "rowwise"),
         ("column_wise", "sgd"),
         ("data_parallel", "rowwise"),
-        ("data_parallel", "adagrad"),
     ],
 )
 def test_restored_and_trained_on_as_if_nothing_happened(

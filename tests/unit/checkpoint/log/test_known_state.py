@@ -57,7 +57,7 @@ def asked(run: Run, log: RunLog) -> Counter[str]:
     return run.store.asked
 
 
-@pytest.mark.parametrize("commits", [100, 1000])
+@pytest.mark.parametrize("commits", [100, 400])
 def test_a_long_log_costs_as_many_requests_as_a_short_one(commits: int) -> None:
     """Whoever opens reads the newest folded state and what came after it, however far behind it was."""
     run, known, seqs = known_and_further(commits)

@@ -191,7 +191,7 @@ def _small(monkeypatch):
     monkeypatch.setattr(precopy, "LIST_ROWS", 16)
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(lives)
 def test_a_cut_holds_every_changed_row_as_it_is_then(script):
     """Whatever is written while rows are copied, and however far the copy came; after cuts that commit, fail, are lost."""

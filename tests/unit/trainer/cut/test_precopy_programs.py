@@ -156,7 +156,7 @@ def _small(monkeypatch):
 
 
 @settings(
-    max_examples=int(os.environ.get("DELTASHARD_TRACKING_EXAMPLES", "200")),
+    max_examples=int(os.environ.get("DELTASHARD_TRACKING_EXAMPLES", "100")),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
